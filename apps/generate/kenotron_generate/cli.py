@@ -1,0 +1,97 @@
+"""The command line of the generation app."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kenotron_data import decode, encode
+from kenotron_dist import Mesh, RankError, spawn
+from kenotron_generate.load import Description, describe, load_model
+from kenotron_models import generate
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to generate."""
+
+    prompt: str
+    max_new_tokens: int
+    temperature: float
+    seed: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the continuation of a prompt; the exit status."""
+    arguments = _parser().parse_args(argv)
+    request = Request(
+        arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed
+    )
+    try:
+        described = describe(arguments.ckpt_path)
+        pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
+        print(f"reading {described.folder}", file=sys.stderr)
+        text = spawn(continue_text, described, request, pp=pp, tp=tp)[0]
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except RankError as error:
+        known = error.kind.endswith(("ValueError", "FileNotFoundError")) or not error.trace
+        print(f"error: {error}" if known else error.trace, file=sys.stderr)
+        return 1
+    print(text)
+    return 0
+
+
+def continue_text(mesh: Mesh, described: Description, request: Request) -> str:
+    """The prompt and what the model adds to it. Collective over the mesh.
+
+    Raises ValueError for an empty prompt.
+    """
+    pipeline = load_model(described, mesh)
+
+    def forward(tokens: Tensor, context: Any) -> Tensor | None:
+        logits = pipeline.forward([tokens], [context])
+        return logits[0] if logits else None
+
+    vocab_size = described.model.vocab_size
+    prompt = encode([request.prompt], 256).tolist()
+    stop = described.model.eos_token_id
+    new = generate(
+        forward,
+        prompt,
+        mesh,
+        window=described.sequence_length,
+        vocab_size=vocab_size,
+        max_new_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        seed=request.seed,
+        stop=stop if stop >= 256 else None,  # below, it is a byte of text
+    )
+    return decode([*prompt, *new])
+
+
+def _size(name: str, given: int, described: Description) -> int:
+    if given < 0:
+        raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
+    return given or described.sizes.get(name, 1)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python apps/generate", description="Continue a prompt from a checkpoint."
+    )
+    parser.add_argument("--ckpt-path", required=True, help="a step folder or a run folder")
+    parser.add_argument("--prompt", default="def ", help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.7, help="0: likeliest token")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
+    parser.add_argument("--dp", type=int, default=1, choices=[1], help="must be 1")
+    return parser

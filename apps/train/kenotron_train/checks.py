@@ -1,0 +1,153 @@
+"""Rules that need more than one section of a training config."""
+
+import math
+from collections.abc import Sequence
+from typing import TypedDict
+
+from kenotron_ckpt.config import CheckpointsConfig
+from kenotron_data.config import DatasetStageConfig
+from kenotron_models.config import LlamaConfig
+from kenotron_optim.config import OptimizerConfig
+from kenotron_train.sections import ModelConfig, ParallelismConfig, TokensConfig
+
+LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
+BYTE_TOKENS = 256
+
+
+class Sections(TypedDict, total=False):
+    """The sections that rules look at; one that could not be read is left out."""
+
+    parallelism: ParallelismConfig
+    model: ModelConfig
+    tokens: TokensConfig
+    optimizer: OptimizerConfig
+    checkpoints: CheckpointsConfig
+    data_stages: tuple[DatasetStageConfig, ...]
+
+
+def cross_problems(sections: Sections) -> list[str]:
+    """Name every contradiction between sections.
+
+    Args:
+        sections: the sections by name; rules that need a missing one are passed over.
+
+    Returns:
+        One line for each problem: `key.path: value given; what is needed; what to change`.
+    """
+    found: list[str] = []
+    parallelism, model = sections.get("parallelism"), sections.get("model")
+    tokens, stages = sections.get("tokens"), sections.get("data_stages")
+    if model and parallelism:
+        found += _model_over_ranks(model, parallelism)
+    if tokens and parallelism:
+        found += _tokens_over_ranks(tokens, parallelism)
+    if stages is not None:
+        found += _stage_order(stages)
+    if model and stages:
+        found += _vocabulary(model, stages)
+    if model and (optimizer := sections.get("optimizer")):
+        found += _accumulation(model, optimizer)
+    if checkpoints := sections.get("checkpoints"):
+        found += _resuming(checkpoints)
+    return found
+
+
+def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
+    found = []
+    advice = f"set tp to {_largest_tp(sizes, tp)}"
+    for name in ("num_attention_heads", "intermediate_size"):
+        if (size := getattr(sizes, name)) % tp:
+            found.append(
+                f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
+                f"({size}); {advice} or change {name}"
+            )
+    kv_heads = sizes.kv_heads
+    if kv_heads % tp and tp % kv_heads:
+        found.append(
+            f"parallelism.tp: {tp} was given; it and model.model_config.num_key_value_heads "
+            f"({kv_heads}) must divide one another; {advice} or change num_key_value_heads"
+        )
+    layers = sizes.num_hidden_layers + len(LAYERS_BESIDE_DECODER)
+    if pp > layers:
+        found.append(
+            f"parallelism.pp: {pp} was given; each stage needs a layer, and the model has {layers} "
+            f"({sizes.num_hidden_layers} decoder layers, {', '.join(LAYERS_BESIDE_DECODER)}); "
+            f"set pp to at most {layers}"
+        )
+    return found
+
+
+def _tokens_over_ranks(tokens: TokensConfig, parallelism: ParallelismConfig) -> list[str]:
+    count = tokens.micro_batch_size * tokens.sequence_length
+    if not parallelism.sequence_parallel or count % parallelism.tp == 0:
+        return []
+    return [
+        f"parallelism.tp: {parallelism.tp} was given; with tp_mode REDUCE_SCATTER it must divide "
+        f"the {count} tokens of a micro-batch (tokens.micro_batch_size "
+        f"{tokens.micro_batch_size} x tokens.sequence_length {tokens.sequence_length}); change one "
+        "of them or set tp_mode to ALL_REDUCE"
+    ]
+
+
+def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
+    if not stages:
+        return ["data_stages: an empty list was given; there must be at least one stage"]
+    found = []
+    if stages[0].start_training_step != 1:
+        found.append(
+            f"data_stages.0.start_training_step: {stages[0].start_training_step} was given; the "
+            "first stage must start at step 1"
+        )
+    names = {stages[0].name}
+    for number, (before, stage) in enumerate(zip(stages, stages[1:], strict=False), start=1):
+        if stage.start_training_step <= before.start_training_step:
+            found.append(
+                f"data_stages.{number}.start_training_step: {stage.start_training_step} was given; "
+                f"it must come after the stage before ({before.start_training_step})"
+            )
+        if stage.name in names:
+            found.append(
+                f"data_stages.{number}.name: {stage.name!r} was given; another stage has that "
+                "name; choose a different one"
+            )
+        names.add(stage.name)
+    return found
+
+
+def _vocabulary(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+    size = model.model_config.vocab_size
+    if size >= BYTE_TOKENS or all(stage.data.dataset is None for stage in stages):
+        return []
+    return [
+        f"model.model_config.vocab_size: {size} was given; text is read as bytes and needs at "
+        f"least {BYTE_TOKENS}; {BYTE_TOKENS + 1} also marks where documents end"
+    ]
+
+
+def _accumulation(model: ModelConfig, optimizer: OptimizerConfig) -> list[str]:
+    if optimizer.accumulate_grad_in_fp32 or model.dtype == "float32":
+        return []
+    return [
+        "optimizer.accumulate_grad_in_fp32: false was given; adding gradients in "
+        f"{model.dtype} is not available yet; set it to true"
+    ]
+
+
+def _resuming(checkpoints: CheckpointsConfig) -> list[str]:
+    if checkpoints.load_lr_scheduler or checkpoints.resume_checkpoint_path is None:
+        return []
+    return [
+        "checkpoints.load_lr_scheduler: false was given; starting the learning-rate schedule anew "
+        "in a resumed training is not available yet; set it to true"
+    ]
+
+
+def _largest_tp(sizes: LlamaConfig, most: int) -> int:
+    """The largest tp, up to `most`, that divides the model's sizes."""
+    shared = math.gcd(sizes.num_attention_heads, sizes.intermediate_size)
+    return next(
+        tp
+        for tp in range(most, 0, -1)
+        if shared % tp == 0 and (sizes.kv_heads % tp == 0 or tp % sizes.kv_heads == 0)
+    )

@@ -1,0 +1,133 @@
+"""A whole training config: the sections of the app and of the packages, and what they imply."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kenotron_ckpt.config import CheckpointsConfig
+from kenotron_data.config import DatasetStageConfig
+from kenotron_optim.config import OptimizerConfig
+from kenotron_train.checks import Sections, cross_problems
+from kenotron_train.sections import (
+    GeneralConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TokenizerConfig,
+    TokensConfig,
+)
+
+WITHOUT_EFFECT = {
+    "general.step": "a checkpoint knows its own step",
+    "general.consumed_train_samples": "a checkpoint knows the samples it has seen",
+    "general.ignore_sanity_checks": "there are no optional checks",
+    "parallelism.tp_linear_async_communication": "communication is not overlapped; "
+    "the numbers are the same",
+    "parallelism.tp_recompute_allgather": "gathered activations are treated as each layer sees "
+    "fit; the numbers are the same",
+    "model.model_config.pad_token_id": "padded positions carry no label",
+    "model.model_config.pretraining_tp": "parallelism.tp decides",
+    "model.model_config.use_cache": "training keeps no cache",
+    "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
+    "logging.log_level_replica": "only the first rank prints",
+}
+STAGE_WITHOUT_EFFECT = {
+    "data.num_loading_workers": "the training process reads the tokens itself",
+    "data.dataset.dataset_processing_num_proc_per_process": "text is made into tokens "
+    "by one process",
+    "data.dataset.dataset_overwrite_cache": "no cache is kept",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that determines a training.
+
+    Raises:
+        ValueError: sections contradict one another; one line for each problem.
+    """
+
+    general: GeneralConfig
+    """Names and seed of the run."""
+    parallelism: ParallelismConfig
+    """How ranks share the work."""
+    model: ModelConfig
+    """The model."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer."""
+    tokens: TokensConfig
+    """Amount and portions of the tokens."""
+    optimizer: OptimizerConfig
+    """The optimizer and its schedule."""
+    checkpoints: CheckpointsConfig
+    """Saving and resuming."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What is printed."""
+    data_stages: tuple[DatasetStageConfig, ...]
+    """What is read, in the order of the training."""
+    profiler: None = None
+    """Must be None, not available yet."""
+    lighteval: None = None
+    """Must be None, not available yet."""
+    s3_upload: None = None
+    """Must be None, not available yet."""
+    metrics_logging: None = None
+    """Must be None, not available yet."""
+
+    def __post_init__(self) -> None:
+        """Check the sections against one another."""
+        sections = Sections(
+            parallelism=self.parallelism,
+            model=self.model,
+            tokens=self.tokens,
+            optimizer=self.optimizer,
+            checkpoints=self.checkpoints,
+            data_stages=self.data_stages,
+        )
+        if problems := cross_problems(sections):
+            raise ValueError("\n".join(problems))
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self.parallelism.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one update, over all ranks."""
+        tokens = self.tokens
+        samples = tokens.micro_batch_size * tokens.batch_accumulation_per_replica
+        return samples * self.parallelism.dp
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Tokens of one update, over all ranks."""
+        return self.global_batch_size * self.tokens.sequence_length
+
+
+def ignored_keys(config: Config) -> list[str]:
+    """Name the keys that ask for something and have no effect.
+
+    Args:
+        config: the config of a training.
+
+    Returns:
+        One line for each key that is not at its default, `key.path: value has no effect: reason`.
+    """
+    found = [line for path, why in WITHOUT_EFFECT.items() for line in _ignored(config, path, why)]
+    for number, stage in enumerate(config.data_stages):
+        for path, why in STAGE_WITHOUT_EFFECT.items():
+            found += [f"data_stages.{number}.{line}" for line in _ignored(stage, path, why)]
+    return found
+
+
+def _ignored(root: object, path: str, why: str) -> Iterator[str]:
+    *parents, name = path.split(".")
+    owner: Any = root
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if owner is None:  # a stage without dataset
+        return
+    default = next(each.default for each in fields(owner) if each.name == name)
+    if (value := getattr(owner, name)) != default:
+        yield f"{path}: {str(value).lower()} has no effect: {why}"

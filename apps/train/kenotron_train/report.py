@@ -1,0 +1,168 @@
+"""What a run says: console lines, a progress bar on a terminal, and one JSON object a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kenotron_dist import Mesh
+from kenotron_models import training_flops
+from kenotron_train.config import Config
+from kenotron_train.step import StepResult
+
+LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
+
+
+def short(value: float) -> str:
+    """Three significant digits with K, M, G, T or P: 2.05K, 0.0123, 3e-05."""
+    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+class Report:
+    """Speaks for the whole run; every rank has one and only the first rank's is heard.
+
+    Lines look like Nanotron's. ``metrics.jsonl`` in the checkpoints folder has full precision.
+    Use as a context manager: it owns the file and the progress bar.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
+        self._config, self._speaks = config, mesh.rank == 0
+        self._level = LEVELS.index(config.logging.log_level)
+        coords = mesh.coords
+        self._place = f"DP={coords['dp']}|PP={coords['pp']}|TP={coords['tp']}"
+        self._world = config.world_size
+        self._began = time.perf_counter()
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar: Progress | None = None
+        self._file = None
+        if self._speaks:
+            folder = Path(config.checkpoints.checkpoints_path)
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _continue(folder / "metrics.jsonl", first_step)
+            if self._console.is_terminal:
+                self._bar = self._progress(first_step)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+
+    def say(self, text: str, level: str = "info") -> None:
+        """Print a line (or several) with time and place."""
+        if not self._speaks or LEVELS.index(level) < self._level:
+            return
+        stamp = time.strftime("%m/%d/%Y %H:%M:%S")
+        for line in text.splitlines():
+            self._print(f"{stamp} [{level.upper()}|{self._place}]: {line}")
+
+    def start_step(self) -> None:
+        """The clock of a step starts now."""
+        self._began = time.perf_counter()
+
+    def step(self, step: int, result: StepResult, consumed_tokens: int) -> None:
+        """Report a finished step: one metrics object, and a line at the configured interval."""
+        if not self._speaks or self._file is None:
+            return
+        seconds = time.perf_counter() - self._began
+        speed = self._config.global_batch_tokens / seconds
+        metrics: dict[str, Any] = {
+            "step": step,
+            "lm_loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "consumed_tokens": consumed_tokens,
+            "tokens_per_sec": speed,
+        }
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+        last = self._config.tokens.train_steps
+        if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
+            self.say(self._line(step, result, consumed_tokens, seconds))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{result.loss:.3f}")
+
+    def validation(self, step: int, loss: float) -> None:
+        """Report the loss on held-out samples."""
+        if self._speaks and self._file is not None:
+            self._file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
+            self._file.flush()
+        self.say(
+            f"validation: {step} / {self._config.tokens.train_steps} | val_loss: {short(loss)}"
+        )
+
+    def _line(self, step: int, result: StepResult, consumed_tokens: int, seconds: float) -> str:
+        config = self._config
+        speed = config.global_batch_tokens / seconds
+        flops = training_flops(
+            config.model.model_config, config.global_batch_size, config.tokens.sequence_length
+        )
+        tflops = flops / seconds / self._world / 1e12
+        fields = {
+            "consumed_tokens": short(consumed_tokens),
+            "elapsed_time_per_iteration_ms": short(seconds * 1000),
+            "tokens_per_sec": short(speed),
+            "tokens_per_sec_per_gpu": short(speed / self._world),
+            "global_batch_size": short(config.global_batch_size),
+            "lm_loss": short(result.loss),
+            "lr": short(result.lr),
+            "model_tflops_per_gpu": short(tflops),
+            "hardware_tflops_per_gpu": short(tflops),
+            "grad_norm": short(result.grad_norm),
+        }
+        listed = " | ".join(f"{name}: {value}" for name, value in fields.items())
+        return f"iteration: {step} / {config.tokens.train_steps} | {listed}"
+
+    def _progress(self, first_step: int) -> Progress:
+        bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        total = self._config.tokens.train_steps
+        bar.add_task("training", total=total, completed=first_step - 1, loss="-")
+        bar.start()
+        return bar
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._console.print(line, markup=False)
+        else:
+            print(line, flush=True)
+
+
+def _continue(path: Path, first_step: int) -> Any:
+    """Open the metrics file; keep only steps before ``first_step``, which a resume repeats."""
+    kept = []
+    if path.exists() and first_step > 1:
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] < first_step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue  # a line cut off when the run died
+    file = path.open("w")
+    file.writelines(kept)
+    file.flush()
+    return file

@@ -1,0 +1,215 @@
+"""The sections of a training config that belong to the app; the others belong to the packages."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from kenotron_models.config import LlamaConfig
+
+DType = Literal[
+    "float32", "float64", "complex64", "complex128", "float16", "bfloat16",
+    "uint8", "int8", "int16", "int32", "int64", "bool",
+]  # fmt: skip
+LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
+TRAINING_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneralConfig:
+    """Names and seed of a run."""
+
+    project: str
+    """Name of the project; used in the log."""
+    run: str = "%date_%jobid"
+    """Name of the run; `%date` and `%jobid` are replaced at start."""
+    seed: int = 42
+    """Seed of the initial weights."""
+    step: int | None = None
+    """No effect: steps done when Nanotron saved the file; the checkpoint knows its own step."""
+    consumed_train_samples: int | None = None
+    """No effect: samples seen when Nanotron saved the file; the checkpoint knows them."""
+    benchmark_csv_path: str | None = None
+    """A table of speeds; must be None, not available yet."""
+    ignore_sanity_checks: bool = True
+    """No effect: what Nanotron's checks look for is excluded, or always checked."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = _below("seed", self.seed, 0)
+        if self.benchmark_csv_path is not None:
+            found.append(_later("benchmark_csv_path", self.benchmark_csv_path, "null"))
+        _raise(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelismConfig:
+    """How many ranks share the work, and how; there are dp x pp x tp of them."""
+
+    dp: int
+    """Ranks that share the samples (data parallel)."""
+    pp: int
+    """Ranks that share the layers (pipeline parallel)."""
+    tp: int
+    """Ranks that share every layer (tensor parallel)."""
+    pp_engine: Literal["afab", "1f1b"] = "afab"
+    """All forwards before all backwards, or one forward one backward."""
+    tp_mode: Literal["ALL_REDUCE", "REDUCE_SCATTER"] = "ALL_REDUCE"
+    """Activations between layers: whole on every tp rank, or cut along the sequence."""
+    tp_linear_async_communication: bool = False
+    """No effect on the numbers: asks for communication to overlap with computing."""
+    recompute_layer: bool = False
+    """True: compute activations again in the backward; must be False, not available yet."""
+    tp_recompute_allgather: bool = True
+    """No effect on the numbers: gather activations again in the backward, or keep them."""
+    expert_parallel_size: int = 1
+    """Ranks that share the experts; must be 1, not available yet."""
+    context_parallel_size: int = 1
+    """Ranks that share the sequence; must be 1, not available yet."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
+            found += _below(name, getattr(self, name), 1)
+        for name in ("expert_parallel_size", "context_parallel_size"):
+            if getattr(self, name) > 1:
+                found.append(_later(name, getattr(self, name), "1"))
+        if self.recompute_layer:
+            found.append(_later("recompute_layer", "true", "false"))
+        _raise(found)
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self.dp * self.pp * self.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations between layers are cut along the sequence over tp."""
+        return self.tp_mode == "REDUCE_SCATTER"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomInitConfig:
+    """Normal draws for the initial weights."""
+
+    std: float
+    """Standard deviation of the draws."""
+
+    def __post_init__(self) -> None:
+        """Check the field."""
+        if not 0 <= self.std < float("inf"):
+            raise ValueError(f"std: {self.std} was given; it must be finite and not negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model, its initial weights and its number format."""
+
+    model_config: LlamaConfig
+    """Sizes of the model."""
+    init_method: RandomInitConfig
+    """How weights are drawn."""
+    dtype: DType = "bfloat16"
+    """Number format of parameters and activations; float32 or bfloat16."""
+    make_vocab_size_divisible_by: int = 1
+    """The vocabulary is padded to a multiple of this times tp."""
+    ddp_bucket_cap_mb: int = 25
+    """Size of the buckets that gradients are reduced in, in MiB; the numbers are the same."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = _below("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1)
+        found += _below("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, 1)
+        if self.dtype not in TRAINING_DTYPES:
+            found.append(_later("dtype", self.dtype, " or ".join(TRAINING_DTYPES)))
+        _raise(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer; text is read as bytes until tokenizers are available."""
+
+    tokenizer_name_or_path: str | None = None
+    """Name or folder of a tokenizer; must be None, not available yet."""
+    tokenizer_revision: str | None = None
+    """Version of the tokenizer; must be None, not available yet."""
+    tokenizer_max_length: int | None = None
+    """Longest text of the tokenizer, in tokens; must be None, not available yet."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        names = ("tokenizer_name_or_path", "tokenizer_revision", "tokenizer_max_length")
+        given = [(name, getattr(self, name)) for name in names]
+        _raise([_later(name, value, "null") for name, value in given if value is not None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensConfig:
+    """How many tokens are read, and in which portions."""
+
+    sequence_length: int
+    """Tokens of one sample."""
+    train_steps: int
+    """Updates of the whole training."""
+    micro_batch_size: int
+    """Samples of one forward and backward on one dp rank."""
+    batch_accumulation_per_replica: int
+    """Micro-batches of one update on one dp rank."""
+    val_check_interval: int = -1
+    """Training steps from one validation to the next; -1: only after the last step."""
+    limit_val_batches: int = 0
+    """Global batches of one validation; above 0 the last 10 % of the corpus is held out for it."""
+    limit_test_batches: int = 0
+    """Global batches of a test; must be 0, not available yet."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        for name in (
+            "sequence_length", "train_steps", "micro_batch_size", "batch_accumulation_per_replica"
+        ):  # fmt: skip
+            found += _below(name, getattr(self, name), 1)
+        if self.val_check_interval != -1 and self.val_check_interval < 1:
+            found.append(
+                f"val_check_interval: {self.val_check_interval} was given; it must be at least 1 "
+                "step, or -1 for only after the last step"
+            )
+        found += _below("limit_val_batches", self.limit_val_batches, 0)
+        if self.limit_test_batches:
+            found.append(_later("limit_test_batches", self.limit_test_batches, "0"))
+        _raise(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What is printed while training."""
+
+    log_level: LogLevel = "info"
+    """Least severity that is printed."""
+    log_level_replica: LogLevel = "info"
+    """No effect: only the first rank prints."""
+    iteration_step_info_interval: int = 1
+    """Training steps from one printed line to the next."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = _below("iteration_step_info_interval", self.iteration_step_info_interval, 1)
+        if self.log_level not in get_args(LogLevel):
+            found.append(
+                f"log_level: {self.log_level} was given; it must be one of "
+                f"{', '.join(get_args(LogLevel))}"
+            )
+        _raise(found)
+
+
+def _below(name: str, given: int, least: int) -> list[str]:
+    return [f"{name}: {given} was given; it must be at least {least}"] if given < least else []
+
+
+def _later(name: str, given: object, known: str) -> str:
+    return f"{name}: {given} was given; that is not available yet; set it to {known}"
+
+
+def _raise(found: list[str]) -> None:
+    if found:
+        raise ValueError("\n".join(found))

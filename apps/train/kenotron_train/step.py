@@ -1,0 +1,104 @@
+"""One training step: each line is one room of the house.
+
+Shapes: M micro-batches, B rows of a micro-batch, S sequence, T = B * S, V vocabulary; ``/t`` is
+divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch
+from kenotron_dist import Mesh, all_reduce
+from kenotron_optim import clip_, learning_rate
+from kenotron_tp import vocab_parallel_cross_entropy
+from kenotron_train.assemble import Training
+
+NO_TARGET = -100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; the same on every rank."""
+
+    loss: float
+    """Mean cross entropy over the targets of the global batch, in nats a token."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+    lr: float
+    """Learning rate of the update."""
+
+
+def training_step(training: Training, batch: Batch, step: int) -> StepResult:
+    """Forward, backward and update of one global batch; ``step`` counts from 1.
+
+    Collective over the mesh. Raises ValueError when the global batch has no target, and
+    FloatingPointError when loss or gradient is not finite: the parameters are then unchanged.
+    """
+    mesh, config = training.mesh, training.config
+    count = global_count(batch, mesh, step)
+    inputs = [micro.tokens_BS.flatten() for micro in batch]
+    training.grads.start()
+    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count), list(batch))
+    slices = training.grads.finish()
+    norm = training.norm(slices)
+    loss = all_reduce(loss, mesh["dp", "cp"])
+    result = StepResult(float(loss), float(norm), learning_rate(step, training.schedule))
+    _check_finite(result, step)
+    if config.optimizer.clip_grad is not None:
+        clip_(slices, config.optimizer.clip_grad, norm)
+    training.optimizer.step(slices, result.lr)
+    return result
+
+
+def evaluate(training: Training, batches: list[Batch]) -> float:
+    """Mean cross entropy over the targets of all ``batches``, the same on every rank."""
+    mesh = training.mesh
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    targets = 0
+    for batch in batches:
+        inputs = [micro.tokens_BS.flatten() for micro in batch]
+        whole = loss_fn(training, batch, 1)
+        total += training.model.pipeline.evaluate(inputs, whole, list(batch))
+        targets += int((batch.labels_MBS != NO_TARGET).sum())
+    sums = torch.stack([total, torch.tensor(float(targets), dtype=torch.float64).to(total)])
+    total, count = all_reduce(sums, mesh["dp", "cp"])
+    return float(total / count)
+
+
+def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
+    """Targets of the global batch: what every loss is divided by.
+
+    Raises ValueError naming the step when there is none.
+    """
+    own = (batch.labels_MBS != NO_TARGET).sum().to(mesh.device)
+    count = int(all_reduce(own, mesh["dp", "cp"]))
+    if count == 0:
+        raise ValueError(f"step {step}: no position of the global batch has a target")
+    return count
+
+
+def loss_fn(training: Training, batch: Batch, count: int) -> Callable[[Tensor, int], Tensor]:
+    """Loss of a micro-batch from its logits (T, V/t), scaled so that the global sum is the mean."""
+    tp = training.mesh["tp"]
+    vocab_size = training.config.model.model_config.vocab_size
+
+    def loss(logits: Tensor, microbatch: int) -> Tensor:
+        labels = batch[microbatch].labels_BS.flatten()
+        per_token = vocab_parallel_cross_entropy(logits, labels, tp, vocab_size=vocab_size)
+        return per_token.sum() / count
+
+    return loss
+
+
+def _check_finite(result: StepResult, step: int) -> None:
+    values = torch.tensor([result.loss, result.grad_norm])
+    if not torch.isfinite(values).all():
+        raise FloatingPointError(
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has "
+            "diverged; lower the learning rate or resume from an earlier checkpoint"
+        )

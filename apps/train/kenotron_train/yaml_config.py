@@ -1,0 +1,244 @@
+"""A training config from a YAML file, and back; every problem of a file in one error."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from kenotron_train.checks import Sections, cross_problems
+from kenotron_train.config import Config
+from kenotron_train.yaml_keys import Report, match_keys
+
+DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
+"""The training that runs when no file is given."""
+OVERRIDE = "--set"
+SHOWN_CHARACTERS = 60
+NEEDED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text (quotes make text of a number)",
+    "tuple_type": "a list, one '- item' a line",
+    "dict_type": "a mapping, 'key: value' lines",
+    "dataclass_type": "a mapping, 'key: value' lines",
+}
+ADVICE = {
+    "hf_dataset_or_datasets": "; mixtures of several datasets are not available yet",
+    "optimizer_factory.name": "; other optimizers are not available yet",
+}
+FLOAT_TAG, TIMESTAMP_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
+FLOAT = re.compile(
+    r"""^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
+             |[0-9][0-9_]*[eE][-+]?[0-9]+
+             |\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?
+             |\.(?:inf|Inf|INF))
+      |\.(?:nan|NaN|NAN))$""",
+    re.VERBOSE,
+)
+
+
+class ConfigError(ValueError):
+    """A config that cannot be used.
+
+    Attributes:
+        problems: one line for each problem, `file: key.path: what was given; rule; fix`.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number and a date is text."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that `_Loader` would not read as text."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.yaml_implicit_resolvers = {
+        first: [rule for rule in rules if rule[0] not in (FLOAT_TAG, TIMESTAMP_TAG)]
+        for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    _kind.add_implicit_resolver(FLOAT_TAG, FLOAT, list("-+.0123456789"))
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a training config from a YAML file; needs no network and no accelerator.
+
+    Args:
+        path: the YAML file, in UTF-8.
+        overrides: changes of single values, `section.key=value`, with the value in YAML; items of
+            a list are named by their number (`data_stages.0.data.seed=1`).
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ConfigError: there is no such file, or anything in it is wrong; names every problem.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            [f"{path}: there is no such file; give the path of a YAML file"]
+        ) from None
+    except IsADirectoryError:
+        raise ConfigError([f"{path}: this is a folder; give the path of a YAML file"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: this cannot be read as UTF-8 text ({error})"]) from None
+    return parse_config(text, str(path), overrides)
+
+
+def parse_config(text: str, source_name: str, overrides: Iterable[str] = ()) -> Config:
+    """Read a training config from the text of a YAML file.
+
+    Args:
+        text: the YAML.
+        source_name: what problems call the text, for instance the file's path.
+        overrides: changes of single values, `section.key=value`; see `load_config`.
+
+    Returns:
+        The checked config.
+
+    Raises:
+        ConfigError: anything is wrong; names every problem.
+    """
+    data = _plain(_parse_yaml(text, source_name), source_name)
+    problems: list[str] = []
+    changed: list[str] = []
+    for override in overrides:
+        try:
+            changed.append(_override(data, override))
+        except ConfigError as error:
+            problems += error.problems
+
+    def report(path: str, sentence: str) -> None:
+        mine = any(f"{path}.".startswith(f"{each}.") for each in changed)
+        problems.append(f"{OVERRIDE if mine else source_name}: {path}: {sentence}")
+
+    sections = _sections(match_keys(Config, data, "", report), report)
+    for line in cross_problems(cast(Sections, sections)):
+        path, _, sentence = line.partition(": ")
+        report(path, sentence)
+    if problems:
+        raise ConfigError(problems)
+    return Config(**sections)
+
+
+def dump_config(config: Config) -> str:
+    """Write a config as YAML that `parse_config` reads back to an equal one."""
+    plain = json.loads(json.dumps(asdict(config)))
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _parse_yaml(text: str, source_name: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        why = " ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError([f"{source_name}: {place}this is not YAML ({why})"]) from None
+    except (yaml.YAMLError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError([f"{source_name}: this is not YAML ({why})"]) from None
+
+
+def _plain(data: Any, source_name: str) -> dict[str, Any]:
+    """The mapping with nothing in it but what JSON has, and without shared parts."""
+    if not isinstance(data, dict):
+        what = "nothing" if data is None else _shown(data)
+        rule = "a config is a mapping of sections (general:, parallelism:, model:, ...)"
+        raise ConfigError([f"{source_name}: {what} was given; {rule}"])
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(data, default=str))
+    except (TypeError, ValueError) as error:
+        raise ConfigError([f"{source_name}: this cannot be a config ({error})"]) from None
+    return plain
+
+
+def _override(data: dict[str, Any], override: str) -> str:
+    """Change one value in place; returns its dotted path."""
+    path, equals, text = override.partition("=")
+    source = f"{OVERRIDE} {override}"
+    if not equals or not all(path.split(".")):
+        raise ConfigError([f"{source}: a change is written section.key=value"])
+    value = json.loads(json.dumps(_parse_yaml(text, source), default=str))
+    *parents, name = path.split(".")
+    owner: Any = data
+    for part in parents:
+        if isinstance(owner, dict) and owner.get(part) is None:
+            owner[part] = {}
+        owner = _item(owner, part, source)
+    if isinstance(owner, list):
+        _item(owner, name, source)
+        owner[int(name)] = value
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        raise ConfigError([f"{source}: {parents[-1]} is {_shown(owner)} and has no keys to change"])
+    return path
+
+
+def _item(owner: Any, part: str, source: str) -> Any:
+    if isinstance(owner, dict):
+        return owner[part]
+    if isinstance(owner, list) and part.isdigit() and int(part) < len(owner):
+        return owner[int(part)]
+    if isinstance(owner, list):
+        raise ConfigError([f"{source}: {part} was given; the list has items 0 to {len(owner) - 1}"])
+    raise ConfigError([f"{source}: {part} was given; {_shown(owner)} has no keys"])
+
+
+def _sections(matched: dict[str, Any], report: Report) -> dict[str, Any]:
+    """The sections whose values are right; problems of the others are reported."""
+    sections = {}
+    for name, hint in get_type_hints(Config).items():
+        if name not in matched:
+            continue
+        try:
+            document = json.dumps(matched[name])  # in JSON mode a list may become a tuple
+            sections[name] = TypeAdapter(hint).validate_json(document, strict=True)
+        except ValidationError as error:
+            for path, sentence in _sentences(name, error):
+                report(path, sentence)
+    return sections
+
+
+def _sentences(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
+    for detail in error.errors():
+        path = ".".join(str(part) for part in (section, *detail["loc"]))
+        if detail["type"] == "missing":  # reported by its name already
+            continue
+        if detail["type"] == "value_error":
+            for line in str(detail["ctx"]["error"]).splitlines():
+                name, _, sentence = line.partition(": ")
+                yield f"{path}.{name}", sentence
+        else:
+            yield path, _sentence(detail, path)
+
+
+def _sentence(detail: ErrorDetails, path: str) -> str:
+    given, kind = f"{_shown(detail['input'])} was given; ", detail["type"]
+    if kind == "none_required":
+        return given + "this is not available yet; set it to null or leave it out"
+    if kind == "literal_error":
+        rule = f"it must be {detail['ctx']['expected']}"
+    else:
+        rule = f"it must be {NEEDED[kind]}" if kind in NEEDED else detail["msg"].lower()
+    return given + rule + next((more for key, more in ADVICE.items() if path.endswith(key)), "")
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -1,0 +1,249 @@
+"""Training configs from YAML: every sentence about what does not load."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kenotron_train.config import Config
+from kenotron_train.sections import LoggingConfig
+from kenotron_train.yaml_config import ConfigError, load_config, parse_config
+
+NANOTRON_YAML = Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8")
+
+
+def problems(*overrides, text=NANOTRON_YAML):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(text, "c.yaml", overrides)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return list(caught.value.problems)
+
+
+def edited(old, new):
+    assert old in NANOTRON_YAML
+    return NANOTRON_YAML.replace(old, new)
+
+
+VALUES = [
+    ("parallelism.tp=two", '"two" was given; it must be a whole number'),
+    ("parallelism.tp=2.0", "2.0 was given; it must be a whole number"),
+    ("parallelism.tp=true", "true was given; it must be a whole number"),
+    ("parallelism.dp=0", "0 was given; it must be at least 1"),
+    ("parallelism.pp_engine=gpipe", "\"gpipe\" was given; it must be 'afab' or '1f1b'"),
+    (
+        "parallelism.recompute_layer=true",
+        "true was given; that is not available yet; set",
+    ),
+    ("parallelism.recompute_layer=1", "1 was given; it must be true or false"),
+    ("parallelism.expert_parallel_size=2", "2 was given; that is not available yet; set it to 1"),
+    ("parallelism.context_parallel_size=2", "2 was given; that is not available yet"),
+    ("general.project=3", "3 was given; it must be text (quotes make text of a number)"),
+    ("general.seed=-1", "-1 was given; it must be at least 0"),
+    ("general.benchmark_csv_path=b.csv", "b.csv was given; that is not available yet"),
+    ("model.dtype=float16", "float16 was given; that is not available yet; set it to float32 or b"),
+    ("model.dtype=half", "\"half\" was given; it must be 'float32', "),
+    ("model.init_method.std=-1", "-1.0 was given; it must be finite and not negative"),
+    ("model.init_method.std=.nan", "nan was given; it must be finite and not negative"),
+    ("model.make_vocab_size_divisible_by=0", "0 was given; it must be at least 1"),
+    ("model.model_config=3", "3 was given; it must be a mapping"),
+    ("model.model_config.hidden_size=18", "18 was given; it must be a multiple of num_attention_h"),
+    ("model.model_config.rope_scaling={factor: 2}", "rotary positions is not available yet"),
+    ("model.model_config.vocab_size=100", "100 was given; text is read as bytes and needs at leas"),
+    ("tokenizer.tokenizer_name_or_path=gpt2", "gpt2 was given; that is not available yet"),
+    ("tokens.train_steps=1e3", "1000.0 was given; it must be a whole number"),
+    ("tokens.train_steps=0", "0 was given; it must be at least 1"),
+    ("tokens.val_check_interval=0", "0 was given; it must be at least 1 step, or -1 for only afte"),
+    ("tokens.limit_val_batches=-1", "-1 was given; it must be at least 0"),
+    ("tokens.limit_test_batches=1", "1 was given; that is not available yet; set it to 0"),
+    ("optimizer.zero_stage=3", "3 was given; it must be 0 or 1"),
+    ("optimizer.weight_decay=much", '"much" was given; it must be a number'),
+    ("optimizer.optimizer_factory.name=sgd", "must be 'adamW'; other optimizers are not available"),
+    ("optimizer.weight_decay_exclude_named_params=a", '"a" was given; it must be a list'),
+    (
+        "optimizer.accumulate_grad_in_fp32=false",
+        "adding gradients in bfloat16 is not available",
+    ),
+    ("checkpoints.checkpoint_interval=0", "0 was given; it must be at least 1"),
+    ("logging.log_level=loud", "\"loud\" was given; it must be 'debug', 'info'"),
+    ("logging.iteration_step_info_interval=0", "0 was given; it must be at least 1"),
+    ("data_stages={}", "{} was given; it must be a list"),
+    ("data_stages=[]", "an empty list was given; there must be at least one stage"),
+    ("data_stages.0.start_training_step=2", "2 was given; the first stage must start at step 1"),
+    ("data_stages.1.start_training_step=1", "1 was given; it must come after the stage before (1)"),
+    ("data_stages.1.name=Stable Training Stage", "was given; another stage has that name"),
+    (
+        "data_stages.0.data.dataset.hf_dataset_or_datasets=[a, b]",
+        '["a", "b"] was given; it must be text (quotes make text of a number); mixtures of several',
+    ),
+    (
+        "data_stages.0.data.dataset.hf_dataset_or_datasets={a: 0.5}",
+        "mixtures of several datasets are not available yet",
+    ),
+    (
+        "data_stages.0.data.dataset.hf_dataset_splits=test",
+        "'test' was given; choosing one is",
+    ),
+    ("profiler={profiler_export_path: p}", "this is not available yet; set it to null or leave it"),
+    ("lighteval={}", "{} was given; this is not available yet"),
+    ("s3_upload=x", '"x" was given; this is not available yet'),
+    ("metrics_logging=1", "1 was given; this is not available yet"),
+]
+
+
+@pytest.mark.parametrize(("override", "sentence"), VALUES)
+def test_one_wrong_value_is_one_sentence(override, sentence):
+    (problem,) = problems(override)
+    path = override.split("=")[0]
+    assert problem.startswith(f"--set: {path}: ")
+    assert sentence in problem
+
+
+OVER_RANKS = [
+    (
+        ("parallelism.tp=3", "model.model_config.intermediate_size=66",
+         "model.model_config.num_key_value_heads=1", "tokens.sequence_length=255"),
+        "tp: 3 was given; it must divide model.model_config.num_attention_heads (4); set tp to 2",
+    ),
+    (
+        ("parallelism.tp=4", "model.model_config.intermediate_size=66"),
+        "tp: 4 was given; it must divide model.model_config.intermediate_size (66); set tp to 2",
+    ),
+    (
+        ("parallelism.tp=2", "model.model_config.num_attention_heads=6",
+         "model.model_config.hidden_size=24", "model.model_config.num_key_value_heads=3"),
+        "num_key_value_heads (3) must divide one another; set tp to 1",
+    ),
+    (
+        ("parallelism.pp=6",),
+        "pp: 6 was given; each stage needs a layer, and the model has 5 (2 decoder layers, "
+        "embedding, final norm, head); set pp to at most 5",
+    ),
+    (
+        ("parallelism.tp=2", "tokens.sequence_length=3", "tokens.micro_batch_size=1"),
+        "with tp_mode REDUCE_SCATTER it must divide the 3 tokens of a micro-batch",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "sentence"), OVER_RANKS)
+def test_what_cannot_be_shared_out_is_named(overrides, sentence):
+    (problem,) = problems(*overrides)
+    assert sentence in problem
+
+
+def test_fresh_schedule_on_resume_is_not_available():
+    fresh = "checkpoints.load_lr_scheduler=false"
+    parse_config(NANOTRON_YAML, "c.yaml", [fresh])
+    (problem,) = problems(fresh, "checkpoints.resume_checkpoint_path=c")
+    assert "starting the learning-rate schedule anew in a resumed training is not avail" in problem
+
+
+def test_unknown_keys_name_the_nearest_one():
+    text = edited("  tp: 1\n", "  tp: 1\n  tp_mod: REDUCE_SCATTER\n")
+    assert problems(text=text) == [
+        "c.yaml: parallelism.tp_mod: is not a known key; did you mean tp_mode?"
+    ]
+    (problem,) = problems("general.zzz=1")
+    assert "--set: general.zzz: is not a known key; known are project, run, seed" in problem
+    assert problems("tokenz={}") == ["--set: tokenz: is not a known key; did you mean tokens?"]
+    assert problems("data_stages.1.dat=1") == [
+        "--set: data_stages.1.dat: is not a known key; did you mean data?"
+    ]
+
+
+def test_missing_keys_are_named():
+    assert problems(text=edited("  train_steps: 15\n", "")) == [
+        "c.yaml: tokens.train_steps: is missing; it has no default, so add it"
+    ]
+    text = NANOTRON_YAML[: NANOTRON_YAML.index("\ntokens:")]
+    assert problems(text=text) == ["c.yaml: tokens: is missing; it has no default, so add it"]
+    assert problems("model.model_config=null")[0].startswith(
+        "--set: model.model_config: is missing"
+    )
+
+
+@pytest.mark.parametrize(("override", "advice"), [
+    ("data={seed: 1}", "write data_stages with one stage that starts at step 1"),
+    ("doremi={}", "remove it"),
+    ("checkpoints.datastates={host_cache_size: 1}", "remove it"),
+    ("data_stages.0.data.dataset={dataset_folder: d}", "use hf_dataset_or_datasets"),
+    ("model.init_method={path: p}", "use init_method: {std: ...}"),
+    ("model.model_config={is_qwen2_config: true, moe_config: {}}", "the keys of a Llama model"),
+    ("optimizer.adam_eps=1e-8", "write it as optimizer.optimizer_factory.adam_eps"),
+])  # fmt: skip
+def test_later_keys_of_nanotron_are_one_sentence(override, advice):
+    (problem,) = problems(override)
+    assert "is a key of Nanotron that is not available yet; " in problem
+    assert problem.endswith(advice)
+
+
+def test_every_problem_of_a_file_comes_at_once():
+    text = edited("  tp: 1\n", "  tp: 3\n").replace("train_steps: 15", "trian_steps: 15")
+    text = text.replace("zero_stage: 0", "zero_stage: 5").replace("std: 0.025", "std: small")
+    text = text.replace("start_training_step: 10", "start_training_step: 1")
+    paths = [line.split(": ")[1] for line in problems("general.sed=1", "nonsense", text=text)]
+    assert paths == [
+        "a change is written section.key=value",
+        "general.sed",
+        "tokens.trian_steps",
+        "tokens.train_steps",
+        "model.init_method.std",
+        "optimizer.zero_stage",
+        "data_stages.1.start_training_step",
+    ]
+
+
+@pytest.mark.parametrize(("override", "sentence"), [
+    ("tokens.train_steps", "--set tokens.train_steps: a change is written section.key=value"),
+    ("tokens..x=1", "a change is written section.key=value"),
+    ("data_stages.7.name=x", "7 was given; the list has items 0 to 1"),
+    ("data_stages.first.name=x", "first was given; the list has items 0 to 1"),
+    ("general.seed.x=1", "--set general.seed.x=1: seed is 42 and has no keys to change"),
+    ("general.seed.x.y=1", "x was given; 42 has no keys"),
+    ("general.seed=[", "line 1, column 2: this is not YAML"),
+])  # fmt: skip
+def test_overrides_that_cannot_be_applied(override, sentence):
+    (problem,) = problems(override)
+    assert sentence in problem
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("", "c.yaml: nothing was given; a config is a mapping of sections"),
+    ("- 1", "c.yaml: [1] was given; a config is a mapping"),
+    ("a: [1\nb: 2", "c.yaml: line 2, column 2: this is not YAML (while parsing a flow sequence"),
+    ("a: \x01", "c.yaml: this is not YAML (unacceptable character"),
+    ("a: &a [*a]", "c.yaml: this cannot be a config (Circular reference detected)"),
+    ("a: 1\n---\nb: 1", "c.yaml: line 2, column 1: this is not YAML (expected a single document"),
+    ("a: !!python/name:os.system x", "this is not YAML (could not determine a constructor"),
+])  # fmt: skip
+def test_text_that_is_no_config(text, sentence):
+    (problem,) = problems(text=text)
+    assert problem.startswith(sentence) or sentence in problem
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="there is no such file; give the path of a YAML file"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(ConfigError, match="this is a folder; give the path of a YAML file"):
+        load_config(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"general: \xe9")
+    with pytest.raises(ConfigError, match="latin.yaml: this cannot be read as UTF-8 text"):
+        load_config(tmp_path / "latin.yaml")
+
+
+def test_file_and_overrides(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(NANOTRON_YAML)
+    assert load_config(path, ["tokens.train_steps=3"]).tokens.train_steps == 3
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: tokens.train_steps: -1 was given")):
+        path.write_text(edited("train_steps: 15", "train_steps: -1"))
+        load_config(path)
+
+
+def test_config_made_in_python_is_checked_too():
+    config = parse_config(NANOTRON_YAML, "c.yaml")
+    sections = {name: getattr(config, name) for name in Config.__dataclass_fields__}
+    with pytest.raises(ValueError, match="data_stages: an empty list was given"):
+        Config(**sections | {"data_stages": ()})
+    with pytest.raises(ValueError, match="log_level: loud was given; it must be one of debug"):
+        LoggingConfig(log_level="loud")

@@ -1,0 +1,103 @@
+"""The app as a user runs it: lines, metrics, checkpoints, resume, generation, bad input."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+LINE = re.compile(
+    r"\d\d/\d\d/\d{4} \d\d:\d\d:\d\d \[INFO\|DP=0\|PP=0\|TP=0\]: iteration: (\d+) / 6 \| "
+    r"consumed_tokens: \S+ \| elapsed_time_per_iteration_ms: \S+ \| tokens_per_sec: \S+ \| "
+    r"tokens_per_sec_per_gpu: \S+ \| global_batch_size: \S+ \| lm_loss: (\S+) \| lr: (\S+) \| "
+    r"model_tflops_per_gpu: \S+ \| hardware_tflops_per_gpu: \S+ \| grad_norm: \S+"
+)
+
+
+def test_a_run_prints_nanotrons_lines_and_writes_full_precision(tmp_path: Path) -> None:
+    done = runs.train(tmp_path, *runs.arguments(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = LINE.findall(done.stdout)
+    steps = runs.metrics(tmp_path)
+    assert [int(step) for step, _, _ in found] == [1, 2, 3, 4, 5, 6]
+    assert [loss for _, loss, _ in found] == [f"{s['lm_loss']:.3g}" for s in steps]
+    assert set(steps[0]) == {
+        "step", "lm_loss", "grad_norm", "lr", "consumed_tokens", "tokens_per_sec",
+    }  # fmt: skip
+    assert steps[-1]["consumed_tokens"] == 6 * 2 * 2 * 32
+    assert steps[-1]["lm_loss"] < steps[0]["lm_loss"]
+    assert "val_loss" in done.stdout
+    assert (tmp_path / "checkpoints/3/manifest.json").exists()
+    assert (tmp_path / "checkpoints/6/config.yaml").exists()
+
+
+def test_a_stopped_run_resumes_on_another_layout_as_if_never_stopped(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    whole = runs.train(tmp_path / "a", *runs.arguments(tmp_path / "a"))
+    resumed = runs.train(
+        tmp_path / "b",
+        *runs.arguments(
+            tmp_path / "b",
+            checkpoints__resume_checkpoint_path=tmp_path / "a/checkpoints/3",
+            parallelism__dp=2,
+            tokens__micro_batch_size=1,
+        ),
+    )
+    assert whole.returncode == resumed.returncode == 0, resumed.stderr
+    want, got = runs.metrics(tmp_path / "a")[3:], runs.metrics(tmp_path / "b")
+    assert [s["step"] for s in got] == [4, 5, 6]
+    for a, b in zip(got, want, strict=True):
+        assert a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-6)
+        assert (a["lr"], a["consumed_tokens"]) == (b["lr"], b["consumed_tokens"])
+
+
+def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:
+    assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
+    app = runs.APP.parent / "generate"
+    texts = [
+        runs.start(
+            sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "line ",
+            "--max-new-tokens", "12", *flags, cwd=tmp_path,
+        )
+        for flags in ([], ["--tp", "2"], ["--pp", "2"])
+    ]  # fmt: skip
+    assert all(text.returncode == 0 for text in texts), texts[0].stderr
+    assert texts[0].stdout.startswith("line ") and len(texts[0].stdout) > 8
+    assert texts[0].stdout == texts[1].stdout == texts[2].stdout
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data_stages__0__data__dataset__hf_dataset_or_datasets": "missing.txt"}, "missing.txt"),
+        ({"tokens__sequence_length": 10**9}, "10"),
+        ({"checkpoints__resume_checkpoint_path": "nowhere"}, "nowhere"),
+        ({"tokens__train_stepz": 3}, "train_steps"),
+        ({"parallelism__tp": 3}, "num_attention_heads"),
+        ({"parallelism__pp": 9}, "pp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_gets_a_sentence_and_not_a_trace(
+    changes: dict, sentence: str, tmp_path: Path
+) -> None:
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, **changes))
+    assert done.returncode == 1
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr) < 1000
+
+
+def test_an_empty_corpus_and_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    flags = runs.arguments(tmp_path, data_stages__0__data__dataset__hf_dataset_or_datasets=empty)
+    done = runs.train(tmp_path, *flags)
+    assert done.returncode == 1 and str(empty) in done.stderr and "Traceback" not in done.stderr
+    done = runs.train(
+        tmp_path, *runs.arguments(tmp_path, checkpoints__resume_checkpoint_path=empty)
+    )
+    assert done.returncode == 1 and str(empty) in done.stderr and "Traceback" not in done.stderr

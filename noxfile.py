@@ -1,0 +1,173 @@
+"""Everything that is checked; `nox -l` lists it.
+
+Sessions are read from packages/*/pyproject.toml and apps/*/pyproject.toml: a new package is tested
+without an edit here. No session reuses an environment: with uv a fresh one takes a second.
+"""
+
+import functools
+import os
+import re
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
+nox.options.error_on_external_run = True
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
+APPS = sorted(file.parent for file in ROOT.glob("apps/*/pyproject.toml"))
+ALL = [*PACKAGES, *APPS]
+
+TORCH = "torch==2.13.0"  # the version that is tested; a local build (2.13.0+cpu) goes before it
+PYTEST = "pytest>=9,<10"
+RUFF = "ruff>=0.17,<0.18"
+PYREFLY = "pyrefly>=1.4,<1.5"
+REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # no torch needed
+# Tests start several processes: one thread each. DETAIL names collectives that do not match.
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+TEST_ENV = ONE_THREAD | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+
+if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
+    os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
+
+
+def project(folder: Path) -> dict:
+    """Read the [project] table of a package or an app."""
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+def closure(folder: Path) -> list[Path]:
+    """List the siblings that a package needs, and those that they need, then the package."""
+    declared = " ".join(re.split(r"[^\w-]", text)[0] for text in project(folder)["dependencies"])
+    siblings = [package for package in PACKAGES if package.name in declared.split()]
+    return list(dict.fromkeys([*(each for s in siblings for each in closure(s)), folder]))
+
+
+def scratch(session: nox.Session, name: str) -> Path:
+    """Make an empty folder for this session; absolute, which nox's own is not."""
+    folder = Path(session.create_tmp()).resolve() / name
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return folder
+
+
+def install(session: nox.Session, *what: str, pins: tuple[str, ...] = ()) -> None:
+    """Install `what`; torch and `pins` fix versions only: a constraint installs nothing itself."""
+    constraints = scratch(session, "constraints") / "constraints.txt"
+    constraints.write_text("\n".join([TORCH, *pins, ""]))
+    session.install("--constraint", str(constraints), *what)
+
+
+def install_tree(session: nox.Session, *tools: str, use: list[Path], test: list[Path]) -> None:
+    """Install the folders of `use` editable; those in `test` with their own extra `test`."""
+    extras = {f: "[test]" for f in test if "test" in project(f).get("optional-dependencies", {})}
+    paths = [f"{folder}{extras.get(folder, '')}" for folder in use]
+    install(session, *tools, *(part for path in paths for part in ("--editable", path)))
+
+
+def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
+    """Build one wheel a folder, without installing anything in the session's environment."""
+    wheels = scratch(session, "wheels")
+    for folder in map(str, folders):
+        if session.venv_backend == "uv":
+            session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(wheels), folder)
+        else:
+            session.run("pip", "wheel", "--quiet", "--no-deps", "-w", str(wheels), folder)
+    return sorted(wheels.glob("*.whl"))
+
+
+def tests(session: nox.Session, package: Path) -> None:
+    """Test one package, installed with only the siblings that it declares."""
+    install_tree(session, PYTEST, use=closure(package), test=[package])
+    session.run("pytest", str(package / "tests"), *session.posargs, env=TEST_ENV)
+
+
+def wheel(session: nox.Session, package: Path) -> None:
+    """Install one package's wheel in a clean environment; run its README from an empty folder."""
+    wheels = build_wheels(session, closure(package))
+    pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in wheels)
+    install(session, package.name, pins=pins)
+    session.run(*(["uv"] if session.venv_backend == "uv" else []), "pip", "check")
+    readme = (package / "README.md").read_text()
+    for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
+        example = scratch(session, "readme") / "example.py"
+        example.write_text(code)
+        with session.chdir(scratch(session, "empty")):
+            session.run("python", str(example), env=ONE_THREAD)
+
+
+def bench(session: nox.Session, folder: Path) -> None:
+    """Run the benchmarks of one package or app."""
+    install_tree(session, use=ALL if folder in APPS else closure(folder), test=[])
+    for file in sorted(folder.glob("benchmarks/bench_*.py")):
+        session.run("python", str(file), *session.posargs)
+
+
+@nox.session
+def repo(session: nox.Session) -> None:
+    """Check the shape of the repository: floors, rooms, sizes, versions. Needs no torch."""
+    session.install(PYTEST)
+    session.run("pytest", "--noconftest", *map(str, REPO_TESTS), *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and layout of the code with ruff."""
+    session.install(RUFF)
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check the types of all packages and apps with pyrefly."""
+    install_tree(session, PYREFLY, "types-PyYAML", use=ALL, test=[])
+    session.run("pyrefly", "check")
+
+
+def add(name: str, body: Callable, folder: Path, *, default: bool = True) -> None:
+    """Add the session `name`: `body` on one folder."""
+
+    @nox.session(name=name, default=default)
+    @functools.wraps(body)
+    def session_of_folder(session: nox.Session) -> None:
+        body(session, folder)
+
+
+for each in PACKAGES:
+    add(f"tests-{each.name.removeprefix('kenotron-')}", tests, each)
+for each in PACKAGES:
+    add(f"wheel-{each.name.removeprefix('kenotron-')}", wheel, each)
+for each in ALL:
+    if (each / "benchmarks").is_dir():
+        add(f"bench-{each.name.removeprefix('kenotron-')}", bench, each, default=False)
+
+
+@nox.session
+def integration(session: nox.Session) -> None:
+    """Test all packages and apps together: parity, resume, the programs."""
+    across = [file for file in sorted(ROOT.glob("tests/test_*.py")) if file not in REPO_TESTS]
+    paths = [*across, *(app / "tests" for app in APPS if (app / "tests").is_dir())]
+    if not paths:
+        session.skip("there are no tests across packages")
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    session.run("pytest", *map(str, paths), *session.posargs, env=TEST_ENV)
+
+
+@nox.session(name="grid-full", default=False)
+def grid_full(session: nox.Session) -> None:
+    """Compare every layout, not the sample of them that `integration` takes."""
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    session.run("pytest", "tests/test_parity.py", "--grid=full", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
+def train(session: nox.Session) -> None:
+    """Train the embedded default, or what the arguments after `--` say."""
+    install_tree(session, use=ALL, test=[])
+    session.run("python", "apps/train", *session.posargs)

@@ -1,0 +1,125 @@
+"""The blocks of a rank's tensors: which it holds, which it writes, and views of them.
+
+Pure functions of (tensors, layouts, mesh sizes, coordinates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import Box, TensorLayout, local_boxes, local_shape
+from kenotron_dist.boxes import replica_index, replicas
+
+Tensors = Mapping[str, tuple[Tensor, TensorLayout]]
+"""Local tensors and their layouts, by keys that are unique on a rank."""
+
+Sizes = Mapping[str, int]
+"""Mesh axis to a size, or to a coordinate."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A box of one of this rank's tensors."""
+
+    layout: TensorLayout
+    box: Box
+    view: Tensor
+    """The box's elements, in the memory of the local tensor."""
+
+    @property
+    def name(self) -> str:
+        """Logical name of the record."""
+        return self.layout.name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block."""
+        return self.view.numel() * self.view.element_size()
+
+
+def blocks_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[Block]:
+    """Every block that a rank holds. Padding is in none; a tensor without elements has none."""
+    return [
+        Block(layout, box, view_of(tensor, layout, sizes, box))
+        for _, (tensor, layout) in sorted(tensors.items())
+        for box in local_boxes(layout, sizes, coords)
+        if box.numel
+    ]
+
+
+def view_of(tensor: Tensor, layout: TensorLayout, sizes: Sizes, box: Box) -> Tensor:
+    """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
+    if layout.flat is None:
+        return box.of_local(tensor)
+    strides = list(accumulate(reversed(local_shape(layout, sizes)[1:]), int.__mul__, initial=1))
+    strides = strides[::-1][: len(box.shape)]
+    first = sum(map(int.__mul__, box.local, strides)) - layout.flat.start
+    step = tensor.stride(0)
+    offset = tensor.storage_offset() + first * step
+    return tensor.as_strided(box.shape, [stride * step for stride in strides], offset)
+
+
+def share_of(blocks: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:
+    """The blocks that this rank writes: each block is written by one of its replicas.
+
+    Blocks with the same replicas are dealt out largest first, each to the replica with the fewest
+    bytes so far. The replicas hold the same list, so they agree without a word. Blocks that the
+    rank holds under two keys (tied tensors) count once.
+    """
+    alike: dict[tuple, list[Block]] = {}
+    seen = set()
+    for block in blocks:
+        place = (block.name, block.box.start, block.box.shape)
+        if place not in seen:
+            seen.add(place)
+            kind = (tuple(sorted(set(block.box.parts))), block.layout.stages)
+            alike.setdefault(kind, []).append(block)
+    own = []
+    for group in alike.values():
+        group.sort(key=lambda block: (-block.nbytes, block.name, block.box.start))
+        own += _dealt(group, sizes, coords)
+    return sorted(own, key=lambda block: (block.name, block.box.start))
+
+
+def _dealt(group: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:
+    first = group[0]
+    load = [0] * replicas(first.layout, sizes, first.box)
+    mine = replica_index(first.layout, sizes, coords, first.box)
+    own = []
+    for block in group:
+        writer = load.index(min(load))
+        load[writer] += block.nbytes
+        if writer == mine:
+            own.append(block)
+    return own
+
+
+def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:
+    """One sentence for every tensor that contradicts its layout, or has no values."""
+    found = []
+    for key, (tensor, layout) in sorted(tensors.items()):
+        if coords["pp"] not in layout.stages:
+            found.append(
+                f"{key}: given on pipeline stage {coords['pp']}, but its layout says that "
+                f"{layout.name} is on stages {list(layout.stages)}"
+            )
+        flat = layout.flat
+        due = local_shape(layout, sizes) if flat is None else (flat.stop - flat.start,)
+        if tuple(tensor.shape) != due:
+            found.append(
+                f"{key}: the local tensor has shape {list(tensor.shape)}, its layout leaves "
+                f"{list(due)} of {list(layout.shape)} on a rank"
+            )
+        if tensor.is_meta:
+            found.append(f"{key}: the tensor is on the meta device and has no values")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,68 @@
+"""Steps that succeed on all ranks or raise on all ranks: a failure never leaves a peer waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+from kenotron_dist import Mesh, broadcast_object, gather_objects
+
+T = TypeVar("T")
+
+_Failure = list[str]  # kind, message
+_KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}
+
+
+def on_each(mesh: Mesh, run: Callable[[], T]) -> list[T]:
+    """Run a step on every rank; returns every rank's result (JSON), in rank order.
+
+    Collective over the mesh. When it fails on some rank, every rank raises: ValueError if all
+    failures were, OSError likewise, else RuntimeError; the message names the ranks.
+    """
+    value, failure, error = _try(run)
+    outcomes = gather_objects([value, failure], mesh.world)
+    failures = [failure for _, failure in outcomes]
+    if any(failures):
+        raise _error(failures) from error
+    return [value for value, _ in outcomes]
+
+
+def on_all(mesh: Mesh, run: Callable[[], T]) -> T:
+    """Run a step on every rank, as ``on_each`` does; returns this rank's result, of any type."""
+    own: list[T] = []
+    on_each(mesh, lambda: own.append(run()))
+    return own[0]
+
+
+def on_first(mesh: Mesh, run: Callable[[], T]) -> T:
+    """Run a step on rank 0 only; returns its result (JSON), or raises its failure, everywhere.
+
+    Collective over the mesh.
+    """
+    value, failure, error = _try(run) if mesh.rank == 0 else (None, None, None)
+    value, failure = broadcast_object([value, failure], mesh.world)
+    if failure:
+        raise _error([failure]) from error
+    return cast(T, value)
+
+
+def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | None]:
+    try:
+        return run(), None, None
+    except Exception as error:
+        kind = next((k for k, base in _KINDS.items() if isinstance(error, base)), "")
+        text = str(error) if kind else f"{type(error).__name__}: {error}"
+        return None, [kind, text], error
+
+
+def _error(failures: Sequence[_Failure | None]) -> Exception:
+    """One error for all: equal messages are said once, with ranks unless all failed alike."""
+    ranks: dict[str, list[str]] = {}
+    for rank, failure in enumerate(failures):
+        if failure:
+            ranks.setdefault(failure[1], []).append(str(rank))
+    kinds = {failure[0] for failure in failures if failure}
+    error = _KINDS.get(kinds.pop(), RuntimeError) if len(kinds) == 1 else RuntimeError
+    if list(map(len, ranks.values())) == [len(failures)]:
+        return error(*ranks)
+    return error("\n".join(f"rank {', '.join(at)}: {text}" for text, at in ranks.items()))

@@ -1,0 +1,246 @@
+"""What is said of wrong arguments, on every rank; retention, the latest step, the command line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from ckpt_cases import small
+
+import kenotron_ckpt.saver
+from kenotron_ckpt import latest_step, load, prune, read_manifest, resolve, save, verify_files
+from kenotron_ckpt.__main__ import main
+from kenotron_ckpt.together import on_all, on_first
+from kenotron_dist import Mesh, Shard, TensorLayout, spawn
+
+
+def tensor(name, shape, dtype=torch.float32, **options):
+    return {name: (torch.zeros(shape, dtype=dtype), TensorLayout(name, shape, **options))}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"step": -1}, "step = -1: steps are counted from 0"),
+        ({"file_bytes": 0}, "file_bytes = 0: a file holds at least 1 byte"),
+        ({"state": {"a": {1}}}, "state is not made of JSON values: Object of type set"),
+        (
+            {"tensors": tensor("w", (2,), torch.complex64)},
+            "w: dtype complex64 cannot be stored; choose one of float64, float32",
+        ),
+        (
+            {"tensors": tensor("w", (2,), stages=(1, 2))},
+            r"w: given on pipeline stage 0, but its layout says that w is on stages \[1, 2\]",
+        ),
+        (
+            {"tensors": {"w": (torch.zeros(3), TensorLayout("v", (2, 2)))}},
+            r"w: the local tensor has shape \[3\], its layout leaves \[2, 2\] of \[2, 2\] on a r",
+        ),
+        (
+            {"tensors": {"w": (torch.zeros(3), TensorLayout("v", (2, 2)).sliced(1, 3))}},
+            r"w: the local tensor has shape \[3\], its layout leaves \[2\] of \[2, 2\] on a rank",
+        ),
+        (
+            {"tensors": {"w": (torch.zeros(3, device="meta"), TensorLayout("w", (3,)))}},
+            "w: the tensor is on the meta device and has no values",
+        ),
+        (
+            {"tensors": {"w": (torch.zeros(2), TensorLayout("w", (2, 2)).sliced(1, 3))}},
+            r"w: 2 of the 4 elements of shape \[2, 2\] were given by no rank, first at index",
+        ),
+    ],
+)
+def test_a_save_that_cannot_be_is_refused(tmp_path, change, sentence):
+    mesh = Mesh.connect()
+    arguments = {"step": 0, "tensors": small(mesh), "state": {}} | change
+    with pytest.raises(ValueError, match=sentence):
+        save(tmp_path / "run", mesh=mesh, **arguments)
+    assert latest_step(tmp_path / "run") is None if (tmp_path / "run").exists() else True
+    assert not list(tmp_path.glob("run/*/*"))
+
+
+def save_twice(mesh, folder):
+    """Both data ranks claim that the same slice is their own."""
+    layout = TensorLayout("w", (4,)).sliced(0, 4)
+    try:
+        save(folder, 0, {"w": (torch.zeros(4), layout)}, mesh, {})
+    except ValueError as error:
+        return str(error)
+
+
+def test_ranks_that_hold_the_same_elements_are_told(tmp_path):
+    said = spawn(save_twice, tmp_path, dp=2, preload=["kenotron_ckpt"])
+    assert said[0] == said[1]
+    assert "w: pieces shard-00000-of-00002.safetensors:w@0 [4] and shard-00001" in said[0]
+
+
+def test_a_folder_that_is_not_shared_is_suspected(tmp_path, monkeypatch):
+    def write_elsewhere(folder, *arguments):
+        share = original(folder, *arguments)
+        next(folder.glob("shard-*")).unlink()
+        return share
+
+    original = kenotron_ckpt.saver.write_blocks
+    monkeypatch.setattr(kenotron_ckpt.saver, "write_blocks", write_elsewhere)
+    mesh = Mesh.connect()
+    with pytest.raises(ValueError, match="but rank 0 does not see it whole: checkpoints need a fo"):
+        save(tmp_path, 0, small(mesh), mesh, {})
+
+
+def save_small(mesh, folder, step=0):
+    save(folder, step, small(mesh), mesh, {})
+
+
+def load_other(mesh, folder):
+    name = f"layers.{mesh.rank}.weight"
+    wanted = {
+        "b": (torch.zeros(4), TensorLayout("bb", (4,))),
+        "w": (torch.zeros(4, 4), TensorLayout("w", (8, 4), (Shard("tp", 0),))),
+        "wide": (torch.zeros(4, 5), TensorLayout("w", (8, 5), (Shard("tp", 0),))),
+        "own": (torch.zeros(1), TensorLayout(name, (1,))),
+        "odd": (torch.zeros(1), TensorLayout("b", (4,))),
+    }
+    try:
+        load(folder, wanted, mesh)
+    except ValueError as error:
+        return str(error)
+
+
+def test_all_that_does_not_fit_is_listed_once_on_every_rank(tmp_path):
+    mesh = Mesh.connect()
+    save(tmp_path, 0, small(mesh), mesh, {})
+    said = spawn(load_other, tmp_path, tp=2)
+    assert said[0] == said[1]
+    assert said[0].splitlines() == [
+        f"cannot load {tmp_path}/0:",
+        "  odd: the local tensor has shape [1], its layout leaves [4] of [4] on a rank",
+        "  bb: no such record among 2; did you mean b?",
+        "  w: the record has shape [8, 4], the model [8, 5]",
+        "  layers.0.weight: no such record among 2",
+        "  layers.1.weight: no such record among 2",
+    ]
+
+
+def test_pieces_that_do_not_cover_a_record_are_found_when_it_is_read(tmp_path):
+    mesh = Mesh.connect()
+    save(tmp_path, 0, small(mesh), mesh, {})
+    file = tmp_path / "0" / "manifest.json"
+    data = json.loads(file.read_text())
+    data["records"]["w"]["pieces"] = []
+    file.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="w: manifest.json is damaged: its pieces are not whole"):
+        load(tmp_path, small(mesh), mesh)
+
+
+def test_paths_that_are_no_checkpoints(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint at .*none: the path does not exist"):
+        resolve(tmp_path / "none")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="file: it is a file; give the folder it lies in"):
+        resolve(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"it has neither a manifest.json \(a step folder\) nor "):
+        resolve(tmp_path)
+    assert latest_step(tmp_path) is None
+
+
+def fail_on(mesh, ranks, kinds):
+    def step():
+        if mesh.rank in ranks:
+            raise kinds[mesh.rank % len(kinds)]("no")
+        return mesh.rank
+
+    try:
+        return on_all(mesh, step)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def fail_in_turn(mesh):
+    """Steps on all ranks, then steps on the first."""
+
+    def missing():
+        raise FileNotFoundError(f"gone on {mesh.rank}")
+
+    found = [
+        fail_on(mesh, [], []),
+        fail_on(mesh, [0, 1, 2], [ValueError]),
+        fail_on(mesh, [1, 2], [KeyError, ValueError]),
+        fail_on(mesh, [1], [OSError]),
+        on_first(mesh, lambda: mesh.rank),
+    ]
+    try:
+        on_first(mesh, missing)
+    except OSError as error:
+        return [*found, str(error)]
+
+
+def test_a_failure_is_raised_on_every_rank_with_its_kind():
+    for rank, found in enumerate(spawn(fail_in_turn, dp=3)):
+        assert found == [
+            rank,
+            ("ValueError", "no"),
+            ("RuntimeError", "rank 1: no\nrank 2: KeyError: 'no'"),
+            ("OSError", "rank 1: no"),
+            0,
+            "gone on 0",
+        ]
+
+
+def test_the_latest_is_what_the_pointer_names_or_else_the_newest(tmp_path):
+    mesh = Mesh.connect()
+    for step in (5, 10, 100):
+        save_small(mesh, tmp_path, step)
+    assert latest_step(tmp_path) == 100
+    (tmp_path / "latest.txt").write_text("10\n")  # somebody goes back
+    assert latest_step(tmp_path) == 10
+    assert read_manifest(tmp_path).step == 10
+    for nonsense in ("", "7", "soon", "-1"):
+        (tmp_path / "latest.txt").write_text(nonsense)
+        assert latest_step(tmp_path) == 100
+    (tmp_path / "latest.txt").unlink()
+    assert latest_step(tmp_path) == 100
+
+
+def test_old_checkpoints_are_removed_but_not_what_others_put_there(tmp_path):
+    mesh = Mesh.connect()
+    for step in range(5):
+        save_small(mesh, tmp_path, step)
+    (tmp_path / "1" / "notes.txt").write_text("mine")
+    (tmp_path / "latest.txt").write_text("2")
+    assert prune(tmp_path, keep=2) == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "4", "latest.txt"]
+    assert [path.name for path in (tmp_path / "1").iterdir()] == ["notes.txt"]
+    assert prune(tmp_path, keep=9) == []
+    with pytest.raises(ValueError, match="keep = 0 would leave no checkpoint; it is at least 1"):
+        prune(tmp_path, keep=0)
+
+
+def test_inspect_prints_the_records(tmp_path):
+    mesh = Mesh.connect()
+    tensors = small(mesh) | tensor("scale", (), torch.bfloat16)
+    save(tmp_path, 12, tensors, mesh, {})
+    command = [sys.executable, "-m", "kenotron_ckpt", "inspect", str(tmp_path), "--verify"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines[:2] == [f"{tmp_path}/12", "step 12"]
+    assert lines[2].startswith("written on pp=1 dp=1 cp=1 tp=1 by kenotron-ckpt=")
+    assert [line.split() for line in lines[5:]] == [
+        ["record", "shape", "dtype", "pieces", "bytes"],
+        ["b", "4", "float32", "1", "16"],
+        ["scale", "scalar", "bfloat16", "1", "2"],
+        ["w", "8x4", "float32", "1", "128"],
+        ["checksums:", "all", "as", "written"],
+    ]
+
+
+def test_inspect_says_what_is_wrong(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "none")]) == 1
+    assert "the path does not exist" in capsys.readouterr().err
+    mesh = Mesh.connect()
+    save(tmp_path, 0, small(mesh), mesh, {})
+    file = next(tmp_path.glob("0/shard-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
+    assert main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path), "--verify"]) == 1
+    assert f"{file.name}: its bytes are not those that were written" in capsys.readouterr().err
+    assert len(verify_files(tmp_path)) == 1

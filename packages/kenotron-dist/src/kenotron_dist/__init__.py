@@ -1,0 +1,80 @@
+"""Meshes, collectives, placements and random streams: who talks to whom."""
+
+from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
+from kenotron_dist.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    receive,
+    reduce_scatter,
+    send,
+)
+from kenotron_dist.environment import World, resolve
+from kenotron_dist.handle import Handle
+from kenotron_dist.launch import from_env, shutdown
+from kenotron_dist.mesh import Axis, Mesh, MeshConfig
+from kenotron_dist.objects import broadcast_object, gather_objects
+from kenotron_dist.placement import (
+    Chunk,
+    FlatSlice,
+    Partial,
+    Placement,
+    Shard,
+    TensorLayout,
+    Tie,
+    named_parameters,
+    named_placements,
+    parameter_layouts,
+    tie_storages,
+)
+from kenotron_dist.spawn import RankError, leave, spawn
+from kenotron_dist.stall import Cause, PeerLost, StallReport
+from kenotron_dist.watchdog import STALLED, Watchdog, watch
+
+__all__ = [
+    "STALLED",
+    "Axis",
+    "Box",
+    "Cause",
+    "Chunk",
+    "FlatSlice",
+    "GradientSum",
+    "Handle",
+    "Mesh",
+    "MeshConfig",
+    "Partial",
+    "PeerLost",
+    "Placement",
+    "RankError",
+    "Shard",
+    "StallReport",
+    "TensorLayout",
+    "Tie",
+    "Watchdog",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "from_env",
+    "gather_objects",
+    "gradient_sums",
+    "leave",
+    "local_boxes",
+    "local_shape",
+    "named_parameters",
+    "named_placements",
+    "parameter_layouts",
+    "receive",
+    "reduce_scatter",
+    "resolve",
+    "send",
+    "shutdown",
+    "spawn",
+    "tie_storages",
+    "watch",
+]

@@ -1,0 +1,279 @@
+"""Slice arithmetic of placements: which global elements a local tensor holds, and who else does.
+
+Pure functions of (layout, mesh sizes, coordinates); no process, no group. A *box* is a rectangular
+block of a logical tensor. Everything that sums, counts, stores or draws elements asks this file.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kenotron_dist.flat import Shape, flat_blocks
+from kenotron_dist.placement import Chunk, Shard, TensorLayout
+
+
+@dataclass(frozen=True)
+class Box:
+    """A block that a rank holds: where it lies locally and in the logical tensor."""
+
+    local: Shape
+    """First index of the block in the local tensor, per dimension."""
+    start: Shape
+    """First index of the block in the logical tensor, per dimension."""
+    shape: Shape
+    """Elements along each dimension."""
+    parts: tuple[tuple[str, int], ...] = ()
+    """(axis, different pieces along it); an axis left out holds the same block everywhere."""
+
+    @property
+    def numel(self) -> int:
+        """Elements in the block."""
+        return math.prod(self.shape)
+
+    def of_local(self, tensor: Tensor) -> Tensor:
+        """View of the block in a local tensor."""
+        return tensor[_slices(self.local, self.shape)]
+
+    def of_global(self, tensor: Tensor) -> Tensor:
+        """View of the block in the whole logical tensor."""
+        return tensor[_slices(self.start, self.shape)]
+
+
+@dataclass(frozen=True)
+class GradientSum:
+    """Blocks of a local gradient that must be summed over the ranks that share them."""
+
+    axis: str
+    parts: int
+    """1: over the whole axis; otherwise over ``mesh.subaxis(axis, parts)``."""
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive elements of one dimension."""
+
+    local: int
+    start: int
+    size: int
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+def local_shape(layout: TensorLayout, sizes: Mapping[str, int]) -> Shape:
+    """Shape of the local tensor, padding included: the same on every rank.
+
+    A ``FlatSlice`` is not applied: this is the tensor whose flattened elements it counts.
+    Raises ValueError when a size does not divide.
+    """
+    shape = list(layout.shape)
+    for shard in layout.shards:
+        ranks = sizes[shard.axis]
+        chunks = _chunks(shard, shape[shard.dim])
+        shape[shard.dim] = sum(_piece(chunk, ranks, shard) for chunk in chunks)
+    return tuple(shape)
+
+
+def local_boxes(
+    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> list[Box]:
+    """The blocks that the rank at ``coords`` holds, in the order of its local tensor.
+
+    Padding is in no block. With a ``FlatSlice`` only elements in its range are listed; ``local``
+    still counts in the unsliced local tensor. Raises ValueError when a size does not divide.
+    """
+    dims = [_runs(layout, dim, sizes, coords) for dim in range(len(layout.shape))]
+    boxes = [
+        Box(
+            tuple(run.local for run in runs),
+            tuple(run.start for run in runs),
+            tuple(run.size for run in runs),
+            tuple(part for run in runs for part in run.parts),
+        )
+        for runs in itertools.product(*dims)
+    ]
+    if layout.flat is None:
+        return boxes
+    return _within(boxes, layout, sizes)
+
+
+def replicas(layout: TensorLayout, sizes: Mapping[str, int], box: Box) -> int:
+    """How many ranks of the mesh hold the block (an element of it)."""
+    different = dict(box.parts)
+    copies = math.prod(
+        size // different.get(axis, 1) for axis, size in sizes.items() if axis != "pp"
+    )
+    return copies * len(layout.stages)
+
+
+def replica_index(
+    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int], box: Box
+) -> int:
+    """Which of the block's ``replicas`` the rank at ``coords`` is, from 0."""
+    different = dict(box.parts)
+    index = layout.stages.index(coords["pp"]) if "pp" in sizes else 0
+    for axis, size in sizes.items():
+        if axis != "pp":
+            copies = size // different.get(axis, 1)
+            index = index * copies + coords[axis] % copies
+    return index
+
+
+def norm_weight(
+    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int], box: Box
+) -> float:
+    """1 on the first rank that holds the block, 0 on its other replicas.
+
+    Summed over the mesh every logical element counts once. A weight of 1/replicas would say the
+    same, but 1/3 is not exact and every replica would work.
+    """
+    return float(replica_index(layout, sizes, coords, box) == 0)
+
+
+def gradient_sums(
+    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> list[GradientSum]:
+    """The sums that make a local gradient whole, apart from those over data and over ties.
+
+    To be done one after the other. All ranks list the same (axis, parts) in the same order, because
+    all make the groups; only ``boxes`` differ, and are empty on a rank that holds mere padding.
+    """
+    boxes = local_boxes(layout, sizes, coords)
+    found = {(axis, 1): list(boxes) for axis in layout.partial_axes if sizes[axis] > 1}
+    for shard in layout.shards:
+        for chunk in shard.chunks or ():
+            parts = chunk.parts or sizes[shard.axis]
+            if parts < sizes[shard.axis]:
+                found.setdefault((shard.axis, parts), [])
+    for box in boxes:
+        for axis, parts in box.parts:
+            if parts < sizes[axis]:
+                found[axis, parts].append(box)
+    return [GradientSum(axis, parts, tuple(own)) for (axis, parts), own in found.items()]
+
+
+def scatter(
+    whole: Tensor, layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> Tensor:
+    """The local tensor of the rank at ``coords``, cut from the whole; padding is zero."""
+    local = whole.new_zeros(local_shape(layout, sizes))
+    for box in local_boxes(layout, sizes, coords):
+        box.of_local(local).copy_(box.of_global(whole))
+    return local
+
+
+def gather_into(
+    whole: Tensor,
+    local: Tensor,
+    layout: TensorLayout,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+) -> None:
+    """Write the blocks of one rank's local tensor to their places in the whole."""
+    for box in local_boxes(layout, sizes, coords):
+        box.of_global(whole).copy_(box.of_local(local))
+
+
+def _within(boxes: list[Box], layout: TensorLayout, sizes: Mapping[str, int]) -> list[Box]:
+    """The parts of ``boxes`` inside the layout's flat range."""
+    flat = layout.flat
+    assert flat is not None  # the caller looked
+    cut = tuple((axis, sizes[axis]) for axis in flat.axes if axis in sizes)
+    found = []
+    for index, extent in flat_blocks(local_shape(layout, sizes), flat.start, flat.stop):
+        for box in boxes:
+            low = tuple(map(max, index, box.local))
+            ends = [
+                min(i + e, b + s)
+                for i, e, b, s in zip(index, extent, box.local, box.shape, strict=True)
+            ]
+            shape = tuple(end - begin for end, begin in zip(ends, low, strict=True))
+            if all(size > 0 for size in shape):
+                moved = tuple(s + a - b for s, a, b in zip(box.start, low, box.local, strict=True))
+                found.append(Box(low, moved, shape, (*box.parts, *cut)))
+    return found
+
+
+def _runs(
+    layout: TensorLayout, dim: int, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> list[_Run]:
+    length = layout.shape[dim]
+    runs = [_Run(0, 0, length)]
+    for shard in layout.shards:
+        if shard.dim == dim:
+            runs, length = _cut(runs, length, shard, sizes[shard.axis], coords[shard.axis])
+    return runs
+
+
+def _cut(
+    runs: list[_Run], length: int, shard: Shard, ranks: int, rank: int
+) -> tuple[list[_Run], int]:
+    """Keep this rank's part of every chunk; returns the runs and the new local length."""
+    chunks = _chunks(shard, length)
+    kept: list[_Run] = []
+    read = write = 0
+    for chunk in chunks:
+        piece = _piece(chunk, ranks, shard)
+        parts = min(chunk.parts or ranks, ranks)
+        begin = rank // (ranks // parts) * piece
+        end = min(begin + piece, chunk.size)
+        for run in runs:
+            low = max(run.local, read + begin)
+            high = min(run.local + run.size, read + end)
+            if low < high:
+                place = write + low - read - begin
+                part = (*run.parts, (shard.axis, parts))
+                kept.append(_Run(place, run.start + low - run.local, high - low, part))
+        read += chunk.size
+        write += piece
+    return kept, write
+
+
+def _chunks(shard: Shard, length: int) -> tuple[Chunk, ...]:
+    """The chunks of a dimension of ``length`` elements."""
+    chunks = (Chunk(length),) if shard.chunks is None else shard.chunks
+    if sum(chunk.size for chunk in chunks) != length:
+        raise ValueError(
+            f"chunks {[c.size for c in chunks]} of dim {shard.dim} add up to "
+            f"{sum(c.size for c in chunks)}, but the dimension has {length} elements"
+        )
+    return chunks
+
+
+def _piece(chunk: Chunk, ranks: int, shard: Shard) -> int:
+    """Local elements of a chunk on every rank."""
+    whole = chunk.size + chunk.pad
+    parts = chunk.parts or ranks
+    if max(parts, ranks) % min(parts, ranks):
+        raise ValueError(
+            f"cannot place {parts} indivisible parts of dim {shard.dim} over {ranks} "
+            f"{shard.axis} ranks: one number must divide the other"
+        )
+    if whole % parts:
+        raise ValueError(
+            f"cannot split dim {shard.dim} of size {whole} over {parts} "
+            + (f"{shard.axis} ranks" if chunk.parts is None else "parts")
+        )
+    return whole // min(parts, ranks)
+
+
+def _slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
+
+
+def view_of(
+    tensor: Tensor, layout: TensorLayout, sizes: Mapping[str, int], box: Box
+) -> Tensor:
+    """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
+    if layout.flat is None:
+        return box.of_local(tensor)
+    shape = local_shape(layout, sizes)
+    step = tensor.stride(0)
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    first = sum(i * stride for i, stride in zip(box.local, strides, strict=True))
+    offset = tensor.storage_offset() + (first - layout.flat.start) * step
+    return tensor.as_strided(box.shape, [stride * step for stride in strides], offset)

@@ -1,0 +1,267 @@
+"""The only import of ``torch.distributed``'s verbs. Every one is a no-op on an axis of size 1.
+
+Sums on gloo do not use gloo's reductions, whose order of additions depends on an element's place
+in the buffer. Pieces are exchanged and added here, in a fixed binary tree over the ranks, in fp32
+for half-precision tensors: the sum of an element depends on nothing but its addends, and every
+rank gets the same bits. NCCL keeps its own (fast) reductions and promises neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron_dist.handle import Handle, start, start_transfer
+from kenotron_dist.mesh import Axis
+
+# torch 2.13 renamed these two; 2.11 has only the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_SMALL = 16_384
+"""Elements up to which all ranks exchange whole tensors: one round instead of two."""
+
+
+@overload
+def all_reduce(x: Tensor, axis: Axis, op: str = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, axis: Axis, op: str = ..., *, async_op: Literal[True]) -> Handle: ...
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -> Tensor | Handle:
+    """Sum (or ``max``, ``min``) of every rank's ``x`` (any shape); a new tensor, ``x`` is kept.
+
+    On an axis of size 1 the result is ``x`` itself. An async sum of more than 16,384 elements
+    communicates once more in ``wait``: there all ranks must keep the same order. Raises ValueError
+    for an unknown ``op``.
+    """
+    if op not in _OPS:
+        raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
+    if axis.size == 1:
+        return _done(axis, x, async_op)
+    if op != "sum" or axis.backend != "gloo":
+        out = x.clone(memory_format=torch.contiguous_format)
+        flight = start(axis, "all_reduce", dist.all_reduce, out, _OPS[op])
+        return _deliver(Handle(flight, lambda: out), async_op)
+    flat = x.contiguous().view(-1)
+    if flat.numel() <= _SMALL:
+        rows = flat.new_empty(axis.size, flat.numel())
+        flight = start(axis, "all_reduce", _all_gather_single, rows.view(-1), flat)
+        return _deliver(Handle(flight, lambda: tree_sum(rows).view(x.shape)), async_op)
+    return _deliver(_two_rounds(x, flat, axis), async_op)
+
+
+def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
+    """Each rank sums its own piece, then the sums are gathered."""
+    piece = -(-flat.numel() // axis.size)
+    padded = flat
+    if piece * axis.size != flat.numel():
+        padded = flat.new_zeros(piece * axis.size)
+        padded[: flat.numel()] = flat
+    rows = flat.new_empty(axis.size, piece)
+    flight = start(axis, "all_reduce", dist.all_to_all_single, rows, padded)
+
+    def finish() -> Tensor:
+        out = flat.new_empty(piece * axis.size)
+        own = tree_sum(rows)
+        start(axis, "all_reduce (second round)", _all_gather_single, out, own).land()
+        return out[: flat.numel()].view(x.shape)
+
+    return Handle(flight, finish)
+
+
+@overload
+def all_gather(x: Tensor, axis: Axis, dim: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_gather(x: Tensor, axis: Axis, dim: int = ..., *, async_op: Literal[True]) -> Handle: ...
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Tensor | Handle:
+    """Every rank's ``x`` (same shape everywhere) concatenated along ``dim`` in axis order."""
+    if axis.size == 1:
+        return _done(axis, x, async_op)
+    x = x.contiguous()
+    rows = x.new_empty(axis.size, *x.shape)
+    flight = start(axis, "all_gather", _all_gather_single, rows.view(-1), x.view(-1))
+
+    def finish() -> Tensor:
+        if dim == 0 and x.ndim:
+            return rows.view(axis.size * x.shape[0], *x.shape[1:])
+        return torch.cat(rows.unbind(), dim) if x.ndim else rows
+
+    return _deliver(Handle(flight, finish), async_op)
+
+
+@overload
+def reduce_scatter(
+    x: Tensor, axis: Axis, dim: int = ..., async_op: Literal[False] = ...
+) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = ..., *, async_op: Literal[True]) -> Handle: ...
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Tensor | Handle:
+    """This rank's part, along ``dim``, of the sum of every rank's ``x``.
+
+    Raises ValueError when the axis does not divide the dimension.
+    """
+    if axis.size == 1:
+        return _done(axis, x, async_op)
+    if x.shape[dim] % axis.size:
+        raise ValueError(
+            f"reduce_scatter: cannot split dim {dim} of size {x.shape[dim]} over {axis.size} "
+            f"{axis.name} ranks"
+        )
+    first = x.movedim(dim, 0).contiguous()
+    part = (first.shape[0] // axis.size, *first.shape[1:])
+    sent = first.view(-1)
+    if axis.backend == "gloo":
+        rows = first.new_empty(axis.size, *part)
+        flight = start(axis, "reduce_scatter", dist.all_to_all_single, rows.view(-1), sent)
+        handle = Handle(flight, lambda: tree_sum(rows).movedim(0, dim))
+    else:
+        out = first.new_empty(part)
+        flight = start(axis, "reduce_scatter", _reduce_scatter_single, out.view(-1), sent)
+        handle = Handle(flight, lambda: out.movedim(0, dim))
+    return _deliver(handle, async_op)
+
+
+@overload
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = ...,
+    receive: Sequence[int] | None = ...,
+    async_op: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = ...,
+    receive: Sequence[int] | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Handle: ...
+def all_to_all(
+    x: Tensor,
+    axis: Axis,
+    send: Sequence[int] | None = None,
+    receive: Sequence[int] | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
+    """Send rows of ``x`` (N, ...) to every rank and concatenate what they sent, in axis order.
+
+    ``send[i]`` rows go to rank i and ``receive[i]`` rows come from it; zero is allowed. Without
+    them rows are dealt evenly. Raises ValueError when the counts do not fit, or one is missing.
+    """
+    if (send is None) != (receive is None):
+        raise ValueError("all_to_all: give both send and receive counts, or neither")
+    counts = _counts(x.shape[0], axis, send, "send")
+    incoming = counts if receive is None else _counts(sum(receive), axis, receive, "receive")
+    if axis.size == 1:
+        return _done(axis, x, async_op)
+    out = x.new_empty(sum(incoming), *x.shape[1:])
+    rows = x.contiguous()
+    flight = start(axis, "all_to_all", dist.all_to_all_single, out, rows, incoming, counts)
+    return _deliver(Handle(flight, lambda: out), async_op)
+
+
+def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrite ``x`` with that of the rank at index ``source`` of the axis, and return it.
+
+    Raises ValueError when ``x`` is not contiguous or the axis has no such index.
+    """
+    _check_peer(axis, source, "broadcast")
+    if not x.is_contiguous():
+        raise ValueError("broadcast: the tensor must be contiguous, it is overwritten in place")
+    if axis.size > 1:
+        start(axis, "broadcast", dist.broadcast, x, axis.ranks[source]).land()
+    return x
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis has called this."""
+    if axis.size > 1:
+        all_reduce(torch.zeros(1, device=control_device(axis)), axis)
+
+
+def send(x: Tensor, axis: Axis, to: int, tag: int = 0) -> Handle:
+    """Start sending ``x`` to index ``to`` of the axis; ``wait`` before it is changed or freed.
+
+    Raises ValueError when ``to`` is no other rank of the axis.
+    """
+    _check_other(axis, to, "send")
+    x = x.contiguous()
+    flight = start_transfer(x, axis, axis.ranks[axis.rank], axis.ranks[to], tag)
+    return Handle(flight, lambda: x)
+
+
+def receive(out: Tensor, axis: Axis, source: int, tag: int = 0) -> Handle:
+    """Start receiving into ``out`` from index ``source`` of the axis.
+
+    Raises ValueError when ``out`` is not contiguous, or ``source`` is no other rank of the axis.
+    """
+    _check_other(axis, source, "receive")
+    if not out.is_contiguous():
+        raise ValueError("receive: the tensor must be contiguous, it is overwritten in place")
+    flight = start_transfer(out, axis, axis.ranks[source], axis.ranks[axis.rank], tag)
+    return Handle(flight, lambda: out)
+
+
+def tree_sum(rows: Tensor) -> Tensor:
+    """Sum of ``rows`` (n, ...) over dim 0 in a fixed binary tree; half precision adds in fp32.
+
+    ``((r0 + r1) + (r2 + r3)) + r4``: neighbours first, an odd last row is carried. ``rows`` may be
+    overwritten.
+    """
+    wide = rows.float() if rows.dtype in (torch.bfloat16, torch.float16) else rows
+    parts = list(wide.unbind())
+    while len(parts) > 2:
+        pairs = [parts[i].add_(parts[i + 1]) for i in range(0, len(parts) - 1, 2)]
+        parts = pairs + parts[2 * len(pairs) :]
+    whole = parts[0] + parts[1] if len(parts) == 2 else parts[0]  # new: does not keep rows alive
+    return whole.to(rows.dtype)
+
+
+def _done(axis: Axis, x: Tensor, async_op: bool) -> Tensor | Handle:
+    return Handle(None, lambda: x) if async_op else x
+
+
+def _deliver(handle: Handle, async_op: bool) -> Tensor | Handle:
+    return handle if async_op else handle.wait()
+
+
+def _counts(rows: int, axis: Axis, counts: Sequence[int] | None, what: str) -> list[int]:
+    if counts is None:
+        if rows % axis.size:
+            raise ValueError(
+                f"all_to_all: cannot deal {rows} rows evenly to {axis.size} {axis.name} ranks: "
+                "give send and receive counts"
+            )
+        return [rows // axis.size] * axis.size
+    if len(counts) != axis.size or sum(counts) != rows or min(counts) < 0:
+        raise ValueError(
+            f"all_to_all: {what} counts {list(counts)} do not deal {rows} rows to {axis.size} "
+            f"{axis.name} ranks"
+        )
+    return list(counts)
+
+
+def _check_peer(axis: Axis, index: int, verb: str) -> None:
+    if not 0 <= index < axis.size:
+        raise ValueError(
+            f"{verb}: index {index} is outside the {axis.name} axis of {axis.size} ranks"
+        )
+
+
+def _check_other(axis: Axis, index: int, verb: str) -> None:
+    _check_peer(axis, index, verb)
+    if index == axis.rank:
+        raise ValueError(f"{verb}: index {index} of the {axis.name} axis is this rank itself")
+
+
+def control_device(axis: Axis) -> torch.device:
+    """Where the axis' backend wants the tensors of a message that belongs to no device."""
+    if axis.backend == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.accelerator.current_device_index())

@@ -1,0 +1,87 @@
+"""A communication under way: started, waited for, and noted for whoever must explain a stall."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron_dist.mesh import Axis
+from kenotron_dist.pulse import Ticket
+
+
+class Flight(NamedTuple):
+    """One operation of the backend, on its way."""
+
+    axis: Axis
+    ticket: Ticket | None
+    work: dist.Work | None
+
+    def land(self) -> None:
+        """Block until the operation is done (on nccl: let the current stream wait for it).
+
+        Raises RuntimeError naming the operation and its ranks when a peer is lost.
+        """
+        pulse, work = self.axis.pulse, self.work
+        if work is None:
+            return
+        if pulse is None or self.ticket is None:
+            work.wait()
+            return
+        with pulse.waiting(self.ticket):
+            work.wait()
+        if self.axis.backend == "nccl":
+            pulse.queued(self.ticket, work)
+
+
+class Handle:
+    """A communication under way. ``wait`` blocks until it is done and returns its result.
+
+    Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
+    """
+
+    def __init__(self, flight: Flight | None, finish: Callable[[], Tensor]) -> None:
+        self._flight = flight
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Block until the communication is done; the result.
+
+        Raises RuntimeError naming the operation and its ranks when a peer is lost.
+        """
+        if self._finish is not None:
+            if self._flight is not None:
+                self._flight.land()
+            self._result = self._finish()
+            self._finish = self._flight = None
+        assert self._result is not None  # set once, above
+        return self._result
+
+
+def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *args: Any) -> Flight:
+    """Take a ticket and call torch's ``verb`` on the axis with ``args``.
+
+    The call may block too: for a device's first communicator, or for the checks of
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    """
+    if axis.pulse is None:
+        return Flight(axis, None, verb(*args, group=axis.group, async_op=True))
+    ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
+    with axis.pulse.waiting(ticket):
+        return Flight(axis, ticket, verb(*args, group=axis.group, async_op=True))
+
+
+def start_transfer(x: Tensor, axis: Axis, source: int, to: int, tag: int) -> Flight:
+    """Take a ticket and start this rank's side of a transfer between two global ranks."""
+    sends = axis.ranks[axis.rank] == source
+    verb, peer = (dist.isend, to) if sends else (dist.irecv, source)
+    if axis.pulse is None:
+        return Flight(axis, None, verb(x, peer, group=axis.group, tag=tag))
+    channel = f"{axis.name}:{source}>{to}#{tag}"
+    operation = "send" if sends else "receive"
+    ticket = axis.pulse.issue(channel, axis.name, (source, to), operation)
+    with axis.pulse.waiting(ticket):
+        return Flight(axis, ticket, verb(x, peer, group=axis.group, tag=tag))

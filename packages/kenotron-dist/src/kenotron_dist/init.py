@@ -1,0 +1,151 @@
+"""First values of parameters: a function of seed and logical name, never of the layout.
+
+A logical tensor is drawn in tiles of 256 x 256, each from a generator keyed by (seed, name, tile):
+a rank draws only the tiles that touch its blocks, and every layout cuts the same whole tensor.
+Values are drawn in fp32 on the CPU and cast last, so CPU and GPU runs begin alike.
+
+The generator is numpy's Philox, not torch's: torch's CPU generator uses 32 bits of its seed, and a
+model of a million tiles would repeat some of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kenotron_dist.boxes import Box, Shape, local_boxes
+from kenotron_dist.hashing import key
+from kenotron_dist.placement import TensorLayout, named_parameters, tie_storages
+
+TILE = 256
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent draws from N(0, std**2)."""
+
+    std: float
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere: 1 for norms, 0 for biases."""
+
+    value: float
+
+
+Initializer = Normal | Constant
+
+
+def initialize(
+    module: nn.Module,
+    layouts: Mapping[str, TensorLayout],
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    *,
+    seed: int,
+    initializer: Callable[[str], Initializer],
+) -> None:
+    """Fill every parameter of ``module`` (this rank's part of a model) exactly once.
+
+    Arguments: the module, off meta; layouts of the whole model by parameter name; mesh sizes and
+    this rank's coordinates; the seed; ``initializer(name)`` for a parameter's name (a tied tensor
+    asks for the name that sorts first). No communication. Raises ValueError for a parameter that
+    has no layout or is still on meta.
+    """
+    tie_storages(module)
+    filled: set[str] = set()
+    for path, parameter in named_parameters(module).items():
+        if path not in layouts:
+            raise ValueError(f"parameter {path!r} has no layout: was it added after the model?")
+        if parameter.is_meta:
+            raise ValueError(f"parameter {path!r} is on meta: call to_empty first")
+        layout = layouts[path]
+        if layout.name in filled:
+            continue
+        filled.add(layout.name)
+        how = initializer(layout.owners[0] if layout.owners else path)
+        fill_(parameter.data, layout, sizes, coords, how, seed=seed)
+
+
+def fill_(
+    local: Tensor,
+    layout: TensorLayout,
+    sizes: Mapping[str, int],
+    coords: Mapping[str, int],
+    how: Initializer,
+    *,
+    seed: int,
+) -> None:
+    """Overwrite a local tensor with its blocks of the logical tensor; padding becomes zero."""
+    local.zero_()
+    for box in local_boxes(layout, sizes, coords):
+        if isinstance(how, Constant):
+            box.of_local(local).fill_(how.value)
+        else:
+            draws = normal_block(layout.name, layout.shape, box, seed=seed).mul_(how.std)
+            box.of_local(local).copy_(draws)
+
+
+def normal_block(name: str, shape: Shape, box: Box, *, seed: int) -> Tensor:
+    """Standard normal values (fp32, CPU) of one block of logical tensor ``name`` of ``shape``."""
+    rows_cols = _matrix(shape)
+    start, extent = _matrix_block(box)
+    out = torch.empty(box.shape)
+    lead = itertools.product(*(range(n) for n in box.shape[:-2]))
+    for index in lead:  # tensors of more than two dims are stacks of matrices
+        stacked = tuple(i + s for i, s in zip(index, box.start, strict=False))
+        view = out[index].view(extent)
+        for tile, inside, target in _tiles(rows_cols, start, extent):
+            generator = np.random.Generator(
+                np.random.Philox(key=key(seed, name, *stacked, *tile.index))
+            )
+            values = generator.standard_normal(tile.shape, dtype=np.float32)
+            view[target] = torch.from_numpy(values)[inside]
+    return out
+
+
+@dataclass(frozen=True)
+class _Tile:
+    index: tuple[int, int]
+    shape: tuple[int, int]
+
+
+_Slices = tuple[slice, slice]
+
+
+def _tiles(
+    shape: tuple[int, int], start: tuple[int, int], extent: tuple[int, int]
+) -> Iterator[tuple[_Tile, _Slices, _Slices]]:
+    """Tiles that touch a block of a matrix; where the overlap lies in the tile and the block."""
+    ranges = [range(s // TILE, -(-(s + e) // TILE)) for s, e in zip(start, extent, strict=True)]
+    for index in itertools.product(*ranges):
+        size, inside, target = [], [], []
+        for i, whole, s, e in zip(index, shape, start, extent, strict=True):
+            base = i * TILE
+            low, high = max(base, s), min(base + TILE, s + e)
+            size.append(min(TILE, whole - base))
+            inside.append(slice(low - base, high - base))
+            target.append(slice(low - s, high - s))
+        yield (
+            _Tile((index[0], index[1]), (size[0], size[1])),
+            (inside[0], inside[1]),
+            (target[0], target[1]),
+        )
+
+
+def _matrix(shape: Shape) -> tuple[int, int]:
+    """The last two dims; a vector is one row."""
+    return (shape[-2], shape[-1]) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def _matrix_block(box: Box) -> tuple[tuple[int, int], tuple[int, int]]:
+    if len(box.shape) > 1:
+        return (box.start[-2], box.start[-1]), (box.shape[-2], box.shape[-1])
+    return (0, box.start[0] if box.start else 0), (1, math.prod(box.shape))

@@ -1,0 +1,168 @@
+"""From a launcher's variables to a process group, and out again.
+
+The only file that reads the environment, and only when ``from_env`` is called. A program starts
+with ``from_env()`` and ends, whatever happened, with ``shutdown(code)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from kenotron_dist.environment import World, resolve
+from kenotron_dist.spawn import leave
+
+_FAREWELL_SECONDS = 10.0
+"""How long a rank that is done waits for the others to be done too."""
+
+
+def from_env(
+    environ: Mapping[str, str] | None = None,
+    *,
+    device: str | None = None,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=10),
+) -> World:
+    """Join the world that the launcher describes: afterwards ``Mesh.connect`` works. Collective.
+
+    Arguments: the variables (default: this process's environment); ``cpu`` or ``cuda`` (default:
+    ``cuda`` when there is a GPU for every local rank); ``gloo`` or ``nccl`` (default: nccl on
+    cuda); how long to wait for the other ranks here, and later in an operation. Without a
+    launcher the world is this process alone.
+
+    The store is this function's own, under a prefix of the restart count, so ``torchrun
+    --max-restarts`` works. Elastic scale-up does not raise the count: it needs
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of torchrun itself.
+
+    Raises ValueError for variables that contradict one another or another rank's, for a device or
+    backend that is not there, and when a group exists already; ConnectionError when the master's
+    port is in use or the master cannot be reached.
+    """
+    if dist.is_initialized():
+        raise ValueError("from_env: this process has a process group already: call it once")
+    environ = os.environ if environ is None else environ
+    world = resolve(environ)
+    gpus = _visible_gpus()
+    bound = world.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in environ and gpus > 0
+    needed = 1 if bound else world.local_world_size
+    place, backend = choose_device(device, backend, gpus, needed)
+    if place == "cuda":
+        torch.accelerator.set_device_index(0 if bound else world.local_rank)
+    store = _store(world, timeout)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
+    )
+    return world
+
+
+def choose_device(
+    device: str | None, backend: str | None, gpus: int, needed: int
+) -> tuple[str, str]:
+    """Device type and backend: cuda and nccl when there are GPUs enough, else cpu and gloo. Pure.
+
+    Arguments: what was asked for, or None; visible GPUs; GPUs that the local ranks need. Raises
+    ValueError for an unknown name, a combination that cannot work, or too few GPUs.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"from_env: device {device!r} is neither 'cpu' nor 'cuda'")
+    if backend not in (None, "gloo", "nccl"):
+        raise ValueError(f"from_env: backend {backend!r} is neither 'gloo' nor 'nccl'")
+    if device == "cpu" and backend == "nccl":
+        raise ValueError("from_env: backend 'nccl' needs device 'cuda': use 'gloo' on the cpu")
+    wants_gpu = device == "cuda" or backend == "nccl"
+    if wants_gpu and gpus < needed:
+        raise ValueError(
+            f"from_env: {needed} local rank{'s' if needed > 1 else ''} need as many GPUs, but "
+            f"{gpus} can be seen: start fewer processes on this host, or choose device 'cpu'"
+        )
+    if wants_gpu or (device is None and backend is None and gpus >= needed):
+        return "cuda", backend or "nccl"
+    return "cpu", "gloo"
+
+
+def shutdown(code: int = 0) -> NoReturn:
+    """Leave the world and end this process with ``code``: the one way out for every program.
+
+    A rank that succeeded first waits up to 10 seconds until all are done, for the last messages
+    and the store must outlive their readers. The process then ends without Python's finalisation,
+    in which gloo aborts: close files and trackers before; ``atexit`` functions do not run.
+    """
+    if dist.is_available() and dist.is_initialized():
+        if code == 0 and dist.get_world_size() > 1:
+            _farewell(dist.get_world_size())
+        with contextlib.suppress(RuntimeError):  # a group that has failed
+            dist.destroy_process_group()
+    gc.collect()
+    leave(code)
+
+
+def _farewell(size: int) -> None:
+    end = time.monotonic() + _FAREWELL_SECONDS
+    with contextlib.suppress(RuntimeError):  # its host is gone: then all are done
+        store = dist.distributed_c10d._get_default_store()
+        done = store.add("kenotron-farewell", 1)
+        while done < size and time.monotonic() < end:
+            time.sleep(0.02)
+            done = store.add("kenotron-farewell", 0)
+
+
+def _visible_gpus() -> int:
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda" or not dist.is_nccl_available():
+        return 0
+    return torch.accelerator.device_count()
+
+
+def _store(world: World, timeout: timedelta) -> dist.Store:
+    if world.world_size == 1:
+        return dist.HashStore()
+    store = dist.PrefixStore(f"kenotron/{world.restart_count}", _tcp_store(world, timeout))
+    _check_owner(world, store)
+    size = store.compare_set("world-size", "", str(world.world_size)).decode()
+    if size != str(world.world_size):
+        raise ValueError(
+            f"rank {world.rank} was started in a world of {world.world_size} ranks, another one "
+            f"in a world of {size}: start all of them with the same number"
+        )
+    return store
+
+
+def _tcp_store(world: World, timeout: timedelta) -> dist.TCPStore:
+    address, port = world.master_address, world.master_port
+    hosts = world.rank == 0 and not world.agent_store
+    try:
+        return dist.TCPStore(
+            address, port, is_master=hosts, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        if hosts and "EADDRINUSE" in str(error):
+            raise ConnectionError(
+                f"rank 0 cannot open port {port}, which is in use on {address}: set MASTER_PORT "
+                "to a free port, the same on all ranks"
+            ) from error
+        raise ConnectionError(
+            f"rank {world.rank} cannot reach the store at {address}, port {port}, within "
+            f"{timeout.total_seconds():g} s: see that rank 0 runs there and that MASTER_ADDR and "
+            "MASTER_PORT are the same on all ranks and open between the hosts"
+        ) from error
+
+
+def _check_owner(world: World, store: dist.Store) -> None:
+    """Every rank signs; a rank signed by another process is a stale store or a double rank."""
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    owner = store.compare_set(f"owner/{world.rank}", "", me).decode()
+    if owner != me:
+        raise ValueError(
+            f"rank {world.rank} is taken by {owner}, and {me} claims it too: two processes were "
+            "given one rank, or torchrun changed the number of ranks without a restart count "
+            "(set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it starts)"
+        )

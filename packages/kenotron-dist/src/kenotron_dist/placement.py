@@ -1,0 +1,239 @@
+"""Where the elements of a logical tensor live: what tp writes and optim and ckpt read.
+
+A *logical tensor* has a name, a global shape and a dtype; a rank holds a *local* tensor. A
+placement says, axis by axis, how one becomes the other. Placements stand on the module that owns
+the parameter (``module.placements = {"weight": Shard("tp", 0)}``): an attribute on the Parameter
+itself would be lost by ``deepcopy``, ``to_empty`` and ``load_state_dict(assign=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One piece of a concatenated dimension (q, k or v of a fused weight), cut by itself."""
+
+    size: int
+    """Logical elements along the dimension."""
+    parts: int | None = None
+    """Indivisible pieces (kv heads). Fewer than ranks: each piece lives on several ranks."""
+    pad: int = 0
+    """Elements after ``size`` that exist locally and are no part of the logical tensor."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Dimension ``dim`` is cut over mesh axis ``axis``, each chunk evenly and by itself.
+
+    The local tensor is the concatenation of this rank's part of every chunk.
+    """
+
+    axis: str
+    dim: int
+    chunks: tuple[Chunk, ...] | None = None
+    """Default: one chunk, the whole dimension."""
+
+
+@dataclass(frozen=True)
+class Partial:
+    """The value is the same along ``axis``; the gradient must be summed over it."""
+
+    axis: str
+
+
+@dataclass(frozen=True)
+class Tie:
+    """This parameter *is* logical tensor ``name``: gradients of all its owners are summed."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class FlatSlice:
+    """Elements ``start`` to ``stop`` of the flattened local tensor, a different range on every
+    rank of ``axes`` (ZeRO)."""
+
+    start: int
+    stop: int
+    axes: tuple[str, ...] = ("dp", "cp")
+
+
+Placement = Shard | Partial | Tie | FlatSlice
+"""What a module says of one of its parameters; several are a tuple, outermost axis first."""
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """One logical tensor and how it is cut."""
+
+    name: str
+    """Logical name: that of the tie, or else the parameter's own."""
+    shape: tuple[int, ...]
+    """Global shape, without padding."""
+    placement: tuple[Placement, ...] = ()
+    """From the outermost axis to the innermost."""
+    stages: tuple[int, ...] = (0,)
+    """pp coordinates that hold the tensor; more than one when it is tied across stages."""
+    owners: tuple[str, ...] = ()
+    """Names of the parameters that are this tensor, sorted (several when tied)."""
+    owner_stages: tuple[int, ...] = ()
+    """The pp coordinate of each owner."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The cuts, from the outermost axis to the innermost."""
+        return tuple(p for p in self.placement if isinstance(p, Shard))
+
+    @property
+    def partial_axes(self) -> tuple[str, ...]:
+        """Axes over which the whole gradient is partial."""
+        return tuple(p.axis for p in self.placement if isinstance(p, Partial))
+
+    @property
+    def flat(self) -> FlatSlice | None:
+        """The range of the flattened local tensor that this rank holds, if not all of it."""
+        return next((p for p in self.placement if isinstance(p, FlatSlice)), None)
+
+    def renamed(self, name: str) -> TensorLayout:
+        """A tensor of another name, cut alike (optimizer state of a parameter)."""
+        return replace(self, name=name)
+
+    def sliced(self, start: int, stop: int, axes: tuple[str, ...] = ("dp", "cp")) -> TensorLayout:
+        """The same tensor of which this rank holds only a range of its flattened local part."""
+        return replace(self, placement=(*self.placement, FlatSlice(start, stop, axes)))
+
+
+def named_placements(module: nn.Module) -> dict[str, tuple[Placement, ...]]:
+    """Every placement below ``module`` by the full name of its parameter.
+
+    ``torch.compile``'s ``_orig_mod.`` is stripped from names. Raises ValueError for a placement
+    whose parameter does not exist.
+    """
+    found: dict[str, tuple[Placement, ...]] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if "_orig_mod" in child._modules:  # torch.compile's wrapper shows what its module declares
+            continue
+        declared: Mapping[str, Placement | tuple[Placement, ...]] = getattr(child, "placements", {})
+        for name, placement in declared.items():
+            path = _clean(f"{prefix}.{name}" if prefix else name)
+            if child._parameters.get(name) is None:
+                raise ValueError(
+                    f"placement without a parameter: {path!r} is declared in placements, but "
+                    f"{type(child).__name__} has no parameter {name!r}"
+                )
+            found[path] = placement if isinstance(placement, tuple) else (placement,)
+    return found
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by full name, ``_orig_mod.`` stripped, tied ones under each of their names."""
+    return {_clean(n): p for n, p in module.named_parameters(remove_duplicate=False)}
+
+
+def parameter_layouts(
+    module: nn.Module,
+    sizes: Mapping[str, int],
+    stage_of: Callable[[str], int] = lambda name: 0,
+) -> dict[str, TensorLayout]:
+    """The layout of every parameter of a *whole* model (it may be on meta), by parameter name.
+
+    Arguments: the model; sizes of the mesh axes; the pipeline stage that holds a parameter. Pure:
+    every rank computes the same. Raises ValueError when a local shape contradicts its placement,
+    when tied parameters differ in shape or cut, or when one Parameter has two names.
+    """
+    declared = named_placements(module)
+    _check_apart(named_parameters(module))
+    layouts: dict[str, TensorLayout] = {}
+    ties: dict[str, list[str]] = {}
+    for path, parameter in named_parameters(module).items():
+        placement = declared.get(path, ())
+        tie = _logical_name(path, placement)
+        ties.setdefault(tie, []).append(path)
+        shape = _global_shape(path, tuple(parameter.shape), placement, sizes)
+        layouts[path] = TensorLayout(tie, shape, placement)
+    for tie, paths in ties.items():
+        _check_tie(tie, {path: layouts[path] for path in paths})
+        owners = tuple(sorted(paths))
+        at = tuple(stage_of(path) for path in owners)
+        stages = tuple(sorted(set(at)))
+        for path in paths:
+            layouts[path] = replace(layouts[path], stages=stages, owners=owners, owner_stages=at)
+    return layouts
+
+
+def tie_storages(module: nn.Module) -> None:
+    """Let tied parameters that live in ``module`` share one storage again, as separate leaves.
+
+    ``to_empty`` and ``deepcopy`` part shared storages; call this after them. The parameter whose
+    name sorts first keeps its values.
+    """
+    declared = named_placements(module)
+    first: dict[str, nn.Parameter] = {}
+    for path, parameter in sorted(named_parameters(module).items()):
+        owner = first.setdefault(_logical_name(path, declared.get(path, ())), parameter)
+        if owner is not parameter:
+            parameter.data = owner.data
+
+
+def _clean(path: str) -> str:
+    return ".".join(part for part in path.split(".") if part != "_orig_mod")
+
+
+def _logical_name(path: str, placement: tuple[Placement, ...]) -> str:
+    return next((p.name for p in placement if isinstance(p, Tie)), path)
+
+
+def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
+    """One Parameter would collect both gradients, and they would be counted once for each name."""
+    names: dict[int, str] = {}
+    for path, parameter in parameters.items():
+        other = names.setdefault(id(parameter), path)
+        if other != path:
+            raise ValueError(
+                f"{other!r} and {path!r} are one Parameter: give each its own, with the same "
+                "Tie(name) in placements"
+            )
+
+
+def _check_tie(tie: str, layouts: Mapping[str, TensorLayout]) -> None:
+    cuts = {(a.shape, tuple((s.axis, s.dim) for s in a.shards)) for a in layouts.values()}
+    if len(cuts) > 1:
+        listed = ", ".join(
+            f"{path} {list(layout.shape)} cut at {[(s.axis, s.dim) for s in layout.shards]}"
+            for path, layout in layouts.items()
+        )
+        raise ValueError(f"tied parameters of {tie!r} differ: {listed}")
+
+
+def _global_shape(
+    path: str,
+    local: tuple[int, ...],
+    placement: tuple[Placement, ...],
+    sizes: Mapping[str, int],
+) -> tuple[int, ...]:
+    """Undo the cuts, innermost first."""
+    shape = list(local)
+    for shard in reversed([p for p in placement if isinstance(p, Shard)]):
+        if shard.axis not in sizes:
+            raise ValueError(f"{path}: no mesh axis {shard.axis!r}; there are {', '.join(sizes)}")
+        if not 0 <= shard.dim < len(shape):
+            raise ValueError(
+                f"{path}: no dim {shard.dim} to cut in a tensor of shape {list(local)}"
+            )
+        ranks = sizes[shard.axis]
+        if shard.chunks is None:
+            shape[shard.dim] *= ranks
+            continue
+        held = sum((c.size + c.pad) // min(c.parts or ranks, ranks) for c in shard.chunks)
+        if held != shape[shard.dim]:
+            raise ValueError(
+                f"{path}: dim {shard.dim} has {shape[shard.dim]} local elements, but chunks "
+                f"{[c.size for c in shard.chunks]} over {ranks} {shard.axis} ranks leave {held}"
+            )
+        shape[shard.dim] = sum(chunk.size for chunk in shard.chunks)
+    return tuple(shape)

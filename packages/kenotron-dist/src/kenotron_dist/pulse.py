@@ -1,0 +1,154 @@
+"""What this process is communicating right now, kept for whoever must explain a stall.
+
+Every verb of ``collectives`` takes a ticket when it is issued and shows it while it waits: a few
+microseconds, which is all a healthy run pays. The ``Watchdog`` reads it from its own thread.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+_OWN = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
+_STANDARD = str(Path(threading.__file__).parent) + os.sep
+
+
+class Ticket(NamedTuple):
+    """One communication of this process."""
+
+    channel: str
+    """Who takes part: the same text on all of them (``tp:0,1``; ``pp:0>1#4`` for a transfer)."""
+    axis: str
+    """Name of the mesh axis."""
+    ranks: tuple[int, ...]
+    """Global ranks that must come together."""
+    number: int
+    """How many this process had issued on the channel, this one included."""
+    operation: str
+    file: str
+    """Path of the calling code, outside this package and torch."""
+    line: int
+
+    @property
+    def site(self) -> str:
+        """``file.py:line`` of the calling code."""
+        return f"{Path(self.file).name}:{self.line}"
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(str, self.ranks[:8]))
+        more = f", ... {self.ranks[-1]}: {len(self.ranks)} in all" if len(self.ranks) > 8 else ""
+        return (
+            f"{self.operation} #{self.number} over {self.axis} (ranks {shown}{more}), called at "
+            f"{self.site}"
+        )
+
+
+class Job(Protocol):
+    """The part of ``torch.distributed.Work`` that tells whether it is over."""
+
+    def is_completed(self) -> bool:
+        """Whether the communication is done."""
+        ...
+
+
+class Waiting(NamedTuple):
+    """A ticket that this process is blocked on; told apart by identity."""
+
+    ticket: Ticket
+    since: float
+    """``time.monotonic()`` when the wait began."""
+    on_device: bool = False
+    """The device waits, not the process: other work may be queued before the communication."""
+
+
+class Pulse:
+    """Counters and open waits of one process; written by its threads, read by the watchdog's."""
+
+    def __init__(self) -> None:
+        self.tickets: dict[str, Ticket] = {}
+        """The latest ticket of each channel; its number is the channel's count."""
+        self.last: Ticket | None = None
+        self.moved = time.monotonic()
+        """When something was last issued or a wait ended."""
+        self.on_error: Callable[[Ticket, RuntimeError], RuntimeError] | None = None
+        self.watched = False
+        """Whether a watchdog reads what the device still has to do."""
+        self.shown: dict[int, Waiting] = {}
+        """What each thread is blocked on."""
+        self._queued: deque[tuple[Waiting, Job]] = deque()
+        self._quiet: dict[str, bool] = {}
+
+    def issue(self, channel: str, axis: str, ranks: tuple[int, ...], operation: str) -> Ticket:
+        """Count a communication that starts now."""
+        before = self.tickets.get(channel)
+        number = 1 if before is None else before.number + 1
+        ticket = Ticket(channel, axis, ranks, number, operation, *self._call_site())
+        self.tickets[channel] = self.last = ticket
+        return ticket
+
+    def waiting(self, ticket: Ticket) -> _Shown:
+        """A context in which this thread blocks on ``ticket``; RuntimeErrors leave it explained."""
+        return _Shown(self, ticket)
+
+    def queued(self, ticket: Ticket, job: Job) -> None:
+        """The device will do ``job``; this process did not wait for it."""
+        if self.watched:
+            self._queued.append((Waiting(ticket, time.monotonic(), on_device=True), job))
+
+    def waits(self) -> list[Waiting]:
+        """What this process, or its device, is blocked on, the oldest first."""
+        while self._queued and self._queued[0][1].is_completed():
+            self._queued.popleft()
+        device = [self._queued[0][0]] if self._queued else []
+        return sorted([*self.shown.values(), *device], key=lambda wait: wait.since)
+
+    def explain(self, ticket: Ticket, error: RuntimeError) -> RuntimeError:
+        """The backend's error with the operation, the ranks and the calling line in words."""
+        if self.on_error is not None:
+            return self.on_error(ticket, error)
+        return RuntimeError(f"{ticket}, failed: {error}")
+
+    def _call_site(self) -> tuple[str, int]:
+        """File and line of the innermost caller that is not this package, torch or Python's."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and self._is_quiet(frame.f_code.co_filename):
+            frame = frame.f_back
+        return frame.f_code.co_filename, frame.f_lineno
+
+    def _is_quiet(self, file: str) -> bool:
+        quiet = self._quiet.get(file)
+        if quiet is None:
+            standard = file.startswith(_STANDARD) and "site-packages" not in file
+            quiet = file.startswith((*_OWN, "<frozen ")) or standard
+            self._quiet[file] = quiet
+        return quiet
+
+
+class _Shown:
+    """Shows a ticket while its thread waits (a generator would cost twice as much)."""
+
+    __slots__ = ("_pulse", "_ticket")
+
+    def __init__(self, pulse: Pulse, ticket: Ticket) -> None:
+        self._pulse, self._ticket = pulse, ticket
+
+    def __enter__(self) -> None:
+        wait = Waiting(self._ticket, time.monotonic())
+        self._pulse.shown[threading.get_ident()] = wait
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        pulse = self._pulse
+        try:
+            if isinstance(error, RuntimeError):
+                raise pulse.explain(self._ticket, error) from error
+        finally:
+            del pulse.shown[threading.get_ident()]
+            pulse.moved = time.monotonic()

@@ -1,0 +1,80 @@
+"""Causal self-attention with grouped key and value heads (Ainslie et al., arXiv 2305.13245).
+
+Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden, H query heads, G kv heads,
+K features of a head; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron_dist import Axis, Chunk
+from kenotron_models.config import LlamaConfig
+from kenotron_models.rope import rotary_angles, rotate
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear
+
+
+class Attention(nn.Module):
+    """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
+
+    ``forward``: x (T, D), positions (B, S) -> (T, D); tokens are cut, (T/t, D), under
+    ``sequence_parallel``. Raises ValueError when the axis does not divide the query heads, or kv
+    heads and axis do not divide one another.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        heads, kv_heads, width = config.num_attention_heads, config.kv_heads, config.head_dim
+        if heads % axis.size:
+            raise ValueError(
+                f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
+                "choose a tensor-parallel size that divides num_attention_heads"
+            )
+        self.config = config
+        self.heads = heads // axis.size  # H/t
+        self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
+        kv = Chunk(kv_heads * width, parts=kv_heads)
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            (heads + 2 * kv_heads) * width,
+            axis,
+            chunks=(Chunk(heads * width), kv, kv),
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+        self.out = RowParallelLinear(
+            heads * width,
+            config.hidden_size,
+            axis,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor, positions_BS: Tensor) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones of its row."""
+        batch, sequence = positions_BS.shape
+        qkv = self.qkv(x).view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        cos, sin = rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta)
+        q = rotate(q, cos, sin, interleaved=self.config.rope_interleaved)
+        k = rotate(k, cos, sin, interleaved=self.config.rope_interleaved)
+        mixed = F.scaled_dot_product_attention(
+            q.transpose(1, 2),  # (B, H/t, S, K)
+            k.transpose(1, 2),  # (B, G/t, S, K)
+            v.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        return self.out(mixed.transpose(1, 2).reshape(batch * sequence, -1))

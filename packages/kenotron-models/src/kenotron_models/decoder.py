@@ -1,0 +1,195 @@
+"""A decoder language model as an ordered list of named layers.
+
+Every layer takes one activation and the micro-batch's context, and returns one activation: the
+list can be cut anywhere, and no layer knows where.
+
+Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden, V vocabulary; ``/t`` is divided
+by tp size. Between layers tokens are (T, D), or (T/t, D) under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_dist import Axis, Tie
+from kenotron_models.attention import Attention
+from kenotron_models.config import LlamaConfig
+from kenotron_models.mlp import GatedMLP
+from kenotron_models.norm import RMSNorm
+from kenotron_tp import ColumnParallelLinear, VocabParallelEmbedding, vocabulary_chunk
+
+
+class Context(Protocol):
+    """What every layer of a micro-batch may read; the same on every pipeline stage."""
+
+    @property
+    def positions_BS(self) -> Tensor:
+        """Place of every token in its text, int64."""
+        ...
+
+
+class Embedding(VocabParallelEmbedding):
+    """Tokens (T,) int64 -> (T, D)."""
+
+    def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
+        """(T,) -> (T, D), (T/t, D) under sequence parallelism."""
+        return super().forward(ids)
+
+
+class DecoderLayer(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: (T, D) -> (T, D)."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        axis: Axis,
+        *,
+        sequence_parallel: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(
+                config.hidden_size,
+                config.rms_norm_eps,
+                axis,
+                sequence_parallel=sequence_parallel,
+                device=device,
+                dtype=dtype,
+            )
+
+        self.attention_norm = norm()
+        self.attention = Attention(
+            config, axis, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+        )
+        self.mlp_norm = norm()
+        self.mlp = GatedMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            axis,
+            sequence_parallel=sequence_parallel,
+            device=device,
+            dtype=dtype,
+        )
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """(T, D) -> (T, D)."""
+        x = x + self.attention(self.attention_norm(x), context.positions_BS)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class FinalNorm(RMSNorm):
+    """The norm before the head: (T, D) -> (T, D)."""
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """(T, D) -> (T, D)."""
+        return super().forward(x)
+
+
+class Head(ColumnParallelLinear):
+    """(T, D) -> logits (T, V/t); columns beyond V are padding."""
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """(T, D) -> (T, V/t)."""
+        return super().forward(x)
+
+
+class LayerStack(nn.Module):
+    """Some consecutive layers of a model, under their global names.
+
+    ``LayerStack([("layers.3", layer)])`` has parameters ``layers.3...``: the same names on every
+    pipeline stage and on one process.
+    """
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self._order = [layer for _, layer in layers]
+        for path, layer in layers:
+            parent: nn.Module = self
+            *folders, last = path.split(".")
+            for folder in folders:
+                if folder not in parent._modules:
+                    parent.add_module(folder, nn.Module())
+                parent = parent.get_submodule(folder)
+            parent.add_module(last, layer)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """All layers in order: tokens (T,) -> logits (T, V/t) for a whole model."""
+        for layer in self._order:
+            x = layer(x, context)
+        return x
+
+
+def build_decoder(
+    config: LlamaConfig,
+    axis: Axis,
+    *,
+    sequence_parallel: bool = False,
+    vocab_divisible_by: int = 1,
+    device: torch.device | str | None = "meta",
+    dtype: torch.dtype | None = None,
+) -> list[tuple[str, nn.Module]]:
+    """All layers of a Llama decoder by name, in order: embedding, layers.i, norm, head.
+
+    Arguments: sizes; the tp axis; whether tokens between layers are cut over it; vocabulary rows
+    per rank are a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta
+    they take no memory: keep your own layers, ``to_empty`` and initialise them).
+
+    Raises ValueError when heads or widths do not divide by the axis.
+    """
+    width, vocab = config.hidden_size, config.vocab_size
+    embedding = Embedding(
+        vocab,
+        width,
+        axis,
+        sequence_parallel=sequence_parallel,
+        divisible_by=vocab_divisible_by,
+        device=device,
+        dtype=dtype,
+    )
+    layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
+    for i in range(config.num_hidden_layers):
+        layer = DecoderLayer(
+            config, axis, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+        )
+        layers.append((f"layers.{i}", layer))
+    norm = FinalNorm(
+        width,
+        config.rms_norm_eps,
+        axis,
+        sequence_parallel=sequence_parallel,
+        device=device,
+        dtype=dtype,
+    )
+    head = Head(
+        width,
+        vocab,
+        axis,
+        sequence_parallel=sequence_parallel,
+        chunks=(vocabulary_chunk(vocab, axis.size, vocab_divisible_by),),
+        device=device,
+        dtype=dtype,
+    )
+    if config.tie_word_embeddings:
+        _tie(embedding, head)
+    return [*layers, ("norm", norm), ("head", head)]
+
+
+def _tie(embedding: Embedding, head: Head) -> None:
+    """Declare both matrices to be logical tensor ``embedding.weight``."""
+    tie = Tie("embedding.weight")
+    for layer in (embedding, head):
+        placement = layer.placements["weight"]
+        layer.placements["weight"] = (placement, tie)

@@ -1,0 +1,31 @@
+"""Which parameters an optimizer treats alike, from plain rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Logical tensors with the same options."""
+
+    names: tuple[str, ...]
+    weight_decay: float
+
+
+def decay_groups(
+    names: Iterable[str], weight_decay: float, exclude: Sequence[str] = ()
+) -> list[ParameterGroup]:
+    """Two groups: with weight decay, and without for names that match an ``exclude`` pattern.
+
+    A pattern is a regular expression for a whole name. Empty groups are left out.
+    """
+    patterns = [re.compile(pattern) for pattern in exclude]
+    kept, free = [], []
+    for name in names:
+        matched = any(pattern.fullmatch(name) for pattern in patterns)
+        (free if matched else kept).append(name)
+    groups = (ParameterGroup(tuple(kept), weight_decay), ParameterGroup(tuple(free), 0.0))
+    return [group for group in groups if group.names]

@@ -1,0 +1,124 @@
+"""Which range of every parameter a data-parallel rank owns, and where it lies in a bucket.
+
+A logical tensor's flattened local part (N elements) is cut in d ranges of ceil(N/d): rank r owns
+range r, the last ones may be shorter or empty. Ranges are cut per parameter, so that neither
+bucket sizes nor pipeline cuts move a boundary.
+
+A bucket is a buffer (d, width): row r holds range r of each of its parameters, side by side. A
+reduce-scatter of its rows gives every rank the sums of what it owns, an all-gather puts whole
+parameters together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Span:
+    """One parameter's place in a bucket."""
+
+    name: str
+    """Logical name."""
+    numel: int
+    """Elements of the local tensor, N."""
+    offset: int
+    """First column in the bucket."""
+    size: int
+    """Columns: ceil(N/d)."""
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Range of the flattened local tensor that ``rank`` owns; empty when start = stop."""
+        start = min(rank * self.size, self.numel)
+        return start, min(start + self.size, self.numel)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters of one dtype that are reduced together."""
+
+    ranks: int
+    dtype: torch.dtype
+    """Of the parameters."""
+    spans: tuple[Span, ...]
+    width: int = field(init=False)
+    """Columns of the buffer."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "width", sum(span.size for span in self.spans))
+
+    def buffer(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A zero buffer (d, width)."""
+        return torch.zeros(self.ranks, self.width, dtype=dtype, device=device)
+
+
+def make_buckets(parameters: Mapping[str, Tensor], ranks: int, cap_bytes: float) -> list[Bucket]:
+    """Group parameters, in the order given, into buckets of one dtype and about ``cap_bytes``.
+
+    A parameter is never cut: one larger than the cap has a bucket to itself. Raises ValueError
+    unless the cap is positive.
+    """
+    if cap_bytes <= 0:
+        raise ValueError(f"a bucket of {cap_bytes} bytes holds nothing: give a positive size")
+    buckets: list[Bucket] = []
+    spans: list[Span] = []
+    dtype: torch.dtype | None = None
+    filled = 0
+    for name, parameter in parameters.items():
+        size = -(-parameter.numel() // ranks)
+        nbytes = size * ranks * parameter.element_size()
+        if spans and (parameter.dtype != dtype or filled + nbytes > cap_bytes):
+            buckets.append(_bucket(ranks, dtype, spans))
+            spans, filled = [], 0
+        offset = spans[-1].offset + spans[-1].size if spans else 0
+        spans.append(Span(name, parameter.numel(), offset, size))
+        dtype, filled = parameter.dtype, filled + nbytes
+    if spans:
+        buckets.append(_bucket(ranks, dtype, spans))
+    return buckets
+
+
+def blocks(buffer: Tensor, span: Span) -> Iterator[tuple[Tensor, slice]]:
+    """Views of a parameter in a bucket's buffer, with the range of its elements they hold.
+
+    Each view is 1-D or (rows, size), in element order: at most one of each kind, so that whole
+    rows move in one strided operation.
+    """
+    if not span.size:
+        return
+    rows, rest = divmod(span.numel, span.size)
+    columns = slice(span.offset, span.offset + span.size)
+    if rows:
+        yield buffer[:rows, columns], slice(0, rows * span.size)
+    if rest:
+        yield buffer[rows, span.offset : span.offset + rest], slice(rows * span.size, span.numel)
+
+
+def write(buffer: Tensor, span: Span, values: Tensor) -> None:
+    """Copy a parameter-shaped tensor into its place in a bucket, casting."""
+    flat = values.reshape(-1)
+    for view, part in blocks(buffer, span):
+        view.copy_(flat[part].view_as(view))
+
+
+def add(buffer: Tensor, span: Span, values: Tensor) -> None:
+    """Add a parameter-shaped tensor onto its place in a bucket, in the buffer's dtype."""
+    flat = values.reshape(-1)
+    for view, part in blocks(buffer, span):
+        view.add_(flat[part].view_as(view))
+
+
+def read(buffer: Tensor, span: Span, out: Tensor) -> None:
+    """Copy a parameter from its place in a bucket into ``out`` (contiguous), casting."""
+    flat = out.view(-1)
+    for view, part in blocks(buffer, span):
+        flat[part].view_as(view).copy_(view)
+
+
+def _bucket(ranks: int, dtype: torch.dtype | None, spans: Sequence[Span]) -> Bucket:
+    assert dtype is not None  # set with the first span
+    return Bucket(ranks, dtype, tuple(spans))

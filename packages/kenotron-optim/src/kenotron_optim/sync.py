@@ -1,0 +1,110 @@
+"""The sums that placements ask for before gradients are reduced over data-parallel ranks.
+
+Everything is derived from the layouts once: ``Partial`` gradients are summed over their axis, kv
+heads that live on several ranks over those ranks, tied tensors over their owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import Axis, Box, Mesh, TensorLayout, all_reduce, broadcast, gradient_sums
+from kenotron_dist.collectives import tree_sum
+
+Read = Callable[[str, TensorLayout], Tensor]
+"""(parameter name, layout) -> its accumulated gradient, in the parameter's shape."""
+Write = Callable[[str, Tensor], None]
+"""(logical name, gradient): replaces what is accumulated."""
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """One tied tensor: who contributes, in the order of the sum."""
+
+    layout: TensorLayout
+    owners: tuple[tuple[str, int], ...]
+    """(parameter, index along ``axis`` of the stage that holds it), sorted by name."""
+    axis: Axis
+
+
+class GradientSync:
+    """Runs the sums of one stage.
+
+    Arguments: layouts of the whole model by parameter name; those of this stage by logical name;
+    the mesh. Collective over the mesh: groups are made here, in one order on all ranks.
+    """
+
+    def __init__(
+        self, whole: Mapping[str, TensorLayout], own: Mapping[str, TensorLayout], mesh: Mesh
+    ) -> None:
+        self._ties = _ties(whole, mesh)
+        axes = {
+            (group.axis, group.parts): mesh.subaxis(group.axis, group.parts)
+            for _, layout in sorted(whole.items())
+            for group in gradient_sums(layout, mesh.sizes, mesh.coords)
+        }
+        paths = {layout.name: path for path, layout in sorted(whole.items(), reverse=True)}
+        self._partial: list[tuple[Axis, list[tuple[str, TensorLayout, tuple[Box, ...]]]]] = []
+        for key, axis in axes.items():
+            members = [
+                (paths[name], layout, group.boxes)
+                for name, layout in own.items()
+                for group in gradient_sums(layout, mesh.sizes, mesh.coords)
+                if (group.axis, group.parts) == key
+            ]
+            if members:
+                self._partial.append((axis, members))
+
+    def run(self, read: Read, write: Write) -> None:
+        """Replace accumulated gradients by their sums. Collective over the mesh."""
+        for tied in self._ties:
+            write(tied.layout.name, _sum_owners(tied, read))
+        for axis, members in self._partial:
+            _sum_boxes(axis, members, read, write)
+
+
+def _ties(whole: Mapping[str, TensorLayout], mesh: Mesh) -> list[_Tied]:
+    """Tied tensors this stage owns. All ranks make all groups, in the order of the names."""
+    found = []
+    tied = {layout.name: layout for layout in whole.values() if len(layout.owners) > 1}
+    for _, layout in sorted(tied.items()):
+        axis = mesh.subset("pp", layout.stages)
+        if axis is None:
+            continue
+        at = [layout.stages.index(stage) for stage in layout.owner_stages]
+        owners = tuple(zip(layout.owners, at, strict=True))
+        found.append(_Tied(layout, owners, axis))
+    return found
+
+
+def _sum_owners(tied: _Tied, read: Read) -> Tensor:
+    """Sum over owners in the order of their names, the same additions on every layout."""
+    own = {path: read(path, tied.layout) for path, at in tied.owners if at == tied.axis.rank}
+    like = next(iter(own.values()))
+    rows = torch.stack(
+        [
+            broadcast(own[path] if path in own else torch.empty_like(like), tied.axis, at)
+            for path, at in tied.owners
+        ]
+    )
+    return tree_sum(rows)
+
+
+def _sum_boxes(
+    axis: Axis,
+    members: list[tuple[str, TensorLayout, tuple[Box, ...]]],
+    read: Read,
+    write: Write,
+) -> None:
+    """One all-reduce for the blocks of all tensors that are partial over the same ranks."""
+    gradients = {layout.name: read(path, layout) for path, layout, _ in members}
+    views = [box.of_local(gradients[layout.name]) for _, layout, boxes in members for box in boxes]
+    summed = all_reduce(torch.cat([view.reshape(-1) for view in views]), axis)
+    for view, part in zip(views, summed.split([view.numel() for view in views]), strict=True):
+        view.copy_(part.view_as(view))
+    for name, gradient in gradients.items():
+        write(name, gradient)

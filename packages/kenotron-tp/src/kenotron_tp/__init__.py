@@ -1,0 +1,15 @@
+"""Explicit tensor-parallel layers: how one layer is cut over ranks."""
+
+from kenotron_tp.cross_entropy import vocab_parallel_cross_entropy
+from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
+from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp.logits import choose_tokens
+
+__all__ = [
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "choose_tokens",
+    "vocab_parallel_cross_entropy",
+    "vocabulary_chunk",
+]

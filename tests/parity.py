@@ -1,0 +1,266 @@
+"""What the parity tests train: a small model made to expose bugs, and ways to plant some.
+
+Five layers are uneven for every pipeline, two kv heads are fewer than four tp ranks, a vocabulary
+of 257 pads on every tp size, and every row has its own number of targets.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import torch
+
+from kenotron_data import Batch, Cursor
+from kenotron_dist import Mesh, local_boxes, named_parameters
+from kenotron_dist.boxes import view_of
+from kenotron_train.assemble import (
+    Training,
+    build_model,
+    build_training,
+    open_corpus,
+    open_loader,
+)
+from kenotron_train.config import Config
+from kenotron_train.loop import train
+from kenotron_train.step import global_count, loss_fn
+from kenotron_train.yaml_config import parse_config
+
+GLOBAL_BATCH = 24
+BOUND = 1e-5
+"""Largest relative deviation of a loss or a gradient norm from one process."""
+
+YAML = """
+general: {project: parity, run: parity, seed: 7}
+parallelism: {dp: 1, pp: 1, tp: 1, pp_engine: 1f1b, tp_mode: ALL_REDUCE}
+model:
+  dtype: float32
+  init_method: {std: 0.05}
+  model_config:
+    is_llama_config: true
+    hidden_size: 64
+    intermediate_size: 96
+    num_hidden_layers: 5
+    num_attention_heads: 8
+    num_key_value_heads: 2
+    vocab_size: 257
+    max_position_embeddings: 16
+    tie_word_embeddings: false
+optimizer:
+  zero_stage: 1
+  weight_decay: 0.1
+  clip_grad: 2.5
+  accumulate_grad_in_fp32: true
+  optimizer_factory:
+    {name: adamW, adam_eps: 1e-8, adam_beta1: 0.9, adam_beta2: 0.95, torch_adam_is_fused: false}
+  learning_rate_scheduler:
+    {learning_rate: 1e-3, lr_warmup_steps: 4, lr_decay_style: cosine, min_decay_lr: 1e-4}
+tokens:
+  {sequence_length: 16, train_steps: 20, micro_batch_size: 8, batch_accumulation_per_replica: 3}
+checkpoints: {checkpoints_path: checkpoints, checkpoint_interval: 1000, save_final_state: false}
+logging: {log_level: warning}
+data_stages:
+- {name: text, start_training_step: 1, data: {seed: 3, dataset: {hf_dataset_or_datasets: text}}}
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to spread the same training."""
+
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
+    tied: bool = False
+    sequence_parallel: bool = False
+    zero: int = 1
+    engine: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    def __str__(self) -> str:
+        words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", self.engine, f"zero{self.zero}"]
+        words += ["tied"] * self.tied + ["sp"] * self.sequence_parallel
+        return "-".join(words)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank measured."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+Piece = tuple[str, tuple[int, ...], np.ndarray, tuple[int, ...]]
+"""(logical name, first index, values, global shape)."""
+
+
+def factorisations(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """All (pp, dp, tp) with this product."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for sizes in itertools.product(divisors, repeat=3):
+        if np.prod(sizes) == ranks:
+            yield sizes
+
+
+def configure(layout: Layout, folder: Path, steps: int = 20) -> Config:
+    """The config of a layout: the global batch is the same, in three micro-batches where it can."""
+    micro = 3
+    overrides = {
+        "parallelism.pp": layout.pp,
+        "parallelism.dp": layout.dp,
+        "parallelism.tp": layout.tp,
+        "parallelism.pp_engine": layout.engine,
+        "parallelism.tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+        "model.model_config.tie_word_embeddings": str(layout.tied).lower(),
+        "optimizer.zero_stage": layout.zero,
+        "tokens.train_steps": steps,
+        "tokens.micro_batch_size": GLOBAL_BATCH // micro // layout.dp,
+        "tokens.batch_accumulation_per_replica": micro,
+        "optimizer.learning_rate_scheduler.lr_decay_steps": 16,
+        "data_stages.0.data.dataset.hf_dataset_or_datasets": folder / "text.txt",
+        "checkpoints.checkpoints_path": folder / "checkpoints" / str(layout),
+    }
+    return parse_config(YAML, "parity", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def write_text(folder: Path) -> None:
+    """A text that a small model can learn something from."""
+    words = ["pipeline", "tensor", "slice", "rank", "mesh", "axis", "loss", "step"]
+    lines = (
+        f"{words[i % 8]} {i % 13} of {words[i * 5 % 7]} is {i * i % 97}.\n" for i in range(2000)
+    )
+    (folder / "text.txt").write_text("".join(lines))
+
+
+def target_mask(samples: torch.Tensor, sequence: int) -> torch.Tensor:
+    """Every row has its own number of targets, so no two micro-batches have the same."""
+    count = 1 + (samples * 7 + samples // 3) % sequence
+    return torch.arange(sequence)[None] < count[:, None]
+
+
+def trace(mesh: Mesh, config: Config) -> Trace:
+    """Train, and report what every step reported."""
+    results = train(mesh, config, target_mask=target_mask)
+    return Trace([r.loss for r in results], [r.grad_norm for r in results])
+
+
+def first_batch(config: Config, mesh: Mesh) -> Batch:
+    """This data rank's part of the first global batch."""
+    corpus = open_corpus(config, 0)
+    with open_loader(config, mesh, corpus, Cursor(), target_mask) as loader:
+        return next(loader)
+
+
+def parameters(mesh: Mesh, config: Config) -> dict[str, np.ndarray]:
+    """First values of every parameter, on one process."""
+    stack = build_model(config, mesh).stack
+    return {name: p.detach().numpy().copy() for name, p in named_parameters(stack).items()}
+
+
+def rows(mesh: Mesh, config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and labels (rows, S) of the first global batch, on one process."""
+    batch = first_batch(config, mesh)
+    return batch.tokens_MBS.flatten(0, 1).numpy(), batch.labels_MBS.flatten(0, 1).numpy()
+
+
+def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
+    """Loss and gradient of the first step, before clipping: this rank's pieces."""
+    training = build_training(config, mesh)
+    loss = first_backward(training)
+    slices = training.grads.finish()
+    pieces = []
+    for name, slice_ in slices.items():
+        layout = training.grads.owned_layout(name)
+        for box in local_boxes(layout, mesh.sizes, mesh.coords):
+            values = view_of(slice_, layout, mesh.sizes, box).numpy().copy()
+            pieces.append((name, box.start, values, layout.shape))
+    return loss, pieces
+
+
+def first_backward(training: Training) -> float:
+    """Forward and backward of the first batch."""
+    config, mesh = training.config, training.mesh
+    batch = first_batch(config, mesh)
+    count = global_count(batch, mesh, 1)
+    inputs = [micro.tokens_BS.flatten() for micro in batch]
+    training.grads.start()
+    return float(training.model.pipeline.run(inputs, loss_fn(training, batch, count), list(batch)))
+
+
+def assemble(ranks: list[tuple[float, list[Piece]]]) -> dict[str, np.ndarray]:
+    """Whole gradients by logical name from every rank's pieces; replicas must agree bit for bit."""
+    whole: dict[str, np.ndarray] = {}
+    for _, pieces in ranks:
+        for name, start, values, shape in pieces:
+            full = whole.setdefault(name, np.full(shape, np.nan, np.float32))
+            place = full[tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))]
+            assert np.isnan(place).all() or np.array_equal(place, values), f"replicas of {name}"
+            place[...] = values
+    assert not any(np.isnan(full).any() for full in whole.values())
+    return whole
+
+
+def deviation(got: list[float], want: list[float]) -> float:
+    """Largest relative deviation over the steps that were made."""
+    pairs = zip(got, want, strict=False)
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def gradient_deviations(
+    got: dict[str, np.ndarray], want: dict[str, np.ndarray]
+) -> dict[str, float]:
+    """max|a - b| of every tensor in units of what is allowed: above 1 is too much.
+
+    Allowed: 1e-5 of the tensor's largest element, at least 1e-7 of the global norm.
+    """
+    assert got.keys() == want.keys()
+    norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in want.values()))
+    return {
+        name: float(np.abs(got[name] - b).max() / max(1e-5 * np.abs(b).max(), 1e-7 * norm))
+        for name, b in want.items()
+    }
+
+
+def planted(mesh: Mesh, config: Config, fault: str) -> Trace:
+    """Train with a bug of a kind that has been seen in the wild."""
+    with FAULTS[fault]():
+        return trace(mesh, config)
+
+
+def _local_count() -> mock._patch:
+    """Every rank divides its loss by its own targets and a share of the ranks."""
+
+    def count(batch, mesh, step):
+        return int((batch.labels_MBS != -100).sum()) * mesh["dp"].size
+
+    return mock.patch("kenotron_train.step.global_count", count)
+
+
+def _padding_counts() -> mock._patch:
+    """Padding columns of the vocabulary take part in the softmax."""
+    from kenotron_tp import vocab_parallel_cross_entropy as right
+
+    def wrong(logits, labels, axis, *, vocab_size):
+        return right(logits, labels, axis)
+
+    return mock.patch("kenotron_train.step.vocab_parallel_cross_entropy", wrong)
+
+
+def _replicas_count() -> mock._patch:
+    """Every replica of an element adds to the norm."""
+    return mock.patch("kenotron_optim.clip.norm_weight", lambda *_: 1.0)
+
+
+FAULTS = {
+    "wrong loss scale": _local_count,
+    "padded vocabulary gets probability": _padding_counts,
+    "norm counts replicas": _replicas_count,
+}

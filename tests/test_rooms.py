@@ -1,0 +1,373 @@
+"""The rooms of the house: who may import what, how big a file may grow, what no file holds.
+
+Every rule is a function of (path, source) that returns complaints; `path` is relative to the root
+of the repository. Each is tried on the repository, and on planted offenders to see it fail.
+Nothing is imported, so no package and no torch needs to be installed.
+"""
+
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+Rule = Callable[[str, str], list[str]]
+
+PROGRAMS = ["apps/*", "*/__main__.py"]
+HUGGING_FACE = ["kenotron_data/text.py", "kenotron_data/sft.py", "kenotron_models/hf.py"]
+ROOMS = {  # a module, or a name in one: the files that may use it (paths start below src/)
+    "torch.distributed": ["kenotron_dist/*"],
+    "torch.cuda": ["kenotron_dist/launch.py"],
+    "os.environ": ["kenotron_dist/launch.py", "apps/*"],
+    "os.environb": ["kenotron_dist/launch.py", "apps/*"],
+    "os.getenv": ["kenotron_dist/launch.py", "apps/*"],
+    "os.putenv": ["kenotron_dist/launch.py", "apps/*"],
+    "flash_attn": ["kenotron_models/attention.py", "kenotron_cp/*"],
+    "triton": ["*/ops/*"],
+    "safetensors": ["kenotron_ckpt/*", "kenotron_models/hf.py"],
+    "datasets": HUGGING_FACE,
+    "transformers": HUGGING_FACE,
+    "tokenizers": HUGGING_FACE,
+    "yaml": ["apps/*"],
+    "pydantic": ["apps/*"],
+    "fsspec": ["kenotron_ckpt/remote.py", "kenotron_data/*"],
+    "argparse": PROGRAMS,
+    "rich": PROGRAMS,
+    "sys.exit": PROGRAMS,
+    "print": PROGRAMS,
+    "logging.basicConfig": PROGRAMS,
+    "logging.config": PROGRAMS,
+}
+FILE_LINES = 300
+FUNCTION_LINES = 60
+TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".sh", ""}
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def repository_files(root: Path) -> list[str]:
+    """List the files of the repository: what git knows or would add, else what lies there."""
+    command = ["git", "-C", str(root), "ls-files", "-z", "-co", "--exclude-standard"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        files = [root / name for name in listing.split("\0") if name]
+    except (OSError, subprocess.CalledProcessError):
+        hidden = re.compile(r"(?:.*/)?(?:\.(?!ci/)[^/]+/|__pycache__/|checkpoints/).*")
+        found = {f: f.relative_to(root).as_posix() for f in root.rglob("*")}
+        files = [f for f, path in found.items() if not hidden.fullmatch(path)]
+    return sorted({f.relative_to(root).as_posix() for f in files if f.is_file()})
+
+
+def is_test(path: str) -> bool:
+    """Say whether `path` is a test or a benchmark, which hold no room of the house."""
+    return bool({"tests", "benchmarks"} & {*path.split("/")}) or path == "noxfile.py"
+
+
+def python_files(root: Path, *, tests: bool = False) -> list[str]:
+    """List the Python files of packages and apps, and with `tests` every other one too."""
+    files = [path for path in repository_files(root) if path.endswith(".py")]
+    return [p for p in files if tests or (p.startswith(("packages/", "apps/")) and not is_test(p))]
+
+
+def complaints(rule: Rule, root: Path, paths: list[str]) -> list[str]:
+    """Apply one rule to files of the repository at `root`."""
+    return [c for path in paths for c in rule(path, (root / path).read_text(encoding="utf-8"))]
+
+
+def names_used(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield every imported module or name, attribute of one, and builtin, dotted, with its line."""
+    known = {"print": "print", "__import__": "__import__"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.split(".")[0]
+                known[alias.asname or top] = alias.name if alias.asname else top
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                yield f"{node.module}.{alias.name}", node.lineno
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (name := dotted(node, known)):
+            yield name, node.lineno
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if dotted(node.func, known) in ("importlib.import_module", "__import__"):
+                yield str(node.args[0].value), node.lineno
+
+
+def dotted(node: ast.AST, known: dict[str, str]) -> str:
+    """Spell out `a.b.c`, its first name as imported; empty if that name is not in `known`."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id, "")
+    if isinstance(node, ast.Attribute) and (owner := dotted(node.value, known)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def rooms(path: str, source: str) -> list[str]:
+    """Complain of a name that is used outside its room."""
+    place = path.split("/src/")[-1]
+    found = {
+        (line, name)
+        for used, line in names_used(ast.parse(source))
+        for name in ROOMS
+        if used == name or used.startswith(f"{name}.")
+    }
+    return [
+        f"{path}:{line}: {name} belongs in {' or '.join(ROOMS[name])}"
+        for line, name in sorted(found)
+        if not any(fnmatch(place, room) for room in ROOMS[name])
+    ]
+
+
+def sizes(path: str, source: str) -> list[str]:
+    """Complain of a file or a function that is too long."""
+    found = []
+    if (lines := len(source.splitlines())) > FILE_LINES:
+        found.append(f"{path}:{lines}: the file has {lines} lines, more than {FILE_LINES}")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DEFINITIONS) and node.end_lineno:
+            lines = node.end_lineno - node.lineno + 1
+            if lines > FUNCTION_LINES:
+                found.append(
+                    f"{path}:{node.lineno}: {node.name} has {lines} lines, "
+                    f"more than {FUNCTION_LINES}"
+                )
+    return found
+
+
+def naming(path: str, source: str) -> list[str]:
+    """Complain of names that say nothing: utils, helpers, common, SomethingManager."""
+    vague = re.compile(r"(?:.*_)?(?:utils?|helpers?|common|misc)")
+    found = [
+        f"{path}: {part} does not say what is in it"
+        for part in path.removesuffix(".py").split("/")
+        if vague.fullmatch(part)
+    ]
+    return found + [
+        f"{path}:{node.lineno}: {node.name} does not say what it does"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Manager")
+    ]
+
+
+def unfinished(path: str, source: str) -> list[str]:
+    """Complain of what is put off: in code, comments or docstrings (in tests: comments)."""
+    later = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
+    found = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        written = token.type == tokenize.COMMENT or not is_test(path)
+        name = token.type == tokenize.NAME and token.string == "NotImplementedError"
+        if written and (name or (token.type != tokenize.NAME and later.search(token.string))):
+            found.append(
+                f"{path}:{token.start[0]}: finish it, or write it under the README's Limits"
+            )
+    return found
+
+
+def silenced(path: str, source: str) -> list[str]:
+    """Complain of a checker that is silenced without saying which of its rules."""
+    bare = re.compile(
+        r"#\s*(?:(?:type|pyrefly|pyright):\s*ignore(?!\[)|noqa(?!:\s*[A-Z])"
+        r"|(?:ruff|flake8):\s*noqa|mypy:|pyrefly:\s*ignore-errors)"
+    )
+    return [
+        f"{path}:{token.start[0]}: name the rule that is silenced, on its line"
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT and bare.search(token.string)
+    ]
+
+
+def global_state(path: str, source: str) -> list[str]:
+    """Complain of a function that rebinds a name of its module."""
+    return [
+        f"{path}:{node.lineno}: pass {', '.join(node.names)} as an argument, not as a global"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Global)
+    ]
+
+
+def local_paths(path: str, source: str) -> list[str]:
+    """Complain of a path that exists on one machine only."""
+    foreign = re.compile(r"\.\./share[d]\b|(?<![\w.])/(?:wor[k]|roo[t]|opt/wheel[s])/")
+    return [
+        f"{path}:{number}: this path is on one machine only"
+        for number, line in enumerate(source.splitlines(), 1)
+        if foreign.search(line)
+    ]
+
+
+def module_name(path: str) -> str:
+    """Give the dotted name of a file below src/ or below its app's folder."""
+    inside = path.split("/src/")[1] if "/src/" in path else "/".join(path.split("/")[2:])
+    return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield every module, or name in one, that a file imports, made absolute, with its line."""
+    package = module_name(path).split(".")
+    package = package if path.endswith("/__init__.py") else package[:-1]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = [*base, *([node.module] if node.module else [])]
+            yield from ((".".join([*base, alias.name]), node.lineno) for alias in node.names)
+
+
+def import_cycle(sources: dict[str, str]) -> list[str]:
+    """Complain of modules that import one another in a circle; `sources` maps paths to code."""
+    modules = {module_name(path) for path in sources}
+    graph: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        names = {name for name, _ in imported_modules(path, ast.parse(source))}
+        names = {n if n in modules else n.rpartition(".")[0] for n in names}
+        graph[module_name(path)] = (names & modules) - {module_name(path)}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [f"circular import: {' -> '.join(reversed(error.args[1]))}"]
+    return []
+
+
+HOUSE_RULES: list[Rule] = [rooms, sizes, naming, global_state]  # packages and apps
+WIDE_RULES: list[Rule] = [unfinished, silenced]  # every Python file
+
+
+@pytest.mark.parametrize("rule", HOUSE_RULES, ids=lambda rule: rule.__name__)
+def test_packages_and_apps_keep_the_rule(rule):
+    found = complaints(rule, ROOT, python_files(ROOT))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("rule", WIDE_RULES, ids=lambda rule: rule.__name__)
+def test_every_python_file_keeps_the_rule(rule):
+    found = complaints(rule, ROOT, python_files(ROOT, tests=True))
+    assert not found, "\n".join(found)
+
+
+def test_no_file_names_a_place_on_one_machine():
+    paths = [path for path in repository_files(ROOT) if Path(path).suffix in TEXT]
+    found = complaints(local_paths, ROOT, paths)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", sorted({"/".join(p.split("/")[:2]) for p in python_files(ROOT)}))
+def test_no_module_imports_itself_through_others(folder):
+    paths = [path for path in python_files(ROOT) if path.startswith(f"{folder}/")]
+    assert not import_cycle({path: (ROOT / path).read_text() for path in paths})
+
+
+DIST, TP = "packages/kenotron-dist/src/kenotron_dist", "packages/kenotron-tp/src/kenotron_tp"
+LONG_FUNCTION = "def long():\n" + "    x = 1\n" * 60
+OFFENDERS: list[tuple[Rule, str, str, str]] = [
+    (rooms, f"{TP}/a.py", "import torch.distributed as dist", "torch.distributed belongs in"),
+    (rooms, f"{TP}/a.py", "from torch import distributed", "torch.distributed belongs in"),
+    (rooms, f"{TP}/a.py", "from torch.distributed import nn", "torch.distributed belongs in"),
+    (rooms, f"{TP}/a.py", "import torch\ntorch.distributed.barrier()", "a.py:2: torch.distributed"),
+    (rooms, "apps/train/kenotron_train/a.py", "import torch.distributed", "torch.distributed"),
+    (rooms, f"{DIST}/mesh.py", "import os\nos.environ['RANK']", "os.environ belongs in"),
+    (rooms, f"{DIST}/mesh.py", "from os import environ as e", "os.environ belongs in"),
+    (rooms, f"{DIST}/mesh.py", "import os as o\no.getenv('RANK')", "os.getenv belongs in"),
+    (rooms, f"{DIST}/mesh.py", "import torch as t\nt.cuda.current_device()", "torch.cuda belongs"),
+    (rooms, f"{TP}/a.py", "def f():\n    import flash_attn", "a.py:2: flash_attn belongs in"),
+    (rooms, f"{TP}/a.py", "import triton.language as tl", "triton belongs in"),
+    (rooms, f"{TP}/a.py", "from safetensors.torch import save", "safetensors belongs in"),
+    (rooms, f"{TP}/a.py", "import datasets, transformers, tokenizers", "tokenizers belongs in"),
+    (rooms, f"{TP}/a.py", "import importlib\nimportlib.import_module('yaml')", "yaml belongs in"),
+    (rooms, f"{TP}/a.py", "__import__('pydantic')", "pydantic belongs in"),
+    (rooms, f"{TP}/a.py", "import fsspec", "fsspec belongs in"),
+    (rooms, f"{TP}/a.py", "import argparse", "argparse belongs in"),
+    (rooms, f"{TP}/a.py", "import sys\nsys.exit(1)", "sys.exit belongs in"),
+    (rooms, f"{TP}/a.py", "print('x')", "print belongs in"),
+    (rooms, f"{TP}/a.py", "x = map(print, [])", "print belongs in"),
+    (rooms, f"{TP}/a.py", "import rich", "rich belongs in"),
+    (rooms, f"{TP}/a.py", "import logging\nlogging.basicConfig()", "logging.basicConfig belongs"),
+    (sizes, f"{TP}/a.py", "x = 1\n" * 301, "the file has 301 lines, more than 300"),
+    (sizes, f"{TP}/a.py", LONG_FUNCTION, "long has 61 lines, more than 60"),
+    (naming, f"{TP}/utils.py", "", "utils does not say"),
+    (naming, f"{TP}/ops/tensor_helpers.py", "", "tensor_helpers does not say"),
+    (naming, f"{TP}/common/a.py", "", "common does not say"),
+    (naming, f"{TP}/a.py", "class ShardManager: ...", "ShardManager does not say"),
+    (unfinished, f"{TP}/a.py", "raise NotImplementedError('x')", "a.py:1: finish it"),
+    (unfinished, f"{TP}/a.py", "x = 1  # TODO: more", "finish it"),
+    (unfinished, f"{TP}/a.py", '"""FIXME."""', "finish it"),
+    (unfinished, "packages/kenotron-tp/tests/test_tp_a.py", "# TODO", "finish it"),
+    (silenced, f"{TP}/a.py", "x = 1  # type: ignore", "name the rule"),
+    (silenced, f"{TP}/a.py", "x = 1  # noqa", "name the rule"),
+    (silenced, f"{TP}/a.py", "# ruff: noqa: E501", "name the rule"),
+    (silenced, "tests/test_a.py", "x = 1  # pyrefly: ignore", "name the rule"),
+    (global_state, f"{TP}/a.py", "x = 1\ndef f():\n    global x\n    x = 2", "a.py:3: pass x as"),
+    (local_paths, "README.md", "see .." + "/shared/plan.md", "README.md:1: this path"),
+    (local_paths, f"{TP}/a.py", "x = '" + "/work" + "/main'", "this path is on one machine"),
+]
+LAWFUL: list[tuple[Rule, str, str]] = [
+    (rooms, f"{DIST}/mesh.py", "import torch.distributed as dist"),
+    (rooms, f"{DIST}/launch.py", "import os, torch\nos.environ['RANK']\ntorch.cuda.device_count()"),
+    (rooms, f"{TP}/a.py", "import torch\ndef f(torch_distributed, x): return x.cuda, x.print()"),
+    (rooms, f"{TP}/a.py", "from kenotron_dist import distributed\nimport os\nos.getpid()"),
+    (rooms, f"{TP}/ops/a.py", "import triton"),
+    (rooms, f"{TP}/__main__.py", "import argparse, sys\nprint(1)\nsys.exit(1)"),
+    (rooms, "apps/train/kenotron_train/a.py", "import os, yaml, rich\nprint(os.environ)"),
+    (sizes, f"{TP}/a.py", "x = 1\n" * 300),
+    (sizes, f"{TP}/a.py", LONG_FUNCTION.removesuffix("    x = 1\n")),
+    (naming, f"{TP}/commonplace.py", "class Management: ..."),
+    (unfinished, f"{TP}/a.py", "'''A mastodon.'''\nx = NotImplemented"),
+    (unfinished, "tests/test_a.py", "x = 'TODO'"),
+    (silenced, f"{TP}/a.py", "x = 1  # type: ignore[assignment]\ny = '# noqa'  # noqa: E501"),
+    (local_paths, f"{TP}/a.py", "x = 'net/work/a', 'https://example.org/work'"),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "source", "words"), OFFENDERS)
+def test_a_planted_offender_is_found(rule, path, source, words, tmp_path):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(source)
+    found = complaints(rule, tmp_path, repository_files(tmp_path))
+    assert any(words in complaint for complaint in found), found
+
+
+@pytest.mark.parametrize(("rule", "path", "source"), LAWFUL)
+def test_lawful_code_is_left_in_peace(rule, path, source):
+    assert rule(path, source) == []
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a": "from kenotron_tp import b", "b": "from .a import x"},
+        {"a": "import kenotron_tp.b", "b": "def f():\n    from . import a"},
+        {"a": "from .b import x", "b": "from .c import x", "c": "from kenotron_tp.a import y"},
+        {"__init__": "from .a import x", "a": "from kenotron_tp import x"},
+    ],
+)
+def test_a_planted_circle_is_found(sources):
+    planted = {f"{TP}/{name}.py": source for name, source in sources.items()}
+    assert "circular import: kenotron_tp" in import_cycle(planted)[0]
+
+
+def test_modules_in_order_are_no_circle():
+    sources = {"__init__": "from . import a\nfrom .b import x", "a": "from .b import x", "b": ""}
+    assert import_cycle({f"{TP}/{name}.py": source for name, source in sources.items()}) == []
+
+
+def test_what_tools_leave_behind_is_no_part_of_the_repository(tmp_path):
+    for path in (".ci/run", ".gitignore", ".nox/lint/a.py", "tests/__pycache__/a.pyc", "apps/a.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert repository_files(tmp_path) == [".ci/run", ".gitignore", "apps/a.py"]
+
+
+def test_files_outside_packages_and_apps_are_seen_by_the_wide_rules_only(tmp_path):
+    for path in ("noxfile.py", "tests/test_a.py", f"{TP}/a.py", "packages/x/tests/test_x_a.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text("")
+    assert python_files(tmp_path) == [f"{TP}/a.py"]
+    assert len(python_files(tmp_path, tests=True)) == 4
