@@ -11,7 +11,15 @@ from typing import Any
 from torch import Tensor
 
 from kenotron_data import decode, encode
-from kenotron_dist import Mesh, RankError, spawn
+from kenotron_dist import (
+    STALLED,
+    Mesh,
+    MeshConfig,
+    PeerLost,
+    RankError,
+    first_to_say,
+    start,
+)
 from kenotron_generate.load import Description, describe, load_model
 from kenotron_models import generate
 
@@ -35,21 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         described = describe(arguments.ckpt_path)
         pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
-        print(f"reading {described.folder}", file=sys.stderr)
-        text = spawn(continue_text, described, request, pp=pp, tp=tp)[0]
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        start(continue_text, described, request, config=MeshConfig(pp=pp, tp=tp))
+    except PeerLost as error:
+        return _fail(str(error), STALLED)
     except RankError as error:
-        known = error.kind.endswith(("ValueError", "FileNotFoundError")) or not error.trace
-        print(f"error: {error}" if known else error.trace, file=sys.stderr)
-        return 1
-    print(text)
+        known = error.is_any(ValueError, OSError, PeerLost) or not error.trace
+        return _fail(str(error) if known else error.trace, error.code)
+    except (ValueError, OSError) as error:
+        return _fail(str(error))
     return 0
 
 
-def continue_text(mesh: Mesh, described: Description, request: Request) -> str:
-    """The prompt and what the model adds to it. Collective over the mesh.
+def _fail(text: str, code: int = 1) -> int:
+    if first_to_say(text):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def continue_text(mesh: Mesh, described: Description, request: Request) -> None:
+    """Print the prompt and what the model adds to it. Collective over the mesh.
 
     Raises ValueError for an empty prompt.
     """
@@ -73,7 +85,9 @@ def continue_text(mesh: Mesh, described: Description, request: Request) -> str:
         seed=request.seed,
         stop=stop if stop >= 256 else None,  # below, it is a byte of text
     )
-    return decode([*prompt, *new])
+    text = decode([*prompt, *new])
+    if mesh.rank == 0:
+        print(text, flush=True)
 
 
 def _size(name: str, given: int, described: Description) -> int:

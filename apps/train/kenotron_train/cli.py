@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
-from kenotron_dist import Mesh, RankError, spawn
-from kenotron_train.config import Config
+from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_train.loop import train
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -17,40 +16,35 @@ USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train from a YAML file, or the embedded default; the exit status."""
+    """Train from a YAML file, or the embedded default; the exit status.
+
+    End the process with ``kenotron_dist.shutdown``.
+    """
     arguments = _parser().parse_args(argv)
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
-        return _run(config, sample=arguments.config_file is None)
-    except USER_ERRORS as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        sizes = config.parallelism
+        start(
+            train,
+            config,
+            arguments.config_file is None,
+            config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
+            limit=timedelta(seconds=arguments.stall_limit),
+        )
+    except PeerLost as error:
+        return _fail(str(error), STALLED)
     except RankError as error:
-        print(f"error: {error}" if _is_user_error(error) else error.trace, file=sys.stderr)
-        return 1
-
-
-def _run(config: Config, *, sample: bool) -> int:
-    sizes = config.parallelism
-    spawn(
-        _worker,
-        config,
-        sample,
-        pp=sizes.pp,
-        dp=sizes.dp,
-        tp=sizes.tp,
-        timeout=timedelta(minutes=10),
-    )
+        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
+        return _fail(str(error) if known else error.trace, error.code)
+    except USER_ERRORS as error:
+        return _fail(str(error))
     return 0
 
 
-def _worker(mesh: Mesh, config: Config, sample: bool) -> None:
-    train(mesh, config, sample=sample)
-
-
-def _is_user_error(error: RankError) -> bool:
-    names = {each.__name__ for kind in USER_ERRORS for each in (kind, *kind.__subclasses__())}
-    return error.kind in names or not error.trace
+def _fail(text: str, code: int = 1) -> int:
+    if first_to_say(text):
+        print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,5 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="KEY.PATH=VALUE",
         help="override a value of the config, for example tokens.train_steps=20",
+    )
+    parser.add_argument(
+        "--stall-limit",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="report a rank that lets others wait longer than this (default: 300)",
     )
     return parser

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kenotron_ckpt import latest_step, load, save
 from kenotron_data import Cursor, Loader, decode, encode
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, check_replicas, named_parameters
 from kenotron_models import generate, parameter_count
 from kenotron_train.assemble import (
     Corpus,
@@ -34,16 +34,18 @@ TargetMask = Callable[[Tensor, int], Any]
 
 
 def train(
-    mesh: Mesh, config: Config, *, target_mask: TargetMask | None = None, sample: bool = False
+    mesh: Mesh, config: Config, sample: bool = False, *, target_mask: TargetMask | None = None
 ) -> list[StepResult]:
     """Train as the config says; returns what every step reported.
 
-    Arguments: the mesh, of the sizes that the config names; the config; a mask of targets for
-    tests (see ``kenotron_data.Loader``); whether to end with a generated sample and a hint what to
-    try next. Collective over the mesh. Raises ValueError, FileNotFoundError for bad input.
+    Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
+    generated sample and a hint what to try next; a mask of targets for tests (see
+    ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
+    bad input.
     """
     training = build_training(config, mesh)
     done, cursor = _resume(training)
+    check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     stage = _stage_at(config, done + 1)
     if cursor.stage != stage:
         cursor = Cursor(stage=stage)

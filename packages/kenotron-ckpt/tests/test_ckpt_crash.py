@@ -41,18 +41,25 @@ def save_scaled(folder, step, factor):
     save(folder, step, scaled(mesh, factor), mesh, {"factor": factor}, f"factor: {factor}\n")
 
 
-def cut_power_at(monkeypatch, call):
-    """Die at the given call among all that touch the disk: half of them before, half after it."""
-    count, opened = 0, Path.open
+def cut_power_at(monkeypatch, moment):
+    """Die before (even moments) or after (odd ones) a call among all that touch the disk."""
+    call, after = divmod(moment, 2)
+    count, opened = -1, Path.open
 
     def dying(function):
         def counted(*args, **options):
             nonlocal count
             count += 1
-            if count == call and call % 2:
+            mine = count  # a call may make others of its kind
+            if mine == call and not after:
                 raise PowerCut
-            result = function(*args, **options)
-            if count == call:
+            try:
+                result = function(*args, **options)
+            except OSError:
+                if mine == call:
+                    raise PowerCut from None
+                raise
+            if mine == call:
                 if function is opened:
                     result.close()  # the system does, too
                 raise PowerCut
@@ -68,7 +75,7 @@ def cut_power_at(monkeypatch, call):
 @pytest.mark.parametrize(("first", "second"), [(None, 10), (10, 20), (10, 10)])
 def test_at_every_moment_there_is_the_old_checkpoint_or_the_new(tmp_path, first, second):
     seen = []
-    for call in range(1, 200):
+    for call in range(400):
         folder = tmp_path / str(call)
         if first is not None:
             save_scaled(folder, first, 1)
@@ -87,7 +94,7 @@ def test_at_every_moment_there_is_the_old_checkpoint_or_the_new(tmp_path, first,
         if done:
             break
     old = None if first is None else (first, 1)
-    assert len(seen) > 15
+    assert len(seen) > 30
     assert set(seen) == {old, (second, 2)}
     assert seen == sorted(seen, key=lambda found: found == (second, 2))  # first old, then new
 
@@ -108,7 +115,8 @@ def test_a_killed_rank_leaves_the_former_checkpoint(tmp_path):
         spawn(save_and_die, tmp_path, tp=2)
     assert what_is_there(tmp_path) == (10, 1)
     assert not (tmp_path / "20" / "manifest.json").exists()
-    with pytest.raises(ValueError, match="20 cannot be read: it is half-written: there is no man"):
+    # Rank 0 may have had the time to clear up.
+    with pytest.raises(ValueError, match="is half-written|does not exist|it has neither"):
         resolve(tmp_path / "20")
 
 

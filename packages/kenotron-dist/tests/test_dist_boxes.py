@@ -188,7 +188,17 @@ def test_gradient_sums_are_only_where_they_are_needed():
 
 
 def test_all_ranks_list_the_same_sums_also_one_that_holds_padding_only():
-    layout = TensorLayout("k", (3,), (Shard("tp", 0, (Chunk(2, parts=2, pad=2), Chunk(1, 1)),),))
+    layout = TensorLayout(
+        "k",
+        (3,),
+        (
+            Shard(
+                "tp",
+                0,
+                (Chunk(2, parts=2, pad=2), Chunk(1, 1)),
+            ),
+        ),
+    )
     plans = [gradient_sums(layout, {"tp": 4}, {"tp": rank}) for rank in range(4)]
     assert [[(e.axis, e.parts) for e in plan] for plan in plans] == [[("tp", 2), ("tp", 1)]] * 4
     assert [len(plan[0].boxes) for plan in plans] == [1, 1, 0, 0]
@@ -218,9 +228,7 @@ def test_dtypes_and_scalars_pass_through(dtype):
     scalar = TensorLayout("s", ())
     assert local_boxes(scalar, sizes, coords) == [Box((), (), ())]
     assert scatter(torch.ones((), dtype=dtype), scalar, sizes, coords).item() == 1
-    assert local_boxes(scalar.sliced(0, 1), sizes, coords) == [
-        Box((), (), (), (("dp", 2),))
-    ]
+    assert local_boxes(scalar.sliced(0, 1), sizes, coords) == [Box((), (), (), (("dp", 2),))]
     assert local_boxes(scalar.sliced(1, 2), sizes, coords) == []
 
 

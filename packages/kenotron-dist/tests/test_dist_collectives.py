@@ -66,7 +66,9 @@ def check_moves(mesh):
     axis = mesh["tp"]
     n = axis.size
     for dtype in [*DTYPES, torch.bool, torch.uint8]:
-        for shape in [(0,), (7,), (5, 3), (3, 0, 2), (2, 3, 4)] if dtype in DTYPES[:2] else [(5, 3)]:
+        for shape in (
+            [(0,), (7,), (5, 3), (3, 0, 2), (2, 3, 4)] if dtype in DTYPES[:2] else [(5, 3)]
+        ):
             x, rows = exact(axis.rank, shape, dtype), every(axis, shape, dtype)
             for dim in range(-len(shape), len(shape)):
                 same(all_gather(x, axis, dim), torch.cat(rows.unbind(), dim))
@@ -120,9 +122,7 @@ def check_broadcast_and_barrier(mesh):
 def check_several_in_flight(mesh):
     axis, n = mesh["tp"], mesh["tp"].size
     sizes = [10, 20_000, 300, 17_000]
-    sums = [
-        all_reduce(exact(axis.rank, (s,), seed=s), axis, async_op=True) for s in sizes
-    ]
+    sums = [all_reduce(exact(axis.rank, (s,), seed=s), axis, async_op=True) for s in sizes]
     gathered = all_gather(exact(axis.rank, (3,)), axis, async_op=True)
     part = reduce_scatter(exact(axis.rank, (4 * n,)), axis, async_op=True)
     same(part.wait(), every(axis, (4 * n,)).sum(0).chunk(n)[axis.rank])

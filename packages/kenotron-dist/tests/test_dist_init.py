@@ -80,8 +80,9 @@ def block(start, shape, name="w", whole=(600, 700), seed=3):
 
 def test_a_matrix_of_many_tiles_drawn_by_blocks_is_the_matrix():
     whole = block((0, 0), (600, 700))
-    for start, shape in [((0, 0), (1, 1)), ((255, 255), (2, 2)), ((100, 300), (500, 400)),
-                         ((599, 699), (1, 1)), ((256, 512), (256, 188)), ((0, 255), (600, 1))]:  # fmt: skip
+    starts = [(0, 0), (255, 255), (100, 300), (599, 699), (256, 512), (0, 255)]
+    shapes = [(1, 1), (2, 2), (500, 400), (1, 1), (256, 188), (600, 1)]
+    for start, shape in zip(starts, shapes, strict=True):
         rows, columns = (slice(a, a + n) for a, n in zip(start, shape, strict=True))
         assert torch.equal(block(start, shape), whole[rows, columns])
 
@@ -171,7 +172,7 @@ def test_each_parameter_is_filled_exactly_once(dtype):
 def test_a_parameter_without_a_layout_or_on_meta_is_an_error():
     model = nn.Linear(2, 2)
     layouts = parameter_layouts(model, ONE)
-    arguments = dict(sizes=ONE, coords=coords_of(ONE, 0), seed=0, initializer=rule)
+    arguments = {"sizes": ONE, "coords": coords_of(ONE, 0), "seed": 0, "initializer": rule}
     with pytest.raises(ValueError, match="parameter 'weight' has no layout: was it added after"):
         initialize(model, {}, **arguments)
     with pytest.raises(ValueError, match="parameter 'weight' is on meta: call to_empty first"):
@@ -184,5 +185,5 @@ def test_keys_tell_types_and_lengths_apart():
     assert len(set(keys)) == len(keys)
     assert all(0 <= each < 2**128 for each in keys)
     assert max(key(i, bits=64) for i in range(100)).bit_length() in (63, 64)
-    digest = hashlib.sha256(b"int:1:7str:14:layers.0.weightint:2:-1").digest()
+    digest = hashlib.sha256(b"int:1:7str:15:layers.0.weightint:2:-1").digest()
     assert key(7, "layers.0.weight", -1, bits=48) == int.from_bytes(digest[:6], "little")

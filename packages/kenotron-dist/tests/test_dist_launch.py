@@ -17,7 +17,7 @@ import torch.distributed as dist
 from kenotron_dist import Mesh, RankError, all_reduce, from_env, shutdown, spawn
 from kenotron_dist.launch import choose_device
 
-PROGRAM = str(Path(__file__).with_name("launched_program.py"))
+PROGRAM = str(Path(__file__).with_name("dist_launched.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 LAUNCHERS = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -177,6 +177,36 @@ def test_a_master_that_cannot_be_reached_is_named():
     with pytest.raises(ConnectionError, match=words):
         from_env(variables(1, 2, port), timeout=timedelta(seconds=1))
     assert time.monotonic() - began < 10
+
+
+def ends(error, code, path):
+    sys.stderr = open(path, "w")
+    try:
+        if error is not None:
+            raise error
+    finally:
+        shutdown(code)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "left_with", "words"),
+    [
+        (None, 0, 0, ""),
+        (None, 4, 4, ""),
+        (KeyError("lost"), 0, 1, "KeyError: 'lost'"),
+        (SystemExit(), 0, 0, ""),
+        (SystemExit(7), 0, 7, ""),
+        (SystemExit("bad config"), 0, 1, "bad config"),
+    ],
+)
+def test_the_end_tells_what_happened(error, code, left_with, words, tmp_path):
+    path = tmp_path / "stderr.txt"
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=ends, args=(error, code, str(path)))
+    process.start()
+    process.join(20)
+    assert process.exitcode == left_with
+    assert path.read_text().rpartition("\n")[0].endswith(words)
 
 
 def joins_again(mesh):

@@ -168,7 +168,9 @@ def test_one_rank_needs_no_process_group():
     assert mesh.subaxis("tp", 1).size == 1 and mesh.subset("pp", (0,)).ranks == (0,)
     assert mesh.device == torch.device("cpu")
     assert Mesh.connect(device="meta").device == torch.device("meta")
-    with pytest.raises(ValueError, match="= 2, but the world has 1 rank: change the sizes or start"):
+    with pytest.raises(
+        ValueError, match="= 2, but the world has 1 rank: change the sizes or start"
+    ):
         Mesh.connect(tp=2)
     with pytest.raises(RuntimeError, match="device_mesh.. needs a process group: start with spawn"):
         mesh.device_mesh()

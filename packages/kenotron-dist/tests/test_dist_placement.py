@@ -130,6 +130,7 @@ def test_a_module_used_under_two_names_has_its_placement_under_both():
         ((4, 4), (Shard("ep", 0),), "weight: no mesh axis 'ep'; there are pp, tp"),
         ((4, 4), (Shard("tp", 2),), r"weight: no dim 2 to cut in a tensor of shape \[4, 4\]"),
         ((4,), (Shard("tp", -1),), r"weight: no dim -1 to cut in a tensor of shape \[4\]"),
+        ((4, 4), (Shard("tp", 0), Shard("tp", 1)), "weight: one axis cuts twice: tp, tp"),
         (
             (5, 4),
             (Shard("tp", 0, (Chunk(8), Chunk(4, parts=1))),),

@@ -147,7 +147,7 @@ def test_a_killed_rank_is_always_the_cause_never_its_peers(tmp_path):
 
 
 def test_a_stopped_rank_is_cleared_away(tmp_path):
-    with pytest.raises(RankError, match="Timed out waiting") as error:
+    with pytest.raises(RankError, match="(?s)RuntimeError: .*1000 ?ms") as error:
         on_ranks(fails, 1, stop, tmp_path, seconds=1, tp=2)
     assert error.value.rank == 0
     assert gone([int(file.read_text()) for file in tmp_path.iterdir()], 0)
@@ -241,6 +241,6 @@ def test_ranks_leave_when_their_parent_is_gone(number, tmp_path):
 
 def test_a_slow_peer_is_waited_for_only_so_long(tmp_path):
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1: RuntimeError: .*Timed out waiting 500ms"):
+    with pytest.raises(RankError, match="(?s)rank 1: RuntimeError: .*500 ?ms"):
         spawn(slow, tmp_path, tp=2, timeout=timedelta(seconds=0.5), preload=PRELOAD)
     assert time.monotonic() - start < 10

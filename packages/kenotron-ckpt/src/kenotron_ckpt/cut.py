@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from kenotron_dist import Box, TensorLayout, local_boxes, local_shape
-from kenotron_dist.boxes import replica_index, replicas
+from kenotron_dist.boxes import replica_index, replicas, view_of
 
 Tensors = Mapping[str, tuple[Tensor, TensorLayout]]
 """Local tensors and their layouts, by keys that are unique on a rank."""
@@ -50,18 +49,6 @@ def blocks_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[Block]:
         for box in local_boxes(layout, sizes, coords)
         if box.numel
     ]
-
-
-def view_of(tensor: Tensor, layout: TensorLayout, sizes: Sizes, box: Box) -> Tensor:
-    """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
-    if layout.flat is None:
-        return box.of_local(tensor)
-    strides = list(accumulate(reversed(local_shape(layout, sizes)[1:]), int.__mul__, initial=1))
-    strides = strides[::-1][: len(box.shape)]
-    first = sum(map(int.__mul__, box.local, strides)) - layout.flat.start
-    step = tensor.stride(0)
-    offset = tensor.storage_offset() + first * step
-    return tensor.as_strided(box.shape, [stride * step for stride in strides], offset)
 
 
 def share_of(blocks: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:

@@ -1,5 +1,6 @@
 """Meshes, collectives, placements and random streams: who talks to whom."""
 
+from kenotron_dist.agreement import check_replicas
 from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
@@ -21,6 +22,7 @@ from kenotron_dist.placement import (
     FlatSlice,
     Partial,
     Placement,
+    Placements,
     Shard,
     TensorLayout,
     Tie,
@@ -31,6 +33,7 @@ from kenotron_dist.placement import (
 )
 from kenotron_dist.spawn import RankError, leave, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
+from kenotron_dist.start import first_to_say, start
 from kenotron_dist.watchdog import STALLED, Watchdog, watch
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "Partial",
     "PeerLost",
     "Placement",
+    "Placements",
     "RankError",
     "Shard",
     "StallReport",
@@ -60,6 +64,8 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_replicas",
+    "first_to_say",
     "from_env",
     "gather_objects",
     "gradient_sums",
@@ -75,6 +81,7 @@ __all__ = [
     "send",
     "shutdown",
     "spawn",
+    "start",
     "tie_storages",
     "watch",
 ]

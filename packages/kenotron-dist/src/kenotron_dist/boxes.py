@@ -265,9 +265,7 @@ def _slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
-def view_of(
-    tensor: Tensor, layout: TensorLayout, sizes: Mapping[str, int], box: Box
-) -> Tensor:
+def view_of(tensor: Tensor, layout: TensorLayout, sizes: Mapping[str, int], box: Box) -> Tensor:
     """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
     if layout.flat is None:
         return box.of_local(tensor)

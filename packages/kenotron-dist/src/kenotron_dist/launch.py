@@ -1,7 +1,12 @@
 """From a launcher's variables to a process group, and out again.
 
 The only file that reads the environment, and only when ``from_env`` is called. A program starts
-with ``from_env()`` and ends, whatever happened, with ``shutdown(code)``.
+with ``from_env()`` and ends, whatever happened, with ``shutdown()``::
+
+    try:
+        main()
+    finally:
+        shutdown()
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ import contextlib
 import gc
 import os
 import socket
+import sys
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -64,6 +70,14 @@ def from_env(
     return world
 
 
+def launcher() -> str:
+    """Who started this process: ``torchrun``, ``slurm``, ``mpi``, or ``none``.
+
+    Raises ValueError for variables that contradict one another.
+    """
+    return resolve(os.environ).launcher
+
+
 def choose_device(
     device: str | None, backend: str | None, gpus: int, needed: int
 ) -> tuple[str, str]:
@@ -92,10 +106,14 @@ def choose_device(
 def shutdown(code: int = 0) -> NoReturn:
     """Leave the world and end this process with ``code``: the one way out for every program.
 
+    In a ``finally`` it sees the exception that is on its way: it writes the traceback, and a code
+    of 0 becomes 1 (or that of a SystemExit).
+
     A rank that succeeded first waits up to 10 seconds until all are done, for the last messages
     and the store must outlive their readers. The process then ends without Python's finalisation,
     in which gloo aborts: close files and trackers before; ``atexit`` functions do not run.
     """
+    code = code or _code_of(sys.exc_info()[1])
     if dist.is_available() and dist.is_initialized():
         if code == 0 and dist.get_world_size() > 1:
             _farewell(dist.get_world_size())
@@ -103,6 +121,19 @@ def shutdown(code: int = 0) -> NoReturn:
             dist.destroy_process_group()
     gc.collect()
     leave(code)
+
+
+def _code_of(error: BaseException | None) -> int:
+    """The exit code that Python would give; a traceback is written as Python would."""
+    if error is None or (isinstance(error, SystemExit) and error.code is None):
+        return 0
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code
+    if isinstance(error, SystemExit):
+        sys.stderr.write(f"{error.code}\n")
+    else:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return 1
 
 
 def _farewell(size: int) -> None:

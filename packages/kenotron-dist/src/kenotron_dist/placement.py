@@ -65,6 +65,8 @@ class FlatSlice:
 
 Placement = Shard | Partial | Tie | FlatSlice
 """What a module says of one of its parameters; several are a tuple, outermost axis first."""
+Placements = dict[str, Placement | tuple[Placement, ...]]
+"""A module's ``placements``: parameter name -> one, or several from the outermost axis in."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def parameter_layouts(
 
     Arguments: the model; sizes of the mesh axes; the pipeline stage that holds a parameter. Pure:
     every rank computes the same. Raises ValueError when a local shape contradicts its placement,
-    when tied parameters differ in shape or cut, or when one Parameter has two names.
+    when one axis cuts twice, when tied parameters differ in shape or cut, or when one Parameter
+    has two names.
     """
     declared = named_placements(module)
     _check_apart(named_parameters(module))
@@ -218,7 +221,10 @@ def _global_shape(
 ) -> tuple[int, ...]:
     """Undo the cuts, innermost first."""
     shape = list(local)
-    for shard in reversed([p for p in placement if isinstance(p, Shard)]):
+    shards = [p for p in placement if isinstance(p, Shard)]
+    if len({shard.axis for shard in shards}) < len(shards):
+        raise ValueError(f"{path}: one axis cuts twice: {', '.join(s.axis for s in shards)}")
+    for shard in reversed(shards):
         if shard.axis not in sizes:
             raise ValueError(f"{path}: no mesh axis {shard.axis!r}; there are {', '.join(sizes)}")
         if not 0 <= shard.dim < len(shape):

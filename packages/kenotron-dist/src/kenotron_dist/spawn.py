@@ -7,6 +7,7 @@ through a file. The first rank that fails ends all of them and its error is what
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -29,12 +30,22 @@ from kenotron_dist.mesh import Mesh, MeshConfig
 
 _PATIENCE = 2.0
 """Seconds that a rank gets to leave by itself."""
+_GRACE = 0.3
+"""Seconds to look for a rank that died when another reports an error, which may come of it."""
 
 
 class RankError(RuntimeError):
     """A local rank failed or died. The message is one sentence; a note has the rank's traceback."""
 
-    def __init__(self, rank: int, kind: str, message: str, trace: str = "") -> None:
+    def __init__(
+        self,
+        rank: int,
+        kind: str,
+        message: str,
+        trace: str = "",
+        bases: tuple[str, ...] = (),
+        code: int = 1,
+    ) -> None:
         super().__init__(f"rank {rank}: {kind}: {message}")
         self.rank = rank
         self.kind = kind
@@ -43,8 +54,15 @@ class RankError(RuntimeError):
         """The exception's own text."""
         self.trace = trace
         """The rank's traceback; empty when it died without one."""
+        self.code = code
+        """Exit code for a program that gives up because of this."""
+        self._bases = bases
         if trace:
             self.add_note(f"On rank {rank}: {trace}")
+
+    def is_any(self, *kinds: type[BaseException]) -> bool:
+        """Whether the rank's exception was an instance of one of ``kinds`` (or subclasses)."""
+        return any(kind.__name__ in self._bases for kind in kinds)
 
 
 class _Job(NamedTuple):
@@ -103,14 +121,20 @@ def spawn(
 
 
 def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
-    """Results of all ranks, or the first failure."""
+    """Results of all ranks, or the first failure: a rank that died before those that missed it."""
     results: dict[int, Any] = {}
-    while len(results) < len(pipes):
+    failures: list[RankError] = []
+    end = math.inf
+    while len(results) < len(pipes) and all(error.trace for error in failures):
+        left = end - time.monotonic()
+        if left <= 0:
+            break
         rest = [rank for rank in range(len(pipes)) if rank not in results]
-        failures = _hear(rest, pipes, processes, results, None)
-        if failures:  # a rank that died shows in its peers as an error, hardly earlier
-            failures += _hear([r for r in rest if r not in results], pipes, processes, results, 0)
-            raise min(failures, key=lambda error: (bool(error.trace), error.rank))
+        failures += _hear(rest, pipes, processes, results, left if failures else None)
+        if failures:
+            end = min(end, time.monotonic() + _GRACE)
+    if failures:
+        raise min(failures, key=lambda error: (bool(error.trace), error.rank))
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -142,7 +166,8 @@ def _result(rank: int, pipe: Connection, process: BaseProcess) -> Any:
         code = process.exitcode or 0
         if code < 0:
             raise RankError(rank, "killed", f"died of {signal.Signals(-code).name}") from None
-        raise RankError(rank, "exited", f"left with exit code {code} before it was done") from None
+        text = f"left with exit code {code} before it was done"
+        raise RankError(rank, "exited", text, code=code or 1) from None
     if failed:
         raise RankError(rank, *value)
     return value
@@ -179,7 +204,9 @@ def _outcome(rank: int, job: _Job) -> bytes:
         fn, args = pickle.loads(job.call)
         return pickle.dumps((False, fn(_connect(rank, job), *args)))
     except BaseException as error:
-        return pickle.dumps((True, (type(error).__name__, str(error), traceback.format_exc())))
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        told = (type(error).__name__, str(error), traceback.format_exc(), bases)
+        return pickle.dumps((True, told))
 
 
 def _connect(rank: int, job: _Job) -> Mesh:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Tie
+from kenotron_dist import Axis, Shard, Tie
 from kenotron_models.attention import Attention
 from kenotron_models.config import LlamaConfig
 from kenotron_models.mlp import GatedMLP
@@ -189,7 +189,7 @@ def build_decoder(
 
 def _tie(embedding: Embedding, head: Head) -> None:
     """Declare both matrices to be logical tensor ``embedding.weight``."""
-    tie = Tie("embedding.weight")
     for layer in (embedding, head):
-        placement = layer.placements["weight"]
-        layer.placements["weight"] = (placement, tie)
+        cut = layer.placements["weight"]
+        assert isinstance(cut, Shard)  # as the layers of kenotron_tp declare it
+        layer.placements["weight"] = (cut, Tie("embedding.weight"))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Partial, Placement
+from kenotron_dist import Axis, Partial, Placements
 
 
 class RMSNorm(nn.Module):
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))  # (D,)
-        self.placements: dict[str, Placement] = {}
+        self.placements: Placements = {}
         if sequence_parallel:
             self.placements["weight"] = Partial(axis.name)
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Placement, Shard, TensorLayout, local_shape
+from kenotron_dist import Axis, Chunk, Placements, Shard, TensorLayout, local_shape
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
 
@@ -67,7 +67,7 @@ class VocabParallelEmbedding(nn.Module):
         else:
             local = scatter(nn.init.normal_(whole), layout, sizes, coords)
         self.weight = nn.Parameter(local)  # (V/t, D)
-        self.placements: dict[str, Placement] = {"weight": rows}
+        self.placements: Placements = {"weight": rows}
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids (...) -> (..., D); (T,) -> (T/t, D) under sequence parallelism."""

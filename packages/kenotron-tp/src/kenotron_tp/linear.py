@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Partial, Placement, Shard, TensorLayout, local_shape
+from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, TensorLayout, local_shape
 from kenotron_dist.autograd import all_gather_from, copy_to, reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
 
@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         whole = _linear_values(in_features, out_features, bias, device, dtype)
         self.weight = _cut(whole[0], "weight", rows, axis)  # (O/t, I)
         self.bias = None if whole[1] is None else _cut(whole[1], "bias", rows, axis)  # (O/t,)
-        self.placements: dict[str, Placement] = {"weight": rows}
+        self.placements: Placements = {"weight": rows}
         if bias:
             self.placements["bias"] = rows
 
@@ -105,7 +105,7 @@ class RowParallelLinear(nn.Module):
         whole = _linear_values(in_features, out_features, bias, device, dtype)
         self.weight = _cut(whole[0], "weight", columns, axis)  # (O, I/t)
         self.bias = None if whole[1] is None else nn.Parameter(whole[1])  # (O,)
-        self.placements: dict[str, Placement] = {"weight": columns}
+        self.placements: Placements = {"weight": columns}
         if bias and sequence_parallel:
             self.placements["bias"] = Partial(axis.name)  # each rank sees its own tokens
 

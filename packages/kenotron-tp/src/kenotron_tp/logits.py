@@ -33,11 +33,16 @@ def choose_tokens(
 
     Returns int64 (B,), the same on every rank. Gathers two numbers a row and rank: the sample is
     the argmax of logits plus Gumbel noise, and each rank knows its own best. Raises ValueError for
-    a negative temperature.
+    a negative temperature, or a vocabulary that the columns do not hold.
     """
     if temperature < 0:
         raise ValueError(f"temperature {temperature} is negative: 0 is greedy, 1 leaves the model")
     width = logits_BV.shape[-1]
+    if not 0 < vocab_size <= width * axis.size:
+        raise ValueError(
+            f"vocab_size {vocab_size} is not within 1..{width * axis.size}, the columns of all "
+            "ranks"
+        )
     ids = torch.arange(width, device=logits_BV.device) + axis.rank * width
     scores = logits_BV.double()
     if temperature > 0:

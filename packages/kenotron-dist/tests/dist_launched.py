@@ -25,9 +25,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    code = 1
     try:
         main()
-        code = 0
     finally:
-        shutdown(code)
+        shutdown()

@@ -1,0 +1,69 @@
+"""One way to run a function on a mesh, whoever starts the processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from kenotron_dist.launch import from_env, launcher
+from kenotron_dist.mesh import Mesh, MeshConfig
+from kenotron_dist.spawn import spawn
+from kenotron_dist.watchdog import watch
+
+
+def start(
+    fn: Callable[..., object],
+    *args: Any,
+    config: MeshConfig,
+    limit: timedelta = timedelta(minutes=5),
+) -> None:
+    """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog.
+
+    Under torchrun, Slurm or MPI this process is one of the ranks; without a launcher
+    ``config.world_size`` local processes are spawned and this one waits for them.
+
+    Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
+    rank may wait in one communication before the one that keeps it waiting is reported and the
+    process ends with code ``STALLED``. The backend gives up after twice as long.
+
+    End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
+    the launcher started another number of processes, RankError when a spawned rank failed.
+    """
+    if launcher() == "none":
+        sizes = config
+        spawn(
+            _watched,
+            fn,
+            args,
+            limit,
+            pp=sizes.pp,
+            dp=sizes.dp,
+            cp=sizes.cp,
+            tp=sizes.tp,
+            timeout=2 * limit,
+        )
+        return
+    from_env(timeout=2 * limit)
+    mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+    _watched(mesh, fn, args, limit)
+
+
+def first_to_say(text: str) -> bool:
+    """Whether no other rank of a launched world has said ``text``: errors of all are said once."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return True
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        return store.add(f"kenotron-said/{text}", 1) == 1
+    except RuntimeError:  # the store is gone: better twice than never
+        return True
+
+
+def _watched(
+    mesh: Mesh, fn: Callable[..., object], args: tuple[Any, ...], limit: timedelta
+) -> None:
+    with watch(mesh, limit=limit):
+        fn(mesh, *args)

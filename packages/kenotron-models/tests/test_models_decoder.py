@@ -1,0 +1,174 @@
+"""The list of layers: names, placements, first values, counts, and continuing a text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from kenotron_dist import Axis, Mesh, RankError, named_parameters, parameter_layouts, spawn
+from kenotron_dist.init import Constant, Normal, initialize
+from kenotron_models import (
+    LayerStack,
+    LlamaConfig,
+    build_decoder,
+    forward_flops,
+    generate,
+    layer_costs,
+    parameter_count,
+    standard_init,
+    training_flops,
+)
+
+TINY = LlamaConfig(
+    hidden_size=16,
+    intermediate_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    num_hidden_layers=2,
+    vocab_size=256,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+)
+
+
+@dataclass
+class Rows:
+    positions_BS: Tensor
+
+
+def build(mesh: Mesh, config: LlamaConfig, sequence_parallel: bool = False) -> LayerStack:
+    stack = LayerStack(build_decoder(config, mesh["tp"], sequence_parallel=sequence_parallel))
+    layouts = parameter_layouts(stack, mesh.sizes)
+    stack.to_empty(device="cpu")
+    initialize(
+        stack, layouts, mesh.sizes, mesh.coords, seed=1, initializer=standard_init(config, 0.4)
+    )
+    return stack
+
+
+def test_counts_equal_the_published_ones_of_the_tiny_llama() -> None:
+    assert parameter_count(TINY) == 12_368
+    assert training_flops(TINY, 2, 256) == pytest.approx(88.08e6, rel=1e-4)
+    assert training_flops(TINY, 2, 256) == 3 * forward_flops(TINY, 2, 256)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_formula_counts_the_parameters_that_exist(tied: bool) -> None:
+    config = LlamaConfig(
+        hidden_size=24,
+        intermediate_size=20,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        num_hidden_layers=3,
+        vocab_size=51,
+        tie_word_embeddings=tied,
+    )
+    stack = LayerStack(build_decoder(config, Axis.solo("tp")))
+    layouts = parameter_layouts(stack, {"tp": 1})
+    shapes = {layout.name: layout.shape for layout in layouts.values()}
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameter_count(config)
+    assert len(layer_costs(config)) == len(stack) == 6
+
+
+def test_names_are_global_and_everything_begins_on_meta() -> None:
+    layers = build_decoder(TINY, Axis.solo("tp"))
+    assert [name for name, _ in layers] == ["embedding", "layers.0", "layers.1", "norm", "head"]
+    part = named_parameters(LayerStack(layers[2:4]))
+    assert set(part) == {
+        "layers.1.attention_norm.weight",
+        "layers.1.attention.qkv.weight",
+        "layers.1.attention.out.weight",
+        "layers.1.mlp_norm.weight",
+        "layers.1.mlp.gate_up.weight",
+        "layers.1.mlp.down.weight",
+        "norm.weight",
+    }
+    assert all(p.is_meta for p in part.values())
+
+
+def test_first_values() -> None:
+    rule = standard_init(TINY, 0.02)
+    assert rule("layers.0.mlp_norm.weight") == rule("norm.weight") == Constant(1.0)
+    assert rule("layers.1.attention.out.weight") == rule("layers.0.mlp.down.weight")
+    assert rule("layers.0.mlp.down.weight") == Normal(0.02 / 2)
+    assert rule("embedding.weight") == rule("layers.0.attention.qkv.weight") == Normal(0.02)
+
+
+def test_the_head_is_the_embedding_when_tied() -> None:
+    [same] = spawn(tied_storage)
+    assert same
+
+
+def tied_storage(mesh: Mesh) -> bool:
+    own = named_parameters(build(mesh, TINY))
+    a, b = own["embedding.weight"], own["head.weight"]
+    return a is not b and a.data_ptr() == b.data_ptr()
+
+
+def logits(mesh: Mesh, sequence_parallel: bool) -> list[list[float]]:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=2,
+        num_hidden_layers=2, vocab_size=29,
+    )  # fmt: skip
+    stack = build(mesh, config, sequence_parallel)
+    tokens = torch.arange(2 * 8).view(2, 8) % 29
+    out = stack(tokens.flatten(), Rows(torch.arange(8).expand(2, 8)))
+    return out.tolist()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_logits_over_tp_are_those_of_one_process(tp: int, sequence_parallel: bool) -> None:
+    [want] = spawn(logits, False)
+    ranks = spawn(logits, sequence_parallel, tp=tp)
+    got = torch.cat([torch.tensor(rank) for rank in ranks], -1)[:, :29]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
+
+
+def continued(mesh: Mesh, prompt: list[int], window: int, temperature: float, stop: int | None):
+    stack = build(mesh, TINY)
+
+    def forward(tokens: Tensor, context: Rows) -> Tensor:
+        return stack(tokens, context)
+
+    return list(
+        generate(
+            forward, prompt, mesh, window=window, vocab_size=256, max_new_tokens=8,
+            temperature=temperature, seed=3, stop=stop,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_is_continued_alike_on_every_layout(temperature: float) -> None:
+    rest = ([1, 2, 3], 16, temperature, None)
+    [want] = spawn(continued, *rest)
+    assert len(want) == 8
+    assert spawn(continued, *rest, tp=2) == [want, want]
+    assert spawn(continued, *rest, tp=4) == [want] * 4
+
+
+def test_right_padding_is_invisible_and_the_window_slides() -> None:
+    [short], [exact] = (
+        spawn(continued, [1, 2, 3], 32, 0.0, None),
+        spawn(continued, [1, 2, 3], 11, 0.0, None),
+    )
+    assert short == exact
+    assert len(spawn(continued, [1, 2, 3], 2, 0.0, None)[0]) == 8
+
+
+def test_the_stop_token_ends_the_text() -> None:
+    [text] = spawn(continued, [1, 2, 3], 16, 0.0, None)
+    [cut] = spawn(continued, [1, 2, 3], 16, 0.0, text[2])
+    assert cut == text[: text.index(text[2]) + 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "a prompt of 0 tokens: give at least one"), ([256], "with 256")]
+)
+def test_prompts_that_cannot_be_continued(prompt: list[int], message: str) -> None:
+    with pytest.raises(RankError, match=message):
+        spawn(continued, prompt, 8, 0.0, None)

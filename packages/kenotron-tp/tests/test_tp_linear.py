@@ -1,0 +1,273 @@
+"""Cut linear layers compute what ``nn.Linear`` computes: outputs and all gradients.
+
+With small integers every sum is exact, so fp32 and bf16 are compared bit by bit; with normal draws
+fp32 is compared to the default tolerances.
+"""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from tp_ranks import (
+    check_parameters,
+    equal,
+    normal,
+    on_ranks,
+    part,
+    parts_of_all,
+    whole_numbers,
+)
+
+from kenotron_dist import Axis, Chunk, Partial, Shard, all_gather, parameter_layouts
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear
+
+TOKENS, IN = 12, 12
+KV_HEADS = {1: 2, 2: 1, 3: 1, 4: 2}
+EXACT, DRAWN = (whole_numbers, equal), (normal, assert_close)
+KINDS = [(torch.float32, EXACT), (torch.bfloat16, EXACT), (torch.float32, DRAWN)]
+
+
+def pieces_of(n):
+    """Ways to cut the output features over n ranks."""
+    kv = KV_HEADS[n]
+    return [
+        None,
+        (Chunk(12), Chunk(12)),
+        (Chunk(24, parts=12), Chunk(2 * kv, parts=kv), Chunk(2 * kv, parts=kv)),
+        (Chunk(7, pad=-7 % n), Chunk(12)),
+        (Chunk(1, pad=n - 1), Chunk(3, parts=1)),
+    ]
+
+
+def fill(layer, reference, draw, dtype):
+    """Give the reference new values and the layer its part of them."""
+    with torch.no_grad():
+        for seed, parameter in enumerate(reference.parameters()):
+            parameter.copy_(draw(*parameter.shape, seed=seed, dtype=dtype))
+        for name, parameter in layer.named_parameters():
+            placement = layer.placements.get(name)
+            whole = reference.get_parameter(name)
+            cut = isinstance(placement, Shard)
+            value = part(whole, placement.dim, layer.mesh, placement.chunks) if cut else whole
+            parameter.copy_(value)
+
+
+def pair(make, reference, mesh, draw, dtype):
+    """The cut layer and the whole one, begun alike by torch's generator, then filled."""
+    torch.manual_seed(5)
+    layer = make(mesh["tp"])
+    torch.manual_seed(5)
+    whole = reference()
+    for name, parameter in layer.named_parameters():
+        placement = layer.placements.get(name)
+        expected = whole.get_parameter(name)
+        if isinstance(placement, Shard):
+            expected = part(expected, placement.dim, mesh, placement.chunks)
+        equal(parameter.detach(), expected.detach())
+    layer.mesh = mesh
+    fill(layer, whole, draw, dtype)
+    return layer, whole
+
+
+def check_column(mesh, sequence, bias, dtype, kind, chunks):
+    draw, close = kind
+    n, me = mesh["tp"].size, mesh["tp"].rank
+    out = sum(chunk.size for chunk in chunks) if chunks else 12
+    options = {"bias": bias, "dtype": dtype}
+    layer, whole = pair(
+        lambda axis: ColumnParallelLinear(
+            IN, out, axis, sequence_parallel=sequence, chunks=chunks, **options
+        ),
+        lambda: nn.Linear(IN, out, **options),
+        mesh,
+        draw,
+        dtype,
+    )
+    shape = (TOKENS, IN) if sequence else (2, TOKENS // 2, IN)
+    x = draw(*shape, seed=10, dtype=dtype).requires_grad_()
+    own = (x.detach().chunk(n)[me] if sequence else x.detach()).clone().requires_grad_()
+    y, expected = layer(own), parts_of_all(whole(x), -1, mesh, chunks)
+    weights = [draw(*each.shape, seed=20 + r, dtype=dtype) for r, each in enumerate(expected)]
+    for r, each in enumerate(expected):  # what a rank's padding is multiplied with is nobody's
+        weights[r] = weights[r] * (part_mask(each, whole, x, mesh, chunks, r))
+    close(y.detach(), expected[me].detach())
+    y.backward(weights[me])
+    sum((e * w).sum().double() for e, w in zip(expected, weights, strict=True)).backward()
+    close(own.grad, x.grad.chunk(n)[me] if sequence else x.grad)
+    check_parameters(layer, whole, mesh, close)
+
+
+def part_mask(each, whole, x, mesh, chunks, rank):
+    """1 where a rank's output is a feature, 0 where it is padding."""
+    ones = torch.ones(*x.shape[:-1], whole.out_features, dtype=each.dtype)
+    return parts_of_all(ones, -1, mesh, chunks)[rank]
+
+
+def check_row(mesh, sequence, bias, dtype, kind):
+    draw, close = kind
+    n, me = mesh["tp"].size, mesh["tp"].rank
+    options = {"bias": bias, "dtype": dtype}
+    layer, whole = pair(
+        lambda axis: RowParallelLinear(IN, 7, axis, sequence_parallel=sequence, **options),
+        lambda: nn.Linear(IN, 7, **options),
+        mesh,
+        draw,
+        dtype,
+    )
+    shape = (TOKENS, IN) if sequence else (2, TOKENS // 2, IN)
+    x = draw(*shape, seed=10, dtype=dtype).requires_grad_()
+    own = part(x.detach(), -1, mesh).requires_grad_()
+    y, expected = layer(own), whole(x)
+    weight = draw(*expected.shape, seed=20, dtype=dtype)
+    close(y.detach(), expected.detach().chunk(n)[me] if sequence else expected.detach())
+    y.backward(weight.chunk(n)[me] if sequence else weight)
+    expected.backward(weight)
+    close(own.grad, part(x.grad, -1, mesh))
+    check_parameters(layer, whole, mesh, close)
+
+
+def check_grid(mesh):
+    n = mesh["tp"].size
+    for sequence, bias, (dtype, kind) in itertools.product([False, True], [False, True], KINDS):
+        for chunks in pieces_of(n):
+            check_column(mesh, sequence, bias, dtype, kind, chunks)
+        check_row(mesh, sequence, bias, dtype, kind)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_cut_layers_are_whole_layers(tp):
+    on_ranks(check_grid, tp=tp)
+
+
+class Block(nn.Module):
+    """A gated feed-forward with its residual, cut or whole."""
+
+    def __init__(self, axis, sequence):
+        super().__init__()
+        chunks = (Chunk(24), Chunk(24))
+        options = {"bias": True, "sequence_parallel": sequence}
+        self.up = ColumnParallelLinear(8, 48, axis, chunks=chunks, **options)
+        self.down = RowParallelLinear(24, 8, axis, **options)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(torch.nn.functional.silu(gate) * up)
+
+
+def run_block(block, x, weight):
+    x = x.clone().requires_grad_()
+    y = block(x)
+    (y * weight).sum().backward()
+    found = [y.detach(), x.grad, *(p.grad for p in block.parameters())]
+    block.zero_grad()
+    return found
+
+
+def check_block(mesh, sequence):
+    n, me = mesh["tp"].size, mesh["tp"].rank
+    torch.manual_seed(1)
+    block = Block(mesh["tp"], sequence)
+    torch.manual_seed(1)
+    whole = Block(Axis.solo("tp"), sequence)
+    x, weight = normal(TOKENS, 8, seed=2), normal(TOKENS, 8, seed=3)
+    own = [t.chunk(n)[me] if sequence else t for t in (x, weight)]
+    found, expected = run_block(block, *own), run_block(whole, x, weight)
+    for a, b in zip(found[:2], expected[:2], strict=True):
+        assert_close(a, b.chunk(n)[me] if sequence else b)
+
+    twin = copy.deepcopy(block)
+    assert twin.up.axis is mesh["tp"] and twin.up.placements == block.up.placements
+    other = Block(mesh["tp"], sequence)
+    other.load_state_dict(block.state_dict())
+    late = Block(mesh["tp"], sequence).to("meta")
+    late.load_state_dict(block.state_dict(), assign=True)
+    assert parameter_layouts(late, mesh.sizes) == parameter_layouts(block, mesh.sizes)
+    in_place = copy.deepcopy(block)
+    in_place.compile(backend="aot_eager")
+    for each in (twin, other, late, torch.compile(block, backend="aot_eager"), in_place):
+        for a, b in zip(run_block(each, *own), found, strict=True):
+            equal(a, b)
+
+
+@pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True), (3, True)])
+def test_a_pair_of_layers_whole_copied_loaded_and_compiled(tp, sequence):
+    on_ranks(check_block, sequence, tp=tp)
+
+
+def gather_outputs(mesh):
+    """Without chunks the outputs of the ranks are the whole output, in order."""
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(4, 8, mesh["tp"])
+    x = normal(3, 4, seed=1)
+    return all_gather(layer(x).detach(), mesh["tp"], -1)
+
+
+def test_gathered_outputs_are_those_of_a_linear():
+    torch.manual_seed(0)
+    expected = nn.Linear(4, 8, bias=False)(normal(3, 4, seed=1)).detach()
+    for found in on_ranks(gather_outputs, tp=2):
+        assert_close(found, expected)
+
+
+def axis_of(size, rank=0):
+    """An axis to build layers on; nothing is sent while they are built."""
+    return Axis("tp", rank, tuple(range(size)))
+
+
+def test_placements_say_what_is_cut():
+    column = ColumnParallelLinear(4, 6, axis_of(2), bias=True)
+    rows = Shard("tp", 0, (Chunk(6),))
+    assert column.placements == {"weight": rows, "bias": rows}
+    assert (column.weight.shape, column.bias.shape) == ((3, 4), (3,))
+    row = RowParallelLinear(4, 6, axis_of(2), bias=True)
+    assert row.placements == {"weight": Shard("tp", 1)}
+    assert (row.weight.shape, row.bias.shape) == ((6, 2), (6,))
+    row = RowParallelLinear(4, 6, axis_of(2), bias=True, sequence_parallel=True)
+    assert row.placements == {"weight": Shard("tp", 1), "bias": Partial("tp")}
+    assert RowParallelLinear(4, 6, axis_of(2)).bias is None
+    other = ColumnParallelLinear(4, 6, Axis("ep", 0, (0, 1)))
+    assert other.placements["weight"].axis == "ep"
+
+
+def test_layers_are_built_on_meta_in_the_shape_of_the_part():
+    options = {"bias": True, "device": "meta", "dtype": torch.bfloat16}
+    for layer in (
+        ColumnParallelLinear(4, 6, axis_of(3), **options),
+        RowParallelLinear(6, 4, axis_of(3), **options),
+    ):
+        assert layer.weight.is_meta and layer.bias.is_meta
+        assert layer.weight.dtype == torch.bfloat16
+        assert layer.weight.numel() == 8
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (
+            lambda: ColumnParallelLinear(4, 15, axis_of(2)),
+            "cannot split dim 0 of size 15 over 2 tp ranks",
+        ),
+        (
+            lambda: RowParallelLinear(15, 4, axis_of(2), device="meta"),
+            "cannot split dim 1 of size 15 over 2 tp ranks",
+        ),
+        (
+            lambda: ColumnParallelLinear(4, 8, axis_of(2), chunks=[Chunk(4), Chunk(2)]),
+            r"chunks \[4, 2\] do not add up to out_features 8",
+        ),
+        (
+            lambda: ColumnParallelLinear(4, 6, axis_of(4), chunks=[Chunk(6, parts=3)]),
+            "cannot place 3 indivisible parts of dim 0 over 4 tp ranks: one number must divide",
+        ),
+        (
+            lambda: ColumnParallelLinear(4, 6, axis_of(2), chunks=[Chunk(6, parts=4)]),
+            "cannot split dim 0 of size 6 over 4 parts",
+        ),
+    ],
+)
+def test_sizes_that_do_not_fit_are_an_error(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()

@@ -1,0 +1,77 @@
+"""How these tests start ranks, and what a whole tensor is to one of them."""
+
+from datetime import timedelta
+
+import torch
+
+from kenotron_dist import Shard, TensorLayout, all_reduce, gradient_sums, parameter_layouts, spawn
+from kenotron_dist.boxes import scatter
+
+PRELOAD = ("torch._dynamo", "torch.testing", "kenotron_tp", "pytest")
+
+
+def on_ranks(fn, *args, seconds=60, **sizes):
+    """Results of ``fn(mesh, *args)`` on every rank of a mesh of these sizes."""
+    return spawn(fn, *args, timeout=timedelta(seconds=seconds), preload=PRELOAD, **sizes)
+
+
+def whole_numbers(*shape, seed, dtype=torch.float32):
+    """Small integers: sums of products of them are exact, in bf16 too, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+
+
+def normal(*shape, seed, dtype=torch.float32):
+    """Draws that every rank can repeat."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def part(whole, dim, mesh, chunks=None):
+    """This rank's part of a dimension of a whole tensor; padding is zero."""
+    dim = dim % whole.ndim
+    layout = TensorLayout("x", tuple(whole.shape), (Shard("tp", dim, chunks),))
+    return scatter(whole, layout, mesh.sizes, mesh.coords)
+
+
+def parts_of_all(whole, dim, mesh, chunks=None):
+    """The parts of all ranks, connected to the whole by autograd."""
+    dim = dim % whole.ndim
+    layout = TensorLayout("x", tuple(whole.shape), (Shard("tp", dim, chunks),))
+    names = torch.arange(1, whole.numel() + 1).view(whole.shape)
+    found = []
+    for rank in range(mesh.sizes["tp"]):
+        index = scatter(names, layout, mesh.sizes, {**mesh.coords, "tp": rank})
+        padded = torch.cat([whole.new_zeros(1), whole.flatten()])
+        found.append(padded[index])
+    return found
+
+
+def whole_gradients(layer, mesh):
+    """Gradients after the sums that the placements ask for, and the layouts."""
+    layouts = parameter_layouts(layer, mesh.sizes)
+    found = {}
+    for name, parameter in layer.named_parameters():
+        grad = parameter.grad.clone()
+        for each in gradient_sums(layouts[name], mesh.sizes, mesh.coords):
+            axis = mesh.subaxis(each.axis, each.parts)
+            for box in each.boxes:
+                view = box.of_local(grad)
+                view.copy_(all_reduce(view, axis))
+        found[name] = grad
+    return found, layouts
+
+
+def check_parameters(layer, reference, mesh, close):
+    """Values and gradients of every parameter are this rank's part of the reference's."""
+    grads, layouts = whole_gradients(layer, mesh)
+    assert set(layouts) == {name for name, _ in reference.named_parameters()}
+    for name, whole in reference.named_parameters():
+        assert layouts[name].shape == whole.shape
+        own = dict(layer.named_parameters())[name]
+        assert torch.equal(own, scatter(whole.detach(), layouts[name], mesh.sizes, mesh.coords))
+        close(grads[name], scatter(whole.grad, layouts[name], mesh.sizes, mesh.coords))
+
+
+def equal(found, expected):
+    """Bitwise, dtype and shape too."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
