@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist import Mesh, RankError, all_reduce, from_env, shutdown, spawn
-from kenotron_dist.launch import choose_device
+from kenotron_dist.device import choose_device
 
 PROGRAM = str(Path(__file__).with_name("dist_launched.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -40,7 +40,8 @@ def variables(rank, size, port):
 
 def run(*command):
     """Start a launcher in an environment that knows of no other."""
-    environ = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
+    kept = ("SLURM_CONF",)  # where the cluster is, not who we are in it
+    environ = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(LAUNCHERS)}
     environ = {k: v for k, v in environ.items() if k not in PLAIN}
     environ["OMP_NUM_THREADS"] = "1"
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

@@ -14,7 +14,7 @@ VALUES = [
 def exchange(mesh):
     axis = mesh["tp"]
     for value in VALUES:
-        for source in range(axis.size):
+        for source in {0, axis.size - 1}:
             mine = value if axis.rank == source else {"not": "sent"}
             found = broadcast_object(mine, axis, source)
             assert found == value and type(found) is type(value)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from dist_ranks import PRELOAD, on_ranks
 
 from kenotron_dist import RankError, all_reduce, barrier, spawn
+from kenotron_dist.spawn import _collect
 
 
 def alive(pid):
@@ -140,10 +142,32 @@ def test_the_first_cause_is_named_and_all_ranks_end(how, kind, words, tmp_path):
 
 
 def test_a_killed_rank_is_always_the_cause_never_its_peers(tmp_path):
-    for _ in range(5):
+    for _ in range(2):
         for who in (0, 3):
             with pytest.raises(RankError, match=f"rank {who}: killed: died of SIGKILL"):
                 on_ranks(fails, who, kill, tmp_path, tp=4)
+
+
+class Dead:
+    """A process that SIGKILL has ended."""
+
+    exitcode = -9
+
+    def join(self, timeout=None):
+        """It has ended."""
+
+
+@pytest.mark.parametrize("late", [0.0, 0.1])
+def test_a_death_goes_before_the_error_it_made_elsewhere_also_when_heard_later(late):
+    pipes, ends = zip(*(multiprocessing.Pipe() for _ in range(3)), strict=True)
+    ends[0].send_bytes(pickle.dumps((True, ("RuntimeError", "Connection closed", "trace"))))
+    timer = threading.Timer(late, ends[1].close)  # rank 2 says nothing
+    timer.start()
+    with pytest.raises(RankError, match="rank 1: killed: died of SIGKILL"):
+        _collect(list(pipes), [Dead()] * 3)
+    timer.join()
+    for pipe in (*pipes, *ends):
+        pipe.close()
 
 
 def test_a_stopped_rank_is_cleared_away(tmp_path):

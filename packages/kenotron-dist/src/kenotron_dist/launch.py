@@ -24,6 +24,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.spawn import leave
 
@@ -57,7 +58,7 @@ def from_env(
         raise ValueError("from_env: this process has a process group already: call it once")
     environ = os.environ if environ is None else environ
     world = resolve(environ)
-    gpus = _visible_gpus()
+    gpus = visible_gpus()
     bound = world.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in environ and gpus > 0
     needed = 1 if bound else world.local_world_size
     place, backend = choose_device(device, backend, gpus, needed)
@@ -76,31 +77,6 @@ def launcher() -> str:
     Raises ValueError for variables that contradict one another.
     """
     return resolve(os.environ).launcher
-
-
-def choose_device(
-    device: str | None, backend: str | None, gpus: int, needed: int
-) -> tuple[str, str]:
-    """Device type and backend: cuda and nccl when there are GPUs enough, else cpu and gloo. Pure.
-
-    Arguments: what was asked for, or None; visible GPUs; GPUs that the local ranks need. Raises
-    ValueError for an unknown name, a combination that cannot work, or too few GPUs.
-    """
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"from_env: device {device!r} is neither 'cpu' nor 'cuda'")
-    if backend not in (None, "gloo", "nccl"):
-        raise ValueError(f"from_env: backend {backend!r} is neither 'gloo' nor 'nccl'")
-    if device == "cpu" and backend == "nccl":
-        raise ValueError("from_env: backend 'nccl' needs device 'cuda': use 'gloo' on the cpu")
-    wants_gpu = device == "cuda" or backend == "nccl"
-    if wants_gpu and gpus < needed:
-        raise ValueError(
-            f"from_env: {needed} local rank{'s' if needed > 1 else ''} need as many GPUs, but "
-            f"{gpus} can be seen: start fewer processes on this host, or choose device 'cpu'"
-        )
-    if wants_gpu or (device is None and backend is None and gpus >= needed):
-        return "cuda", backend or "nccl"
-    return "cpu", "gloo"
 
 
 def shutdown(code: int = 0) -> NoReturn:
@@ -144,13 +120,6 @@ def _farewell(size: int) -> None:
         while done < size and time.monotonic() < end:
             time.sleep(0.02)
             done = store.add("kenotron-farewell", 0)
-
-
-def _visible_gpus() -> int:
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != "cuda" or not dist.is_nccl_available():
-        return 0
-    return torch.accelerator.device_count()
 
 
 def _store(world: World, timeout: timedelta) -> dist.Store:

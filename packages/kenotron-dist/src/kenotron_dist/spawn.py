@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.mesh import Mesh, MeshConfig
 
 _PATIENCE = 2.0
@@ -72,6 +73,7 @@ class _Job(NamedTuple):
     store: str
     timeout: timedelta
     threads: int
+    device: str | None
 
 
 def spawn(
@@ -84,12 +86,14 @@ def spawn(
     timeout: timedelta = timedelta(minutes=10),
     threads: int = 1,
     preload: Sequence[str] = (),
+    device: str | None = "cpu",
 ) -> list[Any]:
-    """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local CPU processes (gloo).
+    """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
     Arguments: an importable function, its arguments and results must pickle; ranks along each
     axis; how long an operation may wait for a peer; torch threads in each process; modules to load
-    before the first fork, ``torch`` apart (tests gain from ``torch._dynamo``).
+    before this program's first spawn, beside ``torch`` (tests gain from ``torch._dynamo``);
+    ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are GPUs enough.
 
     Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
     mesh, and RankError with the cause of the first rank that failed or died, after ending the
@@ -102,9 +106,8 @@ def spawn(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
-        job = _Job(
-            pickle.dumps((fn, args)), config, os.path.join(folder, "store"), timeout, threads
-        )
+        call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
+        job = _Job(call, config, store, timeout, threads, device)
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
@@ -211,8 +214,11 @@ def _outcome(rank: int, job: _Job) -> bytes:
 
 def _connect(rank: int, job: _Job) -> Mesh:
     world = job.config.world_size
+    device, backend = choose_device(job.device, None, visible_gpus(), world)
+    if device == "cuda":
+        torch.accelerator.set_device_index(rank)
     store = dist.FileStore(job.store, world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=job.timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=job.timeout)
     grid = job.config
     return Mesh.connect(grid.pp, grid.dp, grid.cp, grid.tp, timeout=job.timeout)
 

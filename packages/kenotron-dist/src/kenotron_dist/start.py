@@ -23,7 +23,8 @@ def start(
     """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog.
 
     Under torchrun, Slurm or MPI this process is one of the ranks; without a launcher
-    ``config.world_size`` local processes are spawned and this one waits for them.
+    ``config.world_size`` local processes are spawned, on GPUs if there are enough, and this one
+    waits for them.
 
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
@@ -44,6 +45,7 @@ def start(
             cp=sizes.cp,
             tp=sizes.tp,
             timeout=2 * limit,
+            device=None,
         )
         return
     from_env(timeout=2 * limit)

@@ -66,10 +66,10 @@ class Attention(nn.Module):
         """(T, D) -> (T, D): every token sees itself and the earlier ones of its row."""
         batch, sequence = positions_BS.shape
         qkv = self.qkv(x).view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
-        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=2)
+        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         cos, sin = rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta)
-        q = rotate(q, cos, sin, interleaved=self.config.rope_interleaved)
-        k = rotate(k, cos, sin, interleaved=self.config.rope_interleaved)
+        qk = rotate(qk, cos, sin, interleaved=self.config.rope_interleaved)  # both at once
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # (B, H/t, S, K)
             k.transpose(1, 2),  # (B, G/t, S, K)

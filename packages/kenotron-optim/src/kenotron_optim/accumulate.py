@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Mesh, TensorLayout, reduce_scatter
-from kenotron_optim.partition import Bucket, Span, add, make_buckets, read, write
+from kenotron_optim.partition import Bucket, Place, Span, add, blocks, make_buckets, read, write
 from kenotron_optim.sync import GradientSync
 
 Slices = dict[str, Tensor]
@@ -101,22 +101,19 @@ class GradAccumulator:
         return self.layouts[name].sliced(*span.owned(self.data.rank if rank is None else rank))
 
     def _hook(self, path: str, layout: TensorLayout, fp32: bool) -> Callable[[Tensor], None]:
-        first = self.logical[layout.name] == path
-        if first:
-            buffer, span = self._places[layout.name]
+        if self.logical[layout.name] == path:
+            places: list[Place] = list(blocks(*self._places[layout.name]))
         else:
             parameter = self.parameters[path]
             dtype = torch.float32 if fp32 else parameter.dtype
             self._seconds[path] = torch.zeros_like(parameter, dtype=dtype)
+            places = [(self._seconds[path], slice(None))]
 
         def accumulate(parameter: Tensor) -> None:
-            if parameter.grad is None:
-                return
-            if first:
-                add(buffer, span, parameter.grad)
-            else:
-                self._seconds[path].add_(parameter.grad)
-            parameter.grad = None
+            gradient = parameter.grad
+            if gradient is not None:
+                add(places, gradient)
+                parameter.grad = None
 
         return accumulate
 

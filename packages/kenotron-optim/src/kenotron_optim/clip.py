@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -26,28 +24,35 @@ class GlobalNorm:
     def __init__(self, accumulator: GradAccumulator) -> None:
         mesh = accumulator.mesh
         self._mesh = mesh
-        self._index = {name: i for i, name in enumerate(accumulator.names)}
+        self._tensors = len(accumulator.names)
+        index = {name: i for i, name in enumerate(accumulator.names)}
+        rows = [index[name] for name in accumulator.logical]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
         self._layouts = {name: accumulator.owned_layout(name) for name in accumulator.logical}
         self._counted = {name: _counted(layout, mesh) for name, layout in self._layouts.items()}
         self._within = mesh["dp", "cp", "tp"]
 
     def __call__(self, slices: Slices) -> Tensor:
         """fp64 scalar, the same on every rank; ``slices`` come from ``finish``."""
-        squares = torch.zeros(len(self._index), dtype=torch.float64, device=self._mesh.device)
-        for name, slice_ in slices.items():
-            for view in self._views(name, slice_):
-                norm = torch.linalg.vector_norm(view, dtype=torch.float64)
-                squares[self._index[name]] += norm.square()
+        squares = torch.zeros(self._tensors, dtype=torch.float64, device=self._mesh.device)
+        own = [self._square(name, slices[name]) for name in self._layouts]
+        if own:
+            squares[self._rows] = torch.stack(own)
         squares = all_reduce(squares, self._within)
         squares = all_reduce(squares, self._mesh["pp"])  # other stages' entries add exact zeros
         return squares.sum().sqrt()
 
-    def _views(self, name: str, slice_: Tensor) -> Sequence[Tensor]:
+    def _square(self, name: str, slice_: Tensor) -> Tensor:
+        """Sum of squares of what this rank counts of a slice."""
         counted = self._counted[name]
         if counted is None:
-            return [slice_] if slice_.numel() else []
+            return torch.linalg.vector_norm(slice_, dtype=torch.float64).square()
         layout = self._layouts[name]
-        return [view_of(slice_, layout, self._mesh.sizes, box) for box in counted]
+        total = torch.zeros((), dtype=torch.float64, device=slice_.device)
+        for box in counted:
+            view = view_of(slice_, layout, self._mesh.sizes, box)
+            total += torch.linalg.vector_norm(view, dtype=torch.float64).square()
+        return total
 
 
 def clip_(slices: Slices, max_norm: float, norm: Tensor) -> Tensor:

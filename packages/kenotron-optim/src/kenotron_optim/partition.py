@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+Place = tuple[Tensor, slice]
+"""(view of a buffer, range of a flattened parameter's elements that it holds)"""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -82,7 +85,7 @@ def make_buckets(parameters: Mapping[str, Tensor], ranks: int, cap_bytes: float)
     return buckets
 
 
-def blocks(buffer: Tensor, span: Span) -> Iterator[tuple[Tensor, slice]]:
+def blocks(buffer: Tensor, span: Span) -> Iterator[Place]:
     """Views of a parameter in a bucket's buffer, with the range of its elements they hold.
 
     Each view is 1-D or (rows, size), in element order: at most one of each kind, so that whole
@@ -105,10 +108,17 @@ def write(buffer: Tensor, span: Span, values: Tensor) -> None:
         view.copy_(flat[part].view_as(view))
 
 
-def add(buffer: Tensor, span: Span, values: Tensor) -> None:
-    """Add a parameter-shaped tensor onto its place in a bucket, in the buffer's dtype."""
+def add(places: Sequence[Place], values: Tensor) -> None:
+    """Add a parameter-shaped tensor onto its ``blocks``, in their dtype.
+
+    It runs for every parameter and micro-batch: find the blocks once.
+    """
+    if len(places) == 1:  # all but parameters that the ranks do not divide
+        view, _ = places[0]
+        view.add_(values.reshape(view.shape))
+        return
     flat = values.reshape(-1)
-    for view, part in blocks(buffer, span):
+    for view, part in places:
         view.add_(flat[part].view_as(view))
 
 

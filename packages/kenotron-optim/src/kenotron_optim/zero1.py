@@ -63,7 +63,8 @@ class SlicedOptimizer:
         """
         for group in self._inner.param_groups:
             group["lr"] = lr
-        gradients = self._gather_gradients(slices) if self.stage == 0 else None
+        whole = self.stage == 0 and self._data.size > 1
+        gradients = self._gather_gradients(slices) if whole else None
         for (name, rank), master in self.masters.items():
             master.grad = slices[name] if gradients is None else gradients[name, rank]
         self._inner.step()
@@ -76,10 +77,9 @@ class SlicedOptimizer:
         """Write the masters into the parameters, cast to their dtype. Collective under stage 1."""
         data, buckets = self._data, self._accumulator.buckets
         if self.stage == 0 or data.size == 1:
-            for bucket in buckets:
-                self._copy_back(bucket, self._filled(bucket, range(data.size)))
+            self._copy_masters()
             return
-        own = [self._filled(bucket, [data.rank]) for bucket in buckets]
+        own = [self._filled(bucket) for bucket in buckets]
         handles = [all_gather(row, data, async_op=True) for row in own]
         for bucket, handle in zip(buckets, handles, strict=True):
             self._copy_back(bucket, handle.wait())
@@ -155,9 +155,8 @@ class SlicedOptimizer:
         return self._accumulator.owned_layout(name, rank).renamed(f"optimizer.{kind}.{name}")
 
     def _slice(self, span: Span, rank: int) -> Tensor:
-        parameter = self._accumulator.parameters[self._accumulator.logical[span.name]]
         start, stop = span.owned(rank)
-        return parameter.detach().reshape(-1)[start:stop].float().clone().requires_grad_()
+        return self._parameter(span.name).detach().reshape(-1)[start:stop].float().clone().requires_grad_()
 
     def _gather_gradients(self, slices: Slices) -> dict[Piece, Tensor]:
         """Every data rank's slices."""
@@ -174,23 +173,32 @@ class SlicedOptimizer:
                     found[span.name, rank] = rows[rank, span.offset : span.offset + stop - start]
         return found
 
-    def _filled(self, bucket: Bucket, ranks: Sequence[int]) -> Tensor:
-        """A bucket's rows (len(ranks), width) of masters in the parameters' dtype."""
-        rows = torch.zeros(
-            len(ranks), bucket.width, dtype=bucket.dtype, device=self._accumulator.mesh.device
-        )
-        for span in bucket.spans:
-            for row, rank in enumerate(ranks):
+    def _copy_masters(self) -> None:
+        """All masters are here: copy each into its range of its parameter."""
+        for _, span in self._accumulator.spans():
+            flat = self._parameter(span.name).data.view(-1)
+            for rank in range(self._data.size):
                 master = self.masters.get((span.name, rank))
                 if master is not None:
-                    rows[row, span.offset : span.offset + master.numel()] = master
-        return rows
+                    start, stop = span.owned(rank)
+                    flat[start:stop].copy_(master)
+
+    def _filled(self, bucket: Bucket) -> Tensor:
+        """This rank's row (1, width) of a bucket: its masters in the parameters' dtype."""
+        row = torch.zeros(1, bucket.width, dtype=bucket.dtype, device=self._accumulator.mesh.device)
+        for span in bucket.spans:
+            master = self.masters.get((span.name, self._data.rank))
+            if master is not None:
+                row[0, span.offset : span.offset + master.numel()] = master
+        return row
 
     def _copy_back(self, bucket: Bucket, rows: Tensor) -> None:
         """Masters (d, width) into the parameters; tied ones share storage and change together."""
         for span in bucket.spans:
-            parameter = self._accumulator.parameters[self._accumulator.logical[span.name]]
-            read(rows, span, parameter.data)
+            read(rows, span, self._parameter(span.name).data)
+
+    def _parameter(self, name: str) -> Tensor:
+        return self._accumulator.parameters[self._accumulator.logical[name]]
 
 
 def _options(
