@@ -63,10 +63,14 @@ def install(session: nox.Session, *what: str, pins: tuple[str, ...] = ()) -> Non
     session.install("--constraint", str(constraints), *what)
 
 
-def install_tree(session: nox.Session, *tools: str, use: list[Path], test: list[Path]) -> None:
-    """Install the folders of `use` editable; those in `test` with their own extra `test`."""
-    extras = {f: "[test]" for f in test if "test" in project(f).get("optional-dependencies", {})}
-    paths = [f"{folder}{extras.get(folder, '')}" for folder in use]
+def install_tree(
+    session: nox.Session, *tools: str, use: list[Path], test: list[Path], extra: str = "test"
+) -> None:
+    """Install the folders of `use` editable; those in `test` with their own `extra`, if any."""
+    having = [
+        folder for folder in test if extra in project(folder).get("optional-dependencies", {})
+    ]
+    paths = [f"{folder}[{extra}]" if folder in having else str(folder) for folder in use]
     install(session, *tools, *(part for path in paths for part in ("--editable", path)))
 
 
@@ -102,8 +106,9 @@ def wheel(session: nox.Session, package: Path) -> None:
 
 
 def bench(session: nox.Session, folder: Path) -> None:
-    """Run the benchmarks of one package or app."""
-    install_tree(session, use=ALL if folder in APPS else closure(folder), test=[])
+    """Run the benchmarks of one package or app, with its own extra `bench`."""
+    use = ALL if folder in APPS else closure(folder)
+    install_tree(session, use=use, test=[folder], extra="bench")
     for file in sorted(folder.glob("benchmarks/bench_*.py")):
         session.run("python", str(file), *session.posargs)
 

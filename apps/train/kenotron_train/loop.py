@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,23 @@ SAMPLE_TOKENS = 160
 TargetMask = Callable[[Tensor, int], Any]
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come; what a checkpoint says of it."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    """Place in the data."""
+    samples: int = 0
+    """Samples read in all, over all ranks and stages."""
+    tokens: int = 0
+
+    def after(self, config: Config, cursor: Cursor) -> Progress:
+        """One step later."""
+        samples = self.samples + config.global_batch_size
+        return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
+
+
 def train(
     mesh: Mesh, config: Config, sample: bool = False, *, target_mask: TargetMask | None = None
 ) -> list[StepResult]:
@@ -44,56 +61,71 @@ def train(
     bad input.
     """
     training = build_training(config, mesh)
-    done, cursor = _resume(training)
+    progress, remark = _resume(training)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
-    stage = _stage_at(config, done + 1)
-    if cursor.stage != stage:
-        cursor = Cursor(stage=stage)
-    corpus = open_corpus(config, stage)
-    results = []
-    with Report(config, mesh, done + 1) as report:
-        _introduce(training, report, done)
-        loader = open_loader(config, mesh, corpus, cursor, target_mask)
-        if config.checkpoints.save_initial_state and done == 0:
-            _save(training, report, 0, loader.cursor)
-        for step in range(done + 1, config.tokens.train_steps + 1):
-            if _stage_at(config, step) != stage:
-                stage = _stage_at(config, step)
-                loader.close()
-                corpus = open_corpus(config, stage)
-                loader = open_loader(config, mesh, corpus, Cursor(stage=stage), target_mask)
-                report.say(f"[Training Stage: {config.data_stages[stage].name}]")
-            report.start_step()
-            results.append(training_step(training, next(loader), step))
-            report.step(step, results[-1], step * config.global_batch_tokens)
-            _between_steps(training, report, step, corpus, loader)
-        loader.close()
+    with Report(config, mesh, progress.step + 1) as report:
+        _introduce(training, report, remark)
+        if config.checkpoints.save_initial_state and progress.step == 0:
+            _save(training, report, progress)
+        results = _steps(training, report, progress, target_mask)
         if sample:
             _show_sample(training, report)
     return results
 
 
-def _between_steps(
-    training: Training, report: Report, step: int, corpus: Corpus, loader: Loader
-) -> None:
-    """Validate and save where the config asks for it."""
-    tokens, checkpoints = training.config.tokens, training.config.checkpoints
-    last = step == tokens.train_steps
-    every = tokens.val_check_interval
-    if corpus.validation is not None and (last or (every > 0 and step % every == 0)):
-        held_out = open_validation(training.config, training.mesh, corpus.validation)
-        batches = list(itertools.islice(held_out, tokens.limit_val_batches))
-        loss = evaluate(training, batches)
-        report.validation(step, loss)
-    if step % checkpoints.checkpoint_interval == 0 or (last and checkpoints.save_final_state):
-        _save(training, report, step, loader.cursor)
+def _steps(
+    training: Training, report: Report, progress: Progress, target_mask: TargetMask | None
+) -> list[StepResult]:
+    """All steps that are left."""
+    config, mesh = training.config, training.mesh
+    results: list[StepResult] = []
+    corpus: Corpus | None = None
+    loader: Loader | None = None
+    while progress.step < config.tokens.train_steps:
+        stage = _stage_at(config, progress.step + 1)
+        if corpus is None or loader is None or loader.cursor.stage != stage:
+            if loader is not None:
+                loader.close()
+            corpus = open_corpus(config, stage)
+            cursor = progress.cursor if progress.cursor.stage == stage else Cursor(stage=stage)
+            loader = open_loader(config, mesh, corpus, cursor, target_mask)
+            report.say(f"[Training Stage: {config.data_stages[stage].name}]")
+        report.start_step()
+        batch = next(loader).to(mesh.device)
+        results.append(training_step(training, batch, progress.step + 1))
+        report.end_step()
+        progress = progress.after(config, loader.cursor)
+        validation = _validate(training, progress.step, corpus)
+        report.step(progress.step, results[-1], progress.tokens, validation)
+        if _is_due(config, progress.step):
+            _save(training, report, progress)
+    if loader is not None:
+        loader.close()
+    return results
 
 
-def _resume(training: Training) -> tuple[int, Cursor]:
-    """Load the checkpoint that the config names; (steps done, place in the data)."""
-    checkpoints = training.config.checkpoints
+def _validate(training: Training, step: int, corpus: Corpus) -> float | None:
+    """Loss on held-out samples, where the config asks for it after this step."""
+    tokens = training.config.tokens
+    every, last = tokens.val_check_interval, step == tokens.train_steps
+    if corpus.validation is None or not (last or (every > 0 and step % every == 0)):
+        return None
+    batches = open_validation(training.config, training.mesh, corpus.validation)
+    return evaluate(training, itertools.islice(batches, tokens.limit_val_batches))
+
+
+def _is_due(config: Config, step: int) -> bool:
+    """Whether a checkpoint is written after this step."""
+    checkpoints = config.checkpoints
+    last = step == config.tokens.train_steps and checkpoints.save_final_state
+    return last or step % checkpoints.checkpoint_interval == 0
+
+
+def _resume(training: Training) -> tuple[Progress, str]:
+    """Load the checkpoint that the config names; how far it is, and a sentence about it."""
+    config, checkpoints = training.config, training.config.checkpoints
     if checkpoints.resume_checkpoint_path is None:
-        return 0, Cursor()
+        return Progress(), ""
     folder = Path(checkpoints.resume_checkpoint_path)
     wanted: dict[str, Any] = dict(model_records(training.model))
     if checkpoints.load_optimizer:
@@ -105,23 +137,40 @@ def _resume(training: Training) -> tuple[int, Cursor]:
         training.optimizer.publish()
     else:
         training.optimizer.reload()
-    return int(state["step"]), Cursor.from_dict(state["cursor"])
+    progress = Progress(
+        int(state["step"]),
+        Cursor.from_dict(state["cursor"]),
+        int(state["consumed_train_samples"]),
+        int(state["consumed_tokens"]),
+    )
+    remark = f"Resumed after step {progress.step} from {folder}"
+    if state["global_batch_size"] != config.global_batch_size:
+        remark += (
+            f"; the global batch changes from {state['global_batch_size']} to "
+            f"{config.global_batch_size} samples"
+        )
+    if progress.step >= config.tokens.train_steps:
+        remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
+    return progress, remark
 
 
-def _save(training: Training, report: Report, step: int, cursor: Cursor) -> None:
+def _save(training: Training, report: Report, progress: Progress) -> None:
     config = training.config
     records = {**model_records(training.model), **training.optimizer.state()}
     state = {
-        "step": step,
+        "step": progress.step,
         "optimizer_steps": training.optimizer.steps,
-        "cursor": cursor.to_dict(),
-        "consumed_train_samples": step * config.global_batch_size,
+        "cursor": progress.cursor.to_dict(),
+        "consumed_train_samples": progress.samples,
+        "consumed_tokens": progress.tokens,
+        "global_batch_size": config.global_batch_size,
         "model_config": asdict(config.model.model_config),
         "dtype": config.model.dtype,
         "sequence_length": config.tokens.sequence_length,
     }
     folder = Path(config.checkpoints.checkpoints_path)
-    path = save(folder, step, records, training.mesh, state, config_text=dump_config(config))
+    text = dump_config(config)
+    path = save(folder, progress.step, records, training.mesh, state, config_text=text)
     report.say(f"Saved checkpoint {path}")
 
 
@@ -131,7 +180,7 @@ def _stage_at(config: Config, step: int) -> int:
     return sum(start <= step for start in starts) - 1
 
 
-def _introduce(training: Training, report: Report, done: int) -> None:
+def _introduce(training: Training, report: Report, remark: str) -> None:
     config = training.config
     sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
     report.say(f"Project {config.general.project} | {sizes} | device {training.mesh.device}")
@@ -142,8 +191,8 @@ def _introduce(training: Training, report: Report, done: int) -> None:
     )
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")
-    if done:
-        report.say(f"Resumed after step {done} from {config.checkpoints.resume_checkpoint_path}")
+    if remark:
+        report.say(remark)
 
 
 def _show_sample(training: Training, report: Report) -> None:

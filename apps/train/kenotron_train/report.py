@@ -41,7 +41,7 @@ class Report:
         coords = mesh.coords
         self._place = f"DP={coords['dp']}|PP={coords['pp']}|TP={coords['tp']}"
         self._world = config.world_size
-        self._began = time.perf_counter()
+        self._began, self._seconds = time.perf_counter(), 0.0
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: Progress | None = None
         self._file = None
@@ -78,11 +78,21 @@ class Report:
         """The clock of a step starts now."""
         self._began = time.perf_counter()
 
-    def step(self, step: int, result: StepResult, consumed_tokens: int) -> None:
+    def end_step(self) -> None:
+        """It stops: validation and saving are no part of a step's time."""
+        self._seconds = time.perf_counter() - self._began
+
+    def step(
+        self,
+        step: int,
+        result: StepResult,
+        consumed_tokens: int,
+        validation_loss: float | None = None,
+    ) -> None:
         """Report a finished step: one metrics object, and a line at the configured interval."""
         if not self._speaks or self._file is None:
             return
-        seconds = time.perf_counter() - self._began
+        seconds = self._seconds
         speed = self._config.global_batch_tokens / seconds
         metrics: dict[str, Any] = {
             "step": step,
@@ -92,22 +102,17 @@ class Report:
             "consumed_tokens": consumed_tokens,
             "tokens_per_sec": speed,
         }
+        if validation_loss is not None:
+            metrics["validation_loss"] = validation_loss
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         last = self._config.tokens.train_steps
         if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
             self.say(self._line(step, result, consumed_tokens, seconds))
+        if validation_loss is not None:
+            self.say(f"validation: {step} / {last} | val_loss: {short(validation_loss)}")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{result.loss:.3f}")
-
-    def validation(self, step: int, loss: float) -> None:
-        """Report the loss on held-out samples."""
-        if self._speaks and self._file is not None:
-            self._file.write(json.dumps({"step": step, "validation_loss": loss}) + "\n")
-            self._file.flush()
-        self.say(
-            f"validation: {step} / {self._config.tokens.train_steps} | val_loss: {short(loss)}"
-        )
 
     def _line(self, step: int, result: StepResult, consumed_tokens: int, seconds: float) -> str:
         config = self._config

@@ -6,7 +6,8 @@ divided by tp size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,12 +56,13 @@ def training_step(training: Training, batch: Batch, step: int) -> StepResult:
     return result
 
 
-def evaluate(training: Training, batches: list[Batch]) -> float:
+def evaluate(training: Training, batches: Iterable[Batch]) -> float:
     """Mean cross entropy over the targets of all ``batches``, the same on every rank."""
     mesh = training.mesh
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     targets = 0
-    for batch in batches:
+    for on_host in batches:
+        batch = on_host.to(mesh.device)
         inputs = [micro.tokens_BS.flatten() for micro in batch]
         whole = loss_fn(training, batch, 1)
         total += training.model.pipeline.evaluate(inputs, whole, list(batch))
@@ -96,8 +98,7 @@ def loss_fn(training: Training, batch: Batch, count: int) -> Callable[[Tensor, i
 
 
 def _check_finite(result: StepResult, step: int) -> None:
-    values = torch.tensor([result.loss, result.grad_norm])
-    if not torch.isfinite(values).all():
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         raise FloatingPointError(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has "
             "diverged; lower the learning rate or resume from an earlier checkpoint"

@@ -113,7 +113,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=15, help="of the largest sizes")
     options = parser.parse_args()
-    print(f"{'ranks':>5} {'verb':<14} {'dtype':<5} {'size':>6} {'ours us':>9} {'torch us':>9} ratio")
+    print(
+        f"{'ranks':>5} {'verb':<14} {'dtype':<5} {'size':>6} {'ours us':>9} {'torch us':>9} ratio"
+    )
     rows = []
     for ranks in (2, 4):
         for row in table(ranks, options.rounds):

@@ -216,7 +216,15 @@ def wait_for_pids(folder, count):
     raise TimeoutError
 
 
-def test_ctrl_c_ends_all_ranks(tmp_path):
+@pytest.fixture
+def ctrl_c():
+    """Python's own handler: a program started in the background inherits an ignored SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_all_ranks(tmp_path, ctrl_c):
     def interrupt():
         wait_for_pids(tmp_path, 2)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -232,7 +240,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path):
 
 
 PROGRAM = textwrap.dedent("""
-    import os, sys, time
+    import os, signal, sys, time
     from pathlib import Path
     from kenotron_dist import barrier, spawn
 
@@ -242,6 +250,7 @@ PROGRAM = textwrap.dedent("""
         barrier(mesh.world)
 
     if __name__ == "__main__":
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         spawn(work, sys.argv[1], tp=2)
 """)
 

@@ -37,7 +37,7 @@ Step = Callable[[Tensor], None]
 
 
 class Block(nn.Module):
-    """The matrices of a decoder layer, without attention: (N, WIDTH) -> same."""
+    """The matrices of a decoder layer, without attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +47,7 @@ class Block(nn.Module):
         self.down = nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(N, WIDTH) -> (N, WIDTH)."""
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         x = x + self.out(q * k.tanh() + v)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)

@@ -47,9 +47,7 @@ def test_the_simulator_sees_a_deadlock() -> None:
 
 
 def test_the_simulator_sees_a_missing_micro_batch_and_a_wrong_order() -> None:
-    with pytest.raises(
-        ValueError, match=r"runs F of micro-batches \[0\]: each of 2 must"
-    ):
+    with pytest.raises(ValueError, match=r"runs F of micro-batches \[0\]: each of 2 must"):
         simulate(lambda s, n, m: gpipe(s, n, m - 1), 2, 2)
 
     def swapped(stage: int, n_stages: int, n_microbatches: int) -> list[Action]:
