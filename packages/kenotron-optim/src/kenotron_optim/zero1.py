@@ -156,14 +156,8 @@ class SlicedOptimizer:
 
     def _slice(self, span: Span, rank: int) -> Tensor:
         start, stop = span.owned(rank)
-        return (
-            self._parameter(span.name)
-            .detach()
-            .reshape(-1)[start:stop]
-            .float()
-            .clone()
-            .requires_grad_()
-        )
+        flat = self._parameter(span.name).detach().reshape(-1)
+        return flat[start:stop].float().clone().requires_grad_()
 
     def _gather_gradients(self, slices: Slices) -> dict[Piece, Tensor]:
         """Every data rank's slices."""
