@@ -23,6 +23,9 @@ from kenotron_dist import (
 from kenotron_generate.load import Description, describe, load_model
 from kenotron_models import generate
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -44,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         described = describe(arguments.ckpt_path)
         pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
         start(continue_text, described, request, config=MeshConfig(pp=pp, tp=tp))
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     except PeerLost as error:
         return _fail(str(error), STALLED)
     except RankError as error:

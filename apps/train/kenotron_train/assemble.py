@@ -94,7 +94,8 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         initializer=standard_init(llama, config.model.init_method.std),
     )
     schedule = SCHEDULES[config.parallelism.pp_engine]
-    return Model(stack, layouts, Pipeline(stack, mesh["pp"], schedule, mesh.device))
+    pipeline = Pipeline(stack, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))
+    return Model(stack, layouts, pipeline)
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:

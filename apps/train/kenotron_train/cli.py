@@ -14,6 +14,9 @@ from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 USER_ERRORS = (ValueError, OSError, FloatingPointError)
 """Errors whose message says all; others come with a traceback."""
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train from a YAML file, or the embedded default; the exit status.
@@ -31,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
     except PeerLost as error:
         return _fail(str(error), STALLED)
     except RankError as error:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kenotron_ckpt import latest_step, load, save
+from kenotron_ckpt import latest_step
 from kenotron_data import Cursor, Loader, decode, encode
 from kenotron_dist import Mesh, check_replicas, named_parameters
 from kenotron_models import generate, parameter_count
@@ -18,36 +17,18 @@ from kenotron_train.assemble import (
     Corpus,
     Training,
     build_training,
-    model_records,
     open_corpus,
     open_loader,
     open_validation,
 )
 from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
+from kenotron_train.resume import Progress, earlier_run, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
-from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
 TargetMask = Callable[[Tensor, int], Any]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come; what a checkpoint says of it."""
-
-    step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
-    """Place in the data."""
-    samples: int = 0
-    """Samples read in all, over all ranks and stages."""
-    tokens: int = 0
-
-    def after(self, config: Config, cursor: Cursor) -> Progress:
-        """One step later."""
-        samples = self.samples + config.global_batch_size
-        return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
 
 
 def train(
@@ -61,7 +42,8 @@ def train(
     bad input.
     """
     training = build_training(config, mesh)
-    progress, remark = _resume(training)
+    progress, remark = resume(training)
+    remark = remark or earlier_run(config)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with Report(config, mesh, progress.step + 1) as report:
         _introduce(training, report, remark)
@@ -86,7 +68,8 @@ def _steps(
         if corpus is None or loader is None or loader.cursor.stage != stage:
             if loader is not None:
                 loader.close()
-            corpus = open_corpus(config, stage)
+            with mesh.pulse.busy("reading the corpus"):
+                corpus = open_corpus(config, stage)
             cursor = progress.cursor if progress.cursor.stage == stage else Cursor(stage=stage)
             loader = open_loader(config, mesh, corpus, cursor, target_mask)
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
@@ -114,64 +97,15 @@ def _validate(training: Training, step: int, corpus: Corpus) -> float | None:
     return evaluate(training, itertools.islice(batches, tokens.limit_val_batches))
 
 
+def _save(training: Training, report: Report, progress: Progress) -> None:
+    report.say(f"Saved checkpoint {save_run(training, progress)}")
+
+
 def _is_due(config: Config, step: int) -> bool:
     """Whether a checkpoint is written after this step."""
     checkpoints = config.checkpoints
     last = step == config.tokens.train_steps and checkpoints.save_final_state
     return last or step % checkpoints.checkpoint_interval == 0
-
-
-def _resume(training: Training) -> tuple[Progress, str]:
-    """Load the checkpoint that the config names; how far it is, and a sentence about it."""
-    config, checkpoints = training.config, training.config.checkpoints
-    if checkpoints.resume_checkpoint_path is None:
-        return Progress(), ""
-    folder = Path(checkpoints.resume_checkpoint_path)
-    wanted: dict[str, Any] = dict(model_records(training.model))
-    if checkpoints.load_optimizer:
-        training.optimizer.prepare()
-        wanted |= training.optimizer.wanted()
-    state = load(folder, wanted, training.mesh)
-    if checkpoints.load_optimizer:
-        training.optimizer.steps = int(state["optimizer_steps"])
-        training.optimizer.publish()
-    else:
-        training.optimizer.reload()
-    progress = Progress(
-        int(state["step"]),
-        Cursor.from_dict(state["cursor"]),
-        int(state["consumed_train_samples"]),
-        int(state["consumed_tokens"]),
-    )
-    remark = f"Resumed after step {progress.step} from {folder}"
-    if state["global_batch_size"] != config.global_batch_size:
-        remark += (
-            f"; the global batch changes from {state['global_batch_size']} to "
-            f"{config.global_batch_size} samples"
-        )
-    if progress.step >= config.tokens.train_steps:
-        remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
-    return progress, remark
-
-
-def _save(training: Training, report: Report, progress: Progress) -> None:
-    config = training.config
-    records = {**model_records(training.model), **training.optimizer.state()}
-    state = {
-        "step": progress.step,
-        "optimizer_steps": training.optimizer.steps,
-        "cursor": progress.cursor.to_dict(),
-        "consumed_train_samples": progress.samples,
-        "consumed_tokens": progress.tokens,
-        "global_batch_size": config.global_batch_size,
-        "model_config": asdict(config.model.model_config),
-        "dtype": config.model.dtype,
-        "sequence_length": config.tokens.sequence_length,
-    }
-    folder = Path(config.checkpoints.checkpoints_path)
-    text = dump_config(config)
-    path = save(folder, progress.step, records, training.mesh, state, config_text=text)
-    report.say(f"Saved checkpoint {path}")
 
 
 def _stage_at(config: Config, step: int) -> int:

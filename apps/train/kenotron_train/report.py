@@ -167,7 +167,9 @@ def _continue(path: Path, first_step: int) -> Any:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a line cut off when the run died
-    file = path.open("w")
+    fresh = path.with_suffix(".new")  # renamed into place: a kill here loses nothing
+    file = fresh.open("w")
     file.writelines(kept)
     file.flush()
+    fresh.replace(path)
     return file

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import runs
@@ -53,6 +54,65 @@ def test_a_stopped_run_resumes_on_another_layout_as_if_never_stopped(tmp_path: P
     for a, b in zip(got, want, strict=True):
         assert a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-6)
         assert (a["lr"], a["consumed_tokens"]) == (b["lr"], b["consumed_tokens"])
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that saved before its first step, after the third and the last."""
+    folder = tmp_path_factory.mktemp("stopped")
+    flags = runs.arguments(folder, checkpoints__save_initial_state="true")
+    assert runs.train(folder, *flags).returncode == 0
+    return folder
+
+
+def resumed(stopped: Path, folder: Path, **changes: object) -> CompletedProcess[str]:
+    changes = {"checkpoints__resume_checkpoint_path": stopped / "checkpoints/3"} | changes
+    return runs.train(folder, *runs.arguments(folder, **changes))
+
+
+def test_the_initial_state_resumes_as_a_fresh_run(stopped: Path, tmp_path: Path) -> None:
+    done = resumed(stopped, tmp_path, checkpoints__resume_checkpoint_path=stopped / "checkpoints/0")
+    assert done.returncode == 0, done.stderr
+    assert [s["lm_loss"] for s in runs.metrics(tmp_path)] == [
+        s["lm_loss"] for s in runs.metrics(stopped)
+    ]
+
+
+def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path) -> None:
+    done = resumed(
+        stopped, tmp_path, model__model_config__rope_theta=100.0,
+        model__model_config__tie_word_embeddings="true",
+    )  # fmt: skip
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "is of another model: model.model_config.rope_theta is 100.0 in" in done.stderr
+    assert "tie_word_embeddings is True in the config and False in the checkpoint" in done.stderr
+
+
+def test_changed_data_and_batch_are_named_on_resume(stopped: Path, tmp_path: Path) -> None:
+    done = resumed(
+        stopped, tmp_path, tokens__micro_batch_size=1, tokens__limit_val_batches=0,
+        data_stages__0__data__seed=7,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "global_batch_size changes from 4 to 2" in done.stdout
+    assert "held_out changes from True to False: samples may come twice" in done.stdout
+    assert "data_stages changes from" in done.stdout
+    assert runs.metrics(tmp_path)[-1]["consumed_tokens"] == (3 * 4 + 3 * 2) * 32
+
+
+def test_a_finished_run_says_so_and_a_used_folder_too(stopped: Path, tmp_path: Path) -> None:
+    done = resumed(stopped, tmp_path, checkpoints__resume_checkpoint_path=stopped / "checkpoints")
+    assert done.returncode == 0 and "nothing is left to do" in done.stdout
+    flags = runs.arguments(tmp_path, checkpoints__checkpoints_path=stopped / "checkpoints")
+    done = runs.train(tmp_path, *flags, "--set", "tokens.train_steps=1")
+    assert "has checkpoints of an earlier run, up to step 6" in done.stdout
+
+
+def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
+    flags = runs.arguments(tmp_path, parallelism__tp=2, tokens__sequence_length=31)
+    done = runs.train(tmp_path, *flags)  # without a config file a run ends with a sample
+    assert done.returncode == 0, done.stderr
+    assert "A sample of the model" in done.stdout
 
 
 def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:

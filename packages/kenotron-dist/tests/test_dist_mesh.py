@@ -67,6 +67,18 @@ def check_cells(mesh):
     assert mesh.subset("pp", (0,)).ranks == (mesh.rank,)  # an axis of size 1
 
 
+def check_twin(mesh):
+    axis, twin = mesh["tp"], mesh.twin("tp")
+    assert (twin.rank, twin.ranks, twin.backend) == (axis.rank, axis.ranks, axis.backend)
+    assert twin is mesh.twin("tp") and twin.group is not axis.group
+    assert members(twin) == axis.ranks
+    assert mesh.twin("pp").group is None  # an axis of size 1
+
+
+def test_a_twin_has_the_same_ranks_and_another_group():
+    on_ranks(check_twin, tp=2, dp=2)
+
+
 def check_two_meshes(mesh):
     """The first made groups of all kinds; the second must not meet them by name."""
     check_cells(mesh)

@@ -44,6 +44,13 @@ def test_a_rank_that_calls_nothing_is_absent():
     )
 
 
+def test_a_rank_that_has_declared_long_work_is_borne_unless_it_dies():
+    saving = beat()._replace(doing="saving a checkpoint")
+    assert search({1: saving, 2: beat(ticket())}).verdict is None
+    assert search({1: saving, 2: beat(ticket())}, silent=[1]).verdict.kind == "silent"
+    assert Beat.decode(saving.encode()) == saving
+
+
 def test_waits_are_followed_to_a_rank_that_waits_for_nobody():
     on_2 = ticket(1, (1, 2), axis="pp")
     on_3 = ticket(1, (2, 3), axis="dp")

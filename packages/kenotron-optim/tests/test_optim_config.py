@@ -19,7 +19,7 @@ OPTIMIZER = {
     ("change", "sentence"),
     [
         ({"name": "sgd"}, "name: 'sgd' was given; only 'adamW' is available yet"),
-        ({"adam_eps": -1.0}, "adam_eps: -1.0 was given; it must be finite and not negative"),
+        ({"adam_eps": -1.0}, "adam_eps: -1.0 was given; it must be finite and above 0"),
         ({"adam_beta1": 1.0}, "adam_beta1: 1.0 was given; it must be at least 0 and below 1"),
         ({"adam_beta2": float("nan")}, "adam_beta2: nan was given"),
     ],

@@ -268,6 +268,57 @@ def test_both_stages_describe_the_same_records() -> None:
     assert any(name == "optimizer.exp_avg.first.weight" for name, _, _ in one[0])
 
 
+class Shared(nn.Module):
+    """A partial norm that two stages share, as a model with tied norms would have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(1, 3, bias=False), nn.Linear(1, 3, bias=False)
+        for layer in (self.a, self.b):
+            layer.weight.data.fill_(1.0)
+            layer.placements = {"weight": (Partial("tp"), Tie("a.weight"))}
+
+
+def shared_step(mesh: Mesh) -> list[float]:
+    model = Shared()
+    layouts = parameter_layouts(model, mesh.sizes, lambda name: int(name[0] == "b"))
+    own = {n: p for n, p in named_parameters(model).items() if n[0] == "ab"[mesh["pp"].rank]}
+    grads = GradAccumulator(own, layouts, mesh)
+    grads.start()
+    for name, p in own.items():
+        (p * (2.0 if name[0] == "a" else 3.0)).sum().backward()
+    return grads.finish()["a.weight"].tolist()
+
+
+def test_a_partial_tensor_tied_over_stages_is_summed_over_both() -> None:
+    assert spawn(shared_step, pp=2, tp=2, preload=PRELOAD) == [[10.0] * 3] * 4
+
+
+def tiny(mesh: Mesh, stage: int) -> tuple[float, int]:
+    """Fewer elements than data ranks: some own nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1, bias=False)
+    grads = GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
+    optimizer = SlicedOptimizer(grads, adamw, decay_groups(grads.names, 0.0), stage)
+    optimizer.prepare()
+    grads.start()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step(grads.finish(), 0.25)
+    return model.weight.item(), optimizer.steps
+
+
+def test_a_rank_may_own_nothing() -> None:
+    for stage in (0, 1):
+        ranks = spawn(tiny, stage, dp=3, preload=PRELOAD)
+        assert len(set(ranks)) == 1 and ranks[0][1] == 1
+
+
+def half_frozen(mesh: Mesh) -> None:
+    model = Tied()
+    model.b.weight.requires_grad_(False)
+    GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
+
+
 def no_layout(mesh: Mesh) -> None:
     GradAccumulator(named_parameters(Net()), {}, mesh)
 
@@ -289,6 +340,7 @@ def bad_norm(mesh: Mesh) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (half_frozen, "'b.weight' is frozen, but it is tied to 'a.weight', which is not"),
         (no_layout, "no layout for parameters .*first.weight"),
         (no_group, "parameters .*first.bias.* are in no group"),
         (bad_stage, "ZeRO stage 3 is not available: choose 0 or 1"),
@@ -307,3 +359,8 @@ def test_groups_of_weight_decay() -> None:
         (("a.bias",), 0.0),
     ]
     assert len(decay_groups(["a"], 0.1)) == 1
+
+
+def test_a_pattern_that_names_no_parameter() -> None:
+    with pytest.raises(ValueError, match="'nrm.weight', which shall.* such as 'norm.weight'"):
+        decay_groups(["a.bias", "norm.weight"], 0.1, ["nrm.weight"])

@@ -51,7 +51,8 @@ def measure(
     layers = [(name, layer.to(dtype)) for name, layer in build(6, count)]
     stages = Stages.balanced(layers, [1.0] * count, mesh["pp"].size)
     own = stages.own(layers, mesh["pp"].rank)
-    pipeline = Pipeline([layer for _, layer in own], mesh["pp"], schedule)
+    twin = mesh.twin("pp") if contexts else None  # one group or two: the same numbers
+    pipeline = Pipeline([layer for _, layer in own], mesh["pp"], schedule, upstream=twin)
     losses = []
     for rows in (4, 3):
         inputs = [x.to(dtype) for x in batch(microbatches, rows, 6)]

@@ -31,10 +31,10 @@ from kenotron_dist.placement import (
     parameter_layouts,
     tie_storages,
 )
-from kenotron_dist.spawn import RankError, leave, spawn
+from kenotron_dist.spawn import STALLED, RankError, leave, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_to_say, start
-from kenotron_dist.watchdog import STALLED, Watchdog, watch
+from kenotron_dist.watchdog import Watchdog, watch
 
 __all__ = [
     "STALLED",

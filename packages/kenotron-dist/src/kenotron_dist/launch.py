@@ -87,14 +87,16 @@ def shutdown(code: int = 0) -> NoReturn:
 
     A rank that succeeded first waits up to 10 seconds until all are done, for the last messages
     and the store must outlive their readers. The process then ends without Python's finalisation,
-    in which gloo aborts: close files and trackers before; ``atexit`` functions do not run.
+    in which gloo aborts: close files and trackers before; ``atexit`` functions do not run. A
+    process that joined no world (it spawned its ranks) ends by SystemExit, the usual way.
     """
     code = code or _code_of(sys.exc_info()[1])
-    if dist.is_available() and dist.is_initialized():
-        if code == 0 and dist.get_world_size() > 1:
-            _farewell(dist.get_world_size())
-        with contextlib.suppress(RuntimeError):  # a group that has failed
-            dist.destroy_process_group()
+    if not (dist.is_available() and dist.is_initialized()):
+        raise SystemExit(code)  # no backend thread to fear, and finalisers clean up
+    if code == 0 and dist.get_world_size() > 1:
+        _farewell(dist.get_world_size())
+    with contextlib.suppress(RuntimeError):  # a group that has failed
+        dist.destroy_process_group()
     gc.collect()
     leave(code)
 

@@ -174,6 +174,19 @@ class Mesh:
         axis = self._cell(f"{name}{list(chosen)}", name, chosen if mine else rest)
         return axis if mine else None
 
+    def twin(self, name: str) -> Axis:
+        """The axis ``name`` once more, with a process group of its own.
+
+        For two streams of transfers that must not wait for one another: between two ranks NCCL
+        runs all transfers of a group in one order. Collective over the world when first asked.
+        """
+        key = f"{name}'"
+        if (key,) not in self._axes:
+            axis = self._view((name,))
+            group = self._new_group(axis.ranks) if axis.size > 1 else None
+            self._axes[(key,)] = self._axis(key, axis.ranks, group)
+        return self._axes[(key,)]
+
     def device_mesh(self) -> DeviceMesh:
         """The same grid as a ``torch.distributed.DeviceMesh`` over the same groups' ranks.
 

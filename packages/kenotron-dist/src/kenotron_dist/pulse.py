@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -81,6 +82,8 @@ class Pulse:
         self.on_error: Callable[[Ticket, RuntimeError], RuntimeError] | None = None
         self.watched = False
         """Whether a watchdog reads what the device still has to do."""
+        self.doing = ""
+        """Long work outside communication that others may wait for; empty when there is none."""
         self.shown: dict[int, Waiting] = {}
         """What each thread is blocked on."""
         self._queued: deque[tuple[Waiting, Job]] = deque()
@@ -97,6 +100,18 @@ class Pulse:
     def waiting(self, ticket: Ticket) -> _Shown:
         """A context in which this thread blocks on ``ticket``; RuntimeErrors leave it explained."""
         return _Shown(self, ticket)
+
+    @contextmanager
+    def busy(self, doing: str) -> Iterator[None]:
+        """A context of long uneven work (a file is written): whoever waits for it is patient.
+
+        A rank that dies in it is still reported; one that never ends it is not.
+        """
+        self.doing, before = doing, self.doing
+        try:
+            yield
+        finally:
+            self.doing = before
 
     def queued(self, ticket: Ticket, job: Job) -> None:
         """The device will do ``job``; this process did not wait for it."""

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.mesh import Mesh, MeshConfig
 
+STALLED = 75
+"""Exit code of a process that left because of a stall (``EX_TEMPFAIL``: trying again may help)."""
 _PATIENCE = 2.0
 """Seconds that a rank gets to leave by itself."""
 _GRACE = 0.3
@@ -170,6 +172,8 @@ def _result(rank: int, pipe: Connection, process: BaseProcess) -> Any:
         if code < 0:
             raise RankError(rank, "killed", f"died of {signal.Signals(-code).name}") from None
         text = f"left with exit code {code} before it was done"
+        if code == STALLED:
+            text = "gave up waiting for another rank, which its report above names"
         raise RankError(rank, "exited", text, code=code or 1) from None
     if failed:
         raise RankError(rank, *value)

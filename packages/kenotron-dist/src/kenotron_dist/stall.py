@@ -38,6 +38,8 @@ class Beat(NamedTuple):
     """Seconds since it last issued one or stopped waiting."""
     ended: str = ""
     """How it ended: ``finished``, or its exception. Empty while it lives."""
+    doing: str = ""
+    """Long work that it has declared and that others must bear."""
 
     def encode(self) -> str:
         """As JSON text."""
@@ -46,9 +48,9 @@ class Beat(NamedTuple):
     @classmethod
     def decode(cls, text: str | bytes) -> Beat:
         """Undo ``encode``."""
-        number, counts, waits, last, idle, ended = json.loads(text)
+        number, counts, waits, last, idle, *words = json.loads(text)
         shown = tuple((_ticket(ticket), float(seconds)) for ticket, seconds in waits)
-        return cls(number, counts, shown, _ticket(last) if last else None, idle, ended)
+        return cls(number, counts, shown, _ticket(last) if last else None, idle, *words)
 
 
 class Seen(NamedTuple):
@@ -192,6 +194,8 @@ class Inquiry:
                 self._causes.append(_circle(path, peer))
             elif beat.waits:
                 self._visit(peer, beat.waits[0][0], path)
+            elif beat.doing:
+                self._unsure.add(peer)
             else:
                 self._add(peer, "absent", f"has not joined {ticket}: {_whereabouts(beat)}")
 

@@ -13,6 +13,9 @@ from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.spawn import spawn
 from kenotron_dist.watchdog import watch
 
+_BACKSTOP = timedelta(hours=1)
+"""How much later the backend's own timeout comes; saving may keep others waiting that long."""
+
 
 def start(
     fn: Callable[..., object],
@@ -28,7 +31,8 @@ def start(
 
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
-    process ends with code ``STALLED``. The backend gives up after twice as long.
+    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer). The backend
+    itself gives up an hour later.
 
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
     the launcher started another number of processes, RankError when a spawned rank failed.
@@ -44,11 +48,11 @@ def start(
             dp=sizes.dp,
             cp=sizes.cp,
             tp=sizes.tp,
-            timeout=2 * limit,
+            timeout=limit + _BACKSTOP,
             device=None,
         )
         return
-    from_env(timeout=2 * limit)
+    from_env(timeout=limit + _BACKSTOP)
     mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     _watched(mesh, fn, args, limit)
 

@@ -21,11 +21,9 @@ import torch.distributed as dist
 from kenotron_dist.board import Board
 from kenotron_dist.mesh import Mesh
 from kenotron_dist.pulse import Ticket, Waiting
-from kenotron_dist.spawn import leave
+from kenotron_dist.spawn import STALLED, leave
 from kenotron_dist.stall import Beat, Cause, Inquiry, PeerLost, Search, Seen, StallReport
 
-STALLED = 75
-"""Exit code of a process that left because of a stall (``EX_TEMPFAIL``: trying again may help)."""
 _BEAT_SECONDS = 1.5
 """Longest time between two beats."""
 _LEAST_PATIENCE = 1.0
@@ -135,7 +133,8 @@ class Watchdog:
         pulse = self._pulse
         counts = {channel: ticket.number for channel, ticket in dict(pulse.tickets).items()}
         waits = tuple((wait.ticket, now - wait.since) for wait in pulse.waits())
-        return Beat(number, counts, waits, pulse.last, now - pulse.moved, self._ended)
+        idle = now - pulse.moved
+        return Beat(number, counts, waits, pulse.last, idle, self._ended, pulse.doing)
 
     def _run(self, board: Board) -> None:
         while not self._stop.wait(self._interval / 2):

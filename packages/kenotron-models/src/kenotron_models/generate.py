@@ -56,10 +56,11 @@ def generate(
             + f": give at least one, each within 0..{vocab_size - 1}"
         )
     tokens = list(prompt)
-    positions = torch.arange(window, device=mesh.device)[None]
+    width = window + -window % mesh.sizes["tp"]  # sequence parallelism cuts it in equal parts
+    positions = torch.arange(width, device=mesh.device)[None]
     for step in range(max_new_tokens):
         seen = tokens[-window:]
-        row = torch.tensor([*seen, *[0] * (window - len(seen))], device=mesh.device)
+        row = torch.tensor([*seen, *[0] * (width - len(seen))], device=mesh.device)
         with torch.no_grad():
             logits = forward(row, Window(positions))
         chosen = torch.zeros(1, dtype=torch.int64, device=mesh.device)

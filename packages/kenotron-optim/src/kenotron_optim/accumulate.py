@@ -44,7 +44,7 @@ class GradAccumulator:
         fp32: bool = True,
         bucket_mb: float = 25,
     ) -> None:
-        parameters = {path: p for path, p in parameters.items() if p.requires_grad}
+        parameters = _trainable(parameters, layouts)
         unknown = sorted(set(parameters) - set(layouts))
         if unknown:
             raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")
@@ -68,7 +68,7 @@ class GradAccumulator:
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         for path, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(path, layouts[path], fp32))
-        self._sync = GradientSync(layouts, self.layouts, mesh)
+        self._sync = GradientSync(layouts, self.logical, mesh)
 
     def start(self) -> None:
         """Forget the last step's gradients."""
@@ -128,6 +128,21 @@ class GradAccumulator:
 
     def _write(self, name: str, gradient: Tensor) -> None:
         write(*self._places[name], gradient)
+
+
+def _trainable(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
+) -> dict[str, nn.Parameter]:
+    """Parameters that want a gradient; a tied tensor must be frozen under all names or none."""
+    frozen = {path for path, p in parameters.items() if not p.requires_grad}
+    for path in sorted(frozen & set(layouts)):
+        learning = (set(layouts[path].owners) & set(parameters)) - frozen
+        if learning:
+            raise ValueError(
+                f"{path!r} is frozen, but it is tied to {min(learning)!r}, which is not: freeze "
+                "all owners or none"
+            )
+    return {path: p for path, p in parameters.items() if path not in frozen}
 
 
 def _first_owners(

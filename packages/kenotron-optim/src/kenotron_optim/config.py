@@ -33,8 +33,8 @@ class AdamWConfig:
         found = []
         if self.name != "adamW":
             found.append(f"name: {self.name!r} was given; only 'adamW' is available yet")
-        if not 0 <= self.adam_eps < INFINITY:
-            found.append(f"adam_eps: {self.adam_eps} was given; it must be finite and not negative")
+        if not 0 < self.adam_eps < INFINITY:
+            found.append(f"adam_eps: {self.adam_eps} was given; it must be finite and above 0")
         for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
             if not 0 <= beta < 1:
                 found.append(f"{name}: {beta} was given; it must be at least 0 and below 1")

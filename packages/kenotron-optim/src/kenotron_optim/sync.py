@@ -34,12 +34,13 @@ class _Tied:
 class GradientSync:
     """Runs the sums of one stage.
 
-    Arguments: layouts of the whole model by parameter name; those of this stage by logical name;
-    the mesh. Collective over the mesh: groups are made here, in one order on all ranks.
+    Arguments: layouts of the whole model by parameter name; this stage's parameter that stands for
+    each logical name; the mesh. Collective over the mesh: groups are made here, in one order on all
+    ranks.
     """
 
     def __init__(
-        self, whole: Mapping[str, TensorLayout], own: Mapping[str, TensorLayout], mesh: Mesh
+        self, whole: Mapping[str, TensorLayout], own: Mapping[str, str], mesh: Mesh
     ) -> None:
         self._ties = _ties(whole, mesh)
         axes = {
@@ -47,13 +48,12 @@ class GradientSync:
             for _, layout in sorted(whole.items())
             for group in gradient_sums(layout, mesh.sizes, mesh.coords)
         }
-        paths = {layout.name: path for path, layout in sorted(whole.items(), reverse=True)}
         self._partial: list[tuple[Axis, list[tuple[str, TensorLayout, tuple[Box, ...]]]]] = []
         for key, axis in axes.items():
             members = [
-                (paths[name], layout, group.boxes)
-                for name, layout in own.items()
-                for group in gradient_sums(layout, mesh.sizes, mesh.coords)
+                (path, whole[path], group.boxes)
+                for path in own.values()
+                for group in gradient_sums(whole[path], mesh.sizes, mesh.coords)
                 if (group.axis, group.parts) == key
             ]
             if members:
@@ -103,7 +103,10 @@ def _sum_boxes(
     """One all-reduce for the blocks of all tensors that are partial over the same ranks."""
     gradients = {layout.name: read(path, layout) for path, layout, _ in members}
     views = [box.of_local(gradients[layout.name]) for _, layout, boxes in members for box in boxes]
-    summed = all_reduce(torch.cat([view.reshape(-1) for view in views]), axis)
+    flat = [view.reshape(-1) for view in views]
+    summed = all_reduce(
+        torch.cat(flat) if flat else next(iter(gradients.values())).new_empty(0), axis
+    )
     for view, part in zip(views, summed.split([view.numel() for view in views]), strict=True):
         view.copy_(part.view_as(view))
     for name, gradient in gradients.items():

@@ -54,20 +54,22 @@ class SlicedOptimizer:
             for rank in held
             if span.owned(rank)[0] < span.owned(rank)[1]
         }
-        self._inner = make_optimizer(_options(groups, self.masters))
+        options = _options(groups, self.masters)
+        # A rank may own nothing: few small parameters on many data ranks.
+        self._inner = make_optimizer(options) if options else None
+        self._steps = 0
 
     def step(self, slices: Slices, lr: float) -> None:
         """Update masters with gradient ``slices`` and parameters with masters.
 
         Collective over dp and cp. ``lr`` is the learning rate of all groups.
         """
-        for group in self._inner.param_groups:
-            group["lr"] = lr
         whole = self.stage == 0 and self._data.size > 1
         gradients = self._gather_gradients(slices) if whole else None
         for (name, rank), master in self.masters.items():
             master.grad = slices[name] if gradients is None else gradients[name, rank]
-        self._inner.step()
+        self._update(lr)
+        self._steps += 1
         for master in self.masters.values():
             master.grad = None
         self.publish()
@@ -119,35 +121,42 @@ class SlicedOptimizer:
 
         That update is taken back. Write loaded values into ``wanted()`` and ``steps`` afterwards.
         """
+        before = [master.detach().clone() for master in self.masters.values()]
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
-        before = [master.clone() for master in self.masters.values()]
-        self._inner.step()
+        self._update(0.0)
         for master, value in zip(self.masters.values(), before, strict=True):
             master.data.copy_(value)
             master.grad = None
-            for entry in self._inner.state[master].values():
+            for entry in self._state(master).values():
                 if isinstance(entry, Tensor):
                     entry.zero_()
 
     @property
     def steps(self) -> int:
         """Updates made so far, those before a resume included."""
-        for state in self._inner.state.values():
-            if "step" in state:
-                return int(state["step"])
-        return 0
+        return self._steps
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        for state in self._inner.state.values():
-            if "step" in state:
+        self._steps = steps
+        for master in self.masters.values():
+            if "step" in (state := self._state(master)):
                 state["step"].fill_(float(steps))
+
+    def _update(self, lr: float) -> None:
+        if self._inner is not None:
+            for group in self._inner.param_groups:
+                group["lr"] = lr
+            self._inner.step()
+
+    def _state(self, master: Tensor) -> dict[str, Any]:
+        return {} if self._inner is None else self._inner.state.get(master, {})
 
     def _tensors(self) -> Iterable[tuple[str, Piece, Tensor]]:
         for piece, master in self.masters.items():
             yield "master", piece, master.detach()
-            for key, entry in self._inner.state.get(master, {}).items():
+            for key, entry in self._state(master).items():
                 if isinstance(entry, Tensor) and entry.shape == master.shape and key != "step":
                     yield key, piece, entry
 

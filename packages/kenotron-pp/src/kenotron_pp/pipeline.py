@@ -29,6 +29,9 @@ class Pipeline:
         axis: the pp axis; size 1 runs everything here.
         schedule: order of forwards and backwards.
         device: where activations live.
+        upstream: an axis over the same ranks for the gradients (``mesh.twin("pp")``). NCCL runs
+            all transfers between two ranks in one order, so that activations and gradients over
+            one group deadlock; gloo needs only one. Default: ``axis``.
     """
 
     def __init__(
@@ -37,8 +40,10 @@ class Pipeline:
         axis: Axis,
         schedule: Schedule = one_f_one_b,
         device: torch.device | str = "cpu",
+        upstream: Axis | None = None,
     ) -> None:
         self.layers = list(layers)
+        self._upstream = upstream or axis
         self.axis, self.schedule = axis, schedule
         self.device = torch.device(device)
         self.is_first = axis.rank == 0
@@ -110,7 +115,8 @@ class Pipeline:
         peer = self.axis.rank + step
         if not 0 <= peer < self.axis.size:
             return None
-        return Channel(self.axis, peer, upstream=upstream, device=self.device)
+        axis = self._upstream if upstream else self.axis
+        return Channel(axis, peer, upstream=upstream, device=self.device)
 
 
 class _Step:

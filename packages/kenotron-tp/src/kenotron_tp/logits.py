@@ -35,7 +35,7 @@ def choose_tokens(
     the argmax of logits plus Gumbel noise, and each rank knows its own best. Raises ValueError for
     a negative temperature, or a vocabulary that the columns do not hold.
     """
-    if temperature < 0:
+    if not temperature >= 0:
         raise ValueError(f"temperature {temperature} is negative: 0 is greedy, 1 leaves the model")
     width = logits_BV.shape[-1]
     if not 0 < vocab_size <= width * axis.size:

@@ -1,0 +1,152 @@
+"""Saving a run, and going on with it on any layout."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt import latest_step, load, read_manifest, save
+from kenotron_ckpt import resolve as find_checkpoint
+from kenotron_data import Cursor
+from kenotron_dist import check_replicas, named_parameters
+from kenotron_train.assemble import Training, model_records
+from kenotron_train.config import Config
+from kenotron_train.yaml_config import dump_config
+
+NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
+"""Fields of a model that may differ between a checkpoint and the config that resumes it."""
+NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    """Place in the data."""
+    samples: int = 0
+    """Samples read in all, over all ranks and stages."""
+    tokens: int = 0
+
+    def after(self, config: Config, cursor: Cursor) -> Progress:
+        """One step later."""
+        samples = self.samples + config.global_batch_size
+        return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
+
+
+def save_run(training: Training, progress: Progress) -> Path:
+    """Write a checkpoint of the run; its folder. Collective over the mesh.
+
+    Raises ValueError when replicas of a parameter have come to differ, OSError when a file cannot
+    be written.
+    """
+    config, mesh, model = training.config, training.mesh, training.model
+    check_replicas(named_parameters(model.stack), model.layouts, mesh)
+    records = {**model_records(model), **training.optimizer.state()}
+    state = {
+        "step": progress.step,
+        "optimizer_steps": training.optimizer.steps,
+        "cursor": progress.cursor.to_dict(),
+        "consumed_train_samples": progress.samples,
+        "consumed_tokens": progress.tokens,
+        "model_config": asdict(config.model.model_config),
+        "dtype": config.model.dtype,
+        "sequence_length": config.tokens.sequence_length,
+        "reading": _reading(config),
+    }
+    folder = Path(config.checkpoints.checkpoints_path)
+    text = dump_config(config)
+    with mesh.pulse.busy("saving a checkpoint"):
+        return save(folder, progress.step, records, mesh, state, config_text=text)
+
+
+def resume(training: Training) -> tuple[Progress, str]:
+    """Load the checkpoint that the config names; how far it is, and a sentence about it.
+
+    Collective over the mesh. Raises FileNotFoundError or ValueError when there is none, when it is
+    damaged, of another model, or not of a training run.
+    """
+    config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
+    if checkpoints.resume_checkpoint_path is None:
+        return Progress(), ""
+    folder = find_checkpoint(Path(checkpoints.resume_checkpoint_path))
+    state = dict(read_manifest(folder).state)
+    _check_state(state, config, folder)
+    steps = int(state["optimizer_steps"])
+    wanted: dict[str, Any] = dict(model_records(training.model))
+    if checkpoints.load_optimizer:
+        if steps:  # before its first update an optimizer has masters and no more
+            training.optimizer.prepare()
+        wanted |= training.optimizer.wanted()
+    with mesh.pulse.busy("loading a checkpoint"):
+        load(folder, wanted, mesh)
+    if checkpoints.load_optimizer:
+        training.optimizer.steps = steps
+        training.optimizer.publish()
+    else:
+        training.optimizer.reload()
+    progress = Progress(
+        int(state["step"]),
+        Cursor.from_dict(state["cursor"]),
+        int(state["consumed_train_samples"]),
+        int(state["consumed_tokens"]),
+    )
+    return progress, _remark(progress, state, config, folder)
+
+
+def earlier_run(config: Config) -> str:
+    """A warning when a fresh run starts in a folder that has checkpoints; empty otherwise."""
+    folder = Path(config.checkpoints.checkpoints_path)
+    newest = latest_step(folder) if folder.is_dir() else None
+    if newest is None:
+        return ""
+    return (
+        f"{folder} has checkpoints of an earlier run, up to step {newest}: this run starts afresh "
+        "and replaces those of the same steps; set checkpoints.checkpoints_path to keep them apart"
+    )
+
+
+def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
+    needed = ("step", "optimizer_steps", "cursor", "consumed_train_samples", "consumed_tokens")
+    missing = [key for key in (*needed, "model_config", "reading") if key not in state]
+    if missing:
+        raise ValueError(
+            f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
+            "this version of apps/train?"
+        )
+    given = asdict(config.model.model_config)
+    changed = [
+        f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
+        for name, value in state["model_config"].items()
+        if name not in NO_EFFECT and given.get(name) != value
+    ]
+    if changed:
+        raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))
+
+
+def _reading(config: Config) -> dict[str, Any]:
+    """What the place in the data refers to: with other values samples are skipped or repeated."""
+    return {
+        "global_batch_size": config.global_batch_size,
+        "sequence_length": config.tokens.sequence_length,
+        "held_out": config.tokens.limit_val_batches > 0,
+        "data_stages": [
+            {"seed": stage.data.seed, "dataset": stage.data.dataset and asdict(stage.data.dataset)}
+            for stage in config.data_stages
+        ],
+    }
+
+
+def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
+    remark = f"Resumed after step {progress.step} from {folder}"
+    now = _reading(config)
+    for name, before in state["reading"].items():
+        if now.get(name) != before:
+            remark += f"; {name} changes from {before} to {now.get(name)}"
+            if name != "global_batch_size":
+                remark += ": samples may come twice or not at all"
+    if progress.step >= config.tokens.train_steps:
+        remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
+    return remark
