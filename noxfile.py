@@ -28,9 +28,7 @@ PYTEST = "pytest>=9,<10"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
 REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # no torch needed
-# Tests start several processes: one thread each. DETAIL names collectives that do not match.
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-TEST_ENV = ONE_THREAD | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # tests start several processes
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -88,7 +86,7 @@ def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
 def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
     install_tree(session, PYTEST, use=closure(package), test=[package])
-    session.run("pytest", str(package / "tests"), *session.posargs, env=TEST_ENV)
+    session.run("pytest", str(package / "tests"), *session.posargs, env=ONE_THREAD)
 
 
 def wheel(session: nox.Session, package: Path) -> None:
@@ -161,14 +159,14 @@ def integration(session: nox.Session) -> None:
     if not paths:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("pytest", *map(str, paths), *session.posargs, env=TEST_ENV)
+    session.run("pytest", *map(str, paths), *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(name="grid-full", default=False)
 def grid_full(session: nox.Session) -> None:
     """Compare every layout, not the sample of them that `integration` takes."""
     install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("pytest", "tests/test_parity.py", "--grid=full", *session.posargs, env=TEST_ENV)
+    session.run("pytest", "tests/test_parity.py", "--grid=full", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session(default=False)

@@ -1,8 +1,12 @@
 """One thread a process, and the same examples on every machine."""
 
+import os
+
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# Collectives that do not match become an error that names them, at some milliseconds each.
+os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("house")

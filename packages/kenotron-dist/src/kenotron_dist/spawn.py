@@ -173,7 +173,7 @@ def _result(rank: int, pipe: Connection, process: BaseProcess) -> Any:
             raise RankError(rank, "killed", f"died of {signal.Signals(-code).name}") from None
         text = f"left with exit code {code} before it was done"
         if code == STALLED:
-            text = "gave up waiting for another rank, which its report above names"
+            text = f"gave up (exit code {code}): it waited for a rank that its report above names"
         raise RankError(rank, "exited", text, code=code or 1) from None
     if failed:
         raise RankError(rank, *value)
