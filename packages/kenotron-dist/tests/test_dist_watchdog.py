@@ -238,9 +238,7 @@ def default_action(mesh, folder):
 
 def test_by_default_the_process_writes_a_line_and_leaves_with_a_documented_code(tmp_path):
     assert STALLED == 75
-    with pytest.raises(
-        RuntimeError, match=r"rank 0: exited: gave up \(exit code 75\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"rank 0: exited: gave up \(exit code 75\)"):
         spawn(default_action, str(tmp_path), tp=2)
     line = (tmp_path / "0.txt").read_text()
     assert line.startswith("rank 0 waits") and line.count("\n") == 1
