@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from kenotron_data import decode, encode
+from kenotron_ckpt import passed_over
+from kenotron_data import decode, encode, printable
 from kenotron_dist import (
     STALLED,
     Mesh,
@@ -43,8 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = Request(
         arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed
     )
+    if not request.prompt or request.max_new_tokens < 0:
+        given = f"--prompt {request.prompt!r} --max-new-tokens {request.max_new_tokens}"
+        return _fail(f"{given}: give a text to continue and a number of tokens from 0")
     try:
         described = describe(arguments.ckpt_path)
+        if described.folder != Path(arguments.ckpt_path):
+            newer = passed_over(described.folder)
+            more = (
+                f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
+            )
+            print(f"reading {described.folder}{more}", file=sys.stderr)
         pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
         start(continue_text, described, request, config=MeshConfig(pp=pp, tp=tp))
     except KeyboardInterrupt:
@@ -92,7 +104,9 @@ def continue_text(mesh: Mesh, described: Description, request: Request) -> None:
     )
     text = decode([*prompt, *new])
     if mesh.rank == 0:
-        print(text, flush=True)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
+        print(printable(text) if sys.stdout.isatty() else text, flush=True)
 
 
 def _size(name: str, given: int, described: Description) -> int:

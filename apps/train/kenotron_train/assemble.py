@@ -134,7 +134,7 @@ class Corpus:
 def open_corpus(config: Config, stage: int) -> Corpus:
     """Read the text of a data stage, or make up tokens where its dataset is null.
 
-    Raises FileNotFoundError or ValueError when the path is missing or holds too little text.
+    Raises ValueError when the path is missing, is no text, or holds too little of it.
     """
     source = config.data_stages[stage].data
     vocab, sequence = config.model.model_config.vocab_size, config.tokens.sequence_length
@@ -142,7 +142,15 @@ def open_corpus(config: Config, stage: int) -> Corpus:
         made_up = RandomTokens(vocab, sequence, source.seed)
         held = RandomTokens(vocab, sequence, source.seed + 1, samples=config.global_batch_size)
         return Corpus(made_up, held if config.tokens.limit_val_batches else None)
-    tokens = encode(_documents(source.dataset), vocab)
+    key = f"data_stages.{stage}.data.dataset.hf_dataset_or_datasets"
+    try:
+        documents = _documents(source.dataset)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{key}: {error}; give a local text file, a folder of them, or {EMBEDDED_CORPUS} "
+            "(data sets are not downloaded)"
+        ) from error
+    tokens = encode(documents, vocab)
     if not config.tokens.limit_val_batches:
         return Corpus(PackedTokens(tokens, sequence), None)
     training, held_out = split(tokens, HELD_OUT)

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
+from rich.console import Console
+
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_train.loop import train
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -47,9 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(text: str, code: int = 1) -> int:
+    Console().show_cursor()  # a rank that died may have left its progress bar unfinished
     if first_to_say(text):
         print(f"error: {text}", file=sys.stderr, flush=True)
     return code
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
+    return value
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -68,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--stall-limit",
-        type=float,
+        type=_seconds,
         default=300.0,
         metavar="SECONDS",
         help="report a rank that lets others wait longer than this (default: 300)",

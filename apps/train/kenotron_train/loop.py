@@ -7,11 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kenotron_ckpt import latest_step
-from kenotron_data import Cursor, Loader, decode, encode
-from kenotron_dist import Mesh, check_replicas, named_parameters
+from kenotron_data import Cursor, Loader, decode, encode, printable
+from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
+from kenotron_dist.hashing import key
 from kenotron_models import generate, parameter_count
 from kenotron_train.assemble import (
     Corpus,
@@ -25,6 +27,7 @@ from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
+from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
@@ -41,6 +44,7 @@ def train(
     ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
     bad input.
     """
+    _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
     remark = remark or earlier_run(config)
@@ -53,6 +57,16 @@ def train(
         if sample:
             _show_sample(training, report)
     return results
+
+
+def _check_same(config: Config, mesh: Mesh) -> None:
+    """Refuse ranks that were started with different configs."""
+    own = torch.tensor([key(dump_config(config), bits=56)], device=mesh.device)
+    if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):
+        raise ValueError(
+            f"rank {mesh.rank}: the ranks were started with different configs: give all of them "
+            "the same file and --set flags"
+        )
 
 
 def _steps(
@@ -151,7 +165,7 @@ def _show_sample(training: Training, report: Report) -> None:
     text = decode([*prompt, *new])
     folder = Path(config.checkpoints.checkpoints_path)
     step = latest_step(folder)
-    report.say(f"A sample of the model:\n{text}")
+    report.say(f"A sample of the model:\n{printable(text)}")
     if step is not None:
         report.say(
             f"Next, try:\n  python apps/generate --ckpt-path {folder / str(step)} --prompt 'class '"

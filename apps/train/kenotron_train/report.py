@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import time
@@ -46,9 +47,9 @@ class Report:
         self._bar: Progress | None = None
         self._file = None
         if self._speaks:
-            folder = Path(config.checkpoints.checkpoints_path)
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = _continue(folder / "metrics.jsonl", first_step)
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
+            self._file = _open_metrics(Path(config.checkpoints.checkpoints_path), first_step)
             if self._console.is_terminal:
                 self._bar = self._progress(first_step)
 
@@ -155,6 +156,17 @@ class Report:
             self._console.print(line, markup=False)
         else:
             print(line, flush=True)
+
+
+def _open_metrics(folder: Path, first_step: int) -> Any:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _continue(folder / "metrics.jsonl", first_step)
+    except OSError as error:
+        raise OSError(
+            f"cannot write metrics.jsonl in {folder}: {error}; change checkpoints.checkpoints_path "
+            "to a folder that can be written"
+        ) from error
 
 
 def _continue(path: Path, first_step: int) -> Any:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import latest_step, load, read_manifest, save
+from kenotron_ckpt import latest_step, load, passed_over, read_manifest, save
 from kenotron_ckpt import resolve as find_checkpoint
 from kenotron_data import Cursor
 from kenotron_dist import check_replicas, named_parameters
@@ -58,8 +58,14 @@ def save_run(training: Training, progress: Progress) -> Path:
     }
     folder = Path(config.checkpoints.checkpoints_path)
     text = dump_config(config)
-    with mesh.pulse.busy("saving a checkpoint"):
-        return save(folder, progress.step, records, mesh, state, config_text=text)
+    try:
+        with mesh.pulse.busy("saving a checkpoint"):
+            return save(folder, progress.step, records, mesh, state, config_text=text)
+    except OSError as error:
+        raise OSError(
+            f"cannot save step {progress.step} in {folder}: {error}; earlier checkpoints are "
+            "whole: make room, or change checkpoints.checkpoints_path, and resume"
+        ) from error
 
 
 def resume(training: Training) -> tuple[Progress, str]:
@@ -71,7 +77,10 @@ def resume(training: Training) -> tuple[Progress, str]:
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
     if checkpoints.resume_checkpoint_path is None:
         return Progress(), ""
-    folder = find_checkpoint(Path(checkpoints.resume_checkpoint_path))
+    given = Path(checkpoints.resume_checkpoint_path)
+    if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
+        return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
+    folder = find_checkpoint(given)
     state = dict(read_manifest(folder).state)
     _check_state(state, config, folder)
     steps = int(state["optimizer_steps"])
@@ -93,19 +102,26 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
     )
-    return progress, _remark(progress, state, config, folder)
+    remark = _remark(progress, state, config, folder)
+    if folder != given and (newer := passed_over(folder)):
+        remark += f"; newer steps {newer} are damaged, unfinished or not what latest.txt names"
+    return progress, remark
 
 
 def earlier_run(config: Config) -> str:
     """A warning when a fresh run starts in a folder that has checkpoints; empty otherwise."""
     folder = Path(config.checkpoints.checkpoints_path)
-    newest = latest_step(folder) if folder.is_dir() else None
-    if newest is None:
+    if not _has_checkpoint(folder):
         return ""
     return (
-        f"{folder} has checkpoints of an earlier run, up to step {newest}: this run starts afresh "
-        "and replaces those of the same steps; set checkpoints.checkpoints_path to keep them apart"
+        f"{folder} has checkpoints of an earlier run, up to step {latest_step(folder)}: this run "
+        "starts afresh and replaces those of the same steps; set checkpoints.checkpoints_path to "
+        "keep them apart"
     )
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return folder.is_dir() and latest_step(folder) is not None
 
 
 def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:

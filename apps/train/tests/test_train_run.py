@@ -108,6 +108,30 @@ def test_a_finished_run_says_so_and_a_used_folder_too(stopped: Path, tmp_path: P
     assert "has checkpoints of an earlier run, up to step 6" in done.stdout
 
 
+def test_the_same_command_starts_and_restarts_a_job(tmp_path: Path) -> None:
+    flags = runs.arguments(tmp_path, checkpoints__resume_checkpoint_path=tmp_path / "checkpoints")
+    first = runs.train(tmp_path, *flags, "--set", "tokens.train_steps=3")
+    assert first.returncode == 0 and "yet: the run starts afresh" in first.stdout, first.stderr
+    (tmp_path / "checkpoints/5").mkdir()  # a save that did not finish
+    again = runs.train(tmp_path, *flags)
+    assert "Resumed after step 3" in again.stdout
+    assert "newer steps [5] are damaged, unfinished" in again.stdout
+    assert [step["step"] for step in runs.metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    flags = runs.arguments(tmp_path, checkpoints__checkpoints_path=tmp_path / "corpus.txt")
+    done = runs.train(tmp_path, *flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "change checkpoints.checkpoints_path to a folder that can be written" in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["nan", "-1", "0", "inf", "soon"])
+def test_a_stall_limit_that_is_none(limit: str, tmp_path: Path) -> None:
+    done = runs.train(tmp_path, "--stall-limit", limit)
+    assert done.returncode == 2 and "--stall-limit" in done.stderr.splitlines()[-1]
+
+
 def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
     flags = runs.arguments(tmp_path, parallelism__tp=2, tokens__sequence_length=31)
     done = runs.train(tmp_path, *flags)  # without a config file a run ends with a sample
@@ -118,6 +142,10 @@ def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
 def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:
     assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
     app = runs.APP.parent / "generate"
+    refused = runs.start(
+        sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "", cwd=tmp_path
+    )
+    assert refused.returncode == 1 and "--prompt ''" in refused.stderr
     texts = [
         runs.start(
             sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "line ",

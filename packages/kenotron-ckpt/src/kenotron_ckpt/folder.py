@@ -60,6 +60,14 @@ def resolve(path: str | Path) -> Path:
     raise ValueError(f"no checkpoint in {path} is complete:{faults}")
 
 
+def passed_over(step_folder: str | Path) -> list[int]:
+    """Newer steps beside a step folder, ascending: damaged, unfinished, or not asked for."""
+    chosen = Path(step_folder)
+    names = [entry.name for entry in chosen.parent.iterdir() if entry.is_dir()]
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    return [step for step in steps if chosen.name.isdecimal() and step > int(chosen.name)]
+
+
 def latest_step(folder: str | Path) -> int | None:
     """The step to resume from: what ``latest.txt`` names, if it is complete, else the newest.
 

@@ -8,7 +8,7 @@ from kenotron_data.pack import Dataset, PackedTokens, RandomTokens, split
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.text import text_documents
-from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode
+from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
 
 __all__ = [
     "END_OF_DOCUMENT",
@@ -27,6 +27,7 @@ __all__ = [
     "inverse_permute",
     "permutation_key",
     "permute",
+    "printable",
     "split",
     "text_documents",
     "validation_batches",

@@ -74,6 +74,11 @@ class LRSchedulerConfig:
         found += _not_negative("lr_warmup_steps", self.lr_warmup_steps)
         found += _not_negative("lr_decay_steps", self.lr_decay_steps)
         found += _not_negative("min_decay_lr", self.min_decay_lr)
+        if self.min_decay_lr is not None and self.min_decay_lr > self.learning_rate:
+            found.append(
+                f"min_decay_lr: {self.min_decay_lr} was given; it must not be above learning_rate "
+                f"({self.learning_rate})"
+            )
         start = self.lr_decay_starting_step
         if start is not None and start < self.lr_warmup_steps:
             found.append(
