@@ -103,10 +103,9 @@ def _sum_boxes(
     """One all-reduce for the blocks of all tensors that are partial over the same ranks."""
     gradients = {layout.name: read(path, layout) for path, layout, _ in members}
     views = [box.of_local(gradients[layout.name]) for _, layout, boxes in members for box in boxes]
-    flat = [view.reshape(-1) for view in views]
-    summed = all_reduce(
-        torch.cat(flat) if flat else next(iter(gradients.values())).new_empty(0), axis
-    )
+    if not views:  # nothing but padding, here and on every rank of the axis
+        return
+    summed = all_reduce(torch.cat([view.reshape(-1) for view in views]), axis)
     for view, part in zip(views, summed.split([view.numel() for view in views]), strict=True):
         view.copy_(part.view_as(view))
     for name, gradient in gradients.items():
