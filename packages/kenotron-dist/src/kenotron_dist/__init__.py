@@ -12,6 +12,7 @@ from kenotron_dist.collectives import (
     reduce_scatter,
     send,
 )
+from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
@@ -42,6 +43,7 @@ __all__ = [
     "Box",
     "Cause",
     "Chunk",
+    "DeferredGradients",
     "FlatSlice",
     "GradientSum",
     "Handle",
@@ -57,6 +59,7 @@ __all__ = [
     "TensorLayout",
     "Tie",
     "Watchdog",
+    "WeightQueue",
     "World",
     "all_gather",
     "all_reduce",
@@ -65,6 +68,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_replicas",
+    "deferring",
     "first_to_say",
     "from_env",
     "gather_objects",

@@ -1,0 +1,69 @@
+"""Weight-gradient products put off: what zero-bubble pipelines move out of the backward pass.
+
+A layer that declares ``defers_weight_grad = True`` has an attribute ``weight_queue``, None at
+first. When someone puts a ``WeightQueue`` there, the layer's backward computes the gradient of its
+input at once and pushes the products that give the gradients of its parameters
+(Qi et al., arXiv 2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor, nn
+
+Product = Callable[[], Tensor]
+"""Computes one contribution to a parameter's gradient, in the parameter's shape and dtype."""
+
+
+class WeightQueue:
+    """Collects the products of one backward pass; ``take`` hands them over and empties the queue.
+
+    Products are kept in the order of the pushes, and a parameter's are added in that order.
+    """
+
+    def __init__(self) -> None:
+        self._products: list[tuple[nn.Parameter, Product]] = []
+
+    def push(self, parameter: nn.Parameter, product: Product) -> None:
+        """Put off one contribution to the gradient of ``parameter``, a leaf."""
+        self._products.append((parameter, product))
+
+    def take(self) -> DeferredGradients:
+        """Everything pushed since the last call."""
+        products, self._products = self._products, []
+        return DeferredGradients(products)
+
+
+class DeferredGradients:
+    """The products of one backward pass, to be computed once by ``run``."""
+
+    def __init__(self, products: list[tuple[nn.Parameter, Product]]) -> None:
+        self._products = products
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    def run(self) -> None:
+        """Compute every gradient and deliver it by ``backward`` on its leaf, which fires hooks.
+
+        Products are freed as they are used; a second call does nothing.
+        """
+        products, self._products = self._products, []
+        by_parameter: dict[int, list[tuple[nn.Parameter, Product]]] = {}
+        for parameter, product in products:
+            by_parameter.setdefault(id(parameter), []).append((parameter, product))
+        products.clear()
+        for pairs in by_parameter.values():
+            parameter = pairs[0][0]
+            total: Tensor | None = None
+            while pairs:
+                part = pairs.pop(0)[1]()
+                total = part if total is None else total.add_(part)
+            assert total is not None  # a parameter is listed because it has a product
+            parameter.backward(total)
+
+
+def deferring(module: nn.Module) -> Iterator[nn.Module]:
+    """The submodules of ``module``, itself included, that declare ``defers_weight_grad``."""
+    return (each for each in module.modules() if getattr(each, "defers_weight_grad", False))
