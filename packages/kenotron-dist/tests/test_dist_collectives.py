@@ -19,6 +19,7 @@ from kenotron_dist import (
     receive,
     reduce_scatter,
     send,
+    shift,
 )
 from kenotron_dist.collectives import tree_sum
 
@@ -153,8 +154,8 @@ def place_independence(mesh):
     for dtype in (torch.float32, torch.bfloat16):
         y = x.to(dtype)
         whole = all_reduce(y, axis)
-        for shift in (1, 777, 20_000):
-            assert torch.equal(all_reduce(y.roll(shift), axis), whole.roll(shift))
+        for places in (1, 777, 20_000):
+            assert torch.equal(all_reduce(y.roll(places), axis), whole.roll(places))
         pieces = [all_reduce(piece, axis) for piece in y.split(5000)]  # the small path
         assert torch.equal(torch.cat(pieces), whole)
         padded = torch.cat([y, y.new_zeros(-len(y) % axis.size)])
@@ -208,6 +209,25 @@ def test_transfers_meet_by_tag(pp):
             f"receive: index {pp} is outside the pp axis of {pp} ranks",
             "receive: the tensor must be contiguous, it is overwritten in place",
         ]
+
+
+def shifts(mesh):
+    """Every rank's tensor goes round, several laps in flight at once, none of them confused."""
+    axis = mesh["tp"]
+    n, me = axis.size, axis.rank
+    own = exact(me, (3, 2))
+    flights = {by: shift(own.t(), axis, by, async_op=True) for by in range(-n, 2 * n)}
+    total = all_reduce(own, axis, async_op=True)
+    for by, flight in reversed(flights.items()):
+        same(flight.wait(), exact((me - by) % n, (3, 2)).t())
+    same(total.wait(), sum(every(axis, (3, 2))))
+    same(shift(own[:0], axis), own[:0])
+    assert shift(own, axis, by=n) is own
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+def test_tensors_go_round_the_ring(tp):
+    on_ranks(shifts, tp=tp)
 
 
 def test_one_rank_gets_its_own_tensor_back():

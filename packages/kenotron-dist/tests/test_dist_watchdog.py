@@ -251,7 +251,7 @@ def quiet(mesh):
         watchdog.close()
     names = [thread.name for thread in threading.enumerate()]
     try:
-        all_gather(torch.ones(2, dtype=torch.uint16), mesh.world)
+        all_reduce(torch.ones(2, dtype=torch.uint16), mesh.world, op="max")
     except RuntimeError as error:
         return names, str(error), mesh.pulse.on_error is None
     return names, "", False
@@ -260,14 +260,14 @@ def quiet(mesh):
 def test_it_closes_cleanly_and_errors_are_plain_afterwards():
     for names, error, free in spawn(quiet, tp=2):
         assert not [name for name in names if name.startswith("kenotron")]
-        assert "all_gather #3 over pp_dp_cp_tp (ranks 0, 1), called at test_dist" in error
+        assert "all_reduce #3 over pp_dp_cp_tp (ranks 0, 1), called at test_dist" in error
         assert free
 
 
 def own_error(mesh):
     with watch(mesh, limit=LIMIT):
         try:
-            all_gather(torch.ones(2, dtype=torch.uint16), mesh.world)
+            all_reduce(torch.ones(2, dtype=torch.uint16), mesh.world, op="max")
         except RuntimeError as error:
             barrier(mesh["tp"])
             return type(error).__name__, str(error)

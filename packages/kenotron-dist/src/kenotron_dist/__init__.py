@@ -8,12 +8,11 @@ from kenotron_dist.collectives import (
     all_to_all,
     barrier,
     broadcast,
-    receive,
     reduce_scatter,
-    send,
 )
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.environment import World, resolve
+from kenotron_dist.gradients import sum_gradients
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
@@ -35,6 +34,7 @@ from kenotron_dist.placement import (
 from kenotron_dist.spawn import STALLED, RankError, leave, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_to_say, start
+from kenotron_dist.transfers import receive, send, shift
 from kenotron_dist.watchdog import Watchdog, watch
 
 __all__ = [
@@ -83,9 +83,11 @@ __all__ = [
     "reduce_scatter",
     "resolve",
     "send",
+    "shift",
     "shutdown",
     "spawn",
     "start",
+    "sum_gradients",
     "tie_storages",
     "watch",
 ]

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
 from kenotron_dist.mesh import Axis
-from kenotron_dist.pulse import Ticket
+from kenotron_dist.pulse import Job, Ticket
+
+_TAGS, _LAPS = 1 << 24, 1 << 20  # of exchanges: far from those of transfers, and in rotation
+
+
+class Work(Job, Protocol):
+    """The part of ``torch.distributed.Work`` that is used."""
+
+    def wait(self) -> object:
+        """Block until it is done."""
+        ...
+
+
+class _Together:
+    """Several works as one."""
+
+    def __init__(self, works: Sequence[dist.Work | None]) -> None:
+        self.works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
 
 
 class Flight(NamedTuple):
@@ -17,7 +41,7 @@ class Flight(NamedTuple):
 
     axis: Axis
     ticket: Ticket | None
-    work: dist.Work | None
+    work: Work | None
 
     def land(self) -> None:
         """Block until the operation is done (on nccl: let the current stream wait for it).
@@ -72,6 +96,36 @@ def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *ar
     ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     with axis.pulse.waiting(ticket):
         return Flight(axis, ticket, verb(*args, group=axis.group, async_op=True))
+
+
+def start_exchange(
+    axis: Axis, operation: str, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]
+) -> Flight:
+    """Take a ticket and start sending one tensor to, and receiving one from, each rank of the axis.
+
+    Both lists are in axis order; None, and this rank's own entry, are skipped. All ranks call this
+    together, with lists that fit.
+    """
+    me, n = axis.rank, axis.size
+    to = [(me + k) % n for k in range(1, n)]
+    source = [(me - k) % n for k in range(1, n)]
+    pairs = [(dist.irecv, received[i], axis.ranks[i]) for i in source]
+    pairs += [(dist.isend, sent[i], axis.ranks[i]) for i in to]
+    calls = [(verb, x, peer) for verb, x, peer in pairs if x is not None and x.numel()]
+    if axis.pulse is None:
+        return Flight(axis, None, _exchange(calls, axis, _TAGS))
+    ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
+    with axis.pulse.waiting(ticket):
+        return Flight(axis, ticket, _exchange(calls, axis, _TAGS + ticket.number % _LAPS))
+
+
+def _exchange(
+    calls: list[tuple[Callable[..., dist.Work | None], Tensor, int]], axis: Axis, tag: int
+) -> _Together:
+    group = axis.group
+    if axis.backend == "nccl":  # one launch: apart, two ranks that both send first never meet
+        return _Together(dist.batch_isend_irecv([dist.P2POp(v, x, p, group) for v, x, p in calls]))
+    return _Together([verb(x, peer, group=group, tag=tag) for verb, x, peer in calls])
 
 
 def start_transfer(x: Tensor, axis: Axis, source: int, to: int, tag: int) -> Flight:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, TensorLayout, all_reduce, broadcast, gradient_sums
+from kenotron_dist import Axis, Box, Mesh, TensorLayout, broadcast, gradient_sums
 from kenotron_dist.collectives import tree_sum
+from kenotron_dist.gradients import sum_views
 
 Read = Callable[[str, TensorLayout], Tensor]
 """(parameter name, layout) -> its accumulated gradient, in the parameter's shape."""
@@ -103,10 +104,6 @@ def _sum_boxes(
     """One all-reduce for the blocks of all tensors that are partial over the same ranks."""
     gradients = {layout.name: read(path, layout) for path, layout, _ in members}
     views = [box.of_local(gradients[layout.name]) for _, layout, boxes in members for box in boxes]
-    if not views:  # nothing but padding, here and on every rank of the axis
-        return
-    summed = all_reduce(torch.cat([view.reshape(-1) for view in views]), axis)
-    for view, part in zip(views, summed.split([view.numel() for view in views]), strict=True):
-        view.copy_(part.view_as(view))
+    sum_views(views, axis)
     for name, gradient in gradients.items():
         write(name, gradient)
