@@ -133,7 +133,19 @@ def check_several_in_flight(mesh):
     assert gathered.wait() is gathered.wait()
 
 
+def check_rounds(mesh):
+    """A sum in two rounds, both started before the wait."""
+    axis, shape = mesh["tp"], (3, 7001)
+    flight = all_reduce(exact(axis.rank, shape), axis, async_op=True)
+    for _ in range(3):
+        flight.advance()
+    same(flight.wait(), sum(every(axis, shape)))
+    flight.advance()
+    same(flight.wait(), sum(every(axis, shape)))
+
+
 def check_all(mesh):
+    check_rounds(mesh)
     check_sums(mesh)
     check_moves(mesh)
     check_all_to_all(mesh)
@@ -223,6 +235,12 @@ def shifts(mesh):
     same(total.wait(), sum(every(axis, (3, 2))))
     same(shift(own[:0], axis), own[:0])
     assert shift(own, axis, by=n) is own
+    for by in (0, 1):
+        out = torch.empty_like(own)
+        assert shift(own, axis, by, out=out) is out
+        same(out, exact((me - by) % n, (3, 2)))
+    with pytest.raises(ValueError, match=r"shift: out torch.float64 \(2, 3\) must be contiguous"):
+        shift(own, axis, out=torch.empty(2, 3, dtype=own.dtype))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])

@@ -8,6 +8,8 @@ from tp_ranks import normal, on_ranks, part
 
 from kenotron_dist import Axis
 from kenotron_tp import vocab_parallel_cross_entropy, vocabulary_chunk
+from kenotron_tp.cross_entropy import _VocabParallelCrossEntropy
+from kenotron_tp.softmax import Terms
 
 SHAPE = (2, 9)
 
@@ -77,7 +79,14 @@ def check_edges(mesh):
     own, _ = cut(whole, mesh)
     own.requires_grad_()
     labels = torch.tensor([0, 9, 10, 11, -1, -100])  # 10 and 11 may lie in the padding
-    loss = vocab_parallel_cross_entropy(own, labels, axis, vocab_size=vocab)
+    for place, strange in ((2, 10), (3, 11), (4, -1)):
+        words = rf"label {strange} at position \({place},\) is outside the vocabulary 0\.\.9, and"
+        with pytest.raises(IndexError, match=words):
+            vocab_parallel_cross_entropy(
+                own, labels.where(labels == strange, 0), axis, vocab_size=vocab
+            )
+    # Where looking for one would stop the device its loss is NaN.
+    loss, _ = _VocabParallelCrossEntropy.apply(own, labels, Terms(axis, vocab), False)
     assert loss.isnan().tolist() == [False, False, True, True, True, False]
     assert loss[5] == 0
     loss[:2].sum().backward()
@@ -96,9 +105,10 @@ def check_edges(mesh):
     )
     assert_close(found, F.cross_entropy(masked[:2], labels[:2], reduction="none"))
     double = vocab_parallel_cross_entropy(own.double()[:2], labels[:2], axis, vocab_size=vocab)
-    assert double.dtype == torch.float32
+    assert double.dtype == torch.float64
     with torch.no_grad():
-        assert not vocab_parallel_cross_entropy(own, labels, axis, vocab_size=vocab).requires_grad
+        loss = vocab_parallel_cross_entropy(own[:2], labels[:2], axis, vocab_size=vocab)
+        assert not loss.requires_grad
     twice = torch.stack([own, own])  # the gradient of a mean is expanded, not contiguous
     zeros = labels.expand(2, 6) * 0
     vocab_parallel_cross_entropy(twice, zeros, axis, vocab_size=vocab).mean().backward()

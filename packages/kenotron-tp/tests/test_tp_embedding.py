@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from tp_ranks import check_parameters, equal, on_ranks, part, whole_numbers
+from tp_ranks import check_parameters, equal, on_ranks, own_rows, part, whole_numbers
 
 from kenotron_dist import Axis, Chunk, Shard
 from kenotron_tp import VocabParallelEmbedding, vocabulary_chunk
@@ -11,62 +11,57 @@ from kenotron_tp import VocabParallelEmbedding, vocabulary_chunk
 WIDTH = 8
 
 
-def check(mesh, vocab, sequence, dtype, divisible_by):
-    axis, n, me = mesh["tp"], mesh["tp"].size, mesh["tp"].rank
+def check(mesh, vocab, sequence, dtype, divisible_by, padding_idx):
+    axis, n = mesh["tp"], mesh["tp"].size
     torch.manual_seed(4)
+    options = {"padding_idx": padding_idx, "dtype": dtype}
     table = VocabParallelEmbedding(
-        vocab, WIDTH, axis, sequence_parallel=sequence, divisible_by=divisible_by, dtype=dtype
+        vocab, WIDTH, axis, sequence_parallel=sequence, divisible_by=divisible_by, **options
     )
     torch.manual_seed(4)
-    whole = nn.Embedding(vocab, WIDTH, dtype=dtype)
+    whole = nn.Embedding(vocab, WIDTH, **options)
     chunks = (vocabulary_chunk(vocab, n, divisible_by),)
     assert table.placements == {"weight": Shard("tp", 0, chunks)}
     assert len(table.weight) % divisible_by == 0
     equal(table.weight.detach(), part(whole.weight.detach(), 0, mesh, chunks))
     ids = torch.cat([torch.arange(vocab), torch.arange(vocab).flip(0), torch.zeros(3).long()])
-    ids = torch.cat([ids, ids.new_zeros(-len(ids) % (2 * n))])
-    ids = ids if sequence else ids.view(2, -1)
+    ids = ids[:-1].view(2, -1).t() if sequence else ids  # odd lengths, not contiguous
     y, expected = table(ids), whole(ids)
-    equal(y.detach(), expected.detach().chunk(n)[me] if sequence else expected.detach())
+    equal(y.detach(), own_rows(expected.detach(), mesh) if sequence else expected.detach())
     weight = whole_numbers(*expected.shape, seed=2, dtype=dtype)
-    y.backward(weight.chunk(n)[me] if sequence else weight)
+    y.backward(own_rows(weight, mesh) if sequence else weight)
     expected.backward(weight)
     check_parameters(table, whole, mesh, equal)
+    if sequence:
+        with torch.no_grad():
+            equal(table(ids, sequence_parallel=False), expected.detach())
 
 
 def check_grid(mesh):
-    for vocab, divisible_by in ((257, 1), (2, 1), (5, 8), (64, 4)):
+    for vocab, divisible_by, padding_idx in ((257, 1, None), (2, 1, 1), (5, 8, -2), (64, 4, 63)):
         for sequence in (False, True):
             for dtype in (torch.float32, torch.bfloat16):
-                check(mesh, vocab, sequence, dtype, divisible_by)
+                check(mesh, vocab, sequence, dtype, divisible_by, padding_idx)
     table = VocabParallelEmbedding(5, WIDTH, mesh["tp"])
-    if mesh["tp"].size > 1:
-        assert table(torch.tensor([-1, -100, 10**9])).eq(0).all()
+    for strange in (-1, 5, 10**9):
+        words = rf"id {strange} at position \(0, 1\) is outside the embedding's 0\.\.4"
+        with pytest.raises(IndexError, match=words):
+            table(torch.tensor([[0, strange]]))
+    with pytest.raises(ValueError, match="sequence_parallel=True in forward, but the layer was"):
+        table(torch.tensor([0]), sequence_parallel=True)
+    assert table(torch.zeros(0, 3, dtype=torch.int64)).shape == (0, 3, WIDTH)
     return tuple(table.weight.shape)
 
 
-@pytest.mark.parametrize(("tp", "rows"), [(1, 5), (2, 3), (3, 2), (4, 2)])
+@pytest.mark.parametrize(("tp", "rows"), [(1, 5), (2, 3), (3, 2), (4, 2), (8, 1)])
 def test_looking_up_is_exact(tp, rows):
     assert on_ranks(check_grid, tp=tp) == [(rows, WIDTH)] * tp
 
 
-def uneven_tokens(mesh):
-    table = VocabParallelEmbedding(5, WIDTH, mesh["tp"], sequence_parallel=True)
-    with pytest.raises(ValueError) as error:
-        table(torch.zeros(3, dtype=torch.int64))
-    return str(error.value)
-
-
-def test_tokens_that_the_ranks_cannot_share_are_an_error():
-    assert on_ranks(uneven_tokens, tp=2) == [
-        "reduce_scatter: cannot split dim 0 of size 3 over 2 tp ranks"
-    ] * 2  # fmt: skip
-
-
-def test_one_rank_says_what_torch_says_of_a_foreign_id():
-    table = VocabParallelEmbedding(5, WIDTH, Axis.solo("tp"))
-    with pytest.raises(IndexError, match="index out of range"):
-        table(torch.tensor([5]))
+def test_a_padding_index_outside_the_table_is_an_error():
+    for strange in (5, -6):
+        with pytest.raises(ValueError, match=f"padding_idx {strange} is outside the table of 5"):
+            VocabParallelEmbedding(5, 4, Axis.solo("tp"), padding_idx=strange)
 
 
 @pytest.mark.parametrize(

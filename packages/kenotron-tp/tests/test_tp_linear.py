@@ -16,6 +16,7 @@ from tp_ranks import (
     equal,
     normal,
     on_ranks,
+    own_rows,
     part,
     parts_of_all,
     whole_numbers,
@@ -24,8 +25,24 @@ from tp_ranks import (
 from kenotron_dist import Axis, Chunk, Partial, Shard, all_gather, parameter_layouts
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear
 
-TOKENS, IN = 12, 12
-KV_HEADS = {1: 2, 2: 1, 3: 1, 4: 2}
+TOKENS, IN = 12, 24
+KV_HEADS = {1: 2, 2: 1, 3: 1, 4: 2, 8: 2}
+SHAPES = {  # 11 and 2 tokens: some ranks have padding, some nothing else
+    "rows": (12, IN),
+    "odd": (11, IN),
+    "few": (2, 3, IN),
+    "deep": (5, 2, 3, IN),
+    "strided": (7, 2, IN),
+    "many": (701, IN),  # sums in two rounds
+}
+MODES = [
+    {},
+    {"overlap": True},
+    {"sequence_parallel": True},
+    {"sequence_parallel": True, "overlap": True},
+    {"sequence_parallel": True, "regather": True},
+    {"sequence_parallel": True, "regather": True, "overlap": True},
+]
 EXACT, DRAWN = (whole_numbers, equal), (normal, assert_close)
 KINDS = [(torch.float32, EXACT), (torch.bfloat16, EXACT), (torch.float32, DRAWN)]
 
@@ -34,10 +51,10 @@ def pieces_of(n):
     """Ways to cut the output features over n ranks."""
     kv = KV_HEADS[n]
     return [
-        None,
-        (Chunk(12), Chunk(12)),
-        (Chunk(24, parts=12), Chunk(2 * kv, parts=kv), Chunk(2 * kv, parts=kv)),
-        (Chunk(7, pad=-7 % n), Chunk(12)),
+        None if 12 % n == 0 else (Chunk(24),),
+        (Chunk(24), Chunk(24)),
+        (Chunk(24, parts=24), Chunk(2 * kv, parts=kv), Chunk(2 * kv, parts=kv)),
+        (Chunk(7, pad=-7 % n), Chunk(24)),
         (Chunk(1, pad=n - 1), Chunk(3, parts=1)),
     ]
 
@@ -72,31 +89,39 @@ def pair(make, reference, mesh, draw, dtype):
     return layer, whole
 
 
-def check_column(mesh, sequence, bias, dtype, kind, chunks):
+def spread(x, shape):
+    """The same values, not contiguous."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if shape == "strided" else x
+
+
+def scale_of(x):
+    """Keeps sums over many tokens near 1; a power of two keeps them exact."""
+    return 1.0 if len(x) < 100 else 2.0**-6
+
+
+def check_column(mesh, mode, bias, dtype, kind, chunks, shape):
     draw, close = kind
-    n, me = mesh["tp"].size, mesh["tp"].rank
+    me, sequence = mesh["tp"].rank, mode.get("sequence_parallel", False)
     out = sum(chunk.size for chunk in chunks) if chunks else 12
     options = {"bias": bias, "dtype": dtype}
     layer, whole = pair(
-        lambda axis: ColumnParallelLinear(
-            IN, out, axis, sequence_parallel=sequence, chunks=chunks, **options
-        ),
+        lambda axis: ColumnParallelLinear(IN, out, axis, chunks=chunks, **mode, **options),
         lambda: nn.Linear(IN, out, **options),
         mesh,
         draw,
         dtype,
     )
-    shape = (TOKENS, IN) if sequence else (2, TOKENS // 2, IN)
-    x = draw(*shape, seed=10, dtype=dtype).requires_grad_()
-    own = (x.detach().chunk(n)[me] if sequence else x.detach()).clone().requires_grad_()
-    y, expected = layer(own), parts_of_all(whole(x), -1, mesh, chunks)
+    x = draw(*SHAPES[shape], seed=10, dtype=dtype).requires_grad_()
+    own = own_rows(x.detach(), mesh) if sequence else x.detach()
+    own = spread(own.clone(), shape).requires_grad_()
+    y, expected = layer(own, tokens=len(x)), parts_of_all(whole(x), -1, mesh, chunks)
     weights = [draw(*each.shape, seed=20 + r, dtype=dtype) for r, each in enumerate(expected)]
     for r, each in enumerate(expected):  # what a rank's padding is multiplied with is nobody's
-        weights[r] = weights[r] * (part_mask(each, whole, x, mesh, chunks, r))
+        weights[r] *= scale_of(x) * part_mask(each, whole, x, mesh, chunks, r)
     close(y.detach(), expected[me].detach())
-    y.backward(weights[me])
+    y.backward(spread(weights[me], shape))
     sum((e * w).sum().double() for e, w in zip(expected, weights, strict=True)).backward()
-    close(own.grad, x.grad.chunk(n)[me] if sequence else x.grad)
+    close(own.grad, own_rows(x.grad, mesh) if sequence else x.grad)
     check_parameters(layer, whole, mesh, close)
 
 
@@ -106,40 +131,46 @@ def part_mask(each, whole, x, mesh, chunks, rank):
     return parts_of_all(ones, -1, mesh, chunks)[rank]
 
 
-def check_row(mesh, sequence, bias, dtype, kind):
+def check_row(mesh, mode, bias, dtype, kind, shape):
     draw, close = kind
-    n, me = mesh["tp"].size, mesh["tp"].rank
+    sequence = mode.get("sequence_parallel", False)
+    mode = {name: value for name, value in mode.items() if name != "regather"}
     options = {"bias": bias, "dtype": dtype}
     layer, whole = pair(
-        lambda axis: RowParallelLinear(IN, 7, axis, sequence_parallel=sequence, **options),
+        lambda axis: RowParallelLinear(IN, 7, axis, **mode, **options),
         lambda: nn.Linear(IN, 7, **options),
         mesh,
         draw,
         dtype,
     )
-    shape = (TOKENS, IN) if sequence else (2, TOKENS // 2, IN)
-    x = draw(*shape, seed=10, dtype=dtype).requires_grad_()
-    own = part(x.detach(), -1, mesh).requires_grad_()
+    x = draw(*SHAPES[shape], seed=10, dtype=dtype).requires_grad_()
+    own = spread(part(x.detach(), -1, mesh), shape).requires_grad_()
     y, expected = layer(own), whole(x)
-    weight = draw(*expected.shape, seed=20, dtype=dtype)
-    close(y.detach(), expected.detach().chunk(n)[me] if sequence else expected.detach())
-    y.backward(weight.chunk(n)[me] if sequence else weight)
+    weight = draw(*expected.shape, seed=20, dtype=dtype) * scale_of(x)
+    real = min(max(len(x) - mesh["tp"].rank * len(y), 0), len(y)) if sequence else len(y)
+    found = y.detach()
+    close(found[:real], (own_rows(expected.detach(), mesh) if sequence else expected)[:real])
+    assert found[real:].eq(0 if layer.bias is None else layer.bias.detach()).all()
+    y.backward(spread(own_rows(weight, mesh) if sequence else weight, shape))
     expected.backward(weight)
     close(own.grad, part(x.grad, -1, mesh))
     check_parameters(layer, whole, mesh, close)
 
 
 def check_grid(mesh):
-    n = mesh["tp"].size
-    for sequence, bias, (dtype, kind) in itertools.product([False, True], [False, True], KINDS):
-        for chunks in pieces_of(n):
-            check_column(mesh, sequence, bias, dtype, kind, chunks)
-        check_row(mesh, sequence, bias, dtype, kind)
+    """All modes, with everything else in turn: each value meets each mode several times."""
+    pieces, turn = pieces_of(mesh["tp"].size), itertools.count()
+    for mode, (dtype, kind), bias in itertools.product(MODES, KINDS, [False, True]):
+        for _ in range(3):
+            i = next(turn)
+            shape = list(SHAPES)[i % len(SHAPES)]
+            check_column(mesh, mode, bias, dtype, kind, pieces[i % len(pieces)], shape)
+            check_row(mesh, mode, bias, dtype, kind, shape)
 
 
-@pytest.mark.parametrize("tp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_cut_layers_are_whole_layers(tp):
-    on_ranks(check_grid, tp=tp)
+    on_ranks(check_grid, tp=tp, seconds=120)
 
 
 class Block(nn.Module):

@@ -33,6 +33,14 @@ def part(whole, dim, mesh, chunks=None):
     return scatter(whole, layout, mesh.sizes, mesh.coords)
 
 
+def own_rows(x, mesh):
+    """This rank's rows of a whole tensor, zeros where they end."""
+    n, me = mesh["tp"].size, mesh["tp"].rank
+    rows = -(-len(x) // n)
+    missing = torch.zeros(rows * n - len(x), *x.shape[1:], dtype=x.dtype)
+    return torch.cat([x, missing])[me * rows : (me + 1) * rows]
+
+
 def parts_of_all(whole, dim, mesh, chunks=None):
     """The parts of all ranks, connected to the whole by autograd."""
     dim = dim % whole.ndim

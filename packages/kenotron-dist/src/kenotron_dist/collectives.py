@@ -36,8 +36,8 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     """Sum (or ``max``, ``min``) of every rank's ``x`` (any shape); a new tensor, ``x`` is kept.
 
     On an axis of size 1 the result is ``x`` itself. An async sum of more than 16,384 elements
-    communicates once more in ``wait``: there all ranks must keep the same order. Raises ValueError
-    for an unknown ``op``.
+    communicates once more in ``wait`` (or ``advance``): there all ranks must keep the same
+    order. Raises ValueError for an unknown ``op``.
     """
     if op not in _OPS:
         raise ValueError(f"all_reduce: op {op!r} is not one of {', '.join(_OPS)}")
@@ -65,12 +65,12 @@ def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
     rows = flat.new_empty(axis.size, piece)
     flight = start(axis, "all_reduce", dist.all_to_all_single, rows, padded)
 
-    def finish() -> Tensor:
+    def gather() -> Handle:
         out = flat.new_empty(axis.size, piece)
-        _start_gather(out, tree_sum(rows), axis, "all_reduce (second round)").land()
-        return out.view(-1)[: flat.numel()].view(x.shape)
+        second = _start_gather(out, tree_sum(rows), axis, "all_reduce (second round)")
+        return Handle(second, lambda: out.view(-1)[: flat.numel()].view(x.shape))
 
-    return Handle(flight, finish)
+    return Handle(flight, gather)
 
 
 @overload

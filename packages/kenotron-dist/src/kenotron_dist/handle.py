@@ -66,9 +66,9 @@ class Handle:
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
     """
 
-    def __init__(self, flight: Flight | None, finish: Callable[[], Tensor]) -> None:
+    def __init__(self, flight: Flight | None, finish: Callable[[], Tensor | Handle]) -> None:
         self._flight = flight
-        self._finish: Callable[[], Tensor] | None = finish
+        self._finish: Callable[[], Tensor | Handle] | None = finish
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -76,13 +76,26 @@ class Handle:
 
         Raises RuntimeError naming the operation and its ranks when a peer is lost.
         """
-        if self._finish is not None:
-            if self._flight is not None:
-                self._flight.land()
-            self._result = self._finish()
-            self._finish = self._flight = None
-        assert self._result is not None  # set once, above
+        while self._finish is not None:
+            self.advance()
+        assert self._result is not None  # set by the last round
         return self._result
+
+    def advance(self) -> None:
+        """Block until the present round is done and start the next, if there is one.
+
+        A sum of many elements has two rounds: who computes for long before ``wait`` calls this
+        half-way, so that both are hidden.
+        """
+        if self._finish is None:
+            return
+        if self._flight is not None:
+            self._flight.land()
+        found, self._finish, self._flight = self._finish(), None, None
+        if isinstance(found, Handle):
+            self._finish, self._flight = found._finish, found._flight
+        else:
+            self._result = found
 
 
 def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *args: Any) -> Flight:

@@ -35,25 +35,38 @@ def receive(out: Tensor, axis: Axis, source: int, tag: int = 0) -> Handle:
 
 
 @overload
-def shift(x: Tensor, axis: Axis, by: int = ..., async_op: Literal[False] = ...) -> Tensor: ...
+def shift(
+    x: Tensor, axis: Axis, by: int = ..., out: Tensor | None = ..., async_op: Literal[False] = ...
+) -> Tensor: ...
 @overload
-def shift(x: Tensor, axis: Axis, by: int = ..., *, async_op: Literal[True]) -> Handle: ...
-def shift(x: Tensor, axis: Axis, by: int = 1, async_op: bool = False) -> Tensor | Handle:
+def shift(
+    x: Tensor, axis: Axis, by: int = ..., out: Tensor | None = ..., *, async_op: Literal[True]
+) -> Handle: ...
+def shift(
+    x: Tensor, axis: Axis, by: int = 1, out: Tensor | None = None, async_op: bool = False
+) -> Tensor | Handle:
     """Send ``x`` to the rank ``by`` places on in the ring, and return what arrives from behind.
 
-    Shape and dtype are the same on all ranks; ``by`` 0 (or a whole lap) returns ``x`` itself.
+    Shape and dtype are the same on all ranks. The result is written to ``out`` where it is given;
+    without it, ``by`` 0 (or a whole lap) returns ``x`` itself. Raises ValueError when ``out`` is
+    not contiguous or not like ``x``.
     """
-    by %= axis.size
-    if by == 0:
-        return Handle(None, lambda: x) if async_op else x
-    x = x.contiguous()
-    out = torch.empty_like(x)
+    if out is not None and (
+        not out.is_contiguous() or (out.shape, out.dtype) != (x.shape, x.dtype)
+    ):
+        raise ValueError(
+            f"shift: out {out.dtype} {tuple(out.shape)} must be contiguous and like the tensor "
+            f"that is sent, {x.dtype} {tuple(x.shape)}"
+        )
+    if by % axis.size == 0:
+        kept = x if out is None else out.copy_(x)
+        return Handle(None, lambda: kept) if async_op else kept
+    arriving = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     sent: list[Tensor | None] = [None] * axis.size
     received = list(sent)
-    sent[(axis.rank + by) % axis.size] = x
-    received[(axis.rank - by) % axis.size] = out
-    flight = start_exchange(axis, "shift", sent, received)
-    handle = Handle(flight, lambda: out)
+    sent[(axis.rank + by) % axis.size] = x.contiguous()
+    received[(axis.rank - by) % axis.size] = arriving
+    handle = Handle(start_exchange(axis, "shift", sent, received), lambda: arriving)
     return handle if async_op else handle.wait()
 
 

@@ -65,7 +65,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions_BS: Tensor) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones of its row."""
         batch, sequence = positions_BS.shape
-        qkv = self.qkv(x).view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
+        qkv = self.qkv(x, tokens=batch * sequence).view(
+            batch, sequence, self.heads + 2 * self.kv_heads, -1
+        )
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         cos, sin = rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta)
         qk = rotate(qk, cos, sin, interleaved=self.config.rope_interleaved)  # both at once

@@ -35,9 +35,15 @@ class Context(Protocol):
 class Embedding(VocabParallelEmbedding):
     """Tokens (T,) int64 -> (T, D)."""
 
-    def forward(self, ids: Tensor, context: Context | None = None) -> Tensor:
+    def forward(
+        self,
+        ids: Tensor,
+        context: Context | None = None,
+        *,
+        sequence_parallel: bool | None = None,
+    ) -> Tensor:
         """(T,) -> (T, D), (T/t, D) under sequence parallelism."""
-        return super().forward(ids)
+        return super().forward(ids, sequence_parallel=sequence_parallel)
 
 
 class DecoderLayer(nn.Module):
@@ -81,7 +87,7 @@ class DecoderLayer(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(T, D) -> (T, D)."""
         x = x + self.attention(self.attention_norm(x), context.positions_BS)
-        return x + self.mlp(self.mlp_norm(x))
+        return x + self.mlp(self.mlp_norm(x), context.positions_BS.numel())
 
 
 class FinalNorm(RMSNorm):
@@ -95,9 +101,18 @@ class FinalNorm(RMSNorm):
 class Head(ColumnParallelLinear):
     """(T, D) -> logits (T, V/t); columns beyond V are padding."""
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(T, D) -> (T, V/t)."""
-        return super().forward(x)
+    def forward(
+        self,
+        x: Tensor,
+        context: Context | None = None,
+        *,
+        tokens: int | None = None,
+        sequence_parallel: bool | None = None,
+    ) -> Tensor:
+        """(T, D) -> (T, V/t); the context tells T where it is not said."""
+        if tokens is None and context is not None:
+            tokens = context.positions_BS.numel()
+        return super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
 
 
 class LayerStack(nn.Module):

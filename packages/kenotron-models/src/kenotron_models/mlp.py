@@ -49,7 +49,7 @@ class GatedMLP(nn.Module):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, D) -> (T, D)."""
-        gate, up = self.gate_up(x).chunk(2, -1)  # (T, F/t) each
+    def forward(self, x: Tensor, tokens: int | None = None) -> Tensor:
+        """(T, D) -> (T, D). ``tokens``: T, where they are cut and the axis does not divide it."""
+        gate, up = self.gate_up(x, tokens=tokens).chunk(2, -1)  # (T, F/t) each
         return self.down(F.silu(gate) * up)

@@ -5,51 +5,71 @@ Shapes: ``...`` any leading dims (B, S or T), V vocabulary; ``/t`` is divided by
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Axis, all_reduce
+from kenotron_dist import Axis
+from kenotron_tp.softmax import (
+    Statistics,
+    Terms,
+    check_terms,
+    local_statistics,
+    losses,
+    whole_statistics,
+    write_gradient,
+)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, vocab_size: int, ignore_index: int
-    ) -> Tensor:
-        width = logits.shape[-1]
-        first = axis.rank * width
-        real = min(max(vocab_size - first, 0), width)  # columns before the padding
-        x = logits.float()
-        if x is logits:
-            x = x.clone()
-        x[..., real:] = -torch.inf
-        x -= all_reduce(x.amax(-1), axis, op="max").unsqueeze(-1)
-        own = labels - first
-        foreign = (own < 0) | (own >= real)
-        own = own.masked_fill(foreign, 0).unsqueeze(-1)
-        target = x.gather(-1, own).squeeze(-1).masked_fill(foreign, 0.0)
-        x.exp_()
-        found = torch.where(foreign, 0.0, 1.0)
-        total, target, found = all_reduce(torch.stack([x.sum(-1), target, found]), axis).unbind()
-        ignored = labels == ignore_index
-        x /= total.unsqueeze(-1)
-        ctx.save_for_backward(x, own, foreign, ignored)
-        ctx.dtype = logits.dtype
-        loss = (total.log() - target).masked_fill(found == 0, torch.nan)
-        return loss.masked_fill(ignored, 0.0)
+        ctx: Any, logits: Tensor, labels: Tensor, terms: Terms, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        found = whole_statistics(local_statistics(logits, labels, terms), terms)
+        ctx.save_for_backward(logits, labels, *found)
+        ctx.terms, ctx.in_place = terms, in_place
+        loss, z = losses(found, labels, terms)
+        ctx.mark_non_differentiable(z)
+        return loss, z
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, own, foreign, ignored = ctx.saved_tensors
-        scale = grads[0].masked_fill(ignored, 0.0)
-        out = probabilities * scale.unsqueeze(-1)
-        hit = scale.masked_fill(foreign, 0.0).unsqueeze(-1)
-        out.scatter_add_(-1, own, -hit)
-        return out.to(ctx.dtype), None, None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
+        logits, labels, *found = ctx.saved_tensors
+        out = logits if ctx.in_place else torch.empty_like(logits)
+        write_gradient(out, logits, labels, Statistics(*found), grads[0], ctx.terms)
+        return out, None, None, None
 
 
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int | None = ...,
+    ignore_index: int = ...,
+    z_loss: float = ...,
+    label_smoothing: float = ...,
+    in_place: bool = ...,
+    return_z_loss: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int | None = ...,
+    ignore_index: int = ...,
+    z_loss: float = ...,
+    label_smoothing: float = ...,
+    in_place: bool = ...,
+    return_z_loss: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
@@ -57,7 +77,11 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int | None = None,
     ignore_index: int = -100,
-) -> Tensor:
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    in_place: bool = False,
+    return_z_loss: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Negative log-likelihood of every label; 0 where the label is ``ignore_index``.
 
     Arguments:
@@ -66,18 +90,30 @@ def vocab_parallel_cross_entropy(
         axis: the tp axis.
         vocab_size: V; columns beyond it are padding and get no probability. Default: all columns.
         ignore_index: label of a position without a target.
+        z_loss: adds this times the squared log-partition ``log sum exp(logits)``, which keeps it
+            near 0 (Chowdhery et al., arXiv 2204.02311).
+        label_smoothing: this share of the target is spread evenly over the vocabulary, as in
+            ``F.cross_entropy`` (Szegedy et al., arXiv 1512.00567).
+        in_place: backward writes the gradient over the logits. They are gone then; autograd
+            raises if something else still needs them.
+        return_z_loss: also return the z-loss in each loss (for the log; it has no gradient).
 
-    Returns fp32 (...), the same on every rank; NaN where a label is outside 0..V-1 (looking for
-    one first would stop a GPU). Two all-reduces of one and three numbers a position; none in
-    backward. Raises ValueError when shapes do not fit.
+    Returns fp32 (...) (fp64 for fp64 logits), the same on every rank. One all-gather of five
+    numbers a position; none in backward, which recomputes the probabilities: between the two only
+    the logits are kept. Raises ValueError when shapes or coefficients do not fit; IndexError on
+    CPU for a label outside 0..V-1, which elsewhere makes its loss NaN (looking would stop a GPU).
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"got {tuple(labels.shape)}"
         )
-    columns = logits.shape[-1] * axis.size
-    size = columns if vocab_size is None else vocab_size
-    if not 0 < size <= columns:
-        raise ValueError(f"vocab_size {size} is not within 1..{columns}, the columns of all ranks")
-    return _VocabParallelCrossEntropy.apply(logits, labels, axis, size, ignore_index)
+    width = logits.shape[-1]
+    size = width * axis.size if vocab_size is None else vocab_size
+    terms = Terms(axis, size, ignore_index, z_loss, label_smoothing)
+    check_terms(terms, labels, width)
+    rows = logits.reshape(-1, width)
+    loss, z = _VocabParallelCrossEntropy.apply(rows, labels.reshape(-1), terms, in_place)
+    if return_z_loss:
+        return loss.view(labels.shape), z.view(labels.shape)
+    return loss.view(labels.shape)

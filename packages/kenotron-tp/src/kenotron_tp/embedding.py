@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, Chunk, Placements, Shard, TensorLayout, local_shape
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
+from kenotron_tp.sequence import call_mode, pad_tokens
 
 
 def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chunk:
@@ -36,13 +37,13 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: V; it need not divide by the axis (see ``vocabulary_chunk``).
         embedding_dim: D.
         axis: the tp axis; size 1 makes this an ``nn.Embedding``.
-        sequence_parallel: ids are flattened (T,) and the output is this rank's tokens (T/t, D).
+        padding_idx: a row that starts at zero and gets no gradient, as ``nn.Embedding``'s;
+            negative ones count from V.
+        sequence_parallel: the output is this rank's tokens (n, ..., D) of ids (T, ...).
         divisible_by: rows per rank are a multiple of this.
         device, dtype: of the table. Off meta it starts as ``nn.Embedding``'s would on one process.
 
-    ``forward``: ids (...) int64 -> (..., D). One all-reduce (or reduce-scatter) in forward.
-    Raises IndexError for an id outside the table on one rank, as torch does. On several ranks the
-    row of an id that nobody holds is zero (looking for one would stop a GPU).
+    Raises ValueError for a ``padding_idx`` outside the table.
     """
 
     def __init__(
@@ -51,13 +52,20 @@ class VocabParallelEmbedding(nn.Module):
         embedding_dim: int,
         axis: Axis,
         *,
+        padding_idx: int | None = None,
         sequence_parallel: bool = False,
         divisible_by: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(
+                f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows"
+            )
         self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.num_embeddings = num_embeddings
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         rows = Shard(axis.name, 0, (vocabulary_chunk(num_embeddings, axis.size, divisible_by),))
         whole = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
         layout = TensorLayout("weight", tuple(whole.shape), (rows,))
@@ -65,19 +73,46 @@ class VocabParallelEmbedding(nn.Module):
         if whole.is_meta:
             local = whole.new_empty(local_shape(layout, sizes))
         else:
-            local = scatter(nn.init.normal_(whole), layout, sizes, coords)
+            nn.init.normal_(whole)
+            if self.padding_idx is not None:
+                nn.init.zeros_(whole[self.padding_idx])
+            local = scatter(whole, layout, sizes, coords)
         self.weight = nn.Parameter(local)  # (V/t, D)
         self.placements: Placements = {"weight": rows}
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Ids (...) -> (..., D); (T,) -> (T/t, D) under sequence parallelism."""
+    def forward(self, ids: Tensor, *, sequence_parallel: bool | None = None) -> Tensor:
+        """Ids (...) int64 -> (..., D); (T, ...) -> (n, ..., D) under sequence parallelism.
+
+        ``sequence_parallel``: another mode than the layer's, for inference. One all-reduce (or
+        reduce-scatter, padded to n rows) in forward. Raises IndexError on CPU for an id outside
+        0..V-1; elsewhere its row is zero (looking for one would stop a GPU). Raises ValueError
+        when the mode is changed while gradients are recorded.
+        """
+        sequence = call_mode(self, sequence_parallel)
+        if ids.device.type == "cpu":
+            self._check(ids)
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
+            return F.embedding(ids, self.weight, self.padding_idx)
         rows = self.weight.shape[0]
-        own = ids - self.axis.rank * rows
+        first = self.axis.rank * rows
+        own = ids - first
         foreign = (own < 0) | (own >= rows)
-        x = F.embedding(own.masked_fill(foreign, 0), self.weight)
+        x = F.embedding(own.masked_fill(foreign, 0), self.weight, self._own_padding(first, rows))
         x = x.masked_fill(foreign.unsqueeze(-1), 0.0)
-        if self.sequence_parallel:
-            return reduce_scatter_to(x, self.axis)
+        if sequence:
+            return reduce_scatter_to(pad_tokens(x, self.axis), self.axis)
         return reduce_from(x, self.axis)
+
+    def _own_padding(self, first: int, rows: int) -> int | None:
+        if self.padding_idx is None or not first <= self.padding_idx < first + rows:
+            return None
+        return self.padding_idx - first
+
+    def _check(self, ids: Tensor) -> None:
+        strange = (ids < 0) | (ids >= self.num_embeddings)
+        if strange.any():
+            place = tuple(strange.nonzero()[0].tolist())
+            raise IndexError(
+                f"id {ids[place].item()} at position {place} is outside the embedding's "
+                f"0..{self.num_embeddings - 1}"
+            )

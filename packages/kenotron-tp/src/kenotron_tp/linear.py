@@ -3,8 +3,8 @@
 Shapes: I input features, O output features, T flattened tokens; ``/t`` is divided by tp size, and
 O/t means this rank's part of every chunk.
 
-With ``sequence_parallel`` the tokens between two layers are cut along dim 0, (T/t, D): a column
-layer gathers them, a row layer sums and scatters them.
+With ``sequence_parallel`` the tokens between two layers are cut along dim 0, n = T/t rows (rounded
+up) on each rank: a column layer gathers them, a row layer sums and scatters them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, TensorLayout, local_shape
-from kenotron_dist.autograd import all_gather_from, copy_to, reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
+from kenotron_dist.defer import WeightQueue
+from kenotron_tp.products import How, column_product, row_product
+from kenotron_tp.sequence import call_mode, rows_of_rank, whole_tokens
 
 
 class ColumnParallelLinear(nn.Module):
@@ -29,15 +31,20 @@ class ColumnParallelLinear(nn.Module):
         out_features: O, whole.
         axis: the tp axis; size 1 makes this an ``nn.Linear``.
         bias: add a learned bias, cut like the output.
-        sequence_parallel: the input is (T/t, I) and is gathered; else it is (..., I), whole.
+        sequence_parallel: the input is (n, ..., I) and is gathered; else it is (..., I), whole.
+        overlap: hide communication behind products: under sequence parallelism the gather behind
+            the product of the own tokens, else the input gradient's all-reduce behind the weight's.
+        regather: under sequence parallelism keep only the own tokens for backward and gather once
+            more there: 1/t of the memory for one all-gather.
         chunks: pieces that O is a concatenation of (q, k, v; gate, up), each cut by itself, with
             fewer ``parts`` than ranks replicated and ``pad`` features of no meaning.
         device, dtype: of the parameters. Off meta they start as ``nn.Linear``'s would after the
             same calls on one process: seed torch alike on all ranks.
 
-    ``forward``: (..., I) -> (..., O/t). One all-reduce (or reduce-scatter) in backward.
     Raises ValueError when a size does not divide.
     """
+
+    defers_weight_grad = True
 
     def __init__(
         self,
@@ -47,6 +54,8 @@ class ColumnParallelLinear(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        overlap: bool = False,
+        regather: bool = False,
         chunks: Sequence[Chunk] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -59,6 +68,8 @@ class ColumnParallelLinear(nn.Module):
                 f"{out_features}"
             )
         self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.overlap, self.regather = overlap, regather
+        self.weight_queue: WeightQueue | None = None
         rows = Shard(axis.name, 0, pieces)
         whole = _linear_values(in_features, out_features, bias, device, dtype)
         self.weight = _cut(whole[0], "weight", rows, axis)  # (O/t, I)
@@ -67,10 +78,33 @@ class ColumnParallelLinear(nn.Module):
         if bias:
             self.placements["bias"] = rows
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., I), or (T/t, I) under sequence parallelism -> (..., O/t)."""
-        x = all_gather_from(x, self.axis) if self.sequence_parallel else copy_to(x, self.axis)
-        return F.linear(x, self.weight, self.bias)
+    def forward(
+        self, x: Tensor, *, tokens: int | None = None, sequence_parallel: bool | None = None
+    ) -> Tensor:
+        """(..., I), or (n, ..., I) under sequence parallelism -> (..., O/t), all tokens.
+
+        Arguments:
+            tokens: T under sequence parallelism, where the ranks do not divide it.
+            sequence_parallel: another mode than the layer's, for inference.
+
+        Communication: one all-reduce in backward; under sequence parallelism an all-gather in
+        forward (with ``regather`` also in backward) and a reduce-scatter in backward. Raises
+        ValueError when T does not fit n, or the mode is changed while gradients are recorded.
+        """
+        sequence = call_mode(self, sequence_parallel)
+        x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
+        if self.axis.size == 1 and self.weight_queue is None:
+            return F.linear(x, weight, bias)
+        lead = x.shape[:-1]
+        rows = 0
+        if sequence:
+            lead = (whole_tokens(x, self.axis, tokens), *lead[1:])
+            rows = math.prod(lead)
+        how = How(
+            self.axis, self.weight, sequence, self.overlap, self.regather, rows, self.weight_queue
+        )
+        y = column_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
+        return y.view(*lead, -1)
 
 
 class RowParallelLinear(nn.Module):
@@ -81,12 +115,14 @@ class RowParallelLinear(nn.Module):
         out_features: O.
         axis: the tp axis; size 1 makes this an ``nn.Linear``.
         bias: add a learned bias, whole on every rank and added once, after the sum.
-        sequence_parallel: the output is this rank's tokens (T/t, O); else it is (..., O), whole.
+        sequence_parallel: the output is this rank's tokens (n, ..., O); else it is (..., O), whole.
+        overlap: hide communication behind products: pieces are summed while others are multiplied.
         device, dtype: as in ``ColumnParallelLinear``.
 
-    ``forward``: (..., I/t) -> (..., O). One all-reduce (or reduce-scatter) in forward.
     Raises ValueError when a size does not divide.
     """
+
+    defers_weight_grad = True
 
     def __init__(
         self,
@@ -96,11 +132,13 @@ class RowParallelLinear(nn.Module):
         *,
         bias: bool = False,
         sequence_parallel: bool = False,
+        overlap: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.axis, self.sequence_parallel = axis, sequence_parallel
+        self.axis, self.sequence_parallel, self.overlap = axis, sequence_parallel, overlap
+        self.weight_queue: WeightQueue | None = None
         columns = Shard(axis.name, 1)
         whole = _linear_values(in_features, out_features, bias, device, dtype)
         self.weight = _cut(whole[0], "weight", columns, axis)  # (O, I/t)
@@ -109,11 +147,37 @@ class RowParallelLinear(nn.Module):
         if bias and sequence_parallel:
             self.placements["bias"] = Partial(axis.name)  # each rank sees its own tokens
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., I/t) -> (..., O), or (T/t, O) under sequence parallelism."""
-        y = F.linear(x, self.weight)
-        y = reduce_scatter_to(y, self.axis) if self.sequence_parallel else reduce_from(y, self.axis)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor, *, sequence_parallel: bool | None = None) -> Tensor:
+        """(..., I/t) -> (..., O), or (T, ..., I/t) -> (n, ..., O) under sequence parallelism.
+
+        Rows beyond T are the bias, or zero. ``sequence_parallel``: another mode than the layer's,
+        for inference. One all-reduce in forward; under sequence parallelism a reduce-scatter in
+        forward and an all-gather in backward. Raises ValueError when the mode is changed while
+        gradients are recorded.
+        """
+        sequence = call_mode(self, sequence_parallel)
+        x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
+        if self.axis.size == 1 and self.weight_queue is None:
+            return F.linear(x, weight, bias)
+        lead = x.shape[:-1]
+        rows = 0
+        if sequence:
+            lead = (rows_of_rank(lead[0], self.axis), *lead[1:])
+            rows = math.prod(lead)
+        how = How(self.axis, self.weight, sequence, self.overlap, False, rows, self.weight_queue)
+        y = row_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
+        return y.view(*lead, -1)
+
+
+def cast_for_autocast(
+    x: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What autocast would give to ``F.linear``; communication is in that dtype too."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _linear_values(

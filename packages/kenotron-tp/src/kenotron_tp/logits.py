@@ -39,59 +39,60 @@ def choose_tokens(
             the same for every tp size.
 
     Returns int64 (B,), the same on every rank. The sample is the argmax of logits plus Gumbel
-    noise, and each rank knows its own best: two numbers a row and rank are gathered, after an
-    all-reduce of one number a row above temperature 0, and what ``survivors`` takes for top_k and
-    top_p. Raises ValueError for an argument outside its range, a vocabulary that the columns do
-    not hold, and (on every rank, before anything is chosen) a row that holds NaN or nothing but
-    -inf; on a GPU that look waits for the logits. A logit of inf takes the whole probability.
+    noise (Gumbel-max), and each rank knows its own best: two numbers a row and rank are gathered,
+    after an all-reduce of one number a row above temperature 0 and those of ``survivors``, which
+    also says how fine top_p is. Raises ValueError for an argument outside its range, a vocabulary
+    that the columns do not hold, and (on every rank; on a GPU this look waits for the result) a
+    row that holds NaN or nothing but -inf. A logit of inf takes the whole probability.
     """
     _check_options(temperature, top_k, top_p)
-    x_BV, width = logits_BV.detach().float(), logits_BV.shape[-1]
+    logits_BV = logits_BV.detach()
+    x_BV, width = logits_BV.float(), logits_BV.shape[-1]
     if not 0 < vocab_size <= width * axis.size:
         raise ValueError(
             f"vocab_size {vocab_size} is not within 1..{width * axis.size}, the columns of all "
             "ranks"
         )
     ids_V = torch.arange(width, device=x_BV.device) + axis.rank * width
-    real_BV = (ids_V < vocab_size).expand_as(x_BV)
-    if temperature == 0:
-        scores_BV = x_BV.double().masked_fill(~real_BV, -torch.inf)
-    else:
-        keys_BV = sortable(x_BV)
-        odds_BV = _log_odds(x_BV, keys_BV, real_BV, temperature, axis)
-        if top_k is not None and top_k >= vocab_size:
-            top_k = None
-        real_BV = survivors(
-            keys_BV,
-            odds_BV,
-            real_BV & (x_BV > -torch.inf),
-            axis,
-            top_k=top_k,
-            top_p=top_p,
-            dtype=logits_BV.dtype,
+    alive_BV = (x_BV != -torch.inf) & (ids_V < vocab_size)
+    scores_BV = x_BV.double()
+    if temperature > 0:
+        odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
+        alive_BV = survivors(
+            logits_BV, odds_BV, alive_BV, axis, vocab_size=vocab_size, top_k=top_k, top_p=top_p
         )
-        noise_BV = _gumbel(ids_V, len(x_BV), seed, step)
-        scores_BV = (odds_BV + noise_BV).masked_fill(~real_BV, -torch.inf)
+        scores_BV = odds_BV + _gumbel(ids_V, len(x_BV), seed, step)
+    return _winners(scores_BV.masked_fill(~alive_BV, -torch.inf), ids_V, axis)
+
+
+def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) -> Tensor:
+    """Log of every probability over that of the row's likeliest, at 0: fp64 (B, V/t).
+
+    The one number that both top-p and the sample go by. An all-reduce of one number a row.
+    """
+    largest = x_BV.masked_fill(~alive_BV, -torch.inf).amax(-1, keepdim=True)
+    largest = unsorted(all_reduce(sortable(largest), axis, op="max"))  # so that NaN wins on gloo
+    odds_BV = (x_BV.double() - largest) / temperature
+    return odds_BV.masked_fill_(x_BV == largest, 0.0)  # inf - inf too
+
+
+def _winners(scores_BV: Tensor, ids_V: Tensor, axis: Axis) -> Tensor:
+    """Ids of the highest scores (fp64 (B, V/t)), the lowest of equals: int64 (B,).
+
+    Gathers two numbers a row and rank. Raises ValueError where a row holds NaN or only -inf.
+    """
     best, place = scores_BV.max(-1)
     found = all_gather(torch.stack([best, ids_V[place].double()])[None], axis)  # (t, 2, B)
-    largest, winner = found[:, :1].max(0)  # of equal scores that of the lowest rank
-    if temperature == 0:
-        _check_rows(largest[0])
-    return found[:, 1].gather(0, winner)[0].long()
-
-
-def _log_odds(
-    x_BV: Tensor, keys_BV: Tensor, real_BV: Tensor, temperature: float, axis: Axis
-) -> Tensor:
-    """Log of every probability over that of the row's likeliest: fp64 (B, V/t), 0 for the latter.
-
-    The one number that both top-p and the sample go by. An all-reduce of one number a row; raises
-    ValueError for a row without a softmax.
-    """
-    largest = unsorted(all_reduce(keys_BV.masked_fill(~real_BV, 0).amax(-1), axis, op="max"))
-    _check_rows(largest)
-    odds_BV = (x_BV.double() - largest.double()[:, None]) / temperature
-    return odds_BV.nan_to_num_(nan=0.0)  # inf - inf, that is the largest itself
+    best, winner = found[:, 0].max(0)  # of the lowest rank where scores are equal
+    wrong = ~(best > -torch.inf)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        what = "holds NaN" if best[row].isnan() else "is -inf in every column"
+        raise ValueError(
+            f"row {row} of the logits {what}: no token can be chosen, look at what made them (the "
+            "model, a mask)"
+        )
+    return found[:, 1].gather(0, winner[None])[0].long()
 
 
 def _gumbel(ids_V: Tensor, rows: int, seed: int, step: int) -> Tensor:
@@ -111,15 +112,3 @@ def _check_options(temperature: float, top_k: int | None, top_p: float | None) -
         raise ValueError(f"top_k {top_k} is less than 1: give None to sample among all tokens")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p {top_p} is not within (0, 1]: 1 samples among all tokens")
-
-
-def _check_rows(largest_B: Tensor) -> None:
-    """Refuse rows of which nothing is the largest; the same ones on every rank."""
-    wrong = ~(largest_B > -torch.inf)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        what = "holds NaN" if largest_B[row].isnan() else "is -inf in every column"
-        raise ValueError(
-            f"row {row} of the logits {what}: no token can be chosen; look at what made them, "
-            "the model or a mask"
-        )

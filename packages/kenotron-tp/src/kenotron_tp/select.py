@@ -43,24 +43,24 @@ def _mirror(bits: Tensor) -> Tensor:
 
 
 def survivors(
-    keys_BV: Tensor,
+    logits_BV: Tensor,
     odds_BV: Tensor,
     alive_BV: Tensor,
     axis: Axis,
     *,
-    top_k: int | None,
-    top_p: float | None,
-    dtype: torch.dtype,
+    vocab_size: int,
+    top_k: int | None = None,
+    top_p: float | None = None,
 ) -> Tensor:
     """The columns of ``alive_BV`` that top-k, and then top-p among its survivors, leave.
 
     Arguments:
-        keys_BV: int64 (B, V/t), ``sortable`` logits.
+        logits_BV: (B, V/t), compared as fp32.
         odds_BV: fp64 (B, V/t), log of each probability over the row's largest: at most 0.
-        alive_BV: bool (B, V/t), at least one on some rank in every row.
+        alive_BV: bool (B, V/t), the columns to choose from.
         axis: the tp axis.
-        top_k, top_p: None, all of V, or 1.0 leave the columns as they are.
-        dtype: of the logits before they became fp32: fewer bits take fewer rounds.
+        vocab_size: V, up to 2^22.
+        top_k, top_p: None, k from V on, or p of 1 leave the columns as they are.
 
     Returns bool (B, V/t). 4 all-reduces (bf16: 2, fp16: 3) of 256 int64 a row for each of top-k
     and top-p. Weights of top-p are rounded to 2^-40 of the largest, but never to 0: a p within
@@ -68,24 +68,33 @@ def survivors(
     the last one kept are kept too. Sources: Fan et al., arXiv 1805.04833 (top-k); Holtzman et al.,
     arXiv 1904.09751 (top-p).
     """
-    rounds = _ROUNDS.get(dtype, _KEY // _DIGIT)
-    if top_k is not None:
-
-        def enough(total: Tensor) -> Tensor:
-            return total.clamp(max=top_k)
-
-        least = threshold(keys_BV, alive_BV.long(), enough, axis, rounds)
+    k = vocab_size if top_k is None else min(top_k, vocab_size)
+    p = 1.0 if top_p is None else top_p
+    if k == vocab_size and p == 1:
+        return alive_BV
+    rounds = _ROUNDS.get(logits_BV.dtype, _KEY // _DIGIT)
+    keys_BV = sortable(logits_BV.float())
+    if k < vocab_size:
+        least = threshold(keys_BV, alive_BV.long(), lambda total: total.clamp(max=k), axis, rounds)
         alive_BV = alive_BV & (keys_BV >= least[:, None])
-    if top_p is not None and top_p < 1:
-
-        def mass(total: Tensor) -> Tensor:
-            return torch.minimum((total.double() * top_p).ceil().long(), total)
-
-        # exp gives an element the same bits wherever it stands; exp2 does not, on CPU.
-        weights = odds_BV.exp().mul_(1 << _WEIGHT).round_().long().clamp_(min=1)
-        least = threshold(keys_BV, weights.masked_fill_(~alive_BV, 0), mass, axis, rounds)
+    if p < 1:
+        weights = _weights(odds_BV).masked_fill_(~alive_BV, 0)
+        least = threshold(keys_BV, weights, lambda total: _share(p, total), axis, rounds)
         alive_BV = alive_BV & (keys_BV >= least[:, None])
     return alive_BV
+
+
+def _weights(odds_BV: Tensor) -> Tensor:
+    """Probabilities in units of 2^-40 of the largest, at least 1: int64 (B, V/t).
+
+    exp, unlike exp2 on CPU, gives an element the same bits wherever it stands in a tensor.
+    """
+    return odds_BV.exp().mul_(1 << _WEIGHT).round_().long().clamp_(min=1)
+
+
+def _share(p: float, total: Tensor) -> Tensor:
+    """The least whole number that is p of ``total`` (int64 (B,)), exact to 53 bits."""
+    return torch.minimum((total.double() * p).ceil().long(), total)
 
 
 def threshold(
@@ -104,8 +113,8 @@ def threshold(
         axis: the tp axis.
         rounds: how many times 8 leading bits to tell apart; keys that differ later count as equal.
 
-    Returns int64 (B,), the same on every rank, the bits of no round being 0. A radix select: one
-    all-reduce of 256 int64 a row and round.
+    Returns int64 (B,), the same on every rank, the bits after the last round being 0. One
+    all-reduce of 256 int64 a row and round. A radix select (Alabi et al., ACM JEA 17, 2012).
     """
     rows = torch.arange(len(keys_BV), device=keys_BV.device)[:, None] << _DIGIT
     prefix = lacking = rows.new_zeros(len(rows))
@@ -116,7 +125,7 @@ def threshold(
         places = (leading & ((1 << _DIGIT) - 1)) + rows
         heaps = rows.new_zeros(len(rows) << _DIGIT)
         heaps.scatter_add_(0, places.flatten(), inside.flatten())
-        heaps = all_reduce(heaps.view(-1, 1 << _DIGIT), axis)
+        heaps = all_reduce(heaps.view(len(rows), 1 << _DIGIT), axis)
         above = heaps.flip(-1).cumsum(-1).flip(-1)  # each heap and those of larger digits
         if done == 0:
             lacking = need(above[:, 0])

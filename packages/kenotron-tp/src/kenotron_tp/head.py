@@ -1,0 +1,170 @@
+"""The output layer and the cross entropy in one: logits exist for a few tokens at a time.
+
+Shapes: T tokens, n tokens of a rank, I input features, V vocabulary; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kenotron_dist import Axis, Handle, all_reduce
+from kenotron_dist.autograd import all_gather_from
+from kenotron_tp.linear import cast_for_autocast
+from kenotron_tp.sequence import whole_tokens
+from kenotron_tp.softmax import (
+    Statistics,
+    Terms,
+    check_terms,
+    local_statistics,
+    losses,
+    whole_statistics,
+    write_gradient,
+)
+
+
+class _Chunked(NamedTuple):
+    terms: Terms
+    chunk: int
+    whole: bool
+    """Whether x is the same on all ranks: then its gradient is summed here."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: _Chunked
+    ) -> tuple[Tensor, Tensor]:
+        parts = [
+            local_statistics(tokens @ weight.t(), own, how.terms)
+            for tokens, own in zip(x.split(how.chunk), labels.split(how.chunk), strict=True)
+        ]
+        found = whole_statistics(torch.cat(parts, 1), how.terms)
+        ctx.save_for_backward(x, weight, labels, *found)
+        ctx.how = how
+        loss, z = losses(found, labels, how.terms)
+        ctx.mark_non_differentiable(z)
+        return loss, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyrefly: ignore[bad-override]
+        (x, weight, labels, *found), how = ctx.saved_tensors, ctx.how
+        needs_x, needs_weight, *_ = ctx.needs_input_grad
+        dx = torch.empty_like(x) if needs_x else None
+        dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        flight: tuple[slice, Handle] | None = None
+        for start in range(0, len(x), how.chunk):
+            rows = slice(start, start + how.chunk)
+            logits = x[rows] @ weight.t()
+            of = Statistics(*(each[rows] for each in found))
+            write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
+            handle = None
+            if dx is not None:
+                handle = _start_sum(logits @ weight, how)
+            if needs_weight:
+                _accumulate(dw, logits, x[rows])
+            if dx is not None and flight is not None:
+                dx[flight[0]] = flight[1].wait()
+            flight = None if handle is None else (rows, handle)
+        if dx is not None and flight is not None:
+            dx[flight[0]] = flight[1].wait()
+        return dx, dw.to(weight.dtype) if needs_weight else None, None, None
+
+
+def _start_sum(dx: Tensor, how: _Chunked) -> Handle:
+    if how.whole:
+        return all_reduce(dx, how.terms.axis, async_op=True)
+    return Handle(None, lambda: dx)
+
+
+def _accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add dy^T x to ``total``, which is fp32 at least."""
+    if dy.dtype == total.dtype:
+        total.addmm_(dy.t(), x)
+    else:
+        total += dy.t() @ x
+
+
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int | None = ...,
+    ignore_index: int = ...,
+    z_loss: float = ...,
+    label_smoothing: float = ...,
+    chunk: int = ...,
+    sequence_parallel: bool = ...,
+    return_z_loss: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int | None = ...,
+    ignore_index: int = ...,
+    z_loss: float = ...,
+    label_smoothing: float = ...,
+    chunk: int = ...,
+    sequence_parallel: bool = ...,
+    return_z_loss: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    axis: Axis,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    chunk: int = 1024,
+    sequence_parallel: bool = False,
+    return_z_loss: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``vocab_parallel_cross_entropy`` of ``x W^T`` whose logits never exist at once.
+
+    Arguments:
+        x: (..., I), whole on every rank; (n, ..., I) under sequence parallelism.
+        weight: (V/t, I), this rank's rows of the output layer.
+        labels: (...) int64, all tokens; a row of x each.
+        axis, vocab_size, ignore_index, z_loss, label_smoothing, return_z_loss: as there.
+        chunk: tokens whose logits, (chunk, V/t), exist at a time.
+        sequence_parallel: x is this rank's tokens (see ``sequence``); they are gathered here.
+
+    Returns fp32 (...). Backward computes the logits once more: a third of the head's time for
+    T/chunk of the memory. One all-gather of five numbers a position in forward, and an all-reduce
+    of every chunk's gradient in backward, hidden behind the next products; under sequence
+    parallelism an all-gather and a reduce-scatter. Raises ValueError when shapes do not fit or
+    ``chunk`` is not positive, IndexError as ``vocab_parallel_cross_entropy``.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk {chunk} is not positive: it is a number of tokens")
+    if sequence_parallel:
+        x = all_gather_from(x, axis)[: whole_tokens(x, axis, labels.shape[0])]
+    if x.shape[:-1] != labels.shape or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit labels "
+            f"{tuple(labels.shape)}: x is (..., I), weight (V/t, I), labels (...)"
+        )
+    width = weight.shape[0]
+    size = width * axis.size if vocab_size is None else vocab_size
+    terms = Terms(axis, size, ignore_index, z_loss, label_smoothing)
+    check_terms(terms, labels, width)
+    x, weight, _ = cast_for_autocast(x, weight, None)
+    rows, how = x.reshape(-1, x.shape[-1]), _Chunked(terms, chunk, not sequence_parallel)
+    loss, z = _LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), how)
+    if return_z_loss:
+        return loss.view(labels.shape), z.view(labels.shape)
+    return loss.view(labels.shape)

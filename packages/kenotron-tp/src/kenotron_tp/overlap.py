@@ -1,0 +1,91 @@
+"""Matrix products whose communication travels while other pieces are multiplied.
+
+The pieces are the ranks' own tokens: what a rank needs from, or owes to, another one is a transfer
+of its own, waited for only where it is used. The order is that of a ring (Wang et al., "Overlap
+communication with dependent computation via decomposition", ASPLOS 2023).
+
+Shapes: T tokens, n tokens of a rank (T/t, rounded up), I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import Axis, Handle, all_reduce, shift
+from kenotron_dist.collectives import tree_sum
+
+_PIECES = 2
+"""Of a product whose whole result is summed: the first sum travels beside the second product."""
+
+
+def gather_product(
+    x: Tensor, w: Tensor, axis: Axis, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Every rank's rows x (n, I), times w (I, O): the product (t n, O) and the rows (t n, I).
+
+    The own rows are multiplied while the others' arrive.
+    """
+    rows = x.new_empty(axis.size, *x.shape)
+    rows[axis.rank] = x
+    arriving: list[tuple[int, Handle]] = []
+    for by in range(1, axis.size):
+        source = (axis.rank - by) % axis.size
+        arriving.append((source, shift(x, axis, by, out=rows[source], async_op=True)))
+    y = x.new_empty(axis.size, x.shape[0], w.shape[1])
+    _multiply(rows[axis.rank], w, y[axis.rank], bias)
+    for source, handle in arriving:
+        _multiply(handle.wait(), w, y[source], bias)
+    return y.flatten(0, 1), rows.flatten(0, 1)
+
+
+def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Callable[[], Tensor]:
+    """Start the sum over ranks of x (T, I) times w (I, O), of which each keeps n rows in turn.
+
+    What belongs to other ranks is multiplied first and travels while the next is multiplied.
+    Returns the function that waits and gives this rank's (n, O); rows beyond T are zero. The sum
+    is the tree of ``reduce_scatter``, on every backend.
+    """
+    rows = x.new_empty(axis.size, n, w.shape[1])  # what each rank computed for this one
+    handles = []
+    for by in range(1, axis.size):
+        part = x.new_empty(n, w.shape[1])
+        to = (axis.rank + by) % axis.size
+        _multiply(x[to * n : (to + 1) * n], w, part)
+        source = (axis.rank - by) % axis.size
+        handles.append(shift(part, axis, by, out=rows[source], async_op=True))
+    _multiply(x[axis.rank * n : (axis.rank + 1) * n], w, rows[axis.rank])
+
+    def finish() -> Tensor:
+        for handle in handles:
+            handle.wait()
+        return tree_sum(rows)
+
+    return finish
+
+
+def reduce_product(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
+    """Sum over ranks of x (T, I) times w (I, O), whole on every rank: (T, O).
+
+    The sum of one piece of the tokens travels while the next is multiplied.
+    """
+    handles: list[Handle] = []
+    for piece in x.chunk(_PIECES):
+        y = piece @ w
+        if handles:
+            handles[-1].advance()
+        handles.append(all_reduce(y, axis, async_op=True))
+    return torch.cat([handle.wait() for handle in handles])
+
+
+def _multiply(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
+    """Write x (m, I) times w (I, O) to the first m rows of ``out``, and zero to the others."""
+    target = out[: x.shape[0]]
+    if bias is None:
+        torch.mm(x, w, out=target)
+    else:
+        torch.addmm(bias, x, w, out=target)
+    if x.shape[0] < out.shape[0]:
+        out[x.shape[0] :] = 0

@@ -1,0 +1,163 @@
+"""The two matrix products of cut layers, each with its communication, as autograd functions.
+
+=======  ==================  =========================  ==========================
+product  tokens              forward                    backward
+=======  ==================  =========================  ==========================
+column   whole               y = x W^T                  dx = all-reduce(dy W)
+column   cut (sequence)      y = all-gather(x) W^T      dx = reduce-scatter(dy W)
+row      whole               y = all-reduce(x W^T)      dx = dy W
+row      cut (sequence)      y = reduce-scatter(x W^T)  dx = all-gather(dy) W
+=======  ==================  =========================  ==========================
+
+Shapes: T tokens, n tokens of a rank, I input and O output features of the local weight (O, I).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kenotron_dist import Axis, Handle, WeightQueue, all_gather, all_reduce, reduce_scatter
+from kenotron_tp.overlap import gather_product, reduce_product, start_product_scatter
+
+
+class How(NamedTuple):
+    """How one call of a layer communicates."""
+
+    axis: Axis
+    parameter: nn.Parameter
+    """The weight as the layer has it; the product may get a copy of another dtype (autocast)."""
+    sequence: bool = False
+    overlap: bool = False
+    regather: bool = False
+    rows: int = 0
+    """Of the result, under sequence parallelism: T of a column product, n of a row product."""
+    queue: WeightQueue | None = None
+    """Where the weight's gradient is put off to."""
+
+
+def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    """x (T, I), or (n, I) when tokens are cut -> (T, O), this rank's features."""
+    return _ColumnProduct.apply(x, weight, bias, how)
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    """x (T, I), this rank's features -> the sum over ranks (T, O), or its own rows (n, O)."""
+    return _RowProduct.apply(x, weight, bias, how)
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        kept = x
+        if not how.sequence:
+            y = F.linear(x, weight, bias)
+        elif how.overlap:
+            y, rows = gather_product(x, weight.t(), how.axis, bias)
+            y, kept = y[: how.rows], x if how.regather else rows
+        else:
+            rows = all_gather(x, how.axis)
+            y = F.linear(rows[: how.rows], weight, bias)
+            kept = x if how.regather else rows
+        ctx.save_for_backward(kept, weight)
+        ctx.how, ctx.own = how, len(x)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx, finish, between = None, None, None
+        gathering = None
+        if how.sequence and how.regather and needs_weight:
+            gathering = all_gather(x, how.axis, async_op=True)
+            if not how.overlap:
+                gathering.wait()
+        if needs_x:
+            finish, between = _start_input_gradient(dy, weight, how, ctx.own)
+            if not how.overlap:
+                dx, finish, between = finish(), None, None
+        dw = None
+        if needs_weight:
+            rows = x if gathering is None else gathering.wait()
+            dw = _weight_gradient(dy, rows[: len(dy)], how, between)
+        if finish is not None:
+            dx = finish()
+        return dx, dw, dy.sum(0) if needs_bias else None, None
+
+
+def _start_input_gradient(
+    dy: Tensor, weight: Tensor, how: How, n: int
+) -> tuple[Callable[[], Tensor], Callable[[], None] | None]:
+    """Start dx, summed over ranks: what waits for it, and what to call half-way if anything."""
+    if how.sequence and how.overlap:
+        return start_product_scatter(dy, weight, how.axis, n), None
+    dx = dy @ weight
+    if how.sequence:
+        return reduce_scatter(_pad(dx, n, how.axis), how.axis, async_op=True).wait, None
+    handle: Handle = all_reduce(dx, how.axis, async_op=True)
+    return handle.wait, handle.advance
+
+
+class _RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+        w, axis = weight.t(), how.axis
+        if how.sequence and how.overlap:
+            y = start_product_scatter(x, w, axis, how.rows)()
+        elif how.sequence:
+            y = reduce_scatter(_pad(x @ w, how.rows, axis), axis)
+        elif how.overlap:
+            y = reduce_product(x, w, axis)
+        else:
+            y = all_reduce(x @ w, axis)
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        dx, rows = None, dy
+        if how.sequence and how.overlap and needs_x:
+            dx, rows = gather_product(dy, weight, how.axis)
+            dx = dx[: len(x)]
+        else:
+            if how.sequence:
+                rows = all_gather(dy, how.axis)
+            if needs_x:
+                dx = rows[: len(x)] @ weight
+        dw = _weight_gradient(rows[: len(x)], x, how) if needs_weight else None
+        return dx, dw, dy.sum(0) if needs_bias else None, None
+
+
+def _weight_gradient(
+    dy: Tensor, x: Tensor, how: How, between: Callable[[], None] | None = None
+) -> Tensor | None:
+    """dy^T x (O, I), or None when it is put off; ``between`` is called half-way through."""
+    if how.queue is not None:
+        dtype = how.parameter.dtype
+        how.queue.push(how.parameter, lambda: (dy.t() @ x).to(dtype))
+        return None
+    if between is None:
+        return dy.t() @ x
+    half = dy.shape[1] // 2
+    dw = dy.new_empty(dy.shape[1], x.shape[1])
+    torch.mm(dy[:, :half].t(), x, out=dw[:half])
+    between()
+    torch.mm(dy[:, half:].t(), x, out=dw[half:])
+    return dw
+
+
+def _pad(x: Tensor, n: int, axis: Axis) -> Tensor:
+    """x (T, O) with rows of zeros up to n for every rank."""
+    missing = n * axis.size - x.shape[0]
+    return x if missing == 0 else F.pad(x, (0, 0, 0, missing))

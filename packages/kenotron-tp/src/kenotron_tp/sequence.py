@@ -1,0 +1,103 @@
+"""Sequence parallelism: between two cut layers each rank holds its own tokens (arXiv 2205.05198).
+
+Tokens are cut along dim 0 in parts of n = T/t rows, rounded up; where the ranks do not divide T,
+the last rows of the last ranks are padding. It starts as zeros, gets no gradient, and is dropped
+when the tokens are gathered.
+
+Shapes: T tokens, n of a rank, ``...`` features.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron_dist import Axis, Partial, Placements
+from kenotron_dist.autograd import gather_from, scatter_to
+
+
+def rows_of_rank(tokens: int, axis: Axis) -> int:
+    """n: how many of ``tokens`` each rank holds, padding included."""
+    return -(-tokens // axis.size)
+
+
+def split_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's rows (n, ...) of x (T, ...), which is the same on every rank.
+
+    For what enters the region between two layers. No communication; an all-gather in backward.
+    """
+    return scatter_to(pad_tokens(x, axis), axis, 0)
+
+
+def join_tokens(x: Tensor, axis: Axis, tokens: int | None = None) -> Tensor:
+    """All rows (T, ...) of every rank's x (n, ...), for a result that all ranks use alike.
+
+    ``tokens`` is T where the ranks do not divide it. One all-gather; none in backward. Raises
+    ValueError when T does not fit n.
+    """
+    return gather_from(x, axis, 0)[: whole_tokens(x, axis, tokens)]
+
+
+def mark_partial(module: nn.Module, axis: Axis) -> None:
+    """Declare all parameters of ``module`` replicated with partial gradients: ``Partial(axis)``.
+
+    For norms and other whole layers between two cut ones: each rank sees other tokens, so their
+    gradients are to be summed (``kenotron_dist.sum_gradients``). Replaces their placements.
+    """
+    for each in module.modules():
+        parameters = each.named_parameters(recurse=False)
+        own: Placements = {name: Partial(axis.name) for name, _ in parameters}
+        if own:
+            setattr(each, "placements", own)  # noqa: B010 (a module's own attributes are typed)
+
+
+class CutLayer(Protocol):
+    """A layer that was built for whole or for cut tokens."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether tokens are cut."""
+        ...
+
+    @property
+    def weight(self) -> Tensor:
+        """Its parameter."""
+        ...
+
+
+def call_mode(layer: CutLayer, wanted: bool | None) -> bool:
+    """Whether tokens are cut in this call of ``layer``: as it was built, or as ``wanted``.
+
+    Raises ValueError when the mode is changed while gradients are recorded.
+    """
+    if wanted is None or wanted == layer.sequence_parallel:
+        return layer.sequence_parallel
+    if torch.is_grad_enabled() and layer.weight.requires_grad:
+        raise ValueError(
+            f"sequence_parallel={wanted} in forward, but the layer was built with "
+            f"{layer.sequence_parallel}: its placements hold for that mode only, so change it "
+            "under torch.no_grad() or torch.inference_mode()"
+        )
+    return wanted
+
+
+def whole_tokens(x: Tensor, axis: Axis, tokens: int | None) -> int:
+    """T, from what the caller says and the rows x (n, ...) of one rank."""
+    rows = x.shape[0]
+    if tokens is None:
+        return rows * axis.size
+    if rows_of_rank(tokens, axis) != rows:
+        raise ValueError(
+            f"{tokens} tokens over {axis.size} {axis.name} ranks are "
+            f"{rows_of_rank(tokens, axis)} rows a rank, but this one has {rows}"
+        )
+    return tokens
+
+
+def pad_tokens(x: Tensor, axis: Axis) -> Tensor:
+    """x (T, ...) with rows of zeros up to n on every rank: (t n, ...)."""
+    missing = rows_of_rank(x.shape[0], axis) * axis.size - x.shape[0]
+    return x if missing == 0 else F.pad(x, [0, 0] * (x.ndim - 1) + [0, missing])

@@ -1,0 +1,165 @@
+"""Softmax statistics of logits cut over the vocabulary, and the gradient that follows from them.
+
+What the cross entropies share: nothing here knows where the logits come from. Rows are worked on
+in blocks, so that fp32 copies stay small whatever the dtype of the logits.
+
+Shapes: T rows (positions), V vocabulary, W = V'/t columns of a rank (V' is V padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import Axis, all_gather
+
+_BLOCK = {"cpu": 2**20}  # elements of a block: a core's cache on CPU, few launches elsewhere
+_BLOCK_ELSEWHERE = 2**27
+
+
+class Terms(NamedTuple):
+    """What is added up for every position, and over which columns."""
+
+    axis: Axis
+    vocab_size: int
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    """Coefficient of the squared log-partition."""
+    label_smoothing: float = 0.0
+    """Share of the target's weight that is spread evenly over the vocabulary."""
+
+
+class Statistics(NamedTuple):
+    """Of every position (T,), the same on every rank; fp32, or fp64 for fp64 logits."""
+
+    highest: Tensor
+    """The largest logit."""
+    sum_exp: Tensor
+    """Sum of ``exp(logit - highest)``."""
+    target: Tensor
+    """Logit of the label; NaN where no rank has it."""
+    total: Tensor
+    """Sum of all logits; zeros without label smoothing."""
+
+
+def check_terms(terms: Terms, labels: Tensor, width: int) -> None:
+    """Raise ValueError for sizes or coefficients that make no sense.
+
+    On CPU also IndexError for a label outside the vocabulary; elsewhere looking for one would
+    stop the device, and the position's loss is NaN.
+    """
+    columns = width * terms.axis.size
+    if not 0 < terms.vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size {terms.vocab_size} is not within 1..{columns}, the columns of all ranks"
+        )
+    if not 0 <= terms.label_smoothing < 1:
+        raise ValueError(f"label_smoothing {terms.label_smoothing} is not within [0, 1)")
+    if not 0 <= terms.z_loss < float("inf"):
+        raise ValueError(f"z_loss {terms.z_loss} is not a finite coefficient, 0 or more")
+    if labels.device.type == "cpu" and labels.numel():
+        strange = (labels < 0) | (labels >= terms.vocab_size)
+        strange &= labels != terms.ignore_index
+        if strange.any():
+            place = tuple(strange.nonzero()[0].tolist())
+            raise IndexError(
+                f"label {labels[place].item()} at position {place} is outside the vocabulary "
+                f"0..{terms.vocab_size - 1}, and not ignore_index {terms.ignore_index}"
+            )
+
+
+def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
+    """This rank's part of the statistics of logits (T, W): (5, T), the label's share in two rows.
+
+    Rows: largest logit, sum of exponentials, logit of the label or 0, whether it is here, sum.
+    """
+    first, real = _columns(terms, logits.shape[-1])
+    own, foreign = _own_labels(labels, first, real)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    found = logits.new_zeros((5, len(logits)), dtype=dtype)
+    found[0] = -torch.inf
+    if real == 0:  # nothing but padding
+        return found
+    found[2] = logits.gather(-1, own)[:, 0].to(dtype).masked_fill(foreign, 0.0)
+    found[3] = ~foreign
+    for rows in _blocks(logits):
+        x = logits[rows, :real]
+        highest = x.amax(-1, keepdim=True).to(dtype)
+        found[0, rows] = highest[:, 0]
+        if terms.label_smoothing:
+            found[4, rows] = x.sum(-1, dtype=dtype)
+        shifted = x - highest.masked_fill(highest == -torch.inf, 0.0)  # in dtype
+        found[1, rows] = shifted.exp_().sum(-1)
+    return found
+
+
+def whole_statistics(local: Tensor, terms: Terms) -> Statistics:
+    """The statistics over all ranks' columns: one all-gather of five numbers a position."""
+    ranks = all_gather(local[None], terms.axis)  # (t, 5, T)
+    highest = ranks[:, 0].amax(0)
+    sum_exp = (ranks[:, 1] * (ranks[:, 0] - highest).exp()).sum(0)
+    target, here, total = ranks[:, 2:].sum(0).unbind()
+    return Statistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
+
+
+def losses(of: Statistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+    """Loss of every position with all its terms, and the z-loss in it: (T,) each."""
+    log_sum, smooth = of.sum_exp.log(), terms.label_smoothing
+    distance = of.highest - of.target  # differences first: logits may be large
+    if smooth:
+        spread = of.highest - of.total / terms.vocab_size
+        distance = (1 - smooth) * distance + smooth * spread
+    z = terms.z_loss * (of.highest + log_sum).square()
+    ignored = labels == terms.ignore_index
+    return (log_sum + distance + z).masked_fill(ignored, 0.0), z.masked_fill(ignored, 0.0)
+
+
+def write_gradient(
+    out: Tensor, logits: Tensor, labels: Tensor, of: Statistics, weight: Tensor, terms: Terms
+) -> None:
+    """Write to ``out`` (T, W) the gradient of the losses times ``weight`` (T,); may be ``logits``.
+
+    ``dx_v = w (p_v (1 + 2 z log Z) - (1 - s) [v = label] - s / V)``, zero in the padding.
+    """
+    first, real = _columns(terms, logits.shape[-1])
+    own, foreign = _own_labels(labels, first, real)
+    weight = weight.masked_fill(labels == terms.ignore_index, 0.0)
+    partition = of.highest + of.sum_exp.log()
+    scale = weight * (1 + 2 * terms.z_loss * partition) / of.sum_exp
+    hit = (weight * (terms.label_smoothing - 1)).masked_fill(foreign, 0.0)
+    spread = weight * (terms.label_smoothing / terms.vocab_size)
+    direct = out.dtype == of.highest.dtype
+    for rows in _blocks(logits):
+        x = out[rows] if direct else torch.empty_like(logits[rows], dtype=of.highest.dtype)
+        torch.sub(logits[rows], of.highest[rows, None], out=x)
+        x[:, real:] = 0
+        x.exp_().mul_(scale[rows, None])
+        if terms.label_smoothing:
+            x.sub_(spread[rows, None])
+        x.scatter_add_(-1, own[rows], hit[rows, None])
+        x[:, real:] = 0
+        if not direct:
+            out[rows] = x
+
+
+def _columns(terms: Terms, width: int) -> tuple[int, int]:
+    """First column of this rank, and how many of its columns are not padding."""
+    first = terms.axis.rank * width
+    return first, min(max(terms.vocab_size - first, 0), width)
+
+
+def _own_labels(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+    """Local column of every label (T, 1), 0 where another rank has it; and where that is (T,)."""
+    own = labels - first
+    foreign = (own < 0) | (own >= real)
+    return own.masked_fill(foreign, 0)[:, None], foreign
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows of bounded size."""
+    limit = _BLOCK.get(logits.device.type, _BLOCK_ELSEWHERE)
+    step = max(limit // max(logits.shape[-1], 1), 1)
+    return (slice(start, start + step) for start in range(0, len(logits), step))

@@ -1,0 +1,246 @@
+"""The terms of the loss, and the head that never has all logits: against plain torch."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+from tp_memory import PeakMemory
+from tp_ranks import normal, on_ranks, own_rows, part
+
+from kenotron_dist import Axis
+from kenotron_tp import linear_cross_entropy, vocab_parallel_cross_entropy, vocabulary_chunk
+
+TOKENS, WIDTH, VOCAB = 13, 6, 31
+TERMS = [
+    {},
+    {"z_loss": 1e-2},
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2, "label_smoothing": 0.3},
+]
+
+
+def labels_of(vocab=VOCAB, tokens=TOKENS, ignored=3):
+    labels = torch.arange(tokens) * 7 % vocab
+    labels[0], labels[1], labels[ignored] = 0, vocab - 1, -100
+    return labels
+
+
+def reference(logits, labels, z_loss=0.0, label_smoothing=0.0):
+    """Loss and z-loss of whole logits, in their dtype."""
+    loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+    z = z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)
+    return loss + z, z
+
+
+def columns(whole, mesh, dim):
+    return part(whole, dim, mesh, (vocabulary_chunk(whole.shape[dim], mesh["tp"].size),))
+
+
+def check_terms(mesh, dtype, in_place, terms):
+    axis, labels = mesh["tp"], labels_of()
+    whole = (normal(TOKENS, VOCAB, seed=1) * 3 + 5).to(dtype)
+    weight = normal(TOKENS, seed=2)
+    own = columns(whole, mesh, -1).requires_grad_()
+    loss, z = vocab_parallel_cross_entropy(
+        own, labels, axis, vocab_size=VOCAB, in_place=in_place, return_z_loss=True, **terms
+    )
+    alone = vocab_parallel_cross_entropy(own, labels, axis, vocab_size=VOCAB, **terms)
+    assert torch.equal(loss, alone) and not z.requires_grad
+    loss.backward(weight)
+    twin = whole.float().requires_grad_()
+    expected, expected_z = reference(twin, labels, **terms)
+    expected.backward(weight)
+    assert_close(loss.detach(), expected.detach())
+    assert_close(z, expected_z.detach())
+    assert_close(own.grad, columns(twin.grad, mesh, -1).to(dtype))
+    assert (own.grad.data_ptr() == own.data_ptr()) == in_place
+
+
+def check_head(mesh, dtype, sequence, chunk, terms):
+    axis, labels = mesh["tp"], labels_of()
+    x, w = normal(TOKENS, WIDTH, seed=3, dtype=dtype), normal(VOCAB, WIDTH, seed=4, dtype=dtype)
+    weight = normal(TOKENS, seed=2)
+    own = (own_rows(x, mesh) if sequence else x.clone()).requires_grad_()
+    own_w = columns(w, mesh, 0).requires_grad_()
+    options = {"vocab_size": VOCAB, "chunk": chunk, "sequence_parallel": sequence, **terms}
+    loss, z = linear_cross_entropy(own, own_w, labels, axis, return_z_loss=True, **options)
+    assert torch.equal(linear_cross_entropy(own, own_w, labels, axis, **options), loss)
+    loss.backward(weight)
+    x.requires_grad_()
+    w.requires_grad_()
+    logits = x @ w.t()
+    expected, expected_z = reference(logits.float(), labels, **terms)
+    expected.backward(weight)
+    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    assert_close(loss.detach(), expected.detach(), **close)
+    assert_close(z, expected_z.detach(), **close)
+    assert_close(own.grad, own_rows(x.grad, mesh) if sequence else x.grad, **close)
+    assert_close(own_w.grad, columns(w.grad, mesh, 0), **close)
+
+
+def check_all(mesh):
+    for terms in TERMS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for in_place in (False, True):
+                check_terms(mesh, dtype, in_place, terms)
+            for sequence, chunk in ((False, 1), (True, 5), (False, 64)):
+                check_head(mesh, dtype, sequence, chunk, terms)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+def test_losses_are_those_of_whole_logits(tp):
+    on_ranks(check_all, tp=tp)
+
+
+def gradients(mesh):
+    """In fp64, by finite differences; every rank moves its own columns alone."""
+    axis, labels = mesh["tp"], labels_of()[:4]
+    own = columns(normal(4, 5, seed=1, dtype=torch.float64), mesh, -1)
+    x = normal(4, 3, seed=2, dtype=torch.float64).requires_grad_()
+    w = columns(normal(5, 3, seed=3, dtype=torch.float64), mesh, 0)
+    labels = labels.where(labels == -100, labels % 5)
+    found = []
+    for terms in TERMS:
+        options = {"vocab_size": 5, **terms}
+        loss = vocab_parallel_cross_entropy(own.requires_grad_(), labels, axis, **options)
+        found.append(torch.autograd.grad(loss.sum(), own)[0])
+        loss = linear_cross_entropy(x, w.requires_grad_(), labels, axis, chunk=2, **options)
+        found += torch.autograd.grad(loss.sum(), (x, w))
+        if axis.size == 1:
+
+            def cut(y, terms=options):
+                return vocab_parallel_cross_entropy(y, labels, axis, **terms)
+
+            def fused(x, w, terms=options):
+                return linear_cross_entropy(x, w, labels, axis, chunk=2, **terms)
+
+            torch.autograd.gradcheck(cut, own)
+            torch.autograd.gradcheck(fused, (x, w))
+    return found
+
+
+def test_gradients_are_those_of_finite_differences():
+    one = on_ranks(gradients, tp=1)[0]
+    for tp in (2, 3):
+        parts = on_ranks(gradients, tp=tp)
+        for i, whole in enumerate(one):
+            cut = -1 if i % 3 == 0 else 0
+            if i % 3 == 1:  # the gradient of x is whole on every rank
+                for each in parts:
+                    assert_close(each[i], whole, rtol=1e-12, atol=1e-12)
+                continue
+            joined = torch.cat([each[i] for each in parts], cut)
+            joined = joined.narrow(cut, 0, whole.shape[cut])
+            assert_close(joined, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_the_z_loss_is_of_the_true_log_partition():
+    """Shifted by the largest logit, as a stable softmax works, it would be 1e-4 log(3)^2."""
+    logits, labels = torch.full((1, 3), 253.0), torch.tensor([1])
+    _, z = vocab_parallel_cross_entropy(
+        logits, labels, Axis.solo("tp"), z_loss=1e-4, return_z_loss=True
+    )
+    assert_close(z, torch.tensor([1e-4 * (253 + torch.log(torch.tensor(3.0))) ** 2]))
+    assert 6.4 < z.item() < 6.5
+
+
+def peak(run, *known):
+    with PeakMemory().ignore(*known) as counted:
+        run()
+    return counted.peak
+
+
+def memory(mesh):
+    """Peak bytes of forward and backward beyond what was there, in sizes of a rank's logits."""
+    axis, tokens, vocab, width = mesh["tp"], 512, 2048, 8
+    labels = torch.arange(tokens)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        size = tokens * vocab // axis.size * dtype.itemsize
+        x = normal(tokens, width, seed=2, dtype=dtype).requires_grad_()
+        w = normal(vocab // axis.size, width, seed=1, dtype=dtype).requires_grad_()
+
+        def cut(logits, **options):
+            loss = vocab_parallel_cross_entropy(logits, labels, axis, **options)
+            torch.autograd.grad(loss.sum(), logits)
+
+        def fused(x=x, w=w):
+            linear_cross_entropy(x, w, labels, axis, chunk=32).sum().backward()
+
+        for name in ("new", "in_place"):
+            leaf = (x @ w.t()).detach().requires_grad_()
+            run = functools.partial(cut, leaf, in_place=name == "in_place")
+            found[name, dtype] = peak(run, leaf, labels) / size
+        found["head", dtype] = peak(fused, x, w, labels) / size
+    return found
+
+
+def memory_in_small_blocks(mesh):
+    with mock.patch.dict("kenotron_tp.softmax._BLOCK", cpu=2**14):  # as for larger logits
+        return memory(mesh)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_memory_is_one_gradient_none_or_a_chunk(tp):
+    for found in on_ranks(memory_in_small_blocks, tp=tp):
+        for dtype in (torch.float32, torch.bfloat16):
+            assert 1.0 < found["new", dtype] < 1.2, found
+            assert found["in_place", dtype] < 0.2, found
+            assert found["head", dtype] < 0.3, found
+
+
+def cast(mesh):
+    """Under autocast, products and communication are bf16 and gradients fp32."""
+    axis, labels = mesh["tp"], labels_of()
+    x = normal(TOKENS, WIDTH, seed=3).requires_grad_()
+    w = columns(normal(VOCAB, WIDTH, seed=4), mesh, 0).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(x, w, labels, axis, vocab_size=VOCAB)
+    loss.sum().backward()
+    assert loss.dtype == x.grad.dtype == w.grad.dtype == torch.float32
+    exact = linear_cross_entropy(x, w, labels, axis, vocab_size=VOCAB)
+    assert_close(loss, exact, rtol=2e-2, atol=2e-2)
+    assert not torch.equal(loss, exact)
+
+
+def test_the_head_under_autocast():
+    on_ranks(cast, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"chunk": 0}, "chunk 0 is not positive: it is a number of tokens"),
+        ({"z_loss": -1.0}, r"z_loss -1\.0 is not a finite coefficient, 0 or more"),
+        ({"z_loss": float("nan")}, "z_loss nan is not a finite coefficient, 0 or more"),
+        ({"label_smoothing": 1.0}, r"label_smoothing 1\.0 is not within \[0, 1\)"),
+        ({"vocab_size": 9}, r"vocab_size 9 is not within 1\.\.8, the columns of all ranks"),
+        ({"labels": torch.zeros(2).long()}, r"x \(3, 2\) and weight \(8, 2\) do not fit labels"),
+        ({"weight": torch.zeros(8, 3)}, r"x \(3, 2\) and weight \(8, 3\) do not fit labels"),
+        ({"labels": torch.tensor([0, 1, 8])}, r"label 8 at position \(2,\) is outside the vocab"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(options, words):
+    given = {"weight": torch.zeros(8, 2), "labels": torch.zeros(3).long(), **options}
+    with pytest.raises((ValueError, IndexError), match=words):
+        linear_cross_entropy(torch.zeros(3, 2), axis=Axis.solo("tp"), **given)
+
+
+def test_a_loss_is_not_differentiated_twice():
+    logits = normal(3, 4, seed=1).requires_grad_()
+    loss = vocab_parallel_cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"))
+    (grad,) = torch.autograd.grad(loss.square().sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_logits_that_are_gone_are_not_used_again():
+    logits = (normal(3, 4, seed=1).requires_grad_() * 1).exp()  # exp keeps its result
+    loss = vocab_parallel_cross_entropy(
+        logits, torch.zeros(3).long(), Axis.solo("tp"), in_place=True
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
