@@ -77,6 +77,7 @@ class Layout:
     tp: int = 1
     tied: bool = False
     sequence_parallel: bool = False
+    overlap: bool = False
     zero: int = 1
     engine: str = "1f1b"
 
@@ -87,6 +88,7 @@ class Layout:
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", self.engine, f"zero{self.zero}"]
         words += ["tied"] * self.tied + ["sp"] * self.sequence_parallel
+        words += ["overlap"] * self.overlap
         return "-".join(words)
 
 
@@ -119,6 +121,8 @@ def configure(layout: Layout, folder: Path, steps: int = 20) -> Config:
         "parallelism.tp": layout.tp,
         "parallelism.pp_engine": layout.engine,
         "parallelism.tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
+        "parallelism.tp_linear_async_communication": str(layout.overlap).lower(),
+        "parallelism.tp_recompute_allgather": str(not layout.tied).lower(),
         "model.model_config.tie_word_embeddings": str(layout.tied).lower(),
         "optimizer.zero_stage": layout.zero,
         "tokens.train_steps": steps,

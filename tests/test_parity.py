@@ -52,12 +52,13 @@ def check(layout: Layout, got: Trace, want: Trace) -> None:
 
 
 def layouts(ranks: int) -> list[Layout]:
-    """Every factorisation, tied and untied; tp alternates plain and sequence parallel."""
+    """Every factorisation, tied and untied; the four modes of tp in turn."""
     found = []
     for pp, dp, tp in parity.factorisations(ranks):
         for tied in (False, True):
             sequence_parallel = tp > 1 and tied == (pp == 1)
-            found.append(Layout(pp, dp, tp, tied, sequence_parallel))
+            overlap = tp > 1 and tied
+            found.append(Layout(pp, dp, tp, tied, sequence_parallel, overlap))
     return found
 
 
@@ -114,8 +115,8 @@ def test_cutting_layers_changes_no_bit_beside_other_axes(dp: int, tp: int, folde
     [
         Layout(pp=4, tied=True),
         Layout(dp=4),
-        Layout(tp=4, tied=True, sequence_parallel=True),
-        Layout(tp=4),
+        Layout(tp=4, tied=True, sequence_parallel=True, overlap=True),
+        Layout(tp=4, overlap=True),
         Layout(pp=2, dp=2, tp=2, tied=True, sequence_parallel=True),
     ],
     ids=str,

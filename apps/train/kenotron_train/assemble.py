@@ -76,7 +76,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     layers = build_decoder(
         llama,
         tp,
-        sequence_parallel=config.parallelism.sequence_parallel and tp.size > 1,
+        mode=config.parallelism.mode,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )

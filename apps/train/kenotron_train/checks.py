@@ -36,11 +36,9 @@ def cross_problems(sections: Sections) -> list[str]:
     """
     found: list[str] = []
     parallelism, model = sections.get("parallelism"), sections.get("model")
-    tokens, stages = sections.get("tokens"), sections.get("data_stages")
+    stages = sections.get("data_stages")
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
-    if tokens and parallelism:
-        found += _tokens_over_ranks(tokens, parallelism)
     if stages is not None:
         found += _stage_order(stages)
     if model and stages:
@@ -76,18 +74,6 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
             f"set pp to at most {layers}"
         )
     return found
-
-
-def _tokens_over_ranks(tokens: TokensConfig, parallelism: ParallelismConfig) -> list[str]:
-    count = tokens.micro_batch_size * tokens.sequence_length
-    if not parallelism.sequence_parallel or count % parallelism.tp == 0:
-        return []
-    return [
-        f"parallelism.tp: {parallelism.tp} was given; with tp_mode REDUCE_SCATTER it must divide "
-        f"the {count} tokens of a micro-batch (tokens.micro_batch_size "
-        f"{tokens.micro_batch_size} x tokens.sequence_length {tokens.sequence_length}); change one "
-        "of them or set tp_mode to ALL_REDUCE"
-    ]
 
 
 def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:

@@ -21,10 +21,6 @@ WITHOUT_EFFECT = {
     "general.step": "a checkpoint knows its own step",
     "general.consumed_train_samples": "a checkpoint knows the samples it has seen",
     "general.ignore_sanity_checks": "there are no optional checks",
-    "parallelism.tp_linear_async_communication": "communication is not overlapped; "
-    "the numbers are the same",
-    "parallelism.tp_recompute_allgather": "gathered activations are treated as each layer sees "
-    "fit; the numbers are the same",
     "model.model_config.pad_token_id": "padded positions carry no label",
     "model.model_config.pretraining_tp": "parallelism.tp decides",
     "model.model_config.use_cache": "training keeps no cache",

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_models.config import LlamaConfig
+from kenotron_tp import TPMode
 
 DType = Literal[
     "float32", "float64", "complex64", "complex128", "float16", "bfloat16",
@@ -55,11 +56,11 @@ class ParallelismConfig:
     tp_mode: Literal["ALL_REDUCE", "REDUCE_SCATTER"] = "ALL_REDUCE"
     """Activations between layers: whole on every tp rank, or cut along the sequence."""
     tp_linear_async_communication: bool = False
-    """No effect on the numbers: asks for communication to overlap with computing."""
+    """Communication over tp travels while pieces are multiplied; the numbers are the same."""
     recompute_layer: bool = False
     """True: compute activations again in the backward; must be False, not available yet."""
     tp_recompute_allgather: bool = True
-    """No effect on the numbers: gather activations again in the backward, or keep them."""
+    """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
     expert_parallel_size: int = 1
     """Ranks that share the experts; must be 1, not available yet."""
     context_parallel_size: int = 1
@@ -83,9 +84,13 @@ class ParallelismConfig:
         return self.dp * self.pp * self.tp
 
     @property
-    def sequence_parallel(self) -> bool:
-        """Whether activations between layers are cut along the sequence over tp."""
-        return self.tp_mode == "REDUCE_SCATTER"
+    def mode(self) -> TPMode:
+        """How the layers communicate over tp."""
+        return TPMode(
+            sequence_parallel=self.tp_mode == "REDUCE_SCATTER" and self.tp > 1,
+            overlap=self.tp_linear_async_communication,
+            regather=self.tp_recompute_allgather,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron_tp import TPMode
 from kenotron_train.config import ignored_keys
 from kenotron_train.sections import GeneralConfig, LoggingConfig
 from kenotron_train.yaml_config import DEFAULT_CONFIG, dump_config, load_config, parse_config
@@ -38,7 +39,7 @@ def test_nanotron_file_loads():
     assert [stage.start_training_step for stage in config.data_stages] == [1, 10]
     assert config.model.model_config.rope_theta == 10000.0
     assert config.optimizer.learning_rate_scheduler.min_decay_lr == 1e-5
-    assert config.parallelism.sequence_parallel
+    assert config.parallelism.tp_mode == "REDUCE_SCATTER"
     assert (config.world_size, config.global_batch_size) == (1, 2)
 
 
@@ -118,13 +119,9 @@ def test_regular_expressions_of_parameters_without_decay():
 
 
 def test_keys_without_effect_are_named():
-    assert ignored_keys(parse()) == [
-        "parallelism.tp_linear_async_communication: true has no effect: communication is not "
-        "overlapped; the numbers are the same"
-    ]
+    assert ignored_keys(parse()) == []
     lines = ignored_keys(
         parse(
-            "parallelism.tp_linear_async_communication=false",
             "general.ignore_sanity_checks=false",
             "model.model_config.pad_token_id=0",
             "data_stages.0.data.dataset=null",
@@ -138,6 +135,19 @@ def test_keys_without_effect_are_named():
         "data_stages.1.data.num_loading_workers: 4",
         "data_stages.1.data.dataset.dataset_overwrite_cache: true",
     ]
+
+
+def test_how_layers_communicate_follows_the_keys_of_tp():
+    one = parse("parallelism.tp=1").parallelism.mode
+    assert one == TPMode(overlap=True, regather=True)  # nothing to cut
+    two = parse("parallelism.tp=2", "parallelism.tp_recompute_allgather=false").parallelism.mode
+    assert two == TPMode(sequence_parallel=True, overlap=True)
+    plain = parse(
+        "parallelism.tp=2",
+        "parallelism.tp_mode=ALL_REDUCE",
+        "parallelism.tp_linear_async_communication=false",
+    )
+    assert plain.parallelism.mode == TPMode(regather=True)
 
 
 def test_loading_does_not_start_torch_distributed_or_the_network():

@@ -21,6 +21,7 @@ from kenotron_models import (
     standard_init,
     training_flops,
 )
+from kenotron_tp import TPMode
 
 TINY = LlamaConfig(
     hidden_size=16,
@@ -39,8 +40,8 @@ class Rows:
     positions_BS: Tensor
 
 
-def build(mesh: Mesh, config: LlamaConfig, sequence_parallel: bool = False) -> LayerStack:
-    stack = LayerStack(build_decoder(config, mesh["tp"], sequence_parallel=sequence_parallel))
+def build(mesh: Mesh, config: LlamaConfig, mode: TPMode = TPMode()) -> LayerStack:
+    stack = LayerStack(build_decoder(config, mesh["tp"], mode=mode))
     layouts = parameter_layouts(stack, mesh.sizes)
     stack.to_empty(device="cpu")
     initialize(
@@ -108,22 +109,30 @@ def tied_storage(mesh: Mesh) -> bool:
     return a is not b and a.data_ptr() == b.data_ptr()
 
 
-def logits(mesh: Mesh, sequence_parallel: bool) -> list[list[float]]:
+def logits(mesh: Mesh, mode: TPMode) -> list[list[float]]:
     config = LlamaConfig(
         hidden_size=32, intermediate_size=48, num_attention_heads=8, num_key_value_heads=2,
         num_hidden_layers=2, vocab_size=29,
     )  # fmt: skip
-    stack = build(mesh, config, sequence_parallel)
-    tokens = torch.arange(2 * 8).view(2, 8) % 29
-    out = stack(tokens.flatten(), Rows(torch.arange(8).expand(2, 8)))
+    stack = build(mesh, config, mode)
+    tokens = torch.arange(3 * 7) % 29  # no number of ranks divides them
+    out = stack(tokens, Rows(torch.arange(7).expand(3, 7)))
     return out.tolist()
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        TPMode(),
+        TPMode(overlap=True),
+        TPMode(sequence_parallel=True),
+        TPMode(sequence_parallel=True, overlap=True, regather=True),
+    ],
+)
 @pytest.mark.parametrize("tp", [2, 4, 8])
-def test_logits_over_tp_are_those_of_one_process(tp: int, sequence_parallel: bool) -> None:
-    [want] = spawn(logits, False)
-    ranks = spawn(logits, sequence_parallel, tp=tp)
+def test_logits_over_tp_are_those_of_one_process(tp: int, mode: TPMode) -> None:
+    [want] = spawn(logits, TPMode())
+    ranks = spawn(logits, mode, tp=tp)
     got = torch.cat([torch.tensor(rank) for rank in ranks], -1)[:, :29]
     torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
 

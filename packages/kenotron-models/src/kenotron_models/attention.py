@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, Chunk
 from kenotron_models.config import LlamaConfig
 from kenotron_models.rope import rotary_angles, rotate
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
 
 class Attention(nn.Module):
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         config: LlamaConfig,
         axis: Axis,
         *,
-        sequence_parallel: bool = False,
+        mode: TPMode = TPMode(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -49,7 +49,7 @@ class Attention(nn.Module):
             (heads + 2 * kv_heads) * width,
             axis,
             chunks=(Chunk(heads * width), kv, kv),
-            sequence_parallel=sequence_parallel,
+            **mode.column,
             device=device,
             dtype=dtype,
         )
@@ -57,7 +57,7 @@ class Attention(nn.Module):
             heads * width,
             config.hidden_size,
             axis,
-            sequence_parallel=sequence_parallel,
+            **mode.row,
             device=device,
             dtype=dtype,
         )

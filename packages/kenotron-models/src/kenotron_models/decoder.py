@@ -20,7 +20,12 @@ from kenotron_models.attention import Attention
 from kenotron_models.config import LlamaConfig
 from kenotron_models.mlp import GatedMLP
 from kenotron_models.norm import RMSNorm
-from kenotron_tp import ColumnParallelLinear, VocabParallelEmbedding, vocabulary_chunk
+from kenotron_tp import (
+    ColumnParallelLinear,
+    TPMode,
+    VocabParallelEmbedding,
+    vocabulary_chunk,
+)
 
 
 class Context(Protocol):
@@ -54,7 +59,7 @@ class DecoderLayer(nn.Module):
         config: LlamaConfig,
         axis: Axis,
         *,
-        sequence_parallel: bool = False,
+        mode: TPMode = TPMode(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -65,21 +70,19 @@ class DecoderLayer(nn.Module):
                 config.hidden_size,
                 config.rms_norm_eps,
                 axis,
-                sequence_parallel=sequence_parallel,
+                sequence_parallel=mode.sequence_parallel,
                 device=device,
                 dtype=dtype,
             )
 
         self.attention_norm = norm()
-        self.attention = Attention(
-            config, axis, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        self.attention = Attention(config, axis, mode=mode, device=device, dtype=dtype)
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
             config.hidden_size,
             config.intermediate_size,
             axis,
-            sequence_parallel=sequence_parallel,
+            mode=mode,
             device=device,
             dtype=dtype,
         )
@@ -151,16 +154,16 @@ def build_decoder(
     config: LlamaConfig,
     axis: Axis,
     *,
-    sequence_parallel: bool = False,
+    mode: TPMode = TPMode(),
     vocab_divisible_by: int = 1,
     device: torch.device | str | None = "meta",
     dtype: torch.dtype | None = None,
 ) -> list[tuple[str, nn.Module]]:
     """All layers of a Llama decoder by name, in order: embedding, layers.i, norm, head.
 
-    Arguments: sizes; the tp axis; whether tokens between layers are cut over it; vocabulary rows
-    per rank are a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta
-    they take no memory: keep your own layers, ``to_empty`` and initialise them).
+    Arguments: sizes; the tp axis; how cut layers communicate over it; vocabulary rows per rank are
+    a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take no
+    memory: keep your own layers, ``to_empty`` and initialise them).
 
     Raises ValueError when heads or widths do not divide by the axis.
     """
@@ -169,22 +172,20 @@ def build_decoder(
         vocab,
         width,
         axis,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=mode.sequence_parallel,
         divisible_by=vocab_divisible_by,
         device=device,
         dtype=dtype,
     )
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
     for i in range(config.num_hidden_layers):
-        layer = DecoderLayer(
-            config, axis, sequence_parallel=sequence_parallel, device=device, dtype=dtype
-        )
+        layer = DecoderLayer(config, axis, mode=mode, device=device, dtype=dtype)
         layers.append((f"layers.{i}", layer))
     norm = FinalNorm(
         width,
         config.rms_norm_eps,
         axis,
-        sequence_parallel=sequence_parallel,
+        sequence_parallel=mode.sequence_parallel,
         device=device,
         dtype=dtype,
     )
@@ -192,7 +193,7 @@ def build_decoder(
         width,
         vocab,
         axis,
-        sequence_parallel=sequence_parallel,
+        **mode.column,
         chunks=(vocabulary_chunk(vocab, axis.size, vocab_divisible_by),),
         device=device,
         dtype=dtype,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
 
 class GatedMLP(nn.Module):
@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
         intermediate: int,
         axis: Axis,
         *,
-        sequence_parallel: bool = False,
+        mode: TPMode = TPMode(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -36,7 +36,7 @@ class GatedMLP(nn.Module):
             2 * intermediate,
             axis,
             chunks=(Chunk(intermediate), Chunk(intermediate)),
-            sequence_parallel=sequence_parallel,
+            **mode.column,
             device=device,
             dtype=dtype,
         )
@@ -44,7 +44,7 @@ class GatedMLP(nn.Module):
             intermediate,
             hidden,
             axis,
-            sequence_parallel=sequence_parallel,
+            **mode.row,
             device=device,
             dtype=dtype,
         )

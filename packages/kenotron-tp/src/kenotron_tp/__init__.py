@@ -5,11 +5,13 @@ from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.head import linear_cross_entropy
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logits import choose_tokens
+from kenotron_tp.mode import TPMode
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "TPMode",
     "VocabParallelEmbedding",
     "choose_tokens",
     "join_tokens",
