@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Chunk, Partial, Shard, spawn, sum_gradients
+from kenotron_dist import Chunk, Mesh, Partial, Shard, clip_gradients, spawn, sum_gradients
 
 
 class Cut(nn.Module):
@@ -47,3 +47,14 @@ def test_partial_gradients_are_summed(tp, dp):
         assert norm.eq(sum(range(1, tp + 1))).all()
         assert idle.eq(1).all()
         assert whole.eq(me + 1).all()
+
+
+@pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0)])
+def test_a_norm_to_clip_to_is_positive(max_norm, norm_type):
+    words = f"max_norm {max_norm} and norm_type {norm_type} must be above 0"
+    with pytest.raises(ValueError, match=words):
+        clip_gradients(nn.Linear(1, 1), Mesh.connect(), max_norm, norm_type)
+
+
+def test_without_gradients_the_norm_is_zero():
+    assert clip_gradients(nn.Linear(1, 1), Mesh.connect(), 1.0) == 0

@@ -279,3 +279,12 @@ def test_no_token_wins_by_an_infinite_number():
 def test_a_wrong_argument_is_an_error(options, words):
     with pytest.raises(ValueError, match=words):
         choose_tokens(torch.zeros(2, 4), Axis("tp", 0, (0, 1)), **{"vocab_size": 8, **options})
+
+
+def test_a_vocabulary_too_large_to_add_up_exactly_is_an_error():
+    vocab = (1 << 22) + 1
+    words = "top_p adds up probabilities exactly for vocabularies up to 4194304, not 4194305"
+    with pytest.raises(ValueError, match=words):
+        choose_tokens(
+            torch.zeros(1, vocab), Axis.solo("tp"), vocab_size=vocab, temperature=1.0, top_p=0.5
+        )

@@ -69,9 +69,11 @@ def whole_gradients(layer, mesh):
     return found, layouts
 
 
-def check_parameters(layer, reference, mesh, close):
+def check_parameters(layer, reference, mesh, close, *, summed=False):
     """Values and gradients of every parameter are this rank's part of the reference's."""
     grads, layouts = whole_gradients(layer, mesh)
+    if summed:
+        grads = {name: parameter.grad for name, parameter in layer.named_parameters()}
     assert set(layouts) == {name for name, _ in reference.named_parameters()}
     for name, whole in reference.named_parameters():
         assert layouts[name].shape == whole.shape

@@ -12,7 +12,7 @@ from kenotron_dist.collectives import (
 )
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.environment import World, resolve
-from kenotron_dist.gradients import sum_gradients
+from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
@@ -68,6 +68,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "check_replicas",
+    "clip_gradients",
     "deferring",
     "first_to_say",
     "from_env",

@@ -1,7 +1,7 @@
-"""Complete the gradients of cut modules: the sums over ranks that their placements ask for.
+"""Complete and clip the gradients of cut modules, as their placements ask for.
 
-A training loop of one's own calls ``sum_gradients`` after the last backward; kenotron-optim does
-the same inside its reduction.
+A training loop of one's own calls ``sum_gradients`` after the last backward, then
+``clip_gradients``; kenotron-optim does the same inside its reduction, on slices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist.boxes import gradient_sums
+from kenotron_dist.boxes import gradient_sums, local_boxes, norm_weight
 from kenotron_dist.collectives import all_reduce
 from kenotron_dist.mesh import Axis, Mesh
 from kenotron_dist.placement import parameter_layouts
@@ -37,6 +37,39 @@ def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
             groups.setdefault((each.axis, each.parts), []).extend(views)
     for (axis, parts), views in groups.items():
         sum_views(views, mesh.subaxis(axis, parts))
+
+
+def clip_gradients(
+    module: nn.Module, mesh: Mesh, max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """Scale every ``.grad`` in place so that their norm is at most ``max_norm``; the norm before.
+
+    ``torch.nn.utils.clip_grad_norm_`` of the whole model, with its coefficient
+    ``min(1, max_norm / (norm + 1e-6))``: every logical element is counted once, whatever is cut
+    or replicated. ``norm_type`` is the exponent, ``inf`` for the largest element. Gradients are
+    complete: summed (``sum_gradients``), and over data-parallel ranks. One all-reduce of a number
+    over the mesh. Returns an fp64 scalar, the same on every rank. Raises ValueError when
+    ``max_norm`` or ``norm_type`` is not positive.
+    """
+    if not max_norm > 0 or not norm_type > 0:
+        raise ValueError(f"max_norm {max_norm} and norm_type {norm_type} must be above 0")
+    layouts, largest = parameter_layouts(module, mesh.sizes), norm_type == float("inf")
+    grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    norms = [
+        torch.linalg.vector_norm(box.of_local(grad), norm_type, dtype=torch.float64)
+        for name, grad in grads.items()
+        for box in local_boxes(layouts[name], mesh.sizes, mesh.coords)
+        if norm_weight(layouts[name], mesh.sizes, mesh.coords, box)
+    ]
+    own = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *norms])
+    if largest:
+        norm = all_reduce(own.max(), mesh.world, op="max")
+    else:
+        norm = all_reduce(own.pow(norm_type).sum(), mesh.world).pow(1 / norm_type)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    for grad in grads.values():
+        grad.mul_(scale)
+    return norm
 
 
 def sum_views(views: Sequence[Tensor], axis: Axis) -> None:

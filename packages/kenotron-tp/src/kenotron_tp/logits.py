@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kenotron_dist import Axis, all_gather, all_reduce
 from kenotron_dist.rng import counter_key, uniform
-from kenotron_tp.select import sortable, survivors, unsorted
+from kenotron_tp.select import LARGEST_VOCABULARY, sortable, survivors, unsorted
 
 
 def choose_tokens(
@@ -56,6 +56,11 @@ def choose_tokens(
     ids_V = torch.arange(width, device=x_BV.device) + axis.rank * width
     alive_BV = (x_BV != -torch.inf) & (ids_V < vocab_size)
     scores_BV = x_BV.double()
+    if top_p is not None and vocab_size > LARGEST_VOCABULARY:
+        raise ValueError(
+            f"top_p adds up probabilities exactly for vocabularies up to {LARGEST_VOCABULARY}, "
+            f"not {vocab_size}: use top_k"
+        )
     if temperature > 0:
         odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
         alive_BV = survivors(

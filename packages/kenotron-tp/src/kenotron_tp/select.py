@@ -20,6 +20,7 @@ from kenotron_dist import Axis, all_reduce
 _DIGIT = 8  # bits a round
 _KEY = 32  # bits of a key
 _WEIGHT = 40  # bits after the point of a probability, the likeliest token's being 1
+LARGEST_VOCABULARY = 1 << 22  # so that the weights of a row sum to less than 2^63
 _ROUNDS = {torch.bfloat16: 2, torch.float16: 3}  # the further bits of their keys say nothing
 
 
@@ -59,7 +60,7 @@ def survivors(
         odds_BV: fp64 (B, V/t), log of each probability over the row's largest: at most 0.
         alive_BV: bool (B, V/t), the columns to choose from.
         axis: the tp axis.
-        vocab_size: V, up to 2^22.
+        vocab_size: V, up to ``LARGEST_VOCABULARY``.
         top_k, top_p: None, k from V on, or p of 1 leave the columns as they are.
 
     Returns bool (B, V/t). 4 all-reduces (bf16: 2, fp16: 3) of 256 int64 a row for each of top-k
