@@ -144,7 +144,34 @@ def check_rounds(mesh):
     same(flight.wait(), sum(every(axis, shape)))
 
 
+def check_abandoned(mesh):
+    """A handle that nobody waits for does no harm to what follows."""
+    axis = mesh["tp"]
+    for _ in range(3):
+        all_gather(torch.ones(70_000), axis, async_op=True)
+        same(all_reduce(torch.ones(5), axis), torch.full((5,), float(axis.size)))
+
+
+def check_no_graph(mesh):
+    """Collectives are no part of the autograd graph; kenotron_dist.autograd has those that are."""
+    axis = mesh["tp"]
+    if axis.size == 1:
+        return
+    x = torch.ones(2 * axis.size, requires_grad=True)
+    for found in (
+        all_reduce(x, axis),
+        all_reduce(x, axis, "max"),
+        all_gather(x, axis),
+        reduce_scatter(x, axis),
+        all_to_all(x, axis),
+        shift(x, axis),
+    ):
+        assert not found.requires_grad
+
+
 def check_all(mesh):
+    check_abandoned(mesh)
+    check_no_graph(mesh)
     check_rounds(mesh)
     check_sums(mesh)
     check_moves(mesh)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Chunk, Mesh, Partial, Shard, clip_gradients, spawn, sum_gradients
+from kenotron_dist import Chunk, Mesh, Partial, Shard, Tie, clip_gradients, spawn, sum_gradients
 
 
 class Cut(nn.Module):
@@ -51,10 +51,34 @@ def test_partial_gradients_are_summed(tp, dp):
 
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(0.0, 2.0), (-1.0, 2.0), (1.0, 0.0)])
 def test_a_norm_to_clip_to_is_positive(max_norm, norm_type):
-    words = f"max_norm {max_norm} and norm_type {norm_type} must be above 0"
+    words = "clip_gradients: (max_norm|norm_type) -?[01].0 must be above 0"
     with pytest.raises(ValueError, match=words):
         clip_gradients(nn.Linear(1, 1), Mesh.connect(), max_norm, norm_type)
 
 
 def test_without_gradients_the_norm_is_zero():
     assert clip_gradients(nn.Linear(1, 1), Mesh.connect(), 1.0) == 0
+
+
+def clip_stages(mesh):
+    """Each pipeline stage has its own layer; an empty parameter belongs to nobody's norm."""
+    layer = nn.Linear(2, 2)
+    layer.empty = nn.Parameter(torch.empty(0, 3))
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    largest = clip_gradients(layer, mesh, 10.0, float("inf"))
+    return clip_gradients(layer, mesh, 1.0), largest, layer.weight.grad
+
+
+def test_the_norm_is_that_of_all_stages():
+    for norm, largest, grad in spawn(clip_stages, pp=2, dp=2):
+        torch.testing.assert_close(norm, torch.tensor(12.0, dtype=torch.float64).sqrt())
+        assert largest == 1
+        torch.testing.assert_close(grad, torch.full((2, 2), 12**-0.5))
+
+
+def test_tied_parameters_are_left_to_optim():
+    layer = nn.Linear(2, 2)
+    layer.placements = {"weight": Tie("embedding.weight")}
+    with pytest.raises(ValueError, match="parameters weight are tied by placements: kenotron-opt"):
+        clip_gradients(layer, Mesh.connect(), 1.0)

@@ -72,11 +72,11 @@ def test_padding_fills_the_last_rank(vocab, ranks, divisible_by, pad):
     assert vocabulary_chunk(vocab, ranks, divisible_by) == Chunk(vocab, pad=pad)
 
 
-@pytest.mark.parametrize(("vocab", "divisible_by"), [(0, 1), (5, 0), (-3, 2)])
-def test_sizes_that_are_not_positive_are_an_error(vocab, divisible_by):
-    words = f"vocab_size {vocab} and divisible_by {divisible_by} must be positive"
+@pytest.mark.parametrize(("vocab", "ranks", "divisible_by"), [(0, 2, 1), (5, 2, 0), (5, 0, 1)])
+def test_sizes_that_are_not_positive_are_an_error(vocab, ranks, divisible_by):
+    words = f"vocab_size {vocab}, ranks {ranks} and divisible_by {divisible_by} must be positive"
     with pytest.raises(ValueError, match=words):
-        vocabulary_chunk(vocab, 2, divisible_by)
+        vocabulary_chunk(vocab, ranks, divisible_by)
 
 
 def test_a_table_on_meta_has_the_shape_of_its_part():

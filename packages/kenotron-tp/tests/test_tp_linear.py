@@ -23,13 +23,20 @@ from tp_ranks import (
 )
 
 from kenotron_dist import Axis, Chunk, Partial, Shard, all_gather, parameter_layouts
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    join_tokens,
+    split_tokens,
+)
 
 TOKENS, IN = 12, 24
 KV_HEADS = {1: 2, 2: 1, 3: 1, 4: 2, 8: 2}
 SHAPES = {  # 11 and 2 tokens: some ranks have padding, some nothing else
     "rows": (12, IN),
     "odd": (11, IN),
+    "none": (0, 3, IN),
     "few": (2, 3, IN),
     "deep": (5, 2, 3, IN),
     "strided": (7, 2, IN),
@@ -302,3 +309,79 @@ def test_layers_are_built_on_meta_in_the_shape_of_the_part():
 def test_sizes_that_do_not_fit_are_an_error(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def build_all(axis):
+    """Every layer in every mode, with what it is called with."""
+    for mode in MODES:
+        row_mode = {name: value for name, value in mode.items() if name != "regather"}
+        for bias in (False, True):
+            yield (
+                ColumnParallelLinear(4, 4 * axis.size, axis, bias=bias, **mode),
+                (3, 4),
+                {"tokens": 3 * axis.size - 1},
+            )
+            yield RowParallelLinear(4 * axis.size, 6, axis, bias=bias, **row_mode), (5, 4), {}
+
+
+def change_in_place(mesh):
+    """What a layer returns may be changed in place, as what torch's returns."""
+    axis = mesh["tp"]
+    for layer, shape, options in build_all(axis):
+        options = options if layer.sequence_parallel else {}
+        x = normal(*shape, seed=1).requires_grad_()
+        expected = torch.autograd.grad((layer(x, **options) * 3 + 1).square().sum(), x)[0]
+        y = layer(x, **options)
+        y *= 3
+        y += 1
+        equal(torch.autograd.grad(y.square().sum(), x)[0], expected)
+    table = VocabParallelEmbedding(9, 4, axis)
+    y = table(torch.arange(9))
+    y *= 2
+    y.sum().backward()
+    for cut in (split_tokens, join_tokens):
+        x = normal(4, 2, seed=1).requires_grad_()
+        y = cut(x * 1, axis)
+        y += 1
+        y.sum().backward()
+
+
+def test_results_may_be_changed_in_place():
+    for tp in (2, 3):
+        on_ranks(change_in_place, tp=tp)
+
+
+def survive(mesh):
+    """A product that cannot be made leaves the axis usable: what was under way still arrives."""
+    layer = ColumnParallelLinear(4, 8, mesh["tp"], sequence_parallel=True, overlap=True)
+    for wrong in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.bfloat16)):
+        with pytest.raises(RuntimeError):
+            layer(wrong)
+    return layer(torch.zeros(3, 4)).shape
+
+
+def test_an_error_in_the_middle_does_not_end_communication():
+    assert on_ranks(survive, tp=2, seconds=20) == [(6, 4)] * 2
+
+
+def test_tokens_have_features():
+    for layer in (ColumnParallelLinear, RowParallelLinear):
+        with pytest.raises(ValueError, match=r"under sequence parallelism x \(4,\) needs its tok"):
+            layer(4, 4, axis_of(2), sequence_parallel=True)(torch.zeros(4))
+
+
+def test_a_frozen_weight_does_not_hide_a_bias_from_a_change_of_mode():
+    layer = RowParallelLinear(4, 4, axis_of(2), bias=True)
+    layer.weight.requires_grad_(False)
+    with pytest.raises(ValueError, match="sequence_parallel=True in forward, but the layer was"):
+        layer(torch.zeros(2, 2), sequence_parallel=True)
+
+
+def keep_double(mesh):
+    layer = ColumnParallelLinear(4, 8, mesh["tp"], dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(torch.zeros(2, 4, dtype=torch.float64)).dtype
+
+
+def test_autocast_leaves_fp64_alone():
+    assert on_ranks(keep_double, tp=2) == [torch.float64] * 2

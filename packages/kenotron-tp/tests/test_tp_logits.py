@@ -268,7 +268,10 @@ def test_no_token_wins_by_an_infinite_number():
     [
         ({"temperature": -1.0}, "temperature -1.0 is not 0 or more: 0 is greedy, 1 leaves the"),
         ({"temperature": NAN}, "temperature nan is not 0 or more: 0 is greedy"),
-        ({"top_k": 0}, "top_k 0 is less than 1: give None to sample among all tokens"),
+        (
+            {"top_k": 0},
+            "top_k 0 is not a whole number from 1: give None to sample among all tokens",
+        ),
         ({"top_p": 0.0}, r"top_p 0.0 is not within \(0, 1\]: 1 samples among all tokens"),
         ({"top_p": 1.5}, r"top_p 1.5 is not within \(0, 1\]"),
         ({"top_p": NAN}, r"top_p nan is not within \(0, 1\]"),
@@ -279,6 +282,12 @@ def test_no_token_wins_by_an_infinite_number():
 def test_a_wrong_argument_is_an_error(options, words):
     with pytest.raises(ValueError, match=words):
         choose_tokens(torch.zeros(2, 4), Axis("tp", 0, (0, 1)), **{"vocab_size": 8, **options})
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 2, 4), ()])
+def test_logits_are_rows(shape):
+    with pytest.raises(ValueError, match=r"are not \(rows, columns\): give one row a text"):
+        choose_tokens(torch.zeros(shape), Axis.solo("tp"), vocab_size=4)
 
 
 def test_a_vocabulary_too_large_to_add_up_exactly_is_an_error():

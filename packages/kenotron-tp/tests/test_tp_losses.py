@@ -43,7 +43,9 @@ def check_terms(mesh, dtype, in_place, terms):
     axis, labels = mesh["tp"], labels_of()
     whole = (normal(TOKENS, VOCAB, seed=1) * 3 + 5).to(dtype)
     weight = normal(TOKENS, seed=2)
-    own = columns(whole, mesh, -1).requires_grad_()
+    leaf = columns(whole, mesh, -1).requires_grad_()
+    own = leaf * 1.0
+    own.retain_grad()
     loss, z = vocab_parallel_cross_entropy(
         own, labels, axis, vocab_size=VOCAB, in_place=in_place, return_z_loss=True, **terms
     )
@@ -56,7 +58,8 @@ def check_terms(mesh, dtype, in_place, terms):
     assert_close(loss.detach(), expected.detach())
     assert_close(z, expected_z.detach())
     assert_close(own.grad, columns(twin.grad, mesh, -1).to(dtype))
-    assert (own.grad.data_ptr() == own.data_ptr()) == in_place
+    assert torch.equal(leaf.grad, own.grad)
+    assert torch.equal(own, leaf) != in_place
 
 
 def check_head(mesh, dtype, sequence, chunk, terms):
@@ -171,9 +174,9 @@ def memory(mesh):
             linear_cross_entropy(x, w, labels, axis, chunk=32).sum().backward()
 
         for name in ("new", "in_place"):
-            leaf = (x @ w.t()).detach().requires_grad_()
-            run = functools.partial(cut, leaf, in_place=name == "in_place")
-            found[name, dtype] = peak(run, leaf, labels) / size
+            logits = x @ w.t()
+            run = functools.partial(cut, logits, in_place=name == "in_place")
+            found[name, dtype] = peak(run, logits, labels) / size
         found["head", dtype] = peak(fused, x, w, labels) / size
     return found
 
@@ -210,9 +213,48 @@ def test_the_head_under_autocast():
     on_ranks(cast, tp=2)
 
 
+def shifted(mesh):
+    """Large logits lose nothing by label smoothing: it adds up distances, not logits."""
+    axis, labels = mesh["tp"], labels_of(5000, 4)
+    whole = normal(4, 5000, seed=1) + 1e4
+    loss = vocab_parallel_cross_entropy(
+        columns(whole, mesh, -1), labels, axis, vocab_size=5000, label_smoothing=0.2
+    )
+    expected = F.cross_entropy(whole.double(), labels, reduction="none", label_smoothing=0.2)
+    return (loss - expected).abs().max()
+
+
+@pytest.mark.parametrize("tp", [1, 3])
+def test_smoothing_of_large_logits(tp):
+    assert max(on_ranks(shifted, tp=tp)) < 4e-6
+
+
+def test_autocast_around_the_backward_alone_changes_nothing():
+    x, w = normal(5, WIDTH, seed=1).requires_grad_(), normal(VOCAB, WIDTH, seed=2).requires_grad_()
+    labels, axis = torch.arange(5), Axis.solo("tp")
+    expected = torch.autograd.grad(linear_cross_entropy(x, w, labels, axis).sum(), (x, w))
+    loss = linear_cross_entropy(x, w, labels, axis).sum()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = torch.autograd.grad(loss, (x, w))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_gradient_is_not_written_over_a_leaf(view):
+    logits = normal(4, 6, seed=1).requires_grad_()
+    with pytest.raises(ValueError, match="in_place would write the gradient over a leaf: give"):
+        vocab_parallel_cross_entropy(
+            logits.view(2, 12).view(4, 6) if view else logits,
+            torch.zeros(4).long(),
+            Axis.solo("tp"),
+            in_place=True,
+        )
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"labels": torch.zeros(3)}, "labels are torch.float32: they are ids, int64 or int32"),
         ({"chunk": 0}, "chunk 0 is not positive: it is a number of tokens"),
         ({"z_loss": -1.0}, r"z_loss -1\.0 is not a finite coefficient, 0 or more"),
         ({"z_loss": float("nan")}, "z_loss nan is not a finite coefficient, 0 or more"),

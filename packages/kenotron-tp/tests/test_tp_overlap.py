@@ -15,7 +15,7 @@ from kenotron_tp import ColumnParallelLinear, RowParallelLinear, linear_cross_en
 PRODUCT, DELAY = 0.12, 0.05  # seconds: of a whole product, of a message
 TOKENS, WIDTH = 32, 16
 FLOPS = TOKENS * WIDTH * WIDTH // 2  # of a product of one of two ranks
-MESSAGES = {"sequence": 4, "regather": 5, "whole": 2, "two rounds": 4}
+MESSAGES = {"sequence": 4, "regather": 5, "whole": 2}
 
 
 class SlowProducts(TorchDispatchMode):
@@ -88,8 +88,6 @@ def head(axis, chunk):
 def compare(mesh, mode):
     axis = mesh["tp"]
     options = {"sequence": mode in ("sequence", "regather"), "regather": mode == "regather"}
-    if mode == "two rounds":
-        collectives._SMALL = 0  # as if the tensors were large
     return [seconds(mesh, pair(axis, overlap, **options)) for overlap in (False, True)]
 
 
@@ -99,10 +97,7 @@ def test_the_longer_not_the_sum(mode):
     hidden = MESSAGES[mode] * DELAY
     for apart, together in on_ranks(compare, mode, tp=2):
         assert apart > products + hidden
-        if mode in (
-            "whole",
-            "two rounds",
-        ):  # in forward the last piece's has nothing to hide behind
+        if mode == "whole":  # in forward the last piece's sum has nothing to hide behind
             hidden /= 2
         assert apart - together > 0.7 * hidden, (apart, together)
 

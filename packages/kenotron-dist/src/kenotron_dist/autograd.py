@@ -165,4 +165,6 @@ def _own(x: Tensor, axis: Axis, dim: int) -> Tensor:
         raise ValueError(
             f"cannot split dim {dim} of size {x.shape[dim]} over {axis.size} {axis.name} ranks"
         )
-    return x.chunk(axis.size, dim)[axis.rank].contiguous()
+    # A copy: what is changed in place later must not be the whole.
+    part = x.chunk(axis.size, dim)[axis.rank]
+    return part.clone(memory_format=torch.contiguous_format)

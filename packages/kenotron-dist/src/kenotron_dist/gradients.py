@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kenotron_dist.boxes import gradient_sums, local_boxes, norm_weight
 from kenotron_dist.collectives import all_reduce
 from kenotron_dist.mesh import Axis, Mesh
-from kenotron_dist.placement import parameter_layouts
+from kenotron_dist.placement import TensorLayout, Tie, parameter_layouts
 
 
 def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
@@ -25,7 +25,7 @@ def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
     ranks and over tied parameters are not among them. A parameter without a gradient counts as
     zero where its siblings on other ranks may have one. Collective over the mesh.
     """
-    layouts = parameter_layouts(module, mesh.sizes)
+    layouts = _layouts(module, mesh)
     groups: dict[tuple[str, int], list[Tensor]] = {}
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -47,19 +47,27 @@ def clip_gradients(
     ``torch.nn.utils.clip_grad_norm_`` of the whole model, with its coefficient
     ``min(1, max_norm / (norm + 1e-6))``: every logical element is counted once, whatever is cut
     or replicated. ``norm_type`` is the exponent, ``inf`` for the largest element. Gradients are
-    complete: summed (``sum_gradients``), and over data-parallel ranks. One all-reduce of a number
-    over the mesh. Returns an fp64 scalar, the same on every rank. Raises ValueError when
-    ``max_norm`` or ``norm_type`` is not positive.
+    complete: summed (``sum_gradients``), and over data-parallel ranks. With pp, ``module`` is this
+    rank's stage. One all-reduce of a number over the mesh. Returns an fp64 scalar, the same on
+    every rank. Raises ValueError when ``max_norm`` or ``norm_type`` is not positive, or a
+    placement ties a parameter.
     """
-    if not max_norm > 0 or not norm_type > 0:
-        raise ValueError(f"max_norm {max_norm} and norm_type {norm_type} must be above 0")
-    layouts, largest = parameter_layouts(module, mesh.sizes), norm_type == float("inf")
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not value > 0:
+            raise ValueError(f"clip_gradients: {name} {value} must be above 0")
+    layouts, largest = _layouts(module, mesh), norm_type == float("inf")
+    tied = [n for n, of in layouts.items() if any(isinstance(p, Tie) for p in of.placement)]
+    if tied:
+        raise ValueError(
+            f"parameters {', '.join(tied)} are tied by placements: kenotron-optim adds and clips "
+            "the gradients of their owners"
+        )
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     norms = [
         torch.linalg.vector_norm(box.of_local(grad), norm_type, dtype=torch.float64)
         for name, grad in grads.items()
         for box in local_boxes(layouts[name], mesh.sizes, mesh.coords)
-        if norm_weight(layouts[name], mesh.sizes, mesh.coords, box)
+        if box.numel and norm_weight(layouts[name], mesh.sizes, mesh.coords, box)
     ]
     own = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *norms])
     if largest:
@@ -70,6 +78,11 @@ def clip_gradients(
     for grad in grads.values():
         grad.mul_(scale)
     return norm
+
+
+def _layouts(module: nn.Module, mesh: Mesh) -> dict[str, TensorLayout]:
+    """Layouts of what this rank's stage holds."""
+    return parameter_layouts(module, mesh.sizes, lambda name: mesh.coords["pp"])
 
 
 def sum_views(views: Sequence[Tensor], axis: Axis) -> None:

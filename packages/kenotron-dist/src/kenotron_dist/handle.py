@@ -11,7 +11,7 @@ from torch import Tensor
 from kenotron_dist.mesh import Axis
 from kenotron_dist.pulse import Job, Ticket
 
-_TAGS, _LAPS = 1 << 24, 1 << 20  # of exchanges: far from those of transfers, and in rotation
+_LAPS = 1 << 20  # tags of exchanges go round; those of transfers lie below them
 
 
 class Work(Job, Protocol):
@@ -56,6 +56,7 @@ class Flight(NamedTuple):
             return
         with pulse.waiting(self.ticket):
             work.wait()
+        pulse.flying.discard(work)
         if self.axis.backend == "nccl":
             pulse.queued(self.ticket, work)
 
@@ -126,10 +127,12 @@ def start_exchange(
     pairs += [(dist.isend, sent[i], axis.ranks[i]) for i in to]
     calls = [(verb, x, peer) for verb, x, peer in pairs if x is not None and x.numel()]
     if axis.pulse is None:
-        return Flight(axis, None, _exchange(calls, axis, _TAGS))
+        return Flight(axis, None, _exchange(calls, axis, axis.tag))
     ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     with axis.pulse.waiting(ticket):
-        return Flight(axis, ticket, _exchange(calls, axis, _TAGS + ticket.number % _LAPS))
+        work = _exchange(calls, axis, axis.tag + ticket.number % _LAPS)
+    axis.pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
+    return Flight(axis, ticket, work)
 
 
 def _exchange(

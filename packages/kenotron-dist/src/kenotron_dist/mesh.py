@@ -39,10 +39,15 @@ class Axis:
     pulse: Pulse | None = None
     """Where communications are noted for the watchdog."""
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks along the axis."""
         return len(self.ranks)
+
+    @cached_property
+    def tag(self) -> int:
+        """First tag of this line's exchanges: axes over the same ranks do not mix theirs up."""
+        return (1 + zlib.crc32(self.channel.encode()) % 100) << 24
 
     @cached_property
     def channel(self) -> str:
@@ -62,6 +67,14 @@ class Axis:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a process group cannot be copied, and a layer's copy talks to the same peers
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is not None:
+            raise TypeError(
+                f"axis {self.name} of {self.size} ranks cannot be pickled, it holds a process "
+                "group: save a module's state_dict() instead of the module"
+            )
+        return dict(self.__dict__)
 
 
 class Mesh:

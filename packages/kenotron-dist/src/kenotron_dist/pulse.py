@@ -84,6 +84,8 @@ class Pulse:
         """Whether a watchdog reads what the device still has to do."""
         self.doing = ""
         """Long work outside communication that others may wait for; empty when there is none."""
+        self.flying: set[object] = set()
+        """Exchanges that nobody has waited for yet: their buffers must outlive them."""
         self.shown: dict[int, Waiting] = {}
         """What each thread is blocked on."""
         self._queued: deque[tuple[Waiting, Job]] = deque()

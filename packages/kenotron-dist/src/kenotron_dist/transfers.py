@@ -17,7 +17,7 @@ def send(x: Tensor, axis: Axis, to: int, tag: int = 0) -> Handle:
     Raises ValueError when ``to`` is no other rank of the axis.
     """
     _check_other(axis, to, "send")
-    x = x.contiguous()
+    x = x.detach().contiguous()
     flight = start_transfer(x, axis, axis.ranks[axis.rank], axis.ranks[to], tag)
     return Handle(flight, lambda: x)
 
@@ -61,6 +61,7 @@ def shift(
     if by % axis.size == 0:
         kept = x if out is None else out.copy_(x)
         return Handle(None, lambda: kept) if async_op else kept
+    x = x.detach()
     arriving = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     sent: list[Tensor | None] = [None] * axis.size
     received = list(sent)

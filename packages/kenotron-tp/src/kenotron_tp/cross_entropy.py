@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis
+from kenotron_tp.products import outside_autocast
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -28,7 +29,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, terms: Terms, in_place: bool
     ) -> tuple[Tensor, Tensor]:
-        found = whole_statistics(local_statistics(logits, labels, terms), terms)
+        found = whole_statistics(local_statistics(logits, labels, terms), logits.shape[-1], terms)
         ctx.save_for_backward(logits, labels, *found)
         ctx.terms, ctx.in_place = terms, in_place
         loss, z = losses(found, labels, terms)
@@ -37,6 +38,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
         logits, labels, *found = ctx.saved_tensors
         out = logits if ctx.in_place else torch.empty_like(logits)
@@ -95,7 +97,7 @@ def vocab_parallel_cross_entropy(
         label_smoothing: this share of the target is spread evenly over the vocabulary, as in
             ``F.cross_entropy`` (Szegedy et al., arXiv 1512.00567).
         in_place: backward writes the gradient over the logits. They are gone then; autograd
-            raises if something else still needs them.
+            raises if something else still needs them. They must be the result of an operation.
         return_z_loss: also return the z-loss in each loss (for the log; it has no gradient).
 
     Returns fp32 (...) (fp64 for fp64 logits), the same on every rank. One all-gather of five
@@ -107,6 +109,12 @@ def vocab_parallel_cross_entropy(
         raise ValueError(
             f"logits {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"got {tuple(labels.shape)}"
+        )
+    base = logits if logits._base is None else logits._base
+    if in_place and base.requires_grad and base.is_leaf:
+        raise ValueError(
+            "in_place would write the gradient over a leaf: give logits that an operation made, "
+            "or in_place=False"
         )
     width = logits.shape[-1]
     size = width * axis.size if vocab_size is None else vocab_size

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, Chunk, Placements, Shard, TensorLayout, local_shape
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
-from kenotron_tp.sequence import call_mode, pad_tokens
+from kenotron_tp.sequence import call_mode, check_tokens, pad_tokens
 
 
 def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chunk:
     """The vocabulary as one chunk, padded so that every rank holds the same number of rows.
 
     Rows per rank are a multiple of ``divisible_by``. Padding rows are no part of the logical
-    tensor: they start at zero, get no loss and are never sampled. Raises ValueError unless both
+    tensor: they start at zero, get no loss and are never sampled. Raises ValueError unless all
     numbers are positive.
     """
-    if vocab_size < 1 or divisible_by < 1:
+    if vocab_size < 1 or ranks < 1 or divisible_by < 1:
         raise ValueError(
-            f"vocab_size {vocab_size} and divisible_by {divisible_by} must be positive"
+            f"vocab_size {vocab_size}, ranks {ranks} and divisible_by {divisible_by} must be "
+            "positive"
         )
     unit = ranks * divisible_by
     return Chunk(vocab_size, pad=-vocab_size % unit)
@@ -61,7 +62,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(
-                f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows"
+                f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows: choose "
+                "one of them, or None"
             )
         self.axis, self.sequence_parallel = axis, sequence_parallel
         self.num_embeddings = num_embeddings
@@ -88,7 +90,7 @@ class VocabParallelEmbedding(nn.Module):
         0..V-1; elsewhere its row is zero (looking for one would stop a GPU). Raises ValueError
         when the mode is changed while gradients are recorded.
         """
-        sequence = call_mode(self, sequence_parallel)
+        sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         if ids.device.type == "cpu":
             self._check(ids)
         if self.axis.size == 1:
@@ -100,6 +102,7 @@ class VocabParallelEmbedding(nn.Module):
         x = F.embedding(own.masked_fill(foreign, 0), self.weight, self._own_padding(first, rows))
         x = x.masked_fill(foreign.unsqueeze(-1), 0.0)
         if sequence:
+            check_tokens(x)
             return reduce_scatter_to(pad_tokens(x, self.axis), self.axis)
         return reduce_from(x, self.axis)
 

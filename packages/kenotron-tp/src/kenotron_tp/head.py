@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Axis, Handle, all_reduce
 from kenotron_dist.autograd import all_gather_from
 from kenotron_tp.linear import cast_for_autocast
-from kenotron_tp.sequence import whole_tokens
+from kenotron_tp.products import outside_autocast
+from kenotron_tp.sequence import check_tokens, whole_tokens
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -42,7 +43,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local_statistics(tokens @ weight.t(), own, how.terms)
             for tokens, own in zip(x.split(how.chunk), labels.split(how.chunk), strict=True)
         ]
-        found = whole_statistics(torch.cat(parts, 1), how.terms)
+        found = whole_statistics(torch.cat(parts, 1), len(weight), how.terms)
         ctx.save_for_backward(x, weight, labels, *found)
         ctx.how = how
         loss, z = losses(found, labels, how.terms)
@@ -51,11 +52,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyrefly: ignore[bad-override]
         (x, weight, labels, *found), how = ctx.saved_tensors, ctx.how
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x) if needs_x else None
-        dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        dw = None
+        if needs_weight:
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            dw = torch.zeros_like(weight, dtype=wide)
         flight: tuple[slice, Handle] | None = None
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
@@ -65,14 +70,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             handle = None
             if dx is not None:
                 handle = _start_sum(logits @ weight, how)
-            if needs_weight:
+            if dw is not None:
                 _accumulate(dw, logits, x[rows])
             if dx is not None and flight is not None:
                 dx[flight[0]] = flight[1].wait()
             flight = None if handle is None else (rows, handle)
         if dx is not None and flight is not None:
             dx[flight[0]] = flight[1].wait()
-        return dx, dw.to(weight.dtype) if needs_weight else None, None, None
+        return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
 def _start_sum(dx: Tensor, how: _Chunked) -> Handle:
@@ -152,7 +157,8 @@ def linear_cross_entropy(
     if chunk < 1:
         raise ValueError(f"chunk {chunk} is not positive: it is a number of tokens")
     if sequence_parallel:
-        x = all_gather_from(x, axis)[: whole_tokens(x, axis, labels.shape[0])]
+        check_tokens(x)
+        x = all_gather_from(x, axis)[: whole_tokens(x, axis, len(labels))]
     if x.shape[:-1] != labels.shape or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit labels "

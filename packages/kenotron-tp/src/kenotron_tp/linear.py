@@ -20,7 +20,7 @@ from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, TensorLayout,
 from kenotron_dist.boxes import scatter
 from kenotron_dist.defer import WeightQueue
 from kenotron_tp.products import How, column_product, row_product
-from kenotron_tp.sequence import call_mode, rows_of_rank, whole_tokens
+from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
 
 
 class ColumnParallelLinear(nn.Module):
@@ -65,7 +65,7 @@ class ColumnParallelLinear(nn.Module):
         if sum(chunk.size for chunk in pieces) != out_features:
             raise ValueError(
                 f"chunks {[chunk.size for chunk in pieces]} do not add up to out_features "
-                f"{out_features}"
+                f"{out_features}: give the sizes of all its pieces, without their padding"
             )
         self.axis, self.sequence_parallel = axis, sequence_parallel
         self.overlap, self.regather = overlap, regather
@@ -91,20 +91,21 @@ class ColumnParallelLinear(nn.Module):
         forward (with ``regather`` also in backward) and a reduce-scatter in backward. Raises
         ValueError when T does not fit n, or the mode is changed while gradients are recorded.
         """
-        sequence = call_mode(self, sequence_parallel)
+        sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
         lead = x.shape[:-1]
         rows = 0
         if sequence:
+            check_tokens(x)
             lead = (whole_tokens(x, self.axis, tokens), *lead[1:])
             rows = math.prod(lead)
         how = How(
             self.axis, self.weight, sequence, self.overlap, self.regather, rows, self.weight_queue
         )
         y = column_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
-        return y.view(*lead, -1)
+        return y.view(*lead, y.shape[-1])
 
 
 class RowParallelLinear(nn.Module):
@@ -155,18 +156,19 @@ class RowParallelLinear(nn.Module):
         forward and an all-gather in backward. Raises ValueError when the mode is changed while
         gradients are recorded.
         """
-        sequence = call_mode(self, sequence_parallel)
+        sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
         lead = x.shape[:-1]
         rows = 0
         if sequence:
+            check_tokens(x)
             lead = (rows_of_rank(lead[0], self.axis), *lead[1:])
             rows = math.prod(lead)
         how = How(self.axis, self.weight, sequence, self.overlap, False, rows, self.weight_queue)
         y = row_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
-        return y.view(*lead, -1)
+        return y.view(*lead, y.shape[-1])
 
 
 def cast_for_autocast(
@@ -177,7 +179,8 @@ def cast_for_autocast(
     if not torch.is_autocast_enabled(device):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
-    return x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    x, weight = (each if each.dtype == torch.float64 else each.to(dtype) for each in (x, weight))
+    return x, weight, None if bias is None else bias.to(x.dtype)
 
 
 def _linear_values(

@@ -45,22 +45,13 @@ def choose_tokens(
     that the columns do not hold, and (on every rank; on a GPU this look waits for the result) a
     row that holds NaN or nothing but -inf. A logit of inf takes the whole probability.
     """
-    _check_options(temperature, top_k, top_p)
+    _check_shape(logits_BV, axis, vocab_size)
+    _check_options(temperature, top_k, top_p, vocab_size)
     logits_BV = logits_BV.detach()
     x_BV, width = logits_BV.float(), logits_BV.shape[-1]
-    if not 0 < vocab_size <= width * axis.size:
-        raise ValueError(
-            f"vocab_size {vocab_size} is not within 1..{width * axis.size}, the columns of all "
-            "ranks"
-        )
     ids_V = torch.arange(width, device=x_BV.device) + axis.rank * width
     alive_BV = (x_BV != -torch.inf) & (ids_V < vocab_size)
     scores_BV = x_BV.double()
-    if top_p is not None and vocab_size > LARGEST_VOCABULARY:
-        raise ValueError(
-            f"top_p adds up probabilities exactly for vocabularies up to {LARGEST_VOCABULARY}, "
-            f"not {vocab_size}: use top_k"
-        )
     if temperature > 0:
         odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
         alive_BV = survivors(
@@ -108,12 +99,33 @@ def _gumbel(ids_V: Tensor, rows: int, seed: int, step: int) -> Tensor:
     return -torch.log(-torch.log(noise_BV))
 
 
-def _check_options(temperature: float, top_k: int | None, top_p: float | None) -> None:
+def _check_shape(logits: Tensor, axis: Axis, vocab_size: int) -> None:
+    if logits.ndim != 2:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} are not (rows, columns): give one row a text"
+        )
+    columns = logits.shape[-1] * axis.size
+    if not 0 < vocab_size <= columns:
+        raise ValueError(
+            f"vocab_size {vocab_size} is not within 1..{columns}, the columns of all ranks"
+        )
+
+
+def _check_options(
+    temperature: float, top_k: int | None, top_p: float | None, vocab_size: int
+) -> None:
     if not temperature >= 0:
         raise ValueError(
             f"temperature {temperature} is not 0 or more: 0 is greedy, 1 leaves the model"
         )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k {top_k} is less than 1: give None to sample among all tokens")
+    if top_k is not None and (top_k < 1 or top_k != int(top_k)):
+        raise ValueError(
+            f"top_k {top_k} is not a whole number from 1: give None to sample among all tokens"
+        )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p {top_p} is not within (0, 1]: 1 samples among all tokens")
+    if top_p is not None and vocab_size > LARGEST_VOCABULARY:
+        raise ValueError(
+            f"top_p adds up probabilities exactly for vocabularies up to {LARGEST_VOCABULARY}, "
+            f"not {vocab_size}: use top_k"
+        )

@@ -28,17 +28,18 @@ def gather_product(
 
     The own rows are multiplied while the others' arrive.
     """
-    rows = x.new_empty(axis.size, *x.shape)
-    rows[axis.rank] = x
+    n, parts = len(x), [slice(r * len(x), (r + 1) * len(x)) for r in range(axis.size)]
+    rows = x.new_empty(axis.size * n, x.shape[1])
+    rows[parts[axis.rank]] = x
     arriving: list[tuple[int, Handle]] = []
     for by in range(1, axis.size):
         source = (axis.rank - by) % axis.size
-        arriving.append((source, shift(x, axis, by, out=rows[source], async_op=True)))
-    y = x.new_empty(axis.size, x.shape[0], w.shape[1])
-    _multiply(rows[axis.rank], w, y[axis.rank], bias)
+        arriving.append((source, shift(x, axis, by, out=rows[parts[source]], async_op=True)))
+    y = x.new_empty(axis.size * n, w.shape[1])
+    _multiply(x, w, y[parts[axis.rank]], bias)
     for source, handle in arriving:
-        _multiply(handle.wait(), w, y[source], bias)
-    return y.flatten(0, 1), rows.flatten(0, 1)
+        _multiply(handle.wait(), w, y[parts[source]], bias)
+    return y, rows
 
 
 def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Callable[[], Tensor]:

@@ -14,6 +14,7 @@ Shapes: T tokens, n tokens of a rank, I input and O output features of the local
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -51,15 +52,32 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Ten
     return _RowProduct.apply(x, weight, bias, how)
 
 
+Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def outside_autocast(backward: Backward) -> Backward:
+    """Run a backward in the dtypes of its forward, whatever is cast around it."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        device = grads[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return backward(ctx, *grads)
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    return run
+
+
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-        kept = x
         if not how.sequence:
+            kept = x
             y = F.linear(x, weight, bias)
         elif how.overlap:
             y, rows = gather_product(x, weight.t(), how.axis, bias)
-            y, kept = y[: how.rows], x if how.regather else rows
+            y, kept = _first_rows(y, how.rows), x if how.regather else rows
         else:
             rows = all_gather(x, how.axis)
             y = F.linear(rows[: how.rows], weight, bias)
@@ -70,6 +88,7 @@ class _ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
@@ -123,13 +142,14 @@ class _RowProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx, rows = None, dy
         if how.sequence and how.overlap and needs_x:
             dx, rows = gather_product(dy, weight, how.axis)
-            dx = dx[: len(x)]
+            dx = _first_rows(dx, len(x))
         else:
             if how.sequence:
                 rows = all_gather(dy, how.axis)
@@ -155,6 +175,11 @@ def _weight_gradient(
     between()
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
     return dw
+
+
+def _first_rows(x: Tensor, n: int) -> Tensor:
+    """The first n rows of storage that nobody else has; to autograd no view, as results must be."""
+    return x if len(x) == n else torch.ops.aten._unsafe_view(x[:n], (n, x.shape[1]))
 
 
 def _pad(x: Tensor, n: int, axis: Axis) -> Tensor:

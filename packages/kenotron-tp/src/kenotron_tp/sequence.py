@@ -9,8 +9,6 @@ Shapes: T tokens, n of a rank, ``...`` features.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -54,34 +52,29 @@ def mark_partial(module: nn.Module, axis: Axis) -> None:
             setattr(each, "placements", own)  # noqa: B010 (a module's own attributes are typed)
 
 
-class CutLayer(Protocol):
-    """A layer that was built for whole or for cut tokens."""
-
-    @property
-    def sequence_parallel(self) -> bool:
-        """Whether tokens are cut."""
-        ...
-
-    @property
-    def weight(self) -> Tensor:
-        """Its parameter."""
-        ...
-
-
-def call_mode(layer: CutLayer, wanted: bool | None) -> bool:
+def call_mode(layer: nn.Module, built: bool, wanted: bool | None) -> bool:
     """Whether tokens are cut in this call of ``layer``: as it was built, or as ``wanted``.
 
     Raises ValueError when the mode is changed while gradients are recorded.
     """
-    if wanted is None or wanted == layer.sequence_parallel:
-        return layer.sequence_parallel
-    if torch.is_grad_enabled() and layer.weight.requires_grad:
+    if wanted is None or wanted == built:
+        return built
+    if torch.is_grad_enabled() and any(p.requires_grad for p in layer.parameters()):
         raise ValueError(
-            f"sequence_parallel={wanted} in forward, but the layer was built with "
-            f"{layer.sequence_parallel}: its placements hold for that mode only, so change it "
-            "under torch.no_grad() or torch.inference_mode()"
+            f"sequence_parallel={wanted} in forward, but the layer was built with {built}: its "
+            "placements hold for that mode only, so change it under torch.no_grad() or "
+            "torch.inference_mode()"
         )
     return wanted
+
+
+def check_tokens(x: Tensor) -> None:
+    """Raise ValueError when x has no dim of tokens before its features."""
+    if x.ndim < 2:
+        raise ValueError(
+            f"under sequence parallelism x {tuple(x.shape)} needs its tokens along dim 0 and its "
+            "features along the last"
+        )
 
 
 def whole_tokens(x: Tensor, axis: Axis, tokens: int | None) -> int:
@@ -92,7 +85,8 @@ def whole_tokens(x: Tensor, axis: Axis, tokens: int | None) -> int:
     if rows_of_rank(tokens, axis) != rows:
         raise ValueError(
             f"{tokens} tokens over {axis.size} {axis.name} ranks are "
-            f"{rows_of_rank(tokens, axis)} rows a rank, but this one has {rows}"
+            f"{rows_of_rank(tokens, axis)} rows a rank, but this one has {rows}: `tokens` is the "
+            "number of all ranks' tokens together"
         )
     return tokens
 

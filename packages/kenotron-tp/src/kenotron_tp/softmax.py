@@ -42,7 +42,7 @@ class Statistics(NamedTuple):
     target: Tensor
     """Logit of the label; NaN where no rank has it."""
     total: Tensor
-    """Sum of all logits; zeros without label smoothing."""
+    """Sum of ``logit - highest``; without meaning where no label is smoothed."""
 
 
 def check_terms(terms: Terms, labels: Tensor, width: int) -> None:
@@ -52,14 +52,21 @@ def check_terms(terms: Terms, labels: Tensor, width: int) -> None:
     stop the device, and the position's loss is NaN.
     """
     columns = width * terms.axis.size
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"labels are {labels.dtype}: they are ids, int64 or int32")
     if not 0 < terms.vocab_size <= columns:
         raise ValueError(
-            f"vocab_size {terms.vocab_size} is not within 1..{columns}, the columns of all ranks"
+            f"vocab_size {terms.vocab_size} is not within 1..{columns}, the columns of all ranks: "
+            "give the vocabulary that the output layer was cut for"
         )
     if not 0 <= terms.label_smoothing < 1:
-        raise ValueError(f"label_smoothing {terms.label_smoothing} is not within [0, 1)")
+        raise ValueError(
+            f"label_smoothing {terms.label_smoothing} is not within [0, 1): 0 smooths nothing"
+        )
     if not 0 <= terms.z_loss < float("inf"):
-        raise ValueError(f"z_loss {terms.z_loss} is not a finite coefficient, 0 or more")
+        raise ValueError(
+            f"z_loss {terms.z_loss} is not a finite coefficient, 0 or more: 0 adds nothing"
+        )
     if labels.device.type == "cpu" and labels.numel():
         strange = (labels < 0) | (labels >= terms.vocab_size)
         strange &= labels != terms.ignore_index
@@ -74,7 +81,8 @@ def check_terms(terms: Terms, labels: Tensor, width: int) -> None:
 def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
     """This rank's part of the statistics of logits (T, W): (5, T), the label's share in two rows.
 
-    Rows: largest logit, sum of exponentials, logit of the label or 0, whether it is here, sum.
+    Rows: largest logit; sum of exponentials, and sum, of what the others are beyond it; logit of
+    the label or 0; whether it is here.
     """
     first, real = _columns(terms, logits.shape[-1])
     own, foreign = _own_labels(labels, first, real)
@@ -83,25 +91,29 @@ def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
     found[0] = -torch.inf
     if real == 0:  # nothing but padding
         return found
-    found[2] = logits.gather(-1, own)[:, 0].to(dtype).masked_fill(foreign, 0.0)
-    found[3] = ~foreign
+    found[3] = logits.gather(-1, own)[:, 0].to(dtype).masked_fill(foreign, 0.0)
+    found[4] = ~foreign
     for rows in _blocks(logits):
         x = logits[rows, :real]
         highest = x.amax(-1, keepdim=True).to(dtype)
         found[0, rows] = highest[:, 0]
-        if terms.label_smoothing:
-            found[4, rows] = x.sum(-1, dtype=dtype)
         shifted = x - highest.masked_fill(highest == -torch.inf, 0.0)  # in dtype
+        if terms.label_smoothing:
+            found[2, rows] = shifted.sum(-1)
         found[1, rows] = shifted.exp_().sum(-1)
     return found
 
 
-def whole_statistics(local: Tensor, terms: Terms) -> Statistics:
+def whole_statistics(local: Tensor, width: int, terms: Terms) -> Statistics:
     """The statistics over all ranks' columns: one all-gather of five numbers a position."""
     ranks = all_gather(local[None], terms.axis)  # (t, 5, T)
     highest = ranks[:, 0].amax(0)
-    sum_exp = (ranks[:, 1] * (ranks[:, 0] - highest).exp()).sum(0)
-    target, here, total = ranks[:, 2:].sum(0).unbind()
+    lower = ranks[:, 0] - highest  # of each rank
+    sum_exp = (ranks[:, 1] * lower.exp()).sum(0)
+    starts = torch.arange(terms.axis.size, device=local.device)[:, None] * width
+    real = (terms.vocab_size - starts).clamp(0, width)
+    total = (ranks[:, 2] + (real * lower).masked_fill(real == 0, 0.0)).sum(0)
+    target, here = ranks[:, 3:].sum(0).unbind()
     return Statistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
 
 
@@ -110,8 +122,7 @@ def losses(of: Statistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor
     log_sum, smooth = of.sum_exp.log(), terms.label_smoothing
     distance = of.highest - of.target  # differences first: logits may be large
     if smooth:
-        spread = of.highest - of.total / terms.vocab_size
-        distance = (1 - smooth) * distance + smooth * spread
+        distance = (1 - smooth) * distance - smooth / terms.vocab_size * of.total
     z = terms.z_loss * (of.highest + log_sum).square()
     ignored = labels == terms.ignore_index
     return (log_sum + distance + z).masked_fill(ignored, 0.0), z.masked_fill(ignored, 0.0)

@@ -1,0 +1,43 @@
+"""The same layers without communication: what a step costs when nothing has to be waited for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
+
+from torch import Tensor
+
+from kenotron_dist import Axis, collectives, transfers
+from kenotron_dist.handle import Flight
+
+
+@contextlib.contextmanager
+def without_communication() -> Iterator[None]:
+    """Until the end of the block this package's collectives get copies of their own rank's data.
+
+    Shapes and local work are those of the true collectives; the values are wrong.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(collectives, "start", _start))
+        for module in (collectives, transfers):
+            stack.enter_context(mock.patch.object(module, "start_exchange", _exchange))
+        yield
+
+
+def _start(axis: Axis, operation: str, verb: Callable[..., object], *args: object) -> Flight:
+    out, own = args[0], args[1]
+    if isinstance(out, Tensor) and isinstance(own, Tensor):  # else a reduction in place
+        n = min(out.numel(), own.numel())
+        out.view(-1)[:n].copy_(own.reshape(-1)[:n])
+    return Flight(axis, None, None)
+
+
+def _exchange(
+    axis: Axis, operation: str, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]
+) -> Flight:
+    own = next(x for i, x in enumerate(sent) if x is not None and i != axis.rank)
+    for i, out in enumerate(received):
+        if out is not None and i != axis.rank:
+            out.view(-1).copy_(own.reshape(-1)[: out.numel()])
+    return Flight(axis, None, None)
