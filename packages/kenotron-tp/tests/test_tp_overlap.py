@@ -97,7 +97,7 @@ def test_the_longer_not_the_sum(mode):
     hidden = MESSAGES[mode] * DELAY
     for apart, together in on_ranks(compare, mode, tp=2):
         assert apart > products + hidden
-        if mode == "whole":  # in forward the last piece's sum has nothing to hide behind
+        if mode == "whole":  # in forward there is nothing to hide a sum behind
             hidden /= 2
         assert apart - together > 0.7 * hidden, (apart, together)
 

@@ -51,7 +51,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     if axis.size > 2 and x.numel() > _SMALL:
         return _deliver(_two_rounds(x, x.contiguous().view(-1), axis), async_op)
     flight, parts = _start_pieces([x.contiguous()] * axis.size, axis, "all_reduce")
-    return _deliver(Handle(flight, lambda: tree_sum(parts)), async_op)
+    return _deliver(Handle(flight, lambda: tree_sum(parts, keep=axis.rank)), async_op)
 
 
 def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
@@ -65,11 +65,11 @@ def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
 
     def gather() -> Handle:
         out = flat.new_empty(axis.size, piece)
-        tree_sum(parts, out=out[axis.rank])
+        tree_sum(parts, out=out[axis.rank], keep=axis.rank)
         second = _start_gather(out, axis, "all_reduce (second round)")
         return Handle(second, lambda: _whole(out.view(-1)[: flat.numel()], x.shape))
 
-    return Handle(flight, gather)
+    return Handle(flight, gather, rounds=2)
 
 
 def _start_pieces(
@@ -135,7 +135,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) 
     part = (first.shape[0] // axis.size, *first.shape[1:])
     if axis.backend == "gloo":
         flight, parts = _start_pieces(first.chunk(axis.size), axis, "reduce_scatter")
-        handle = Handle(flight, lambda: _moved(tree_sum(parts), dim))
+        handle = Handle(flight, lambda: _moved(tree_sum(parts, keep=axis.rank), dim))
     else:
         out = first.new_empty(part)
         flight = start(axis, "reduce_scatter", _reduce_scatter_single, out.view(-1), first.view(-1))
@@ -203,28 +203,35 @@ def barrier(axis: Axis) -> None:
         all_reduce(torch.zeros(1, device=control_device(axis)), axis)
 
 
-def tree_sum(rows: Tensor | Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def tree_sum(
+    rows: Tensor | Sequence[Tensor], out: Tensor | None = None, keep: int | None = None
+) -> Tensor:
     """Sum of n tensors (``rows`` (n, ...), or a list) in a fixed binary tree.
 
     ``((r0 + r1) + (r2 + r3)) + r4``: neighbours first, an odd last one is carried. Half precision
-    is added in fp32 and rounded once. The result is written to ``out`` where it is given.
+    is added in fp32 and rounded once. All but the tensor number ``keep`` may be overwritten; the
+    result is written to ``out`` where it is given.
     """
-    parts = list(rows)
-    if len(parts) == 2:
+    parts, kept = list(rows), None if keep is None else rows[keep]
+    if out is not None and len(parts) == 2:
         return torch.add(parts[0], parts[1], out=out)
-    half, first = parts[0].dtype in (torch.bfloat16, torch.float16), True
+    dtype = parts[0].dtype
+    wide = len(parts) > 2 and dtype in (torch.bfloat16, torch.float16)  # two are rounded once
     while len(parts) > 1:
-        pairs = [_add(parts[i], parts[i + 1], half, first) for i in range(0, len(parts) - 1, 2)]
-        parts, first = pairs + parts[2 * len(pairs) :], False
-    whole = parts[0].to(rows[0].dtype)
+        if len(parts) == 2 and isinstance(rows, Tensor):  # new: does not keep all rows alive
+            parts = [parts[0] + parts[1]]
+            break
+        pairs = [_add(parts[i], parts[i + 1], kept, wide) for i in range(0, len(parts) - 1, 2)]
+        parts, wide = pairs + parts[2 * len(pairs) :], False
+    whole = parts[0].to(dtype)
     return whole if out is None else out.copy_(whole)
 
 
-def _add(a: Tensor, b: Tensor, half: bool, first: bool) -> Tensor:
-    """a + b, in place unless they are the addends themselves; half precision becomes fp32."""
-    if not first:
-        return a.add_(b)
-    return a.float().add_(b) if half else a + b
+def _add(a: Tensor, b: Tensor, kept: Tensor | None, wide: bool) -> Tensor:
+    """a + b, in whichever may be overwritten; ``wide``: in fp32."""
+    if wide:
+        return a.float().add_(b)
+    return b.add_(a) if a is kept else a.add_(b)
 
 
 def _whole(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -67,7 +67,11 @@ class Handle:
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
     """
 
-    def __init__(self, flight: Flight | None, finish: Callable[[], Tensor | Handle]) -> None:
+    def __init__(
+        self, flight: Flight | None, finish: Callable[[], Tensor | Handle], rounds: int = 1
+    ) -> None:
+        self.rounds = rounds
+        """How many communications follow one another."""
         self._flight = flight
         self._finish: Callable[[], Tensor | Handle] | None = finish
         self._result: Tensor | None = None

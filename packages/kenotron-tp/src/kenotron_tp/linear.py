@@ -117,7 +117,8 @@ class RowParallelLinear(nn.Module):
         axis: the tp axis; size 1 makes this an ``nn.Linear``.
         bias: add a learned bias, whole on every rank and added once, after the sum.
         sequence_parallel: the output is this rank's tokens (n, ..., O); else it is (..., O), whole.
-        overlap: hide communication behind products: pieces are summed while others are multiplied.
+        overlap: under sequence parallelism communication is hidden behind products, piece by piece;
+            without it there is nothing to hide a row layer's all-reduce behind.
         device, dtype: as in ``ColumnParallelLinear``.
 
     Raises ValueError when a size does not divide.

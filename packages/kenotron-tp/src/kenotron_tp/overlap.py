@@ -14,11 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Handle, all_reduce, shift
+from kenotron_dist import Axis, Handle, shift
 from kenotron_dist.collectives import tree_sum
-
-_PIECES = 2
-"""Of a product whose whole result is summed: the first sum travels beside the second product."""
 
 
 def gather_product(
@@ -49,36 +46,22 @@ def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Callable[
     Returns the function that waits and gives this rank's (n, O); rows beyond T are zero. The sum
     is the tree of ``reduce_scatter``, on every backend.
     """
-    rows = x.new_empty(axis.size, n, w.shape[1])  # what each rank computed for this one
+    parts = [x.new_empty(n, w.shape[1]) for _ in range(axis.size)]  # what ranks owe this one
     handles = []
     for by in range(1, axis.size):
-        part = x.new_empty(n, w.shape[1])
+        owed = x.new_empty(n, w.shape[1])
         to = (axis.rank + by) % axis.size
-        _multiply(x[to * n : (to + 1) * n], w, part)
+        _multiply(x[to * n : (to + 1) * n], w, owed)
         source = (axis.rank - by) % axis.size
-        handles.append(shift(part, axis, by, out=rows[source], async_op=True))
-    _multiply(x[axis.rank * n : (axis.rank + 1) * n], w, rows[axis.rank])
+        handles.append(shift(owed, axis, by, out=parts[source], async_op=True))
+    _multiply(x[axis.rank * n : (axis.rank + 1) * n], w, parts[axis.rank])
 
     def finish() -> Tensor:
         for handle in handles:
             handle.wait()
-        return tree_sum(rows)
+        return tree_sum(parts)
 
     return finish
-
-
-def reduce_product(x: Tensor, w: Tensor, axis: Axis) -> Tensor:
-    """Sum over ranks of x (T, I) times w (I, O), whole on every rank: (T, O).
-
-    The sum of one piece of the tokens travels while the next is multiplied.
-    """
-    handles: list[Handle] = []
-    for piece in x.chunk(_PIECES):
-        y = piece @ w
-        if handles:
-            handles[-1].advance()
-        handles.append(all_reduce(y, axis, async_op=True))
-    return torch.cat([handle.wait() for handle in handles])
 
 
 def _multiply(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

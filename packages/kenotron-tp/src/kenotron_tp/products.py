@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis, Handle, WeightQueue, all_gather, all_reduce, reduce_scatter
-from kenotron_tp.overlap import gather_product, reduce_product, start_product_scatter
+from kenotron_tp.overlap import gather_product, start_product_scatter
 
 
 class How(NamedTuple):
@@ -121,7 +121,7 @@ def _start_input_gradient(
     if how.sequence:
         return reduce_scatter(_pad(dx, n, how.axis), how.axis, async_op=True).wait, None
     handle: Handle = all_reduce(dx, how.axis, async_op=True)
-    return handle.wait, handle.advance
+    return handle.wait, handle.advance if handle.rounds > 1 else None
 
 
 class _RowProduct(torch.autograd.Function):
@@ -132,8 +132,6 @@ class _RowProduct(torch.autograd.Function):
             y = start_product_scatter(x, w, axis, how.rows)()
         elif how.sequence:
             y = reduce_scatter(_pad(x @ w, how.rows, axis), axis)
-        elif how.overlap:
-            y = reduce_product(x, w, axis)
         else:
             y = all_reduce(x @ w, axis)
         ctx.save_for_backward(x, weight)
