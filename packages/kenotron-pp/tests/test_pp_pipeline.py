@@ -142,7 +142,7 @@ def odd_dtype(mesh: Mesh) -> None:
 def test_errors_are_sentences() -> None:
     with pytest.raises(RankError, match="1 micro-batches were given 0 contexts"):
         spawn(mismatched)
-    with pytest.raises(RankError, match="a stage returned torch.complex64 with 1 dims"):
+    with pytest.raises(RankError, match="a stage returned torch.complex64"):
         spawn(odd_dtype, pp=2)
 
 
@@ -161,5 +161,5 @@ def changing_shape(mesh: Mesh) -> None:
 
 
 def test_a_shape_that_changes_unannounced_is_named() -> None:
-    with pytest.raises(RankError, match=r"stage 0 sends .*\(2,\)\) for micro-batch 1, but"):
+    with pytest.raises(RankError, match=r"stage 0 sends .*\(2,\), False\),\) for micro-batch 1"):
         spawn(changing_shape, pp=2)

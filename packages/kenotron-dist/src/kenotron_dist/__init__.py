@@ -13,6 +13,7 @@ from kenotron_dist.collectives import (
     send,
 )
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
+from kenotron_dist.distress import Distress
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
@@ -44,6 +45,7 @@ __all__ = [
     "Cause",
     "Chunk",
     "DeferredGradients",
+    "Distress",
     "FlatSlice",
     "GradientSum",
     "Handle",

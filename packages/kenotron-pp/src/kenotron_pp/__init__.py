@@ -1,6 +1,9 @@
 """Pipeline parallelism: a list of layers over ranks, in an order that is plain data."""
 
+from kenotron_pp.activation import Activation
 from kenotron_pp.draw import draw, draw_svg, draw_text
+from kenotron_pp.failure import PipelineError
+from kenotron_pp.losses import AuxiliaryLosses, Losses
 from kenotron_pp.pipeline import Pipeline
 from kenotron_pp.schedule import (
     SCHEDULES,
@@ -19,9 +22,13 @@ from kenotron_pp.split import NamedLayers, Stages, split_layers
 __all__ = [
     "SCHEDULES",
     "Action",
+    "Activation",
+    "AuxiliaryLosses",
     "Event",
+    "Losses",
     "NamedLayers",
     "Pipeline",
+    "PipelineError",
     "Schedule",
     "Stages",
     "Times",

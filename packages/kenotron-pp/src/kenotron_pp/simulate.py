@@ -88,7 +88,7 @@ def simulate(
     lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     for rank, actions in enumerate(lists):
         _check_complete(rank, actions, n_microbatches, schedule)
-    events = _execute(schedule, lists, times)
+    events = play(schedule, lists, times)
     ticks = max(event[-1].end for event in events)
     busy = sum(e.end - e.start for rank in events for e in rank)
     peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
@@ -98,9 +98,8 @@ def simulate(
     return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
 
 
-def _execute(
-    schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times
-) -> list[list[Event]]:
+def play(schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times) -> list[list[Event]]:
+    """The timeline of every rank's list. Raises ValueError when they deadlock."""
     n_ranks = len(lists)
     last = n_ranks * schedule.chunks - 1
     stages = [
