@@ -54,11 +54,14 @@ def _close(axis: Axis) -> None:
     """End every connection of the axis' group, also where others still refer to it."""
     group = axis.group
     assert group is not None
-    with contextlib.suppress(RuntimeError):  # closed before
-        if axis.backend != "gloo":
+    if axis.backend != "gloo":
+        with contextlib.suppress(RuntimeError):  # aborted before
             group.abort()
-            return
-        peer = axis.ranks[axis.rank - 1]
-        work = dist.irecv(torch.zeros(1), peer, group=group, tag=_NEVER)
-        if work is not None:
-            work.wait(timedelta(milliseconds=1))  # a timeout closes all pairs of a gloo group
+        return
+    for peer in axis.ranks:
+        if peer == axis.ranks[axis.rank]:
+            continue
+        with contextlib.suppress(RuntimeError):  # the timeout, or that this peer has closed
+            work = dist.irecv(torch.zeros(1), peer, group=group, tag=_NEVER)
+            if work is not None:
+                work.wait(timedelta(milliseconds=1))  # a timeout closes the pairs with all peers

@@ -115,7 +115,7 @@ class SplitBackward:
                 variables = [leaf.variable for leaf in own]
                 parts.append(([e for e, _ in kept], [g for _, g in kept], variables))
         if joins:
-            self._free(graph.active - {join for join, _ in joins})
+            self._free(graph.active - graph.ends - {join for join, _ in joins})
         return found[: len(ends)], WeightPart(parts, deferred)
 
     def _sort(self, graph: _Graph) -> tuple[list[tuple[Node, list[Node]]], list[Node]]:
@@ -175,6 +175,7 @@ class _Graph:
         self.used: dict[Node, set[int]] = {}
         """Numbers of a node's outputs that something uses."""
         parents: dict[Node, list[Node]] = {}
+        self.ends = set(inputs)
         sources = list(inputs)
         for edge in roots:
             self.used.setdefault(edge.node, set()).add(edge.output_nr)
@@ -184,6 +185,8 @@ class _Graph:
             if node in self.children:
                 continue
             own = self.children[node] = []
+            if node in self.ends:
+                continue  # what is below belongs to others
             kind = type(node).__name__
             if kind in _LOOK_UPS:
                 sources.append(node)

@@ -8,7 +8,7 @@ Pure. The rules, for every schedule:
   own list has not: the k-th receive ends when the sender has produced k results, whatever else goes
   on. A schedule that ``simulate`` accepts cannot deadlock.
 - Before an action computes, the receive of the next one is posted.
-- A sent tensor is let go before the first action that, in the simulation, begins no earlier than
+- A sent tensor is let go before the first action that, in the simulation, begins later than
   the receiver's use of it. That wait always points back in simulated time, so no circle can close.
 """
 
@@ -97,7 +97,7 @@ def _releases(
     found: list[tuple[Transfer, ...]] = []
     held: list[Transfer] = []
     for transfer, start in zip(sent, starts, strict=True):
-        done = tuple(each for each in held if used[each] <= start)
+        done = tuple(each for each in held if used[each] < start)
         held = [each for each in held if each not in done]
         found.append(done)
         if transfer is not None:
