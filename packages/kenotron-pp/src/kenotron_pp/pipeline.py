@@ -81,7 +81,7 @@ class Pipeline:
     @property
     def is_last(self) -> bool:
         """Whether this rank has the last layer, and so the loss and the outputs."""
-        return self._last_rank == self.axis.rank
+        return self.last_rank == self.axis.rank
 
     def run(
         self,
@@ -188,10 +188,11 @@ class Pipeline:
         return math.fsum(value for part in gathered for value in part)
 
     def _share(self, loss: Tensor) -> Tensor:
-        return broadcast(loss.float(), self.axis, source=self._last_rank)
+        return broadcast(loss.float(), self.axis, source=self.last_rank)
 
     @property
-    def _last_rank(self) -> int:
+    def last_rank(self) -> int:
+        """Index along the axis of the rank that has the last layer."""
         return self.schedule.place(self.n_stages - 1, self.axis.size)[0]
 
     def _plan(self, microbatches: int, *, forward_only: bool) -> Plan:
