@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron_dist import Axis
 from kenotron_pp import Pipeline, Schedule, gpipe, zero_bubble_h1
+from kenotron_pp.backward import _forgotten
 
 PRODUCTS = {"mm", "addmm", "bmm", "embedding_dense_backward"}
 
@@ -325,3 +326,18 @@ def test_after_the_input_part_only_inputs_and_output_gradients_stay(recompute: b
     kept = [] if recompute else ["soft"]  # what the weight product of the second linear needs
     assert between == [[], kept, sorted(2 * kept)]
     assert not [name for name, ref in alive if ref() is not None]
+
+
+def test_recomputing_changes_no_bit() -> None:
+    models = []
+    for recompute in (False, True):
+        layers = decoder(5, recompute=recompute)
+        inputs = list(torch.randint(VOCABULARY, (3, 4)))
+        Pipeline(layers, Axis.solo("pp"), zero_bubble_h1).run(inputs, lambda y, m: y.sum())
+        models.append(layers)
+    assert not differences(dict(enumerate(models[0])), models[1])
+
+
+def test_what_was_freed_is_not_used_again() -> None:
+    with pytest.raises(RuntimeError, match="a tensor was freed after the input part of a split"):
+        _forgotten(None)

@@ -65,6 +65,7 @@ class Pipeline:
         self.losses: Losses | None = None
         """Of the last run: the total that ``run`` returned, and its two parts."""
         self._alarm = Alarm(axis, [axis, upstream or axis, *closes])
+        self._adding = list(adding(self.layers))
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._all_add: bool | None = None
 
@@ -157,7 +158,7 @@ class Pipeline:
 
     def _attach(self) -> None:
         """Give layers what they ask for while a training run lasts."""
-        for layer in adding(self.layers):
+        for layer in self._adding:
             setattr(layer, "auxiliary_losses", self._part.auxiliary)  # noqa: B010 - see losses.py
         if self.schedule.splits:
             for splitter in self._part.splitters:
@@ -165,7 +166,7 @@ class Pipeline:
 
     def _detach(self) -> None:
         self._part.auxiliary.close()
-        for layer in adding(self.layers):
+        for layer in self._adding:
             setattr(layer, "auxiliary_losses", None)  # noqa: B010
         for splitter in self._part.splitters:
             splitter.detach()
@@ -179,7 +180,7 @@ class Pipeline:
     def _added(self, run: Run) -> float:
         """Sum of all ranks' auxiliary losses, exact, so that it does not depend on the layout."""
         if self._all_add is None:
-            own = any(True for _ in adding(self.layers))
+            own = bool(self._adding)
             self._all_add = any(gather_objects(own, self.axis)) if self.axis.size > 1 else own
         if not self._all_add:
             return 0.0

@@ -74,7 +74,7 @@ class Run:
         """Of the last stage, when there is no loss function."""
         self.scalars: list[tuple[int, int, list[Tensor]]] = []
         """(micro-batch, stage, auxiliary losses)"""
-        self.where = "before its first action"
+        self._at: Step | str = "before its first action"
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self._down: dict[tuple[int, int], tuple[Form, list[Tensor]]] = {}
@@ -83,13 +83,21 @@ class Run:
         """Gradients likewise."""
         self._keys: list[Hashable] = [(self.training, key_of(x)) for x in inputs]
 
+    @property
+    def where(self) -> str:
+        """Which action runs, in words."""
+        at = self._at
+        if isinstance(at, str):
+            return at
+        return f"stage {at.stage}, micro-batch {at.action.microbatch}, action {at.action}"
+
     def run(self) -> None:
         """All actions in order."""
         links = self.part.links
         links.begin(self.plan.queues, self._keys)
         for step in self.plan.steps:
             m = step.action.microbatch
-            self.where = f"stage {step.stage}, micro-batch {m}, action {step.action}"
+            self._at = step
             if step.need is not None:
                 links.post(step.need, ahead=False)
             if step.following is not None:
@@ -102,7 +110,7 @@ class Run:
                 self._weights.pop((step.stage, m)).run()
             else:
                 self._backward(step)
-        self.where = "after its last action"
+        self._at = "after its last action"
         links.finish()
 
     def _forward(self, step: Step) -> None:
