@@ -48,7 +48,7 @@ WARM_UP = 2
 Sizes = tuple[int, int, int]
 """(width, layers, rows of a micro-batch)"""
 TINY: Sizes = (8, 4, 1)
-LARGE: Sizes = (512, 8, 256)
+LARGE: Sizes = (512, 8, 128)
 
 
 class Block(nn.Module):
@@ -194,7 +194,7 @@ def bubbles(mesh: Mesh, sizes: Sizes, microbatches: int, rounds: int) -> dict[st
     found = {}
     for name in SCHEDULES:
         step, pipeline = ours(mesh, sizes, name, x)
-        shares = []
+        walls = []
         for turn in range(WARM_UP + rounds):
             barrier(mesh["pp"])
             clock.waited = 0.0
@@ -206,7 +206,7 @@ def bubbles(mesh: Mesh, sizes: Sizes, microbatches: int, rounds: int) -> dict[st
             barrier(mesh["pp"])
             wall = time.perf_counter() - start
             if turn >= WARM_UP:
-                shares.append((wall, clock.waited))
+                walls.append(wall)
         own = {f"{kind}{stage}": statistics.median(t) for (kind, stage), t in clock.times.items()}
         weight = statistics.median(clock.weights) if clock.weights else 0.0
         stages = [pipeline.schedule.stage(mesh["pp"].rank, c, mesh["pp"].size)
@@ -217,7 +217,7 @@ def bubbles(mesh: Mesh, sizes: Sizes, microbatches: int, rounds: int) -> dict[st
             if pipeline.schedule.splits
             else microbatches * sum(seconds for key, seconds in own.items() if key[0] != "W")
         )
-        found[name] = {"times": own, "busy": busy, "wall": statistics.median(w for w, _ in shares)}
+        found[name] = {"times": own, "busy": busy, "wall": statistics.median(walls)}
     return found
 
 
@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Pipeline steps on two gloo ranks.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 12])
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[4, 8])
     options = parser.parse_args()
     found: dict[str, Any] = surroundings()
     for count in options.microbatches:

@@ -157,8 +157,10 @@ class SplitBackward:
         """Drop what nodes have saved that will not run again: joins keep the whole graph alive."""
         for node in nodes:
             for saved in self._raw(node):
-                if getattr(saved, "unpack_hook", None) is None and saved.data is not None:
+                try:
                     saved.register_hooks(_forget, _forgotten)
+                except RuntimeError:  # nothing was saved, or its owner has hooks of their own
+                    continue
 
 
 def refuse_reentrant(roots: Sequence[GradientEdge]) -> None:
