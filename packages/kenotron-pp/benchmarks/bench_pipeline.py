@@ -249,7 +249,12 @@ def surroundings() -> dict[str, Any]:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "commit": commit}
-    return {"system": platform.platform(), "cores": os.cpu_count(), **versions}
+    return {
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+        **versions,
+    }
 
 
 def report(title: str, sizes: Sizes, microbatches: int, rounds: int) -> dict[str, Any]:
