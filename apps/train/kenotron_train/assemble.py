@@ -34,7 +34,7 @@ from kenotron_optim import (
     SlicedOptimizer,
     decay_groups,
 )
-from kenotron_pp import SCHEDULES, Pipeline, Stages
+from kenotron_pp import Pipeline, Stages
 from kenotron_train.config import Config
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
@@ -80,7 +80,8 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
-    stages = Stages.balanced(layers, layer_costs(llama), mesh.sizes["pp"])
+    schedule = config.parallelism.schedule
+    stages = Stages.balanced(layers, layer_costs(llama), mesh.sizes["pp"], schedule)
     layouts = parameter_layouts(LayerStack(layers), mesh.sizes, stages.of_parameter)
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
     stack.to_empty(device=mesh.device)
@@ -93,8 +94,9 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         seed=config.general.seed,
         initializer=standard_init(llama, config.model.init_method.std),
     )
-    schedule = SCHEDULES[config.parallelism.pp_engine]
-    pipeline = Pipeline(stack, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))
+    chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
+    own = chunks if schedule.chunks > 1 else chunks[0]
+    pipeline = Pipeline(own, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))
     return Model(stack, layouts, pipeline)
 
 

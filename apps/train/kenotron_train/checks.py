@@ -67,11 +67,13 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
             f"({kv_heads}) must divide one another; {advice} or change num_key_value_heads"
         )
     layers = sizes.num_hidden_layers + len(LAYERS_BESIDE_DECODER)
-    if pp > layers:
+    chunks = parallelism.schedule.chunks
+    if pp * chunks > layers:
+        times = f" x {chunks} parts a rank ({parallelism.pp_engine})" if chunks > 1 else ""
         found.append(
-            f"parallelism.pp: {pp} was given; each stage needs a layer, and the model has {layers} "
-            f"({sizes.num_hidden_layers} decoder layers, {', '.join(LAYERS_BESIDE_DECODER)}); "
-            f"set pp to at most {layers}"
+            f"parallelism.pp: {pp}{times} was given; each stage needs a layer, and the model has "
+            f"{layers} ({sizes.num_hidden_layers} decoder layers, "
+            f"{', '.join(LAYERS_BESIDE_DECODER)}); set pp to at most {layers // chunks}"
         )
     return found
 

@@ -161,6 +161,7 @@ def _show_sample(training: Training, report: Report) -> None:
         max_new_tokens=SAMPLE_TOKENS,
         temperature=0.7,
         seed=config.general.seed,
+        source=training.model.pipeline.last_rank,
     )
     text = decode([*prompt, *new])
     folder = Path(config.checkpoints.checkpoints_path)

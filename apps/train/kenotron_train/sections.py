@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_models.config import LlamaConfig
+from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
 DType = Literal[
@@ -51,8 +52,11 @@ class ParallelismConfig:
     """Ranks that share the layers (pipeline parallel)."""
     tp: int
     """Ranks that share every layer (tensor parallel)."""
-    pp_engine: Literal["afab", "1f1b"] = "afab"
-    """All forwards before all backwards, or one forward one backward."""
+    pp_engine: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v"] = "afab"
+    """Order of the pipeline: all forwards first, one forward one backward, that over several parts
+    of the model a rank, or zero-bubble with one part or two."""
+    pp_chunks: int | None = None
+    """Parts of the model that each pp rank has when pp_engine is interleaved; None: 2."""
     tp_mode: Literal["ALL_REDUCE", "REDUCE_SCATTER"] = "ALL_REDUCE"
     """Activations between layers: whole on every tp rank, or cut along the sequence."""
     tp_linear_async_communication: bool = False
@@ -71,12 +75,21 @@ class ParallelismConfig:
         found = []
         for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
             found += _below(name, getattr(self, name), 1)
+        try:
+            schedule_named(self.pp_engine, self.pp_chunks)
+        except ValueError as error:
+            found.append(f"pp_chunks: {self.pp_chunks} was given; {error}")
         for name in ("expert_parallel_size", "context_parallel_size"):
             if getattr(self, name) > 1:
                 found.append(_later(name, getattr(self, name), "1"))
         if self.recompute_layer:
             found.append(_later("recompute_layer", "true", "false"))
         _raise(found)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of the pipeline that `pp_engine` and `pp_chunks` name."""
+        return schedule_named(self.pp_engine, self.pp_chunks)
 
     @property
     def world_size(self) -> int:

@@ -29,7 +29,8 @@ VALUES = [
     ("parallelism.tp=2.0", "2.0 was given; it must be a whole number"),
     ("parallelism.tp=true", "true was given; it must be a whole number"),
     ("parallelism.dp=0", "0 was given; it must be at least 1"),
-    ("parallelism.pp_engine=gpipe", "\"gpipe\" was given; it must be 'afab' or '1f1b'"),
+    ("parallelism.pp_engine=gpipe", "\"gpipe\" was given; it must be 'afab', '1f1b', "),
+    ("parallelism.pp_chunks=2", "schedule '1f1b' has 1 chunks a rank, 2 were given: only interle"),
     (
         "parallelism.recompute_layer=true",
         "true was given; that is not available yet; set",

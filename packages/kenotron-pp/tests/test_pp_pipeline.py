@@ -11,7 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_pp import Pipeline, Stages, gpipe, one_f_one_b
+from kenotron_pp import (
+    AuxiliaryLosses,
+    Pipeline,
+    Stages,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
 
 PRELOAD = ("torch._dynamo",)
 
@@ -100,32 +110,126 @@ def test_forward_gives_outputs_on_the_last_stage_only() -> None:
 
 
 def live_inputs(mesh: Mesh, schedule) -> int:
-    """Most activations of earlier micro-batches still in memory when a forward begins."""
-    layers = build(6, 2)
-    own = Stages.balanced(layers, [1.0] * 2, 2).own(layers, mesh["pp"].rank)
+    """Most activations of this and earlier micro-batches in memory when a forward begins."""
+    gc.collect()
+    gc.freeze()  # what is collected later is ours: quick
+    layers = build(6, 2 * mesh["pp"].size)
+    stages = Stages.balanced(layers, [1.0] * len(layers), mesh["pp"].size, schedule)
+    chunks = stages.chunks(layers, mesh["pp"].rank)
     alive: list[weakref.ref] = []
     most = 0
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal most
         gc.collect()
-        alive.append(weakref.ref(args[0]))
+        alive.append(weakref.ref(args[0].untyped_storage()))
         most = max(most, sum(ref() is not None for ref in alive))
 
-    own[0][1].register_forward_pre_hook(note)
-    pipeline = Pipeline([layer for _, layer in own], mesh["pp"], schedule)
-    make = [torch.randn(4, 6) for _ in range(8)] if mesh["pp"].rank else batch(8, 4, 6)
+    lists = [[layer for _, layer in chunk] for chunk in chunks]
+    for chunk in lists:
+        chunk[0].register_forward_pre_hook(note)
+    pipeline = Pipeline(lists if schedule.chunks > 1 else lists[0], mesh["pp"], schedule)
+    first = mesh["pp"].rank == 0
+    make = batch(8, 4, 6) if not first else [torch.ones(4, 6)] * 8  # all one: no activation
     pipeline.run(make, lambda y, m: y.sum())
     return most
 
 
-def test_1f1b_frees_activations_as_it_goes() -> None:
-    assert spawn(live_inputs, one_f_one_b, pp=2)[1] == 1
-    assert spawn(live_inputs, gpipe, pp=2)[1] == 8
+@pytest.mark.parametrize(
+    "schedule",
+    [gpipe, one_f_one_b, interleaved(2), zero_bubble_h1, zero_bubble_v],
+    ids=lambda schedule: schedule.name,
+)
+def test_no_more_activations_live_than_the_simulation_says(schedule) -> None:
+    trace = simulate(schedule, 3, 8)
+    allowed = trace.peak_kept if schedule.splits else trace.peak_live
+    found = spawn(live_inputs, schedule, pp=3, preload=PRELOAD)
+    posted_ahead = 1
+    for rank in (1, 2):
+        assert found[rank] <= allowed[rank] + posted_ahead
+    if schedule is gpipe:
+        assert found[2] == 8
+    if schedule is one_f_one_b:
+        assert found[2] == 1
+
+
+def sent_outputs(mesh: Mesh, schedule) -> int:
+    """Most outputs of the first stage in memory at once: the graph does not need them."""
+    gc.collect()
+    gc.freeze()
+    alive: list[weakref.ref] = []
+    most = 0
+
+    class Last(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            nonlocal most
+            y = x + 1
+            alive.append(weakref.ref(y.untyped_storage()))
+            gc.collect()
+            most = max(most, sum(ref() is not None for ref in alive))
+            return y
+
+    layers = [nn.Linear(6, 6), Last() if mesh["pp"].rank == 0 else nn.Linear(6, 6)]
+    pipeline = Pipeline(layers, mesh["pp"], schedule)
+    pipeline.run(batch(8, 4, 6), lambda y, m: y.sum())
+    return most
+
+
+def test_sent_outputs_are_freed_while_their_graph_lives() -> None:
+    assert spawn(sent_outputs, gpipe, pp=2, preload=PRELOAD)[0] <= 3
+
+
+class Cut(nn.Module):
+    """Returns parts of a larger tensor, not contiguous, that keep their values on the way."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        whole = torch.arange(24.0).view(4, 6)
+        return (x + whole)[:, 1:3], (x + whole).T, x[0, 0] + 1
+
+
+class Look(nn.Module):
+    seen: list
+
+    def forward(self, parts: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        self.seen = [(part.tolist(), part.untyped_storage().nbytes()) for part in parts]
+        return parts[0].sum() + parts[1].sum() * 0 + parts[2]
+
+
+def views(mesh: Mesh) -> list:
+    layer = [Cut(), Look()][mesh["pp"].rank]
+    x = torch.zeros(4, 6)
+    Pipeline([layer], mesh["pp"]).forward([x])
+    return getattr(layer, "seen", [])
+
+
+def test_of_a_view_only_its_elements_travel() -> None:
+    whole = torch.arange(24.0).view(4, 6)
+    want = [whole[:, 1:3], whole.T, torch.tensor(1.0)]
+    found = spawn(views, pp=2, preload=PRELOAD)[1]
+    assert found == [(part.tolist(), part.numel() * 4) for part in want]
 
 
 def mismatched(mesh: Mesh) -> None:
     Pipeline([nn.Identity()], mesh["pp"]).run([torch.ones(1)], lambda y, m: y.sum(), [])
+
+
+def wrong_chunks(mesh: Mesh) -> None:
+    Pipeline([nn.Identity(), nn.Identity()], mesh["pp"], interleaved(2))
+
+
+class Strange(nn.Module):
+    """Returns no activation."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: Tensor) -> object:
+        return self.what
+
+
+def strange(mesh: Mesh, what: object) -> None:
+    Pipeline([Strange(what)], mesh["pp"]).run([torch.ones(1)], lambda y, m: y.sum())
 
 
 class Odd(nn.Module):
@@ -142,8 +246,40 @@ def odd_dtype(mesh: Mesh) -> None:
 def test_errors_are_sentences() -> None:
     with pytest.raises(RankError, match="1 micro-batches were given 0 contexts"):
         spawn(mismatched)
-    with pytest.raises(RankError, match="a stage returned torch.complex64 with 1 dims"):
+    with pytest.raises(RankError, match="a stage returned torch.complex64"):
         spawn(odd_dtype, pp=2)
+
+
+def test_what_is_no_activation_is_named() -> None:
+    for what, words in (
+        ([torch.ones(1)], "a list as activation: layers pass on a tensor, a tuple"),
+        ((torch.ones(1), 3), "a tuple with int in it: layers pass on"),
+        ({1: torch.ones(1)}, "a dict as activation: layers pass on"),
+    ):
+        with pytest.raises(RankError, match=words):
+            spawn(strange, what, pp=2)
+    with pytest.raises(RankError, match="interleaved-2 has 2 chunks a rank: give one list of laye"):
+        spawn(wrong_chunks)
+
+
+class Unsummed(nn.Module):
+    """Adds a loss that is no scalar."""
+
+    adds_loss = True
+    auxiliary_losses: AuxiliaryLosses
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.auxiliary_losses.add(x)
+        return x
+
+
+def unsummed(mesh: Mesh) -> None:
+    Pipeline([Unsummed()], mesh["pp"]).run([torch.ones(2)], lambda y, m: y.sum())
+
+
+def test_an_added_loss_is_a_scalar() -> None:
+    with pytest.raises(RankError, match=r"an auxiliary loss has shape \[2\]: add a scalar"):
+        spawn(unsummed)
 
 
 class Shapeless(nn.Module):
@@ -161,5 +297,5 @@ def changing_shape(mesh: Mesh) -> None:
 
 
 def test_a_shape_that_changes_unannounced_is_named() -> None:
-    with pytest.raises(RankError, match=r"stage 0 sends .*\(2,\)\) for micro-batch 1, but"):
+    with pytest.raises(RankError, match=r"stage 0 sends .*\(2,\), False\),\) for micro-batch 1"):
         spawn(changing_shape, pp=2)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 from torch import nn
 
-from kenotron_pp import Stages, split_layers
+from kenotron_pp import Stages, interleaved, split_layers, zero_bubble_v
 
 
 def best_by_trying_all(costs: list[float], n_stages: int) -> float:
@@ -56,3 +56,44 @@ def test_stages_know_their_layers_and_parameters() -> None:
     assert stages.of_parameter("layers.10.attention.weight") == 1
     with pytest.raises(ValueError, match="'head.weight' belongs to no layer of embedding, layers"):
         stages.of_parameter("head.weight")
+
+
+def test_what_the_ends_do_beside_their_layers_counts() -> None:
+    assert split_layers([1] * 6, 2) == [range(3), range(3, 6)]
+    assert split_layers([1] * 6, 2, last=2) == [range(4), range(4, 6)]
+    assert split_layers([1] * 6, 2, first=2) == [range(2), range(2, 6)]
+    with pytest.raises(ValueError, match="costs of the ends are -1 and 0"):
+        split_layers([1], 1, first=-1)
+
+
+NAMES = ["embedding", *(f"layers.{i}" for i in range(6)), "head"]
+LAYERS = [(name, nn.Identity()) for name in NAMES]
+
+
+def test_chunks_of_a_rank() -> None:
+    for schedule, second in (
+        (interleaved(2), ["layers.3", "layers.4"]),
+        (zero_bubble_v, NAMES[6:]),
+    ):
+        stages = Stages.balanced(LAYERS, [1] * 8, 2, schedule)
+        chunks = stages.chunks(LAYERS, 0)
+        assert stages.n_ranks == 2 and len(chunks) == 2
+        assert [name for name, _ in chunks[0]] == NAMES[:2]
+        assert [name for name, _ in chunks[1]] == second
+        assert [name for name, _ in stages.own(LAYERS, 0)] == NAMES[:2] + second
+    assert stages.of_parameter("head.weight") == 0
+    assert stages.of_parameter("layers.2.weight") == 1
+    with pytest.raises(ValueError, match="8 layers were given 7 costs"):
+        Stages.balanced(LAYERS, [1] * 7, 2)
+
+
+def test_explicit_cuts() -> None:
+    stages = Stages.at(LAYERS, ["layers.1", 5, "head"], interleaved(2))
+    assert [len(indices) for indices in stages.ranges] == [2, 3, 2, 1]
+    with pytest.raises(ValueError, match="no layer 'tail' to cut before: there are embedding, "):
+        Stages.at(LAYERS, ["tail"])
+    for starts in ([0], [5, 3], [8]):
+        with pytest.raises(ValueError, match="cannot cut 8 layers before"):
+            Stages.at(LAYERS, starts)
+    with pytest.raises(ValueError, match="3 stages cannot be dealt to ranks with 2 chunks"):
+        Stages.at(LAYERS, [2, 4], zero_bubble_v)

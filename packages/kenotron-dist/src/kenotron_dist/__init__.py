@@ -11,6 +11,7 @@ from kenotron_dist.collectives import (
     reduce_scatter,
 )
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
+from kenotron_dist.distress import Distress
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
@@ -44,6 +45,7 @@ __all__ = [
     "Cause",
     "Chunk",
     "DeferredGradients",
+    "Distress",
     "FlatSlice",
     "GradientSum",
     "Handle",

@@ -37,13 +37,15 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     stop: int | None = None,
+    source: int | None = None,
 ) -> Iterator[int]:
     """Yield new tokens, the same on every rank and for every layout.
 
     Arguments: a forward pass of the model; tokens to continue; the mesh; how many tokens the model
     sees at once (the last ones; fewer are padded on the right, which a causal model cannot see);
     V; how many to add at most; 0 for greedy or a temperature; the seed of the samples; a token
-    that ends the text (yielded too).
+    that ends the text (yielded too); the index along pp of the rank that has the last layer (None:
+    the last one).
 
     Collective over tp and pp. Each token costs a pass over the window: keys and values are not
     kept. Raises ValueError for an empty prompt or tokens outside the vocabulary.
@@ -55,6 +57,7 @@ def generate(
             + (f" with {outside[0]} among them" if outside else "")
             + f": give at least one, each within 0..{vocab_size - 1}"
         )
+    holder = mesh["pp"].size - 1 if source is None else source
     tokens = list(prompt)
     width = window + -window % mesh.sizes["tp"]  # sequence parallelism cuts it in equal parts
     positions = torch.arange(width, device=mesh.device)[None]
@@ -73,7 +76,7 @@ def generate(
                 seed=seed,
                 step=step,
             )
-        token = int(broadcast(chosen, mesh["pp"], source=mesh["pp"].size - 1))
+        token = int(broadcast(chosen, mesh["pp"], holder))
         tokens.append(token)
         yield token
         if token == stop:

@@ -1,177 +1,228 @@
-"""The executor: runs one stage's actions, sending and receiving activations.
+"""The executor: one rank's chunks of a model, run by any schedule.
 
-Micro-batches enter as tensors on every stage (the loader gives all stages the same rows): the
-first stage computes with them, the others read only their shape and their context.
+Micro-batches enter on every rank (the loader gives all stages the same rows): the first stage
+computes with them, the others read only their shape and their context.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Handle, broadcast
-from kenotron_pp.p2p import Channel
-from kenotron_pp.schedule import Schedule, one_f_one_b
+from kenotron_dist import Axis, broadcast, gather_objects
+from kenotron_pp.activation import Activation
+from kenotron_pp.failure import Alarm
+from kenotron_pp.losses import Losses, adding
+from kenotron_pp.p2p import Links
+from kenotron_pp.plan import Plan, make_plan
+from kenotron_pp.schedule import Order, Schedule, as_schedule, one_f_one_b
+from kenotron_pp.step import LossFn, Part, Run
 
-LossFn = Callable[[Tensor, int], Tensor]
-"""(output of the last layer, micro-batch number) -> scalar; runs on the last stage."""
+T = TypeVar("T")
 
 
 class Pipeline:
-    """This rank's layers as one stage of a pipeline.
+    """This rank's layers as one or several stages of a pipeline.
 
     Arguments:
-        layers: this stage's layers in order. Each is called with the activation, or with the
-            activation and the micro-batch's context when contexts are given.
+        layers: this rank's layers in order; where the schedule has several chunks a rank, one
+            collection of layers for each. A layer is called with the activation, or with the
+            activation and the micro-batch's context when contexts are given, and returns one: a
+            tensor, or a tuple or dict of tensors.
         axis: the pp axis; size 1 runs everything here.
-        schedule: order of forwards and backwards.
+        schedule: order of forwards and backwards, the same on every rank.
         device: where activations live.
-        upstream: an axis over the same ranks for the gradients (``mesh.twin("pp")``). NCCL runs
-            all transfers between two ranks in one order, so that activations and gradients over
-            one group deadlock; gloo needs only one. Default: ``axis``.
+        upstream: an axis over the same ranks for transfers to an earlier rank
+            (``mesh.twin("pp")``). NCCL runs all transfers of a group between two ranks in one
+            order, so that both directions over one group deadlock; gloo needs only one. Default:
+            ``axis``.
+        closes: further axes whose groups are closed when this rank fails, because ranks of other
+            pipelines wait for it there (tp, dp).
+
+    Made alike on all ranks of the axis. Raises ValueError when the chunks do not fit the schedule.
     """
 
     def __init__(
         self,
-        layers: Iterable[nn.Module],
+        layers: Iterable[nn.Module] | Sequence[Iterable[nn.Module]],
         axis: Axis,
-        schedule: Schedule = one_f_one_b,
+        schedule: Schedule | Order = one_f_one_b,
         device: torch.device | str = "cpu",
         upstream: Axis | None = None,
+        closes: Iterable[Axis] = (),
     ) -> None:
-        self.layers = list(layers)
-        self._upstream = upstream or axis
-        self.axis, self.schedule = axis, schedule
+        self.axis, self.schedule = axis, as_schedule(schedule)
         self.device = torch.device(device)
-        self.is_first = axis.rank == 0
-        self.is_last = axis.rank == axis.size - 1
-        self._down_in = self._channel(-1, upstream=False)
-        self._down_out = self._channel(+1, upstream=False)
-        self._up_in = self._channel(+1, upstream=True)
-        self._up_out = self._channel(-1, upstream=True)
+        self.chunks = _chunks(layers, self.schedule)
+        self.layers = [layer for chunk in self.chunks for layer in chunk]
+        self.n_stages = axis.size * self.schedule.chunks
+        links = Links(axis, upstream or axis, self.n_stages, self.device)
+        self._part = Part(self.chunks, self.n_stages, self.schedule.splits, links, self.device)
+        self.losses: Losses | None = None
+        """Of the last run: the total that ``run`` returned, and its two parts."""
+        self._alarm = Alarm(axis, [axis, upstream or axis, *closes])
+        self._adding = list(adding(self.layers))
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._all_add: bool | None = None
+
+    @property
+    def broken(self) -> str:
+        """Why no step can run any more: the cause of a failure. Empty while all is well."""
+        return self._alarm.broken
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first layer."""
+        return self.schedule.place(0, self.axis.size)[0] == self.axis.rank
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last layer, and so the loss and the outputs."""
+        return self.last_rank == self.axis.rank
 
     def run(
-        self, inputs: Sequence[Tensor], loss_fn: LossFn, contexts: Sequence[Any] | None = None
+        self,
+        inputs: Sequence[Activation],
+        loss_fn: LossFn,
+        contexts: Sequence[Any] | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients land on the parameters.
 
         Arguments: what enters the first layer, per micro-batch; the loss of each, already scaled
         so that their sum is the loss of the batch; what the layers may read beside it. Returns the
-        sum of the losses, the same detached scalar on every stage. Raises ValueError when the
-        numbers of inputs and contexts differ.
+        sum of the losses, auxiliary ones included, the same detached scalar on every rank.
+
+        Raises PipelineError on all ranks when one of them fails (with one rank: its exception).
         """
-        _check(inputs, contexts)
-        step = _Step(self, inputs, loss_fn, contexts)
-        for action in self.schedule(self.axis.rank, self.axis.size, len(inputs)):
-            if action.kind == "F":
-                step.forward(action.microbatch)
-            else:
-                step.backward(action.microbatch)
-        step.drain()
-        return self._share(step.loss)
+        return self._guarded(inputs, contexts, loss_fn, self._train)
 
     @torch.no_grad()
     def forward(
-        self, inputs: Sequence[Tensor], contexts: Sequence[Any] | None = None
-    ) -> list[Tensor]:
-        """Outputs of the last layer for every micro-batch, without gradients; [] elsewhere."""
-        _check(inputs, contexts)
-        outputs, handles = [], []
-        for m, x in enumerate(inputs):
-            if self._down_in is not None:
-                x = self._down_in.receive(m, _key(inputs[m])).wait()
-            y = self.compute(x, m, contexts)
-            if self._down_out is not None:
-                handles += self._down_out.send(y, m, _key(inputs[m]))
-            else:
-                outputs.append(y)
-        for handle in handles:
-            handle.wait()
-        return outputs
+        self, inputs: Sequence[Activation], contexts: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """Outputs of the last layer for every micro-batch, without gradients.
 
+        They are where the last layer is (``is_last``); elsewhere the list is empty. Raises as
+        ``run`` does.
+        """
+        return self._guarded(inputs, contexts, None, lambda run: run.outputs)
+
+    @torch.no_grad()
     def evaluate(
-        self, inputs: Sequence[Tensor], loss_fn: LossFn, contexts: Sequence[Any] | None = None
+        self,
+        inputs: Sequence[Activation],
+        loss_fn: LossFn,
+        contexts: Sequence[Any] | None = None,
     ) -> Tensor:
-        """Sum of the losses without gradients, the same scalar on every stage."""
-        losses = [loss_fn(y, m) for m, y in enumerate(self.forward(inputs, contexts))]
-        total = torch.zeros((), device=self.device)
-        for loss in losses:
-            total = total + loss.detach()
-        return self._share(total)
+        """Sum of the losses without gradients or auxiliary losses, the same on every rank."""
 
-    def compute(self, x: Tensor, microbatch: int, contexts: Sequence[Any] | None) -> Tensor:
-        """This stage's layers on one activation."""
-        for layer in self.layers:
-            x = layer(x) if contexts is None else layer(x, contexts[microbatch])
-        return x
+        def total(run: Run) -> Tensor:
+            found = torch.zeros((), device=self.device)
+            for m, y in enumerate(run.outputs):
+                found = found + loss_fn(y, m).detach()
+            return self._share(found)
+
+        return self._guarded(inputs, contexts, None, total)
+
+    def _guarded(
+        self,
+        inputs: Sequence[Activation],
+        contexts: Sequence[Any] | None,
+        loss_fn: LossFn | None,
+        finish: Callable[[Run], T],
+    ) -> T:
+        """Run the actions of one step; whatever is raised ends it on all ranks."""
+        self._alarm.check()
+        run: Run | None = None
+        try:
+            _check(inputs, contexts)
+            plan = self._plan(len(inputs), forward_only=loss_fn is None)
+            run = Run(self._part, plan, inputs, contexts, loss_fn)
+            if run.training:
+                self._attach()
+            run.run()
+            return finish(run)
+        except BaseException as error:
+            where = "before its first action" if run is None else run.where
+            raised = self._alarm.raised(error, where)
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            if loss_fn is not None:
+                self._detach()
+
+    def _attach(self) -> None:
+        """Give layers what they ask for while a training run lasts."""
+        for layer in self._adding:
+            setattr(layer, "auxiliary_losses", self._part.auxiliary)  # noqa: B010 - see losses.py
+        if self.schedule.splits:
+            for splitter in self._part.splitters:
+                splitter.attach()
+
+    def _detach(self) -> None:
+        self._part.auxiliary.close()
+        for layer in self._adding:
+            setattr(layer, "auxiliary_losses", None)  # noqa: B010
+        for splitter in self._part.splitters:
+            splitter.detach()
+
+    def _train(self, run: Run) -> Tensor:
+        main = self._share(run.loss)
+        added = torch.tensor(self._added(run), dtype=torch.float32, device=self.device)
+        self.losses = Losses(main + added, main, added)
+        return self.losses.total
+
+    def _added(self, run: Run) -> float:
+        """Sum of all ranks' auxiliary losses, exact, so that it does not depend on the layout."""
+        if self._all_add is None:
+            own = bool(self._adding)
+            self._all_add = any(gather_objects(own, self.axis)) if self.axis.size > 1 else own
+        if not self._all_add:
+            return 0.0
+        values = [value.item() for _, _, scalars in run.scalars for value in scalars]
+        gathered = gather_objects(values, self.axis) if self.axis.size > 1 else [values]
+        return math.fsum(value for part in gathered for value in part)
 
     def _share(self, loss: Tensor) -> Tensor:
-        return broadcast(loss.float(), self.axis, source=self.axis.size - 1)
+        return broadcast(loss.float(), self.axis, source=self.last_rank)
 
-    def _channel(self, step: int, *, upstream: bool) -> Channel | None:
-        peer = self.axis.rank + step
-        if not 0 <= peer < self.axis.size:
-            return None
-        axis = self._upstream if upstream else self.axis
-        return Channel(axis, peer, upstream=upstream, device=self.device)
+    @property
+    def last_rank(self) -> int:
+        """Index along the axis of the rank that has the last layer."""
+        return self.schedule.place(self.n_stages - 1, self.axis.size)[0]
 
-
-class _Step:
-    """The micro-batches alive during one ``run``."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        inputs: Sequence[Tensor],
-        loss_fn: LossFn,
-        contexts: Sequence[Any] | None,
-    ) -> None:
-        self.pipeline, self.inputs = pipeline, inputs
-        self.loss_fn, self.contexts = loss_fn, contexts
-        self.loss = torch.zeros((), device=pipeline.device)
-        self._live: dict[int, tuple[Tensor, Tensor]] = {}
-        self._sent: dict[int, list[Handle]] = {}
-        self._returned: list[Handle] = []
-
-    def forward(self, m: int) -> None:
-        """Receive (or take) the input of micro-batch ``m``, compute, send (or add the loss)."""
-        pipeline, x = self.pipeline, self.inputs[m]
-        if pipeline._down_in is not None:
-            x = pipeline._down_in.receive(m, _key(x)).wait().requires_grad_()
-        y = pipeline.compute(x, m, self.contexts)
-        if pipeline._down_out is not None:
-            self._sent[m] = pipeline._down_out.send(y.detach(), m, _key(self.inputs[m]))
-        else:
-            y = self.loss_fn(y, m)
-            self.loss += y.detach()
-        self._live[m] = (x, y)
-
-    def backward(self, m: int) -> None:
-        """Receive the output's gradient, run backward, send the input's; free both."""
-        pipeline, (x, y) = self.pipeline, self._live.pop(m)
-        if pipeline._up_in is None:
-            y.backward()
-        else:
-            y.backward(pipeline._up_in.receive(m, _key(self.inputs[m])).wait())
-            for handle in self._sent.pop(m):  # its gradient is here: the activation has arrived
-                handle.wait()
-        if pipeline._up_out is not None:
-            assert x.grad is not None  # it required one
-            self._returned += pipeline._up_out.send(x.grad, m, _key(self.inputs[m]))
-
-    def drain(self) -> None:
-        """Wait until the last gradients have left."""
-        for handle in self._returned:
-            handle.wait()
+    def _plan(self, microbatches: int, *, forward_only: bool) -> Plan:
+        known = (microbatches, forward_only)
+        if known not in self._plans:
+            self._plans[known] = make_plan(
+                self.schedule, self.axis.rank, self.axis.size, microbatches,
+                forward_only=forward_only,
+            )  # fmt: skip
+        return self._plans[known]
 
 
-def _key(tokens: Tensor) -> tuple[int, ...]:
-    return tuple(tokens.shape)
+def _chunks(
+    layers: Iterable[nn.Module] | Sequence[Iterable[nn.Module]], schedule: Schedule
+) -> list[list[nn.Module]]:
+    given: list[Any] = list(layers)
+    if schedule.chunks == 1:
+        return [given]
+    if len(given) != schedule.chunks or not all(isinstance(chunk, Iterable) for chunk in given):
+        raise ValueError(
+            f"schedule {schedule.name} has {schedule.chunks} chunks a rank: give one list of "
+            f"layers for each, not {len(given)} {'layers' if given else 'lists'}"
+        )
+    return [list(chunk) for chunk in given]
 
 
-def _check(inputs: Sequence[Tensor], contexts: Sequence[Any] | None) -> None:
+def _check(inputs: Sequence[Any], contexts: Sequence[Any] | None) -> None:
     if contexts is not None and len(contexts) != len(inputs):
-        raise ValueError(f"{len(inputs)} micro-batches were given {len(contexts)} contexts")
+        raise ValueError(
+            f"{len(inputs)} micro-batches were given {len(contexts)} contexts: give one each, or "
+            "none at all"
+        )

@@ -1,59 +1,190 @@
-"""Pipeline schedules as plain lists of actions: what one stage does, in order."""
+"""Pipeline schedules as plain lists of actions: what one rank does, in order.
+
+A model is cut in stages; a rank has one of them, or several, which are then its chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from typing import Literal
+
+from kenotron_pp.zero_bubble import zb_v_lists
+
+Kind = Literal["F", "B", "I", "W"]
+"""Forward; whole backward; its input part; its weight part."""
+Wiring = Literal["loop", "v"]
+"""How stages are dealt to ranks when each has several: 0 1 2 0 1 2, or 0 1 2 2 1 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a rank does with one micro-batch in one of its chunks."""
+
+    kind: Kind
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
+
+
+Order = Callable[[int, int, int], list[Action]]
+"""(rank, number of ranks, number of micro-batches) -> that rank's actions."""
 
 
 @dataclass(frozen=True)
-class Action:
-    """Forward or backward of one micro-batch on one stage."""
+class Schedule:
+    """An order of actions for every rank, micro-batch count and pipeline length."""
 
-    kind: Literal["F", "B"]
-    microbatch: int
+    name: str
+    order: Order
+    chunks: int = 1
+    """Stages of each rank."""
+    wiring: Wiring = "loop"
+    splits: bool = False
+    """Whether backwards come as I and W."""
 
-    def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch}"
+    def __call__(self, rank: int, ranks: int, microbatches: int) -> list[Action]:
+        """Actions of one rank. Raises ValueError for a rank or counts out of range."""
+        if microbatches < 1 or ranks < 1 or not 0 <= rank < ranks:
+            raise ValueError(
+                f"no schedule for rank {rank} of {ranks} with {microbatches} micro-batches: "
+                "ranks count from 0, and there is at least one micro-batch"
+            )
+        return self.order(rank, ranks, microbatches)
+
+    def stage(self, rank: int, chunk: int, ranks: int) -> int:
+        """Number of a rank's chunk along the whole model."""
+        if self.wiring == "v":
+            return rank if chunk == 0 else 2 * ranks - 1 - rank
+        return chunk * ranks + rank
+
+    def place(self, stage: int, ranks: int) -> tuple[int, int]:
+        """(rank, chunk) of a stage: undoes ``stage``."""
+        if self.wiring == "v":
+            return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
+        return stage % ranks, stage // ranks
 
 
-Schedule = Callable[[int, int, int], list[Action]]
-"""(stage, number of stages, number of micro-batches) -> that stage's actions."""
+def as_schedule(schedule: Schedule | Order) -> Schedule:
+    """A schedule of a plain function of (rank, ranks, micro-batches), which has one chunk."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    return Schedule(getattr(schedule, "__name__", "schedule"), schedule)
 
 
-def gpipe(stage: int, n_stages: int, n_microbatches: int) -> list[Action]:
-    """All forwards, then all backwards (Huang et al., arXiv 1811.06965; "AFAB").
-
-    Simple, and every micro-batch's activations live until the backwards begin. Raises ValueError
-    for a stage or counts out of range.
-    """
-    _check(stage, n_stages, n_microbatches)
-    forwards = [Action("F", i) for i in range(n_microbatches)]
-    return forwards + [Action("B", i) for i in range(n_microbatches)]
+def _gpipe(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    forwards = [Action("F", i) for i in range(microbatches)]
+    return forwards + [Action("B", i) for i in range(microbatches)]
 
 
-def one_f_one_b(stage: int, n_stages: int, n_microbatches: int) -> list[Action]:
-    """A few forwards, then forward and backward in turn (Narayanan et al., arXiv 2104.04473).
-
-    At most ``n_stages - stage`` micro-batches are alive at once, whatever their number; fewer
-    micro-batches than stages are allowed. Raises ValueError for a stage or counts out of range.
-    """
-    _check(stage, n_stages, n_microbatches)
-    warm_up = min(n_stages - 1 - stage, n_microbatches)
+def _one_f_one_b(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    warm_up = min(ranks - 1 - rank, microbatches)
     actions = [Action("F", i) for i in range(warm_up)]
-    for i in range(warm_up, n_microbatches):
+    for i in range(warm_up, microbatches):
         actions += [Action("F", i), Action("B", i - warm_up)]
-    return actions + [Action("B", i) for i in range(n_microbatches - warm_up, n_microbatches)]
+    return actions + [Action("B", i) for i in range(microbatches - warm_up, microbatches)]
 
 
-SCHEDULES: dict[str, Schedule] = {"afab": gpipe, "1f1b": one_f_one_b}
+def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
+    count = max(microbatches // ranks, 1)
+    least, more = divmod(microbatches, count)
+    starts = [g * least + min(g, more) for g in range(count + 1)]
+    groups = [range(a, b) for a, b in pairwise(starts)]
+    down = [Action("F", i, c) for group in groups for c in range(chunks) for i in group]
+    up = [Action("B", i, c) for group in groups for c in reversed(range(chunks)) for i in group]
+    warm_up = min(2 * (ranks - 1 - rank) + (chunks - 1) * len(groups[0]), len(down))
+    actions = down[:warm_up]
+    for forward, backward in zip(down[warm_up:], up, strict=False):
+        actions += [forward, backward]
+    return actions + up[len(down) - warm_up :]
+
+
+def _zb_h1(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    """1F1B whose weight parts come ``rank`` micro-batches late: the later ranks fill their gaps."""
+    warm_up, late = min(ranks - 1 - rank, microbatches), min(rank, microbatches)
+    actions = [Action("F", i) for i in range(warm_up)]
+    for i in range(microbatches):
+        if warm_up + i < microbatches:
+            actions.append(Action("F", warm_up + i))
+        actions.append(Action("I", i))
+        if i >= late:
+            actions.append(Action("W", i - late))
+    return actions + [Action("W", i) for i in range(microbatches - late, microbatches)]
+
+
+def _zb_v(rank: int, ranks: int, microbatches: int) -> list[Action]:
+    steps = zb_v_lists(ranks, microbatches)[rank]
+    return [Action(kind, microbatch, chunk) for kind, microbatch, chunk in steps]
+
+
+gpipe = Schedule("afab", _gpipe)
+"""All forwards, then all backwards (Huang et al., arXiv 1811.06965).
+
+Simple, and every micro-batch's activations live until the backwards begin.
+"""
+
+one_f_one_b = Schedule("1f1b", _one_f_one_b)
+"""A few forwards, then forward and backward in turn (Narayanan et al., arXiv 2104.04473).
+
+At most ``ranks - rank`` micro-batches are alive at once, whatever their number.
+"""
+
+zero_bubble_h1 = Schedule("zb-h1", _zb_h1, splits=True)
+"""1F1B whose weight gradients wait for idle time: ZB-H1 of Qi et al., arXiv 2401.10241.
+
+A third of 1F1B's bubble when F, I and W cost the same, and no rank has more micro-batches alive
+than 1F1B's first.
+"""
+
+zero_bubble_v = Schedule("zb-v", _zb_v, chunks=2, wiring="v", splits=True)
+"""Two chunks a rank, the second on the way back, so that the first rank has the loss: ZB-V.
+
+(Qi et al., arXiv 2401.10241, section 6.) Hardly any bubble when F, I and W cost the same, at the
+memory of 1F1B's first rank on every rank.
+"""
+
+
+def interleaved(chunks: int) -> Schedule:
+    """1F1B over ``chunks`` small stages a rank (Narayanan et al., arXiv 2104.04473).
+
+    The bubble is ``chunks`` times smaller than 1F1B's and there are as many times more transfers.
+    Best where ranks divide the micro-batches; any number works. Raises ValueError below 1 chunk.
+    """
+    if chunks < 1:
+        raise ValueError(f"interleaved: {chunks} chunks were given; a rank has at least one")
+    if chunks == 1:
+        return one_f_one_b
+    return Schedule(f"interleaved-{chunks}", partial(_interleaved, chunks=chunks), chunks)
+
+
+SCHEDULES: dict[str, Schedule] = {
+    "afab": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved(2),
+    "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+}
 """By the names used in configuration files."""
 
 
-def _check(stage: int, n_stages: int, n_microbatches: int) -> None:
-    if n_microbatches < 1 or n_stages < 1 or not 0 <= stage < n_stages:
+def schedule_named(name: str, chunks: int | None = None) -> Schedule:
+    """The schedule of a configuration file.
+
+    ``chunks``: stages of each rank; None for the schedule's own, the only one that is right for
+    any but ``interleaved``. Raises ValueError for an unknown name or a wrong number of chunks.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"no schedule {name!r}: choose one of {', '.join(SCHEDULES)}")
+    found = SCHEDULES[name]
+    if name == "interleaved" and chunks is not None:
+        return interleaved(chunks)
+    if chunks not in (None, found.chunks):
         raise ValueError(
-            f"no schedule for stage {stage} of {n_stages} with {n_microbatches} micro-batches: "
-            "stages count from 0, and there is at least one micro-batch"
+            f"schedule {name!r} has {found.chunks} chunks a rank, {chunks} were given: only "
+            "interleaved takes a number"
         )
+    return found

@@ -4,73 +4,190 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from kenotron_pp.schedule import Action, Schedule
+from kenotron_pp.schedule import Action, Order, Schedule, as_schedule
+
+Cost = float | Sequence[float]
+"""A time of every stage, or one for each."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long actions take, in any unit."""
+
+    F: Cost = 1
+    B: Cost = 2
+    I: Cost = 1  # noqa: E741 - the letter of the literature
+    W: Cost = 1
+    transfer: float = 0
+    """Between an action and the one on another rank that needs its result."""
+    unsplit: frozenset[int] = frozenset()
+    """Stages whose layers compute weight gradients in I."""
+
+    def of(self, kind: str, stage: int) -> float:
+        """Time of one action."""
+        if stage in self.unsplit and kind in "IW":
+            return self.of_split("I", stage) + self.of_split("W", stage) if kind == "I" else 0
+        return self.of_split(kind, stage)
+
+    def of_split(self, kind: str, stage: int) -> float:
+        """The same, were every stage split."""
+        cost = getattr(self, kind)
+        return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+class Event(NamedTuple):
+    """One action of the timeline."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a schedule costs when a forward and a backward take one tick each."""
+    """What a schedule costs."""
 
-    ticks: int
+    ticks: float
+    """From the first start to the last end, in the unit of the times."""
     bubble: float
-    """Share of all stages' ticks in which a stage waits."""
+    """Share of all ranks' time in which a rank waits."""
     peak_live: tuple[int, ...]
-    """Most micro-batches alive at once (forward done, backward not), for each stage."""
+    """Most activations alive at once on each rank: F done, B or I not, one a chunk."""
+    peak_deferred: tuple[int, ...]
+    """Most inputs and output gradients kept for W at once on each rank: I done, W not."""
+    peak_kept: tuple[int, ...]
+    """Most of both together."""
+    timeline: tuple[Event, ...]
+    """Every action, rank by rank in order."""
+    ranks: int
+    chunks: int
+
+    def __str__(self) -> str:
+        kept = f", put off {list(self.peak_deferred)}" if any(self.peak_deferred) else ""
+        live = f"most activations alive {list(self.peak_live)}"
+        return f"{self.ticks:g} ticks, bubble {self.bubble:.1%}, {live}{kept}"
 
 
-def simulate(schedule: Schedule, n_stages: int, n_microbatches: int) -> Trace:
-    """Execute a schedule tick by tick on ``n_stages`` imaginary stages.
+Key = tuple[str, int, int]
+"""(kind, stage, micro-batch)"""
 
-    A forward needs the stage before to have done it, a backward the stage after; a result can be
-    used in the next tick. Raises ValueError naming the stuck actions when the lists deadlock, when
-    a micro-batch is missing or repeated, or when a backward comes before its forward.
+
+def simulate(
+    schedule: Schedule | Order, n_ranks: int, n_microbatches: int, times: Times | None = None
+) -> Trace:
+    """Execute a schedule on imaginary ranks, each action as soon as what it needs is there.
+
+    A forward needs the stage before to have done it, a backward (or I) the stage after and its own
+    forward, a W its own I. Raises ValueError naming the stuck actions when the lists deadlock, when
+    a micro-batch is missing or repeated, or when an action of a chunk is out of ascending order.
     """
-    lists = [schedule(stage, n_stages, n_microbatches) for stage in range(n_stages)]
-    for stage, actions in enumerate(lists):
-        _check_complete(stage, actions, n_microbatches)
-    done: set[tuple[int, Action]] = set()
-    place = [0] * n_stages
-    ticks = 0
-    while any(place[s] < len(lists[s]) for s in range(n_stages)):
-        ready = [
-            (s, lists[s][place[s]])
-            for s in range(n_stages)
-            if place[s] < len(lists[s]) and _needs(s, lists[s][place[s]], n_stages) <= done
-        ]
-        if not ready:
-            stuck = [
-                f"stage {s} at {lists[s][p]}" for s, p in enumerate(place) if p < len(lists[s])
-            ]
-            raise ValueError(f"schedule deadlocks: {', '.join(stuck)}")
-        for stage, action in ready:
-            place[stage] += 1
-            done.add((stage, action))
-        ticks += 1
-    busy = sum(len(actions) for actions in lists)
-    return Trace(ticks, 1 - busy / (ticks * n_stages), tuple(_peak(actions) for actions in lists))
+    schedule, times = as_schedule(schedule), times or Times()
+    lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
+    for rank, actions in enumerate(lists):
+        _check_complete(rank, actions, n_microbatches, schedule)
+    events = play(schedule, lists, times)
+    ticks = max(event[-1].end for event in events)
+    busy = sum(e.end - e.start for rank in events for e in rank)
+    peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
+    live, deferred, kept = zip(*peaks, strict=True)
+    bubble = 1 - busy / (ticks * n_ranks) if ticks else 0.0
+    timeline = tuple(event for rank in events for event in rank)
+    return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
 
 
-def _needs(stage: int, action: Action, n_stages: int) -> set[tuple[int, Action]]:
-    if action.kind == "F":
-        return {(stage - 1, action)} if stage else set()
-    own = (stage, Action("F", action.microbatch))
-    return {own, (stage + 1, action)} if stage < n_stages - 1 else {own}
+def play(schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times) -> list[list[Event]]:
+    """The timeline of every rank's list. Raises ValueError when they deadlock."""
+    n_ranks = len(lists)
+    last = n_ranks * schedule.chunks - 1
+    stages = [
+        [schedule.stage(r, c, n_ranks) for c in range(schedule.chunks)] for r in range(n_ranks)
+    ]
+    owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
+    ends: dict[Key, float] = {}
+    waiting: dict[Key, int] = {}  # what a rank is stuck at
+    events: list[list[Event]] = [[] for _ in lists]
+    clock = [0.0] * n_ranks
+    ready = list(range(n_ranks))
+    while ready:
+        rank = ready.pop()
+        mine = events[rank]
+        for action in lists[rank][len(mine) :]:
+            kind, m = action.kind, action.microbatch
+            stage = stages[rank][action.chunk]
+            start = clock[rank]
+            for need in _needs(kind, m, stage, last):
+                end = ends.get(need)
+                if end is None:
+                    waiting[need] = rank
+                    break
+                start = max(start, end + (times.transfer if owner[need[1]] != rank else 0))
+            else:
+                end = start + times.of(kind, stage)
+                clock[rank] = ends[(kind, stage, m)] = end
+                mine.append(Event(rank, action, start, end))
+                woken = waiting.pop((kind, stage, m), None)
+                if woken is not None and woken != rank:
+                    ready.append(woken)
+                continue
+            break
+    stuck = [
+        f"rank {rank} at {actions[len(events[rank])]}"
+        for rank, actions in enumerate(lists)
+        if len(events[rank]) < len(actions)
+    ]
+    if stuck:
+        raise ValueError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)}")
+    return events
 
 
-def _peak(actions: Sequence[Action]) -> int:
-    live = peak = 0
+def _needs(kind: str, m: int, stage: int, last: int) -> tuple[Key, ...]:
+    """What must be done before; B and I are both kept as they are, for a schedule has one."""
+    if kind == "F":
+        return (("F", stage - 1, m),) if stage else ()
+    if kind == "W":
+        return (("I", stage, m),)
+    own = ("F", stage, m)
+    return (own, (kind, stage + 1, m)) if stage < last else (own,)
+
+
+def _peaks(
+    actions: Sequence[Action], schedule: Schedule, rank: int, n_ranks: int, times: Times
+) -> tuple[int, int, int]:
+    live = deferred = most_live = most_deferred = most_kept = 0
     for action in actions:
-        live += 1 if action.kind == "F" else -1
-        peak = max(peak, live)
-    return peak
+        if action.kind == "F":
+            live += 1
+        elif action.kind in "BI":
+            live -= 1
+        stage = schedule.stage(rank, action.chunk, n_ranks)
+        if action.kind in "IW" and stage not in times.unsplit:
+            deferred += 1 if action.kind == "I" else -1
+        most_live, most_deferred = max(most_live, live), max(most_deferred, deferred)
+        most_kept = max(most_kept, live + deferred)
+    return most_live, most_deferred, most_kept
 
 
-def _check_complete(stage: int, actions: Sequence[Action], n_microbatches: int) -> None:
-    for kind in ("F", "B"):
-        order = [a.microbatch for a in actions if a.kind == kind]
-        if order != list(range(n_microbatches)):
+def _check_complete(
+    rank: int, actions: Sequence[Action], n_microbatches: int, schedule: Schedule
+) -> None:
+    whole = list(range(n_microbatches))
+    kinds = ("F", "I", "W") if schedule.splits else ("F", "B")
+    found: dict[tuple[str, int], list[int]] = {
+        (kind, chunk): [] for chunk in range(schedule.chunks) for kind in kinds
+    }
+    for action in actions:
+        if (action.kind, action.chunk) not in found:
             raise ValueError(
-                f"stage {stage} runs {kind} of micro-batches {order}: each of "
+                f"rank {rank} of schedule {schedule.name} runs {action}: it has kinds "
+                f"{', '.join(kinds)} and {schedule.chunks} chunks"
+            )
+        found[action.kind, action.chunk].append(action.microbatch)
+    for (kind, chunk), order in found.items():
+        if order != whole:
+            raise ValueError(
+                f"rank {rank} runs {kind} of chunk {chunk} on micro-batches {order}: each of "
                 f"{n_microbatches} must come once, in ascending order"
             )

@@ -1,0 +1,47 @@
+"""What becomes of a step when one rank fails: it ends on all of them, with the same first cause."""
+
+from __future__ import annotations
+
+from kenotron_dist import Axis, Distress, PeerLost
+
+
+class PipelineError(RuntimeError):
+    """A step ended because a rank failed: says which stage, action and micro-batch, and why."""
+
+
+class Alarm:
+    """Turns an exception of this rank into the one that all ranks raise.
+
+    Arguments: the pp axis; the axes whose groups are closed, so that nobody waits for this rank.
+    """
+
+    def __init__(self, axis: Axis, closes: list[Axis]) -> None:
+        self._axis = axis
+        self._distress = Distress(closes)
+        self.broken = ""
+        """The first cause, once there was one."""
+
+    def check(self) -> None:
+        """Raise PipelineError when an earlier step has failed."""
+        if self.broken:
+            raise PipelineError(
+                f"this pipeline ended in an earlier step: {self.broken}. Its groups are closed: "
+                "connect a new mesh and make a new pipeline"
+            )
+
+    def raised(self, error: BaseException, where: str) -> BaseException:
+        """Tell the others; what this rank must raise.
+
+        A pipeline of one rank has nobody to tell: its exception is raised as it is, with a note.
+        So are PeerLost and what ends a process, after the others were told.
+        """
+        if self._axis.size == 1 and not self.broken:
+            error.add_note(f"in the pipeline, {where}")
+            return error
+        me = f"rank {self._axis.ranks[self._axis.rank]}, {where}"
+        own = f"{me}: {type(error).__name__}: {error}"
+        self.broken = self._distress.call(own)
+        if isinstance(error, PeerLost) or not isinstance(error, Exception):
+            return error
+        first = self.broken == own
+        return PipelineError(own if first else f"{self.broken}; so this step ended on {me}")

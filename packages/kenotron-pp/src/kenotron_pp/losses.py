@@ -1,0 +1,56 @@
+"""Losses that layers add where they stand, beside the one at the end of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+
+class Losses(NamedTuple):
+    """What a run computed: fp32 scalars, the same on every rank."""
+
+    total: Tensor
+    main: Tensor
+    """Sum of the loss function's results."""
+    auxiliary: Tensor
+    """Sum of what layers added."""
+
+
+class AuxiliaryLosses:
+    """Collects scalars while a chunk runs forward.
+
+    A layer that declares ``adds_loss = True`` has an attribute ``auxiliary_losses``, None at first.
+    While a pipeline runs there is one of these, and the layer calls ``add``.
+    """
+
+    def __init__(self) -> None:
+        self._scalars: list[Tensor] | None = None
+
+    def add(self, scalar: Tensor) -> None:
+        """Add ``scalar`` (0-d, scaled like the main loss) to the loss of this micro-batch.
+
+        Once per micro-batch: what a layer adds while it is computed again for a backward is known
+        already and is passed over. Raises ValueError for anything but a scalar.
+        """
+        if scalar.ndim:
+            raise ValueError(
+                f"an auxiliary loss has shape {list(scalar.shape)}: add a scalar, such as its sum"
+            )
+        if self._scalars is not None:
+            self._scalars.append(scalar)
+
+    def open(self) -> None:
+        """From now on collect."""
+        self._scalars = []
+
+    def close(self) -> list[Tensor]:
+        """Everything added since ``open``; later additions are passed over."""
+        scalars, self._scalars = self._scalars or [], None
+        return scalars
+
+
+def adding(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The submodules of ``layers``, themselves included, that declare ``adds_loss``."""
+    return (each for layer in layers for each in layer.modules() if getattr(each, "adds_loss", 0))
