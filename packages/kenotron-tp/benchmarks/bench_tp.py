@@ -119,7 +119,8 @@ def rows_of(ranks: list[dict[str, Found]], tokens: int) -> list[dict[str, Any]]:
             "calls": max(rank[name].calls for rank in ranks),
             "peak_bytes": max(rank[name].peak for rank in ranks),
             "hidden": hidden(name, medians),
-            "rounds_s": rounds[name],
+            "rounds": len(rounds[name]),
+            "quartiles_s": statistics.quantiles(rounds[name]) if len(rounds[name]) > 1 else None,
         }
         for name, median in medians.items()
     ]
@@ -164,6 +165,14 @@ def surroundings(device: str, tp: int) -> dict[str, Any]:
     return {"system": platform.platform(), **hardware, "device": device, "tp": tp, **versions}
 
 
+def keep(file: Path, table: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """Put a table in the file in the place of an earlier one; a run that is cut off loses one."""
+    known = json.loads(file.read_text()) if file.exists() else []
+    what = ("part", "size", "kind", "device", "tp")
+    others = [each for each in known if any(each[name] != table[name] for name in what)]
+    file.write_text(json.dumps([*others, {**table, "rows": rows}], indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Block and LM head: ours against DTensor.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
@@ -179,7 +188,7 @@ def main() -> None:
     tp = options.tp or (1 if few else 2)
     if any(SIZES[size].kv_heads % tp for size in options.sizes):
         parser.error(f"--tp {tp} does not divide the kv heads of all sizes")
-    tables = []
+    where = surroundings(options.device, tp)
     for size in options.sizes:
         for part in options.parts:
             for kind in options.kinds:
@@ -188,10 +197,8 @@ def main() -> None:
                 rows = rows_of(ranks, SIZES[size].tokens)
                 print(f"\n{part}, {size} ({SIZES[size].tokens} tokens), {kind}, {rounds} rounds")
                 show(rows)
-                tables.append({"part": part, "size": size, "kind": kind, "rows": rows})
-    if options.json:
-        found = {**surroundings(options.device, tp), "tables": tables}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+                if options.json:
+                    keep(options.json, {"part": part, "size": size, "kind": kind, **where}, rows)
 
 
 if __name__ == "__main__":

@@ -271,6 +271,12 @@ def test_what_does_not_fit_is_an_error(options, words):
         linear_cross_entropy(torch.zeros(3, 2), axis=Axis.solo("tp"), **given)
 
 
+def test_no_tokens_have_no_loss():
+    x, w = torch.zeros(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
+    linear_cross_entropy(x, w, torch.zeros(0).long(), Axis.solo("tp")).sum().backward()
+    assert x.grad.shape == (0, 4) and w.grad.eq(0).all()
+
+
 def test_a_loss_is_not_differentiated_twice():
     logits = normal(3, 4, seed=1).requires_grad_()
     loss = vocab_parallel_cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"))

@@ -58,25 +58,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dx = torch.empty_like(x) if needs_x else None
         dw = None
-        if needs_weight:
-            wide = torch.promote_types(weight.dtype, torch.float32)
-            dw = torch.zeros_like(weight, dtype=wide)
         flight: tuple[slice, Handle] | None = None
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
             logits = x[rows] @ weight.t()
             of = Statistics(*(each[rows] for each in found))
             write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
-            handle = None
-            if dx is not None:
-                handle = _start_sum(logits @ weight, how)
-            if dw is not None:
-                _accumulate(dw, logits, x[rows])
-            if dx is not None and flight is not None:
-                dx[flight[0]] = flight[1].wait()
+            handle = _start_sum(logits @ weight, how) if needs_x else None
+            if needs_weight:
+                dw = _added(dw, logits, x[rows], last=rows.stop >= len(x))
+            _land(flight, dx)  # that of the chunk before, hidden behind these products
             flight = None if handle is None else (rows, handle)
-        if dx is not None and flight is not None:
-            dx[flight[0]] = flight[1].wait()
+        _land(flight, dx)
+        if needs_weight and dw is None:  # no tokens
+            dw = torch.zeros_like(weight)
         return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
@@ -86,12 +81,19 @@ def _start_sum(dx: Tensor, how: _Chunked) -> Handle:
     return Handle(None, lambda: dx)
 
 
-def _accumulate(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add dy^T x to ``total``, which is fp32 at least."""
+def _land(flight: tuple[slice, Handle] | None, dx: Tensor | None) -> None:
+    if flight is not None and dx is not None:
+        dx[flight[0]] = flight[1].wait()
+
+
+def _added(total: Tensor | None, dy: Tensor, x: Tensor, last: bool) -> Tensor:
+    """``total`` and dy^T x; in fp32 at least where more is to come."""
+    if total is None:
+        first = dy.t() @ x
+        return first if last else first.to(torch.promote_types(first.dtype, torch.float32))
     if dy.dtype == total.dtype:
-        total.addmm_(dy.t(), x)
-    else:
-        total += dy.t() @ x
+        return total.addmm_(dy.t(), x)
+    return total.add_(dy.t() @ x)
 
 
 @overload
