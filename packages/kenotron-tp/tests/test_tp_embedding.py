@@ -58,6 +58,11 @@ def test_looking_up_is_exact(tp, rows):
     assert on_ranks(check_grid, tp=tp) == [(rows, WIDTH)] * tp
 
 
+def test_ids_are_whole_numbers():
+    with pytest.raises(ValueError, match="ids are torch.float32: they are int64 or int32"):
+        VocabParallelEmbedding(5, 4, Axis.solo("tp"))(torch.zeros(2))
+
+
 def test_a_padding_index_outside_the_table_is_an_error():
     for strange in (5, -6):
         with pytest.raises(ValueError, match=f"padding_idx {strange} is outside the table of 5"):

@@ -355,7 +355,7 @@ def survive(mesh):
     """A product that cannot be made leaves the axis usable: what was under way still arrives."""
     layer = ColumnParallelLinear(4, 8, mesh["tp"], sequence_parallel=True, overlap=True)
     for wrong in (torch.zeros(3, 5), torch.zeros(3, 4, dtype=torch.bfloat16)):
-        with pytest.raises(RuntimeError):
+        with pytest.raises((ValueError, RuntimeError)):
             layer(wrong)
     return layer(torch.zeros(3, 4)).shape
 
@@ -365,9 +365,33 @@ def test_an_error_in_the_middle_does_not_end_communication():
 
 
 def test_tokens_have_features():
-    for layer in (ColumnParallelLinear, RowParallelLinear):
-        with pytest.raises(ValueError, match=r"under sequence parallelism x \(4,\) needs its tok"):
-            layer(4, 4, axis_of(2), sequence_parallel=True)(torch.zeros(4))
+    for layer, features in ((ColumnParallelLinear, 4), (RowParallelLinear, 2)):
+        with pytest.raises(ValueError, match=r"under sequence parallelism x \(.,\) needs its tok"):
+            layer(4, 4, axis_of(2), sequence_parallel=True)(torch.zeros(features))
+
+
+def test_what_a_layer_cannot_take_is_named():
+    for layer, whose in (
+        (ColumnParallelLinear(6, 4, axis_of(2)), "6 features along its last dim, the in_features"),
+        (RowParallelLinear(6, 4, axis_of(2)), "3 features along its last dim, this rank's part"),
+    ):
+        with pytest.raises(ValueError, match=rf"x \(2, 5\) needs {whose}"):
+            layer(torch.zeros(2, 5))
+    for make in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+        with pytest.raises(
+            TypeError, match=r'axis is a str: give one axis of a mesh, mesh\["tp"\]'
+        ):
+            make(4, 4, "tp")
+
+
+def test_a_layer_describes_itself():
+    column = ColumnParallelLinear(6, 4, axis_of(2), bias=True, overlap=True)
+    assert repr(column) == (
+        "ColumnParallelLinear(6 -> 2 on rank 0 of 2 along tp, bias=True, "
+        "sequence_parallel=False, overlap=True, regather=False)"
+    )
+    assert "3 -> 4 on rank 1 of 2" in repr(RowParallelLinear(6, 4, axis_of(2, 1)))
+    assert "3 of 5 rows x 4 on rank 0 of 2" in repr(VocabParallelEmbedding(5, 4, axis_of(2)))
 
 
 def test_a_frozen_weight_does_not_hide_a_bias_from_a_change_of_mode():

@@ -277,6 +277,18 @@ def test_no_tokens_have_no_loss():
     assert x.grad.shape == (0, 4) and w.grad.eq(0).all()
 
 
+def test_labels_of_one_rank_are_not_those_of_all_tokens():
+    words = r"2 labels do not fit x \(2, 4\) of 2 ranks: labels are those of all tokens"
+    with pytest.raises(ValueError, match=words):
+        linear_cross_entropy(
+            torch.zeros(2, 4),
+            torch.zeros(3, 4),
+            torch.zeros(2).long(),
+            Axis("tp", 0, (0, 1)),
+            sequence_parallel=True,
+        )
+
+
 def test_a_loss_is_not_differentiated_twice():
     logits = normal(3, 4, seed=1).requires_grad_()
     loss = vocab_parallel_cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"))

@@ -257,6 +257,8 @@ def _piece(chunk: Chunk, ranks: int, shard: Shard) -> int:
         raise ValueError(
             f"cannot split dim {shard.dim} of size {whole} over {parts} "
             + (f"{shard.axis} ranks" if chunk.parts is None else "parts")
+            + f": choose a number that divides it, or pad it (Chunk({chunk.size}, "
+            f"pad={chunk.pad - whole % -parts}))"
         )
     return whole // min(parts, ranks)
 

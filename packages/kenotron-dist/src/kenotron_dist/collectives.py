@@ -192,8 +192,17 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     check_peer(axis, source, "broadcast")
     if not x.is_contiguous():
         raise ValueError("broadcast: the tensor must be contiguous, it is overwritten in place")
-    if axis.size > 1:
+    if axis.size == 1:
+        return x
+    if axis.backend != "gloo":
         start(axis, "broadcast", dist.broadcast, x, axis.ranks[source]).land()
+        return x
+    nothing: list[Tensor | None] = [None] * axis.size
+    if axis.rank == source:
+        start_exchange(axis, "broadcast", [x.detach()] * axis.size, nothing).land()
+    else:
+        incoming = [x.detach() if i == source else None for i in range(axis.size)]
+        start_exchange(axis, "broadcast", nothing, incoming).land()
     return x
 
 

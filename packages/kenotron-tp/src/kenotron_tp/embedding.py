@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, Chunk, Placements, Shard, TensorLayout, local_shape
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
 from kenotron_dist.boxes import scatter
-from kenotron_tp.sequence import call_mode, check_tokens, pad_tokens
+from kenotron_tp.sequence import call_mode, check_axis, check_tokens, pad_tokens
 
 
 def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chunk:
@@ -38,8 +38,8 @@ class VocabParallelEmbedding(nn.Module):
         num_embeddings: V; it need not divide by the axis (see ``vocabulary_chunk``).
         embedding_dim: D.
         axis: the tp axis; size 1 makes this an ``nn.Embedding``.
-        padding_idx: a row that starts at zero and gets no gradient, as ``nn.Embedding``'s;
-            negative ones count from V.
+        padding_idx: a row that starts at zero (off meta) and gets no gradient, as
+            ``nn.Embedding``'s; negative ones count from V.
         sequence_parallel: the output is this rank's tokens (n, ..., D) of ids (T, ...).
         divisible_by: rows per rank are a multiple of this.
         device, dtype: of the table. Off meta it starts as ``nn.Embedding``'s would on one process.
@@ -60,6 +60,7 @@ class VocabParallelEmbedding(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axis(axis)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(
                 f"padding_idx {padding_idx} is outside the table of {num_embeddings} rows: choose "
@@ -111,7 +112,18 @@ class VocabParallelEmbedding(nn.Module):
             return None
         return self.padding_idx - first
 
+    def extra_repr(self) -> str:
+        """Local size and mode."""
+        (rows, dim), axis = self.weight.shape, self.axis
+        return (
+            f"{rows} of {self.num_embeddings} rows x {dim} on rank {axis.rank} of {axis.size} "
+            f"along {axis.name}, padding_idx={self.padding_idx}, "
+            f"sequence_parallel={self.sequence_parallel}"
+        )
+
     def _check(self, ids: Tensor) -> None:
+        if ids.is_floating_point():
+            raise ValueError(f"ids are {ids.dtype}: they are int64 or int32")
         strange = (ids < 0) | (ids >= self.num_embeddings)
         if strange.any():
             place = tuple(strange.nonzero()[0].tolist())

@@ -15,7 +15,7 @@ from kenotron_dist import Axis, Handle, all_reduce
 from kenotron_dist.autograd import all_gather_from
 from kenotron_tp.linear import cast_for_autocast
 from kenotron_tp.products import outside_autocast
-from kenotron_tp.sequence import check_tokens, whole_tokens
+from kenotron_tp.sequence import check_tokens, rows_of_rank
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -160,11 +160,17 @@ def linear_cross_entropy(
         raise ValueError(f"chunk {chunk} is not positive: it is a number of tokens")
     if sequence_parallel:
         check_tokens(x)
-        x = all_gather_from(x, axis)[: whole_tokens(x, axis, len(labels))]
+        if rows_of_rank(len(labels), axis) != len(x):
+            raise ValueError(
+                f"{len(labels)} labels do not fit x {tuple(x.shape)} of {axis.size} ranks: labels "
+                "are those of all tokens, x those of this rank"
+            )
+        x = all_gather_from(x, axis)[: len(labels)]
     if x.shape[:-1] != labels.shape or x.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit labels "
-            f"{tuple(labels.shape)}: x is (..., I), weight (V/t, I), labels (...)"
+            f"{tuple(labels.shape)}: x is (..., I), weight (V/t, I), labels (...), all tokens "
+            "unless sequence_parallel=True"
         )
     width = weight.shape[0]
     size = width * axis.size if vocab_size is None else vocab_size

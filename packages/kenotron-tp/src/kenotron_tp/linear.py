@@ -20,7 +20,14 @@ from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, TensorLayout,
 from kenotron_dist.boxes import scatter
 from kenotron_dist.defer import WeightQueue
 from kenotron_tp.products import How, column_product, row_product
-from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
+from kenotron_tp.sequence import (
+    call_mode,
+    check_axis,
+    check_features,
+    check_tokens,
+    rows_of_rank,
+    whole_tokens,
+)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -61,6 +68,7 @@ class ColumnParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axis(axis)
         pieces = tuple(chunks) if chunks is not None else (Chunk(out_features),)
         if sum(chunk.size for chunk in pieces) != out_features:
             raise ValueError(
@@ -92,6 +100,7 @@ class ColumnParallelLinear(nn.Module):
         ValueError when T does not fit n, or the mode is changed while gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
+        check_features(x, self.weight.shape[1], "the in_features of this layer")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
@@ -106,6 +115,10 @@ class ColumnParallelLinear(nn.Module):
         )
         y = column_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
         return y.view(*lead, y.shape[-1])
+
+    def extra_repr(self) -> str:
+        """Local sizes and mode."""
+        return _described(self, f", regather={self.regather}")
 
 
 class RowParallelLinear(nn.Module):
@@ -139,6 +152,7 @@ class RowParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_axis(axis)
         self.axis, self.sequence_parallel, self.overlap = axis, sequence_parallel, overlap
         self.weight_queue: WeightQueue | None = None
         columns = Shard(axis.name, 1)
@@ -158,6 +172,7 @@ class RowParallelLinear(nn.Module):
         gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
+        check_features(x, self.weight.shape[1], "this rank's part of the in_features")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
@@ -170,6 +185,19 @@ class RowParallelLinear(nn.Module):
         how = How(self.axis, self.weight, sequence, self.overlap, False, rows, self.weight_queue)
         y = row_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
         return y.view(*lead, y.shape[-1])
+
+    def extra_repr(self) -> str:
+        """Local sizes and mode."""
+        return _described(self)
+
+
+def _described(layer: ColumnParallelLinear | RowParallelLinear, more: str = "") -> str:
+    (out, features), axis = layer.weight.shape, layer.axis
+    return (
+        f"{features} -> {out} on rank {axis.rank} of {axis.size} along {axis.name}, "
+        f"bias={layer.bias is not None}, sequence_parallel={layer.sequence_parallel}, "
+        f"overlap={layer.overlap}{more}"
+    )
 
 
 def cast_for_autocast(

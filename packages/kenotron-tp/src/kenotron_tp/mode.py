@@ -13,6 +13,12 @@ class RowOptions(TypedDict):
     overlap: bool
 
 
+class EmbeddingOptions(TypedDict):
+    """Keyword arguments of ``VocabParallelEmbedding``."""
+
+    sequence_parallel: bool
+
+
 class ColumnOptions(RowOptions):
     """Keyword arguments of ``ColumnParallelLinear``."""
 
@@ -31,7 +37,13 @@ class TPMode:
     overlap: bool = False
     """Communication travels while pieces are multiplied."""
     regather: bool = False
-    """Under sequence parallelism gathered tokens are gathered again in backward, not kept."""
+    """Under sequence parallelism (else without effect) gathered tokens are not kept for backward:
+    they are gathered again."""
+
+    @property
+    def embedding(self) -> EmbeddingOptions:
+        """For embeddings."""
+        return {"sequence_parallel": self.sequence_parallel}
 
     @property
     def column(self) -> ColumnOptions:

@@ -68,6 +68,20 @@ def call_mode(layer: nn.Module, built: bool, wanted: bool | None) -> bool:
     return wanted
 
 
+def check_axis(axis: Axis) -> None:
+    """Raise TypeError when a whole mesh, or the name of an axis, is given for an axis."""
+    if not isinstance(axis, Axis):
+        raise TypeError(f'axis is a {type(axis).__name__}: give one axis of a mesh, mesh["tp"]')
+
+
+def check_features(x: Tensor, features: int, whose: str) -> None:
+    """Raise ValueError when x does not have the features that a layer takes."""
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(
+            f"x {tuple(x.shape)} needs {features} features along its last dim, {whose}"
+        )
+
+
 def check_tokens(x: Tensor) -> None:
     """Raise ValueError when x has no dim of tokens before its features."""
     if x.ndim < 2:
