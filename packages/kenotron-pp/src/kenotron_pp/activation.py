@@ -62,7 +62,7 @@ def flatten(x: Any) -> tuple[tuple[str, ...] | int | None, list[Tensor]]:
     tensors = [x]
     if isinstance(x, dict):
         names, tensors = tuple(x), list(x.values())
-    elif isinstance(x, tuple):
+    elif type(x) is tuple:  # a named one would arrive without its names
         names, tensors = len(x), list(x)
     strange = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
     if strange or (isinstance(names, tuple) and not all(isinstance(name, str) for name in names)):

@@ -24,6 +24,7 @@ Node = Any
 
 _LOOK_UPS = {"EmbeddingBackward0", "EmbeddingBagBackward0", "IndexSelectBackward0"}
 _REENTRANT = "CheckpointFunctionBackward"
+_COMPILED = "CompiledFunctionBackward"
 
 
 class WeightPart:
@@ -51,7 +52,8 @@ class SplitBackward:
 
     Layers that declare ``defers_weight_grad`` split themselves, through their queue. What cannot be
     run a second time gives its weight gradients in the input part: autograd functions written in
-    Python, layers inside ``torch.utils.checkpoint``, parameters used at several places.
+    Python, layers inside ``torch.utils.checkpoint``, parameters used at several places, and all of
+    a chunk of which a part is compiled (a compiled backward may give away its buffers).
     """
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
@@ -103,9 +105,9 @@ class SplitBackward:
         deferred = self._queue.take() if self._own else None
         weights = found[len(ends) + len(edges) :]
         pairs = zip(at_once, weights, strict=True) if found else ()
-        ready = [(leaf.variable, g) for leaf, g in pairs if g is not None]
-        if ready:
-            torch.autograd.backward([leaf for leaf, _ in ready], [g for _, g in ready])
+        for leaf, gradient in pairs:
+            if gradient is not None:
+                _accumulate(leaf.variable, gradient)
         caught = iter(found[len(ends) : len(ends) + len(edges)])
         parts = []
         for join, own in joins:
@@ -121,11 +123,14 @@ class SplitBackward:
     def _sort(self, graph: _Graph) -> tuple[list[tuple[Node, list[Node]]], list[Node]]:
         """Joins with the leaves that are theirs alone, and leaves to be dealt with at once."""
         place: dict[Node, Node | None] = {}
+        compiled = any(type(node).__name__ == _COMPILED for node in graph.children)
         own: list[tuple[Node, list[Node]]] = []
         for join, branches in graph.joins():
             leaves, inner = graph.below(branches)
-            whole = isinstance(join, BackwardCFunction) or any(
-                self._recomputes(node) for node in (join, *inner)
+            whole = (
+                compiled
+                or isinstance(join, BackwardCFunction)
+                or any(self._recomputes(node) for node in (join, *inner))
             )
             for leaf in leaves:
                 split = not whole and leaf not in place and id(leaf.variable) not in self._whole
@@ -161,6 +166,16 @@ class SplitBackward:
                     saved.register_hooks(_forget, _forgotten)
                 except RuntimeError:  # nothing was saved, or its owner has hooks of their own
                     continue
+
+
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """Deliver a gradient that the leaf's tensor hooks have seen: only those after it still run."""
+    hooks = leaf._backward_hooks
+    leaf._backward_hooks = None
+    try:
+        leaf.backward(gradient)
+    finally:
+        leaf._backward_hooks = hooks
 
 
 def refuse_reentrant(roots: Sequence[GradientEdge]) -> None:

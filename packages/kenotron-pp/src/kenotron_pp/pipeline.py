@@ -98,7 +98,7 @@ class Pipeline:
 
         Raises PipelineError on all ranks when one of them fails (with one rank: its exception).
         """
-        return self._guarded(inputs, contexts, loss_fn, self._train)
+        return self._guarded(inputs, contexts, loss_fn, self._train, training=True)
 
     @torch.no_grad()
     def forward(
@@ -118,15 +118,11 @@ class Pipeline:
         loss_fn: LossFn,
         contexts: Sequence[Any] | None = None,
     ) -> Tensor:
-        """Sum of the losses without gradients or auxiliary losses, the same on every rank."""
+        """Sum of the losses without gradients or auxiliary losses, the same on every rank.
 
-        def total(run: Run) -> Tensor:
-            found = torch.zeros((), device=self.device)
-            for m, y in enumerate(run.outputs):
-                found = found + loss_fn(y, m).detach()
-            return self._share(found)
-
-        return self._guarded(inputs, contexts, None, total)
+        Each output is freed when its loss is known. Raises as ``run`` does.
+        """
+        return self._guarded(inputs, contexts, loss_fn, lambda run: self._share(run.loss))
 
     def _guarded(
         self,
@@ -134,14 +130,16 @@ class Pipeline:
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
         finish: Callable[[Run], T],
+        *,
+        training: bool = False,
     ) -> T:
         """Run the actions of one step; whatever is raised ends it on all ranks."""
         self._alarm.check()
+        _check(inputs, contexts)  # alike on all ranks: nothing is lost yet
         run: Run | None = None
         try:
-            _check(inputs, contexts)
-            plan = self._plan(len(inputs), forward_only=loss_fn is None)
-            run = Run(self._part, plan, inputs, contexts, loss_fn)
+            plan = self._plan(len(inputs), forward_only=not training)
+            run = Run(self._part, plan, inputs, contexts, loss_fn, training=training)
             if run.training:
                 self._attach()
             run.run()
@@ -153,7 +151,7 @@ class Pipeline:
                 raise
             raise raised from error
         finally:
-            if loss_fn is not None:
+            if training:
                 self._detach()
 
     def _attach(self) -> None:
@@ -211,6 +209,12 @@ def _chunks(
 ) -> list[list[nn.Module]]:
     given: list[Any] = list(layers)
     if schedule.chunks == 1:
+        strange = [type(each).__name__ for each in given if not isinstance(each, nn.Module)]
+        if strange:
+            raise ValueError(
+                f"schedule {schedule.name} has one chunk a rank: give one list of layers, not of "
+                f"{strange[0]}"
+            )
         return [given]
     if len(given) != schedule.chunks or not all(isinstance(chunk, Iterable) for chunk in given):
         raise ValueError(
@@ -221,6 +225,8 @@ def _chunks(
 
 
 def _check(inputs: Sequence[Any], contexts: Sequence[Any] | None) -> None:
+    if not len(inputs):
+        raise ValueError("there are no micro-batches: give at least one input")
     if contexts is not None and len(contexts) != len(inputs):
         raise ValueError(
             f"{len(inputs)} micro-batches were given {len(contexts)} contexts: give one each, or "

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kenotron_pp.schedule import Action, Schedule
-from kenotron_pp.simulate import Times, play
+from kenotron_pp.simulate import Times, check_complete, play
 
 
 class Transfer(NamedTuple):
@@ -64,8 +64,10 @@ class Plan(NamedTuple):
 def make_plan(
     schedule: Schedule, rank: int, ranks: int, microbatches: int, *, forward_only: bool = False
 ) -> Plan:
-    """The plan of one rank. Raises ValueError when the schedule deadlocks."""
+    """The plan of one rank. Raises ValueError when ``simulate`` would refuse the schedule."""
     lists = [schedule(r, ranks, microbatches) for r in range(ranks)]
+    for r, actions in enumerate(lists):
+        check_complete(r, actions, microbatches, schedule)
     if forward_only:
         lists = [[action for action in actions if action.kind == "F"] for actions in lists]
     events = play(schedule, lists, Times())

@@ -47,6 +47,13 @@ class Schedule:
     splits: bool = False
     """Whether backwards come as I and W."""
 
+    def __post_init__(self) -> None:
+        if self.chunks < 1 or (self.wiring == "v" and self.chunks != 2):
+            raise ValueError(
+                f"schedule {self.name} has {self.chunks} chunks with wiring {self.wiring!r}: loop "
+                "has at least one, v has two"
+            )
+
     def __call__(self, rank: int, ranks: int, microbatches: int) -> list[Action]:
         """Actions of one rank. Raises ValueError for a rank or counts out of range."""
         if microbatches < 1 or ranks < 1 or not 0 <= rank < ranks:

@@ -87,7 +87,7 @@ def simulate(
     schedule, times = as_schedule(schedule), times or Times()
     lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     for rank, actions in enumerate(lists):
-        _check_complete(rank, actions, n_microbatches, schedule)
+        check_complete(rank, actions, n_microbatches, schedule)
     events = play(schedule, lists, times)
     ticks = max(event[-1].end for event in events)
     busy = sum(e.end - e.start for rank in events for e in rank)
@@ -170,9 +170,10 @@ def _peaks(
     return most_live, most_deferred, most_kept
 
 
-def _check_complete(
+def check_complete(
     rank: int, actions: Sequence[Action], n_microbatches: int, schedule: Schedule
 ) -> None:
+    """Raise ValueError unless a rank does everything once, each kind in ascending order."""
     whole = list(range(n_microbatches))
     kinds = ("F", "I", "W") if schedule.splits else ("F", "B")
     found: dict[tuple[str, int], list[int]] = {

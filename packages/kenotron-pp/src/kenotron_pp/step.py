@@ -35,6 +35,8 @@ class Part:
 
     def __post_init__(self) -> None:
         self.splitters = [SplitBackward(chunk) for chunk in self.chunks]
+        layers = [layer for chunk in self.chunks for layer in chunk]
+        self.trainable = any(p.requires_grad for layer in layers for p in layer.parameters())
         self.unseen = [True] * len(self.chunks)
         """Chunks whose graph has not been looked at yet."""
 
@@ -56,7 +58,7 @@ class _Live:
 
 
 class Run:
-    """The micro-batches alive during one run, forward only where ``loss_fn`` is None."""
+    """The micro-batches alive during one run; outputs are kept where there is no ``loss_fn``."""
 
     def __init__(
         self,
@@ -65,10 +67,11 @@ class Run:
         inputs: Sequence[Any],
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
+        *,
+        training: bool,
     ) -> None:
         self.part, self.plan, self.inputs = part, plan, inputs
-        self.contexts, self.loss_fn = contexts, loss_fn
-        self.training = loss_fn is not None
+        self.contexts, self.loss_fn, self.training = contexts, loss_fn, training
         self.loss = torch.zeros((), device=part.device)
         self.outputs: list[Any] = []
         """Of the last stage, when there is no loss function."""
@@ -127,6 +130,10 @@ class Run:
                 return
             loss = self.loss_fn(x, m)
             self.loss += loss.detach()
+            if self.training and not loss.requires_grad and part.trainable:
+                raise ValueError(
+                    "the loss needs no gradient, although parameters do: was something detached?"
+                )
             tops = [loss, *scalars]
         else:
             tops = scalars
@@ -215,7 +222,7 @@ def _mark(x: Tensor) -> Tensor:
 
 def _deliver(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Gradients of what entered the model: to its leaves, or on through the graph it came from."""
-    pairs = [(get_gradient_edge(x), g) for x, g in zip(inputs, gradients, strict=True)]
-    known = [(edge, g) for edge, g in pairs if g is not None]
+    once = {id(x): (x, g) for x, g in zip(inputs, gradients, strict=True)}  # each has the whole
+    known = [(get_gradient_edge(x), g) for x, g in once.values() if g is not None]
     if known:
         torch.autograd.backward([edge for edge, _ in known], [g for _, g in known])
