@@ -105,10 +105,10 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> T
 def _start_gather(rows: Tensor, axis: Axis, operation: str) -> Flight:
     """Start filling ``rows`` (n, ...), of which each rank has written its own.
 
-    On gloo the ranks exchange directly: 1.3 to 3 times as fast as gloo's ring on one host.
+    From 3 ranks on gloo they exchange directly: 1.3 to 3 times as fast as its ring on one host.
     """
     own = rows[axis.rank]
-    if axis.backend != "gloo":
+    if axis.backend != "gloo" or axis.size == 2:
         return start(axis, operation, _all_gather_single, rows.view(-1), own.view(-1))
     return start_exchange(axis, operation, [own] * axis.size, rows.unbind())
 
@@ -134,8 +134,10 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) 
     first = x.detach().movedim(dim, 0).contiguous()
     part = (first.shape[0] // axis.size, *first.shape[1:])
     if axis.backend == "gloo":
-        flight, parts = _start_pieces(first.chunk(axis.size), axis, "reduce_scatter")
-        handle = Handle(flight, lambda: _moved(tree_sum(parts, keep=axis.rank), dim))
+        rows = first.new_empty(axis.size, *part)
+        sent = first.view(-1)
+        flight = start(axis, "reduce_scatter", dist.all_to_all_single, rows.view(-1), sent)
+        handle = Handle(flight, lambda: _moved(tree_sum(rows), dim))
     else:
         out = first.new_empty(part)
         flight = start(axis, "reduce_scatter", _reduce_scatter_single, out.view(-1), first.view(-1))
