@@ -31,9 +31,15 @@ from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,
     LRSchedule,
+    MuonConfig,
+    ParameterGroup,
     SlicedOptimizer,
-    decay_groups,
+    parameter_groups,
+    parameter_kinds,
+    update_rule,
+    whole_matrices,
 )
+from kenotron_optim.config import Kind
 from kenotron_pp import Pipeline, Stages
 from kenotron_train.config import Config
 
@@ -51,6 +57,8 @@ class Model:
     """Layers of this stage under their global names."""
     layouts: dict[str, TensorLayout]
     """Layouts of the whole model, by parameter name."""
+    kinds: dict[str, frozenset[Kind]]
+    """Kinds of the whole model's logical tensors (norms, biases, embeddings)."""
     pipeline: Pipeline
 
 
@@ -63,6 +71,7 @@ class Training:
     model: Model
     grads: GradAccumulator
     norm: GlobalNorm
+    groups: list[ParameterGroup]
     optimizer: SlicedOptimizer
     schedule: LRSchedule
 
@@ -82,7 +91,9 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     )
     schedule = config.parallelism.schedule
     stages = Stages.balanced(layers, layer_costs(llama), mesh.sizes["pp"], schedule)
-    layouts = parameter_layouts(LayerStack(layers), mesh.sizes, stages.of_parameter)
+    whole = LayerStack(layers)
+    layouts = parameter_layouts(whole, mesh.sizes, stages.of_parameter)
+    kinds = parameter_kinds(whole, layouts)
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
     stack.to_empty(device=mesh.device)
     tie_storages(stack)
@@ -97,24 +108,38 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]
     pipeline = Pipeline(own, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))
-    return Model(stack, layouts, pipeline)
+    return Model(stack, layouts, kinds, pipeline)
 
 
 def build_training(config: Config, mesh: Mesh) -> Training:
     """Build the model and everything that updates it. Collective over the mesh."""
     model = build_model(config, mesh)
     optim = config.optimizer
+    rule = optim.optimizer_factory
+    whole = (
+        whole_matrices(model.layouts, model.kinds, mesh.sizes, rule.adamw_named_params)
+        if isinstance(rule, MuonConfig)
+        else ()
+    )
     grads = GradAccumulator(
         named_parameters(model.stack),
         model.layouts,
         mesh,
+        whole=whole,
         fp32=optim.accumulate_grad_in_fp32,
         bucket_mb=config.model.ddp_bucket_cap_mb,
     )
-    groups = decay_groups(grads.names, optim.weight_decay, optim.weight_decay_exclude_named_params)
-    optimizer = SlicedOptimizer(grads, _make_adamw(config), groups, optim.zero_stage)
+    groups = parameter_groups(
+        grads.names,
+        optim.weight_decay,
+        exclude=optim.weight_decay_exclude_named_params,
+        exclude_kinds=optim.weight_decay_exclude_kinds,
+        kinds=model.kinds,
+        lr_multipliers=optim.lr_multipliers,
+    )
+    optimizer = SlicedOptimizer(grads, update_rule(rule), groups, optim.zero_stage)
     schedule = LRSchedule.from_config(optim.learning_rate_scheduler, config.tokens.train_steps)
-    return Training(config, mesh, model, grads, GlobalNorm(grads), optimizer, schedule)
+    return Training(config, mesh, model, grads, GlobalNorm(grads), groups, optimizer, schedule)
 
 
 def model_records(model: Model) -> Records:
@@ -195,19 +220,3 @@ def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Ba
 def _documents(dataset: PretrainDatasetsConfig) -> list[str]:
     name = dataset.hf_dataset_or_datasets
     return builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))
-
-
-def _make_adamw(config: Config) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    adam = config.optimizer.optimizer_factory
-
-    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(
-            groups,
-            lr=config.optimizer.learning_rate_scheduler.learning_rate,
-            betas=(adam.adam_beta1, adam.adam_beta2),
-            eps=adam.adam_eps,
-            fused=adam.torch_adam_is_fused,
-            foreach=False,
-        )
-
-    return make

@@ -15,6 +15,7 @@ from kenotron_data import Cursor, Loader, decode, encode, printable
 from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
 from kenotron_dist.hashing import key
 from kenotron_models import generate, parameter_count
+from kenotron_optim import describe
 from kenotron_train.assemble import (
     Corpus,
     Training,
@@ -136,6 +137,10 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
         f"samples, {short(config.global_batch_tokens)} tokens | steps: {config.tokens.train_steps}"
+    )
+    report.say(
+        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
+        + describe(training.groups, training.model.layouts, training.grads.whole)
     )
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -97,14 +98,17 @@ class Report:
         speed = self._config.global_batch_tokens / seconds
         metrics: dict[str, Any] = {
             "step": step,
-            "lm_loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "lm_loss": _or_null(result.loss),
+            "grad_norm": _or_null(result.grad_norm),
             "lr": result.lr,
             "consumed_tokens": consumed_tokens,
             "tokens_per_sec": speed,
         }
+        if result.nonfinite is not None:
+            metrics |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
+            self.say(f"step {step}: {_outcome(result)}: {result.nonfinite}", "warning")
         if validation_loss is not None:
-            metrics["validation_loss"] = validation_loss
+            metrics["validation_loss"] = _or_null(validation_loss)
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         last = self._config.tokens.train_steps
@@ -134,6 +138,8 @@ class Report:
             "hardware_tflops_per_gpu": short(tflops),
             "grad_norm": short(result.grad_norm),
         }
+        if result.nonfinite is not None:
+            fields["update"] = _outcome(result)
         listed = " | ".join(f"{name}: {value}" for name, value in fields.items())
         return f"iteration: {step} / {config.tokens.train_steps} | {listed}"
 
@@ -156,6 +162,15 @@ class Report:
             self._console.print(line, markup=False)
         else:
             print(line, flush=True)
+
+
+def _outcome(result: StepResult) -> str:
+    return "skipped" if result.skipped else "made all the same"
+
+
+def _or_null(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _open_metrics(folder: Path, first_step: int) -> Any:

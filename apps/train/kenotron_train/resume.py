@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,16 +82,22 @@ def resume(training: Training) -> tuple[Progress, str]:
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
     folder = find_checkpoint(given)
-    state = dict(read_manifest(folder).state)
+    manifest = read_manifest(folder)
+    state = dict(manifest.state)
     _check_state(state, config, folder)
     steps = int(state["optimizer_steps"])
-    wanted: dict[str, Any] = dict(model_records(training.model))
+    parameters: dict[str, Any] = dict(model_records(training.model))
+    wanted: dict[str, Any] = {}
+    dropped = ""
     if checkpoints.load_optimizer:
-        if steps:  # before its first update an optimizer has masters and no more
-            training.optimizer.prepare()
-        wanted |= training.optimizer.wanted()
+        # Before its first update an optimizer has masters and no more.
+        wanted = training.optimizer.wanted(started=steps > 0)
+        names = [layout.name for _, layout in (parameters | wanted).values()]
+        dropped = _check_optimizer(names, manifest.records, config, folder)
     with mesh.pulse.busy("loading a checkpoint"):
-        load(folder, wanted, mesh)
+        load(folder, parameters, mesh)
+        if wanted:  # after the parameters: an fp32 one shares its memory with its master
+            load(folder, wanted, mesh)
     if checkpoints.load_optimizer:
         training.optimizer.steps = steps
         training.optimizer.publish()
@@ -102,7 +109,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
     )
-    remark = _remark(progress, state, config, folder)
+    remark = _remark(progress, state, config, folder) + dropped
     if folder != given and (newer := passed_over(folder)):
         remark += f"; newer steps {newer} are damaged, unfinished or not what latest.txt names"
     return progress, remark
@@ -140,6 +147,27 @@ def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
     ]
     if changed:
         raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))
+
+
+def _check_optimizer(
+    wanted: Iterable[str], saved: Iterable[str], config: Config, folder: Path
+) -> str:
+    """Refuse a checkpoint of an optimizer that did not keep what the configured one does.
+
+    Returns a remark on what it kept and the configured one does not.
+    """
+    needed, there = (
+        {name.split(".")[1] for name in names if name.startswith("optimizer.")}
+        for names in (wanted, saved)
+    )
+    if missing := sorted(needed - there):
+        raise ValueError(
+            f"{folder} has no {', '.join(missing)} of optimizer.optimizer_factory "
+            f"({config.optimizer.optimizer_factory.name}): it was written with another optimizer; "
+            "choose that one, or start this one afresh with checkpoints.load_optimizer: false"
+        )
+    extra = ", ".join(sorted(there - needed))
+    return f"; {extra} of another optimizer is left behind" if extra else ""
 
 
 def _reading(config: Config) -> dict[str, Any]:

@@ -6,7 +6,6 @@ divided by tp size.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from kenotron_data import Batch
-from kenotron_dist import Mesh, all_reduce
-from kenotron_optim import clip_, learning_rate
+from kenotron_dist import Mesh, all_reduce, broadcast
+from kenotron_optim import NonFinite, allows_update, clip_, find_nonfinite, learning_rate
 from kenotron_tp import vocab_parallel_cross_entropy
 from kenotron_train.assemble import Training
 
@@ -32,28 +31,36 @@ class StepResult:
     """2-norm of the gradient before clipping."""
     lr: float
     """Learning rate of the update."""
+    nonfinite: NonFinite | None = None
+    """What was nan or inf; None in every ordinary step."""
+    skipped: bool = False
+    """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
 
 
 def training_step(training: Training, batch: Batch, step: int) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
-    FloatingPointError when loss or gradient is not finite: the parameters are then unchanged.
+    FloatingPointError when loss or gradient is not finite and ``optimizer.nonfinite`` is
+    ``error``: the parameters are then unchanged.
     """
-    mesh, config = training.mesh, training.config
+    mesh, config = training.mesh, training.config.optimizer
     count = global_count(batch, mesh, step)
     inputs = [micro.tokens_BS.flatten() for micro in batch]
-    training.grads.start()
+    training.grads.start(len(inputs))
     loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count), list(batch))
     slices = training.grads.finish()
     norm = training.norm(slices)
-    loss = all_reduce(loss, mesh["dp", "cp"])
-    result = StepResult(float(loss), float(norm), learning_rate(step, training.schedule))
-    _check_finite(result, step)
-    if config.optimizer.clip_grad is not None:
-        clip_(slices, config.optimizer.clip_grad, norm)
-    training.optimizer.step(slices, result.lr)
-    return result
+    # One rank's loss for all: what is decided from it cannot differ between ranks.
+    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
+    found = find_nonfinite(training.norm, slices, norm, loss.item())
+    lr = learning_rate(step, training.schedule)
+    updates = allows_update(found, config.nonfinite, step)
+    if updates:
+        if config.clip_grad is not None:
+            clip_(slices, config.clip_grad, norm)
+        training.optimizer.step(slices, lr)
+    return StepResult(loss.item(), norm.item(), lr, found, not updates)
 
 
 def evaluate(training: Training, batches: Iterable[Batch]) -> float:
@@ -95,11 +102,3 @@ def loss_fn(training: Training, batch: Batch, count: int) -> Callable[[Tensor, i
         return per_token.sum() / count
 
     return loss
-
-
-def _check_finite(result: StepResult, step: int) -> None:
-    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
-        raise FloatingPointError(
-            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has "
-            "diverged; lower the learning rate or resume from an earlier checkpoint"
-        )

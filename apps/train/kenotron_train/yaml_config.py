@@ -210,22 +210,35 @@ def _sections(matched: dict[str, Any], report: Report) -> dict[str, Any]:
             document = json.dumps(matched[name])  # in JSON mode a list may become a tuple
             sections[name] = TypeAdapter(hint).validate_json(document, strict=True)
         except ValidationError as error:
-            for path, sentence in _sentences(name, error):
+            for path, sentence in _sentences(name, matched[name], error):
                 report(path, sentence)
     return sections
 
 
-def _sentences(section: str, error: ValidationError) -> Iterator[tuple[str, str]]:
+def _sentences(section: str, given: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
     for detail in error.errors():
-        path = ".".join(str(part) for part in (section, *detail["loc"]))
+        path = ".".join((section, *_keys(given, detail["loc"])))
         if detail["type"] == "missing":  # reported by its name already
             continue
         if detail["type"] == "value_error":
             for line in str(detail["ctx"]["error"]).splitlines():
                 name, _, sentence = line.partition(": ")
                 yield f"{path}.{name}", sentence
+        elif detail["type"] == "union_tag_invalid":
+            name, wrong = detail["ctx"]["discriminator"].strip("'"), _shown(detail["ctx"]["tag"])
+            rule = f"it must be one of {detail['ctx']['expected_tags']}"
+            yield f"{path}.{name}", f"{wrong} was given; {rule}" + _advice(f"{path}.{name}")
         else:
             yield path, _sentence(detail, path)
+
+
+def _keys(given: Any, place: Iterable[Any]) -> Iterator[str]:
+    """The keys of a place; pydantic adds the name that chose one of several mappings."""
+    for part in place:
+        if isinstance(given, dict) and part not in given:
+            continue
+        given = given[part] if isinstance(given, dict | list) else None
+        yield str(part)
 
 
 def _sentence(detail: ErrorDetails, path: str) -> str:
@@ -236,7 +249,11 @@ def _sentence(detail: ErrorDetails, path: str) -> str:
         rule = f"it must be {detail['ctx']['expected']}"
     else:
         rule = f"it must be {NEEDED[kind]}" if kind in NEEDED else detail["msg"].lower()
-    return given + rule + next((more for key, more in ADVICE.items() if path.endswith(key)), "")
+    return given + rule + _advice(path)
+
+
+def _advice(path: str) -> str:
+    return next((more for key, more in ADVICE.items() if path.endswith(key)), "")
 
 
 def _shown(value: Any) -> str:

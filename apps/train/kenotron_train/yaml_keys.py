@@ -53,6 +53,9 @@ def match_keys(hint: Any, value: Any, path: str, report: Report) -> Any:
         (`reduce_scatter`) spelled as the type does (`REDUCE_SCATTER`).
     """
     kind = _without_none(hint)
+    if isinstance(value, dict) and (named := _named(kind, value)):
+        name, member = named
+        return {"name": name} | _match_fields(member, value, path, report)
     if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         return _match_fields(kind, value, path, report)
     if get_origin(kind) is tuple and isinstance(value, list):
@@ -62,6 +65,19 @@ def match_keys(hint: Any, value: Any, path: str, report: Report) -> Any:
         spelled = {str(choice).lower(): choice for choice in get_args(kind)}
         return spelled.get(value.lower(), value)
     return value
+
+
+def _named(kind: Any, value: dict[str, Any]) -> tuple[str, type] | None:
+    """Of a union of dataclasses, the one whose ``name`` the value has; without a name the first.
+
+    None for another type, and for a name that none has, which pydantic reports.
+    """
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ()
+    if not all(is_dataclass(member) for member in members):
+        return None
+    names = {get_args(get_type_hints(member)["name"])[0]: member for member in members}
+    given = str(value.get("name") or next(iter(names), "")).lower()
+    return next(((name, each) for name, each in names.items() if name.lower() == given), None)
 
 
 def _match_fields(kind: type, value: dict[str, Any], path: str, report: Report) -> dict[str, Any]:

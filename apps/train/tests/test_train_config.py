@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron_optim import LRMultiplier, SGDConfig
 from kenotron_tp import TPMode
 from kenotron_train.config import ignored_keys
 from kenotron_train.sections import GeneralConfig, LoggingConfig
@@ -116,6 +117,26 @@ def test_override_of_an_aliased_section_changes_one_place():
 def test_regular_expressions_of_parameters_without_decay():
     config = parse("optimizer.weight_decay_exclude_named_params=[.*norm.*, .*bias]")
     assert config.optimizer.weight_decay_exclude_named_params == (".*norm.*", ".*bias")
+
+
+def test_an_optimizer_is_chosen_by_its_name_and_adamw_without_one():
+    plain = parse("optimizer.optimizer_factory={name: sgd}")  # Nanotron's
+    assert plain.optimizer.optimizer_factory == SGDConfig()
+    sgd = parse("optimizer.optimizer_factory={name: SGD, momentum: 0.9, nesterov: true}")
+    assert sgd.optimizer.optimizer_factory == SGDConfig(momentum=0.9, nesterov=True)
+    assert parse(text=edited("    name: adamW\n", "")) == parse()
+    for config in (plain, sgd):
+        assert parse(text=dump_config(config)) == config
+
+
+def test_groups_of_parameters_survive_a_round_trip():
+    config = parse(
+        "optimizer.weight_decay_exclude_kinds=[Norms, biases]",
+        "optimizer.lr_multipliers=[{pattern: head.*, multiplier: 0.5}]",
+    )
+    assert config.optimizer.weight_decay_exclude_kinds == ("norms", "biases")
+    assert config.optimizer.lr_multipliers == (LRMultiplier(pattern="head.*", multiplier=0.5),)
+    assert parse(text=dump_config(config)) == config
 
 
 def test_keys_without_effect_are_named():

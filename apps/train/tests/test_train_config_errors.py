@@ -56,9 +56,16 @@ VALUES = [
     ("tokens.val_check_interval=0", "0 was given; it must be at least 1 step, or -1 for only afte"),
     ("tokens.limit_val_batches=-1", "-1 was given; it must be at least 0"),
     ("tokens.limit_test_batches=1", "1 was given; that is not available yet; set it to 0"),
+    ("optimizer.nonfinite=stop", "\"stop\" was given; it must be 'error', 'skip' or 'continue'"),
     ("optimizer.zero_stage=3", "3 was given; it must be 0 or 1"),
     ("optimizer.weight_decay=much", '"much" was given; it must be a number'),
-    ("optimizer.optimizer_factory.name=sgd", "must be 'adamW'; other optimizers are not available"),
+    (
+        "optimizer.optimizer_factory.name=lion",
+        "\"lion\" was given; it must be one of 'adamW', 'sgd', 'muon'; other optimizers are not",
+    ),
+    ("optimizer.optimizer_factory.adam_eps=0", "0.0 was given; it must be finite and above 0"),
+    ("optimizer.optimizer_factory.adam_beta1=big", '"big" was given; it must be a number'),
+    ("optimizer.lr_multipliers=2", "2 was given; it must be a list"),
     ("optimizer.weight_decay_exclude_named_params=a", '"a" was given; it must be a list'),
     (
         "optimizer.accumulate_grad_in_fp32=false",
@@ -133,6 +140,37 @@ def test_fresh_schedule_on_resume_is_not_available():
     parse_config(NANOTRON_YAML, "c.yaml", [fresh])
     (problem,) = problems(fresh, "checkpoints.resume_checkpoint_path=c")
     assert "starting the learning-rate schedule anew in a resumed training is not avail" in problem
+
+
+def test_items_of_the_optimizers_lists_are_named():
+    found = problems(
+        "optimizer.weight_decay_exclude_kinds=[norms, norm]",
+        "optimizer.lr_multipliers=[{pattern: '(', multiplier: -1}, {patern: a, multiplier: 1}]",
+    )
+    assert [line.removeprefix("--set: optimizer.").split(" (")[0] for line in found] == [
+        "lr_multipliers.1.patern: is not a known key; did you mean pattern?",
+        "lr_multipliers.1.pattern: is missing; it has no default, so add it",
+        "weight_decay_exclude_kinds.1: \"norm\" was given; it must be 'norms', 'biases' or "
+        "'embeddings'",
+        "lr_multipliers.0.pattern: '(' was given; it must be a regular expression",
+        "lr_multipliers.0.multiplier: -1.0 was given; it must be finite and not negative",
+    ]
+
+
+def test_the_name_of_an_optimizer_says_which_keys_it_has():
+    sgd = "optimizer.optimizer_factory={name: SGD, momentum: 0.9, nesterov: true, dampening: 0.1}"
+    assert problems(sgd) == [
+        "--set: optimizer.optimizer_factory.nesterov: true was given; it needs momentum above 0 "
+        "(0.9) and dampening 0 (0.1)"
+    ]
+    (problem,) = problems("optimizer.optimizer_factory={name: sgd, momentun: 0.9}")
+    assert problem.endswith("momentun: is not a known key; did you mean momentum?")
+    (problem,) = problems("optimizer.optimizer_factory={name: sgd, momentum: fast}")
+    assert problem.endswith('optimizer_factory.momentum: "fast" was given; it must be a number')
+    assert len(problems("optimizer.optimizer_factory={}")) == 4  # AdamW's constants are missing
+    assert problems("optimizer.optimizer_factory=sgd")[0].startswith(
+        '--set: optimizer.optimizer_factory: "sgd" was given; '
+    )
 
 
 def test_unknown_keys_name_the_nearest_one():

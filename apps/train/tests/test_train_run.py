@@ -167,7 +167,7 @@ def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> No
         ({"tokens__train_stepz": 3}, "train_steps"),
         ({"parallelism__tp": 3}, "num_attention_heads"),
         ({"parallelism__pp": 9}, "pp"),
-        ({"model__init_method__std": 1e30}, "gradient norm nan: the run has diverged"),
+        ({"model__init_method__std": 1e30}, "step 1: the gradient of "),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -17,7 +17,9 @@ from kenotron_dist.autograd import (
 
 
 def draw(*shape, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(torch.get_default_device())
 
 
 def counts(n):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 import time
 
 import pytest
@@ -28,6 +30,37 @@ def give_up(mesh: Mesh) -> tuple[str, float]:
 def test_everybody_hears_the_first_cause_within_a_second() -> None:
     for cause, seconds in spawn(give_up, dp=3, preload=("torch._dynamo",)):
         assert cause == "out of paper" and seconds < 1
+
+
+def overhear(mesh: Mesh) -> tuple[str, float]:
+    """Axes that say nccl: nobody waits for a peer in this process, so every rank must listen."""
+    distress = Distress([dataclasses.replace(mesh["dp"], backend="nccl")])
+    start = time.monotonic()
+    if mesh.rank == 1:
+        return distress.call("out of ink"), 0.0
+    while not distress.heard and time.monotonic() < start + 10:
+        time.sleep(0.01)
+    return distress.heard, time.monotonic() - start
+
+
+def test_where_devices_wait_every_rank_listens() -> None:
+    heard = spawn(overhear, dp=3, preload=("torch._dynamo",))
+    assert all(cause == "out of ink" and seconds < 1 for cause, seconds in heard)
+
+
+def forget(mesh: Mesh) -> int:
+    """Threads that still listen when nobody holds the line."""
+    axis = dataclasses.replace(mesh["dp"], backend="nccl")
+    before = threading.active_count()
+    distress = Distress([axis])
+    assert threading.active_count() == before + 1
+    del distress
+    time.sleep(1)
+    return threading.active_count() - before
+
+
+def test_nobody_listens_to_a_line_that_is_gone() -> None:
+    assert spawn(forget, dp=2, preload=("torch._dynamo",)) == [0, 0]
 
 
 def test_one_rank_has_nobody_to_tell() -> None:

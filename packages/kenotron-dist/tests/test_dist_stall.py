@@ -188,9 +188,13 @@ def test_a_wait_is_shown_with_the_line_that_called_and_ends_with_its_error():
     assert issued.site.startswith("test_dist_stall.py:") and issued.number == 1
     assert pulse.issue("tp:0,1", "tp", (0, 1), "broadcast").number == 2
     words = r"broadcast #1 over tp \(ranks 0, 1\), called at test_dist_stall.py:\d+, failed: no"
-    with pytest.raises(RuntimeError, match=words), pulse.waiting(issued):
+
+    def fail():
         assert [wait.ticket for wait in pulse.waits()] == [issued]
         raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match=words):
+        pulse.wait(issued, fail)
     assert pulse.waits() == []
 
 
@@ -199,15 +203,17 @@ def test_every_thread_waits_for_itself():
     mine, theirs = (pulse.issue(name, name, (0, 1), "send") for name in ("a", "b"))
 
     def other():
-        with pulse.waiting(theirs):
-            inside.set()
-            leave.wait()
+        inside.set()
+        leave.wait()
 
-    thread = threading.Thread(target=other)
-    with pulse.waiting(mine):
+    thread = threading.Thread(target=pulse.wait, args=(theirs, other))
+
+    def own():
         thread.start()
         inside.wait()
         assert [wait.ticket for wait in pulse.waits()] == [mine, theirs]
+
+    pulse.wait(mine, own)
     assert [wait.ticket for wait in pulse.waits()] == [theirs]
     leave.set()
     thread.join()

@@ -2,7 +2,13 @@
 
 import pytest
 
-from kenotron_optim.config import AdamWConfig, LRSchedulerConfig, OptimizerConfig
+from kenotron_optim.config import (
+    AdamWConfig,
+    LRMultiplier,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    SGDConfig,
+)
 
 ADAM = {"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": False}
 OPTIMIZER = {
@@ -18,7 +24,7 @@ OPTIMIZER = {
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"name": "sgd"}, "name: 'sgd' was given; only 'adamW' is available yet"),
+        ({"name": "sgd"}, "name: 'sgd' was given; AdamW's is 'adamW'"),
         ({"adam_eps": -1.0}, "adam_eps: -1.0 was given; it must be finite and above 0"),
         ({"adam_beta1": 1.0}, "adam_beta1: 1.0 was given; it must be at least 0 and below 1"),
         ({"adam_beta2": float("nan")}, "adam_beta2: nan was given"),
@@ -33,8 +39,48 @@ def test_adamw_names_what_is_wrong(change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
+        ({"name": "adamW"}, "name: 'adamW' was given; SGD's is 'sgd'"),
+        ({"momentum": 1.5}, "momentum: 1.5 was given; it must be from 0 to 1"),
+        ({"dampening": float("nan")}, "dampening: nan was given; it must be from 0 to 1"),
+        ({"nesterov": True}, "nesterov: true was given; it needs momentum above 0 (0.0) and"),
+        (
+            {"nesterov": True, "momentum": 0.9, "dampening": 0.5},
+            "nesterov: true was given; it needs momentum above 0 (0.9) and dampening 0 (0.5)",
+        ),
+    ],
+)
+def test_sgd_names_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError) as caught:
+        SGDConfig(**change)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"pattern": "("}, "pattern: '(' was given; it must be a regular expression"),
+        ({"multiplier": -1.0}, "multiplier: -1.0 was given; it must be finite and not negative"),
+        ({"multiplier": float("inf")}, "multiplier: inf was given"),
+    ],
+)
+def test_a_multiplier_names_what_is_wrong(change, sentence):
+    with pytest.raises(ValueError) as caught:
+        LRMultiplier(**{"pattern": ".*", "multiplier": 1.0} | change)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"lr_decay_style": "inverse-sqrt", "lr_decay_steps": 3},
+            "lr_decay_steps: 3 was given; lr_decay_style 'inverse-sqrt' has none; leave it out or",
+        ),
+        ({"lr_decay_style": "constant", "min_decay_lr": 0.0}, "min_decay_lr: 0.0 was given; lr_d"),
+        ({"lr_decay_style": "constant", "lr_decay_starting_step": 1}, "lr_decay_starting_step: 1"),
+        ({"min_decay_lr": 2e-3}, "min_decay_lr: 0.002 was given; it must not be above learning_ra"),
         ({"lr_warmup_style": "cosine"}, "lr_warmup_style: 'cosine' was given; it must be one of"),
-        ({"lr_decay_style": "wsd"}, "it must be one of linear, cosine, 1-sqrt"),
+        ({"lr_decay_style": "wsd"}, "it must be one of linear, cosine, 1-sqrt, inv"),
         ({"learning_rate": float("inf")}, "learning_rate: inf was given; it must be finite"),
         ({"lr_warmup_steps": -1}, "lr_warmup_steps: -1 was given"),
         ({"lr_decay_steps": -1}, "lr_decay_steps: -1 was given"),
@@ -55,11 +101,16 @@ def test_schedule_names_what_is_wrong(change, sentence):
     ("change", "sentence"),
     [
         ({"zero_stage": 2}, "zero_stage: 2 was given; it must be 0 or 1"),
+        ({"nonfinite": "stop"}, "nonfinite: 'stop' was given; it must be one of error, skip, cont"),
         ({"weight_decay": -1.0}, "weight_decay: -1.0 was given"),
         ({"clip_grad": 0.0}, "clip_grad: 0.0 was given; it must be a finite number above 0, or"),
         (
             {"weight_decay_exclude_named_params": ("ok", "(")},
             "weight_decay_exclude_named_params: '(' was given; it must be a regular expression",
+        ),
+        (
+            {"weight_decay_exclude_kinds": ("norm",)},
+            "weight_decay_exclude_kinds: 'norm' was given; it must be one of norms, biases, embedd",
         ),
     ],
 )

@@ -6,18 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
-    Chunk,
-    Mesh,
-    Partial,
-    RankError,
-    Shard,
-    Tie,
-    named_parameters,
-    parameter_layouts,
-    spawn,
-    tie_storages,
-)
+from kenotron_dist import Mesh, RankError, named_parameters, parameter_layouts, spawn
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 
 PRELOAD = ("torch._dynamo",)
@@ -121,83 +110,6 @@ def test_the_size_of_buckets_changes_no_bit() -> None:
     assert one == two
 
 
-class Tied(nn.Module):
-    """One matrix used twice through two leaves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
-        for layer in (self.a, self.b):
-            layer.placements = {"weight": Tie("shared")}
-        tie_storages(self)
-
-
-def tied_step(mesh: Mesh) -> tuple[float, list[float]]:
-    """Both owners on one stage, or each on its own."""
-    model = Tied()
-    layouts = parameter_layouts(
-        model, mesh.sizes, lambda name: int(name[0] == "b") * (mesh["pp"].size - 1)
-    )
-    own = named_parameters(model)
-    if mesh["pp"].size > 1:
-        own = {n: p for n, p in own.items() if n.startswith("ab"[mesh["pp"].rank])}
-    grads = GradAccumulator(own, layouts, mesh)
-    optimizer = SlicedOptimizer(grads, adamw, decay_groups(grads.names, 0.1))
-    grads.start()
-    for name, p in own.items():
-        (p * data(3)[:6].repeat(1, 2)[:, :6] * (2 if name[0] == "a" else 3)).sum().backward()
-    slices = grads.finish()
-    norm = GlobalNorm(grads)(slices).item()
-    optimizer.step(slices, 0.1)
-    return norm, next(iter(own.values())).flatten().tolist()
-
-
-def test_tied_parameters_are_one_element_on_one_stage_and_on_two() -> None:
-    [want] = spawn(tied_step, preload=PRELOAD)
-    weight = Tied().a.weight
-    (weight * data(3)[:6].repeat(1, 2)[:, :6] * 5).sum().backward()
-    assert want[0] == pytest.approx(weight.grad.norm().item(), rel=1e-6)
-    assert spawn(tied_step, pp=2, preload=PRELOAD) == [want, want]
-
-
-class Cut(nn.Module):
-    """A weight of two chunks, the second with one part for all ranks, and a partial norm."""
-
-    def __init__(self, ranks: int, rank: int) -> None:
-        super().__init__()
-        whole = torch.arange(24.0).view(12, 2)
-        q, kv = whole[:8].chunk(ranks)[rank], whole[8:]
-        self.fused = nn.Parameter(torch.cat([q, kv]))
-        self.norm = nn.Parameter(torch.ones(3))
-        chunks = (Chunk(8), Chunk(4, parts=1))
-        self.placements = {"fused": Shard("tp", 0, chunks), "norm": Partial("tp")}
-
-
-def cut_step(mesh: Mesh) -> tuple[float, list, list]:
-    tp = mesh["tp"]
-    model = Cut(tp.size, tp.rank)
-    grads = GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
-    grads.start()
-    q = 8 // tp.size
-    share = torch.full((12,), 3.0).view(12, 1)[: q + 4].clone()
-    share[q:] = 6.0 / tp.size  # each rank sees a part of what shares the kv rows
-    ((model.fused * share).sum() + model.norm.sum() * 2.0 / tp.size).backward()
-    slices = grads.finish()
-    norm = GlobalNorm(grads)(slices).item()
-    return norm, slices["fused"].tolist(), slices["norm"].tolist()
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_shared_kv_heads_and_partial_gradients_are_summed_and_counted_once(tp: int) -> None:
-    ranks = spawn(cut_step, tp=tp, preload=PRELOAD)
-    norm = (16 * 9 + 8 * 36 + 3 * 4) ** 0.5
-    for got, fused, partial in ranks:
-        assert got == pytest.approx(norm, rel=1e-7)
-        assert fused == [3.0] * (16 // tp) + [6.0] * 8
-        assert partial == [2.0] * 3
-
-
 def halves(mesh: Mesh, fp32: bool) -> float:
     """256 plus many ones in bf16: only fp32 buffers can count them."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -268,32 +180,6 @@ def test_both_stages_describe_the_same_records() -> None:
     assert any(name == "optimizer.exp_avg.first.weight" for name, _, _ in one[0])
 
 
-class Shared(nn.Module):
-    """A partial norm that two stages share, as a model with tied norms would have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(1, 3, bias=False), nn.Linear(1, 3, bias=False)
-        for layer in (self.a, self.b):
-            layer.weight.data.fill_(1.0)
-            layer.placements = {"weight": (Partial("tp"), Tie("a.weight"))}
-
-
-def shared_step(mesh: Mesh) -> list[float]:
-    model = Shared()
-    layouts = parameter_layouts(model, mesh.sizes, lambda name: int(name[0] == "b"))
-    own = {n: p for n, p in named_parameters(model).items() if n[0] == "ab"[mesh["pp"].rank]}
-    grads = GradAccumulator(own, layouts, mesh)
-    grads.start()
-    for name, p in own.items():
-        (p * (2.0 if name[0] == "a" else 3.0)).sum().backward()
-    return grads.finish()["a.weight"].tolist()
-
-
-def test_a_partial_tensor_tied_over_stages_is_summed_over_both() -> None:
-    assert spawn(shared_step, pp=2, tp=2, preload=PRELOAD) == [[10.0] * 3] * 4
-
-
 def tiny(mesh: Mesh, stage: int) -> tuple[float, int]:
     """Fewer elements than data ranks: some own nothing."""
     torch.manual_seed(0)
@@ -313,12 +199,6 @@ def test_a_rank_may_own_nothing() -> None:
         assert len(set(ranks)) == 1 and ranks[0][1] == 1
 
 
-def half_frozen(mesh: Mesh) -> None:
-    model = Tied()
-    model.b.weight.requires_grad_(False)
-    GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
-
-
 def no_layout(mesh: Mesh) -> None:
     GradAccumulator(named_parameters(Net()), {}, mesh)
 
@@ -333,18 +213,12 @@ def bad_stage(mesh: Mesh) -> None:
     sliced(mesh, 3, 1, adamw)
 
 
-def bad_norm(mesh: Mesh) -> None:
-    clip_({}, 0.0, torch.tensor(1.0))
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (half_frozen, "'b.weight' is frozen, but it is tied to 'a.weight', which is not"),
         (no_layout, "no layout for parameters .*first.weight"),
         (no_group, "parameters .*first.bias.* are in no group"),
         (bad_stage, "ZeRO stage 3 is not available: choose 0 or 1"),
-        (bad_norm, "cannot clip to a norm of 0.0"),
     ],
 )
 def test_errors_are_sentences(function, message: str) -> None:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import Axis
+from kenotron_dist import Axis, Mesh, spawn
 from kenotron_pp import Pipeline, Schedule, Stages
 
+needs_gpu = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no GPU here")
 WIDTH, VOCABULARY = 8, 13
+
+
+def on_gpus(fn: Callable[..., Any], *args: Any, **sizes: int) -> list[Any]:
+    """Ranks over NCCL, with new tensors on the GPU; they share it where there is only one."""
+    options = {"timeout": timedelta(seconds=60), "device": "cuda", "share_gpus": True}
+    return spawn(_there, fn, args, **options, **sizes)
+
+
+def _there(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+    with mesh.device:
+        return fn(mesh, *args)
 
 
 class Block(nn.Module):
@@ -86,7 +100,8 @@ def tie(layers: Sequence[nn.Module]) -> None:
 
 def tokens(microbatches: int, rows: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return list(torch.randint(VOCABULARY, (microbatches, rows), generator=generator))
+    drawn = torch.randint(VOCABULARY, (microbatches, rows), generator=generator, device="cpu")
+    return list(drawn.to(torch.get_default_device()))
 
 
 def token_loss(inputs: Sequence[Tensor]) -> Callable[[Tensor, int], Tensor]:

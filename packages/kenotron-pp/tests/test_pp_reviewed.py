@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import Axis
+from kenotron_dist import Axis, Mesh, spawn
 from kenotron_pp import (
     Action,
     Pipeline,
+    PipelineError,
     Schedule,
     gpipe,
     interleaved,
@@ -121,7 +122,7 @@ def test_what_cannot_be_run_is_named() -> None:
     layer = nn.Linear(4, 4)
     with pytest.raises(ValueError, match="1f1b has one chunk a rank: give one list of layers, not"):
         Pipeline([[layer]], SOLO, one_f_one_b)
-    with pytest.raises(ValueError, match="schedule x has 3 chunks with wiring 'v': loop has at"):
+    with pytest.raises(ValueError, match="schedule x has 3 chunks with wiring 'v', which has tw"):
         Schedule("x", lambda r, n, m: [], chunks=3, wiring="v")
     pipeline = Pipeline([layer], SOLO)
     with pytest.raises(ValueError, match="there are no micro-batches: give at least one input"):
@@ -133,3 +134,54 @@ def test_what_cannot_be_run_is_named() -> None:
         pipeline.run([pair(torch.randn(3, 4), torch.randn(3, 4))], lambda y, m: y.sum())
     for schedule in (interleaved(2), zero_bubble_v):
         assert schedule.chunks == 2
+
+
+class Meddling(nn.Linear):
+    """Changes what it has returned before."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.last is not None:
+            with torch.no_grad():
+                self.last.mul_(2)
+        self.last = super().forward(x)
+        return self.last
+
+
+def meddle(mesh: Mesh) -> str:
+    pipeline = Pipeline([Meddling(4, 4) if mesh.rank == 0 else nn.Linear(4, 4)], mesh["pp"])
+    with pytest.raises(PipelineError) as caught:
+        pipeline.run(list(torch.randn(6, 2, 4)), lambda y, m: y.sum())
+    return str(caught.value)
+
+
+def test_a_result_that_is_changed_while_it_is_sent_is_an_error() -> None:
+    words = "what stage 0 returned for micro-batch 0 was changed in place while it was being sent"
+    assert all(words in told for told in spawn(meddle, pp=2))
+
+
+def uneven(mesh: Mesh) -> str:
+    pipeline = Pipeline([nn.Linear(4, 4)], mesh["pp"])
+    with pytest.raises(PipelineError) as caught:
+        pipeline.run(list(torch.randn(4 + mesh.rank, 2, 4)), lambda y, m: y.sum())
+    return str(caught.value)
+
+
+def test_ranks_with_unlike_numbers_of_micro_batches_are_an_error() -> None:
+    words = "the ranks of the pp axis were given [4, 5] micro-batches: give every rank the same"
+    assert all(words in told for told in spawn(uneven, pp=2))
+
+
+def inference(mesh: Mesh) -> list[Tensor]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    own = layers[: 4 // mesh["pp"].size] if mesh.rank == 0 else layers[2:]
+    pipeline = Pipeline(own, mesh["pp"])
+    with torch.inference_mode():
+        return [y.clone() for y in pipeline.forward(list(torch.ones(3, 2, 4)))]
+
+
+def test_outputs_in_inference_mode() -> None:
+    [one], [_, two] = spawn(inference), spawn(inference, pp=2)
+    assert len(one) == 3 and all(map(torch.equal, one, two))

@@ -106,11 +106,90 @@ def test_places_of_stages() -> None:
     assert zero_bubble_v.place(3, 3) == (2, 1) and interleaved(2).place(3, 3) == (0, 1)
 
 
-@pytest.mark.parametrize("arguments", [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, 0)])
-def test_sizes_out_of_range(arguments: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((2, 2, 1), "rank is 2, but ranks count from 0: give one of 0 to 1"),
+        ((-1, 2, 1), "rank is -1, but ranks count from 0: give one of 0 to 1"),
+        ((0.5, 2, 1), "rank is 0.5, but ranks count from 0: give one of 0 to 1"),
+        ((0, 0, 1), "ranks is 0: give a whole number of at least 1"),
+        ((0, 1, 0), "microbatches is 0: give a whole number of at least 1"),
+        ((0, 1, -3), "microbatches is -3: give a whole number of at least 1"),
+        ((0, 1, 2.0), "microbatches is 2.0: give a whole number of at least 1"),
+    ],
+)
+def test_sizes_out_of_range(arguments: tuple[int, int, int], words: str) -> None:
     for schedule in SCHEDULES.values():
-        with pytest.raises(ValueError, match="no schedule for rank"):
+        with pytest.raises(ValueError, match=f"schedule {schedule.name}: {words}"):
             schedule(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "words"),
+    [
+        (0, 4, "simulate: n_ranks is 0: give a whole number of at least 1"),
+        (-2, 4, "simulate: n_ranks is -2: give a whole number of at least 1"),
+        (2.5, 4, "simulate: n_ranks is 2.5: give a whole number of at least 1"),
+        (4, 0, "simulate: n_microbatches is 0: give a whole number of at least 1"),
+        (4, None, "simulate: n_microbatches is None: give a whole number of at least 1"),
+    ],
+)
+def test_the_simulator_refuses_counts_below_one(ranks: int, microbatches: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        simulate(one_f_one_b, ranks, microbatches)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"F": -1}, "F is -1: give a finite number from 0 up, or a list of one for each stage"),
+        ({"B": NAN}, "B is nan: give a finite number"),
+        ({"I": INFINITY}, "I is inf: give a finite number"),
+        ({"F": 10**400}, "F is 10{400}: give a finite number"),
+        ({"W": "1"}, "W is '1': give a finite number"),
+        ({"W": None}, "W is None: give a finite number"),
+        ({"F": [1, 2, -3, 4]}, "F of stage 2 is -3: give a finite number"),
+        ({"B": (1, NAN, 1, 1)}, "B of stage 1 is nan: give a finite number"),
+        ({"transfer": -0.5}, "transfer is -0.5: give a finite number from 0 up$"),
+        ({"transfer": [1, 1]}, r"transfer is \[1, 1\]: give a finite number from 0 up$"),
+        ({"unsplit": 3}, "unsplit is 3: give a set of stage numbers"),
+    ],
+)
+def test_times_that_are_none(given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=f"^Times: {words}"):
+        Times(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"F": [1] * 3}, r"F has 3 times, and there are 4 stages \(ranks x chunks\): give one for"),
+        ({"W": [1] * 5}, "W has 5 times, and there are 4 stages"),
+        ({"B": []}, "B has 0 times, and there are 4 stages"),
+        ({"unsplit": {0, 4}}, "unsplit has stage 4, and there are 4 .*: give stages of 0 to 3"),
+        ({"unsplit": {-1}}, "unsplit has stage -1, and there are 4 .*: give stages of 0 to 3"),
+    ],
+)
+def test_times_of_other_stages(given: dict, words: str) -> None:
+    for schedule in (interleaved(2), zero_bubble_v):
+        with pytest.raises(ValueError, match=f"^Times: {words}"):
+            simulate(schedule, 2, 4, Times(**given))
+
+
+def test_times_at_the_ends_of_what_a_number_can_be() -> None:
+    with pytest.raises(ValueError, match="times of 2 ranks add up to inf: give Times in a larger"):
+        simulate(gpipe, 2, 1, Times(F=1e308, B=1e308))
+    for times in (Times(0, 0, 0, 0), Times(5e-324, 0, 5e-324), Times(1e-300, 1e300, 1e300, 1)):
+        for schedule in SCHEDULES.values():
+            assert 0 <= simulate(schedule, 3, 5, times).bubble <= 1
+
+
+def test_what_is_no_schedule() -> None:
+    with pytest.raises(ValueError, match="'1f1b' is no schedule: give a Schedule, such as schedu"):
+        simulate("1f1b", 2, 2)
 
 
 def test_names() -> None:
@@ -122,8 +201,12 @@ def test_names() -> None:
         schedule_named("2f2b")
     with pytest.raises(ValueError, match="'zb-h1' has 1 chunks a rank, 2 were given"):
         schedule_named("zb-h1", 2)
-    with pytest.raises(ValueError, match="interleaved: 0 chunks"):
-        interleaved(0)
+    for chunks in (0, -1, 1.5):
+        words = f"interleaved: chunks is {chunks}: give a whole number of at least 1"
+        with pytest.raises(ValueError, match=words):
+            schedule_named("interleaved", chunks)
+    with pytest.raises(ValueError, match="schedule own: chunks is 0: give a whole number of at le"):
+        Schedule("own", gpipe.order, chunks=0)
 
 
 def test_the_simulator_sees_a_deadlock() -> None:

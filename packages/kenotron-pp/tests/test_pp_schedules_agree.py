@@ -56,7 +56,7 @@ def compare(mesh: Mesh, schedules: list[Schedule], counts: list[int]) -> list[st
             reference = copied(layers)
             main, added = plain(reference, inputs, token_loss(inputs))
             for schedule in schedules:
-                pipeline, own = pipeline_of(layers, mesh["pp"], schedule)
+                pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.twin("pp"))
                 loss = pipeline.run(inputs, token_loss(inputs))
                 wrong = differences(own, reference)
                 if pipeline.losses.main != main or loss != main + pipeline.losses.auxiliary:

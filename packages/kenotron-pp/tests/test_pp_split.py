@@ -42,10 +42,21 @@ def test_more_stages_than_layers() -> None:
     with pytest.raises(ValueError, match="in 0 stages"):
         split_layers([1, 1, 1], 0)
 
+    with pytest.raises(ValueError, match="in 1.5 stages"):
+        split_layers([1, 1, 1], 1.5)
+    with pytest.raises(ValueError, match="there are no layers to cut: give at least one"):
+        split_layers([], 1)
 
-def test_a_negative_cost() -> None:
-    with pytest.raises(ValueError, match="cost of layer 1 is -2"):
-        split_layers([1, -2], 2)
+
+@pytest.mark.parametrize("cost", [-2, float("nan"), float("inf")])
+def test_a_cost_that_is_none(cost: float) -> None:
+    words = f"is {cost}: give a finite number from 0 up"
+    with pytest.raises(ValueError, match=f"cost of layer 1 {words}"):
+        split_layers([1, cost, 1], 2)
+    with pytest.raises(ValueError, match=f"cost of last {words}"):
+        split_layers([1, 1], 2, last=cost)
+    with pytest.raises(ValueError, match="costs add up to infinity: give them in a larger unit"):
+        split_layers([1e308, 1e308], 2)
 
 
 def test_stages_know_their_layers_and_parameters() -> None:
@@ -62,7 +73,7 @@ def test_what_the_ends_do_beside_their_layers_counts() -> None:
     assert split_layers([1] * 6, 2) == [range(3), range(3, 6)]
     assert split_layers([1] * 6, 2, last=2) == [range(4), range(4, 6)]
     assert split_layers([1] * 6, 2, first=2) == [range(2), range(2, 6)]
-    with pytest.raises(ValueError, match="costs of the ends are -1 and 0"):
+    with pytest.raises(ValueError, match="cost of first is -1: give a finite"):
         split_layers([1], 1, first=-1)
 
 
@@ -85,6 +96,13 @@ def test_chunks_of_a_rank() -> None:
     assert stages.of_parameter("layers.2.weight") == 1
     with pytest.raises(ValueError, match="8 layers were given 7 costs"):
         Stages.balanced(LAYERS, [1] * 7, 2)
+    with pytest.raises(ValueError, match="Stages.balanced: n_ranks is 0: give a whole number of"):
+        Stages.balanced(LAYERS, [1] * 8, 0)
+    for rank in (-1, 2):
+        with pytest.raises(ValueError, match=f"no stages for rank {rank}: 2 ranks share the layer"):
+            stages.own(LAYERS, rank)
+    with pytest.raises(ValueError, match="7 layers were given to stages of 8: give all layers of"):
+        stages.chunks(LAYERS[1:], 0)
 
 
 def test_explicit_cuts() -> None:

@@ -102,7 +102,8 @@ class Model(nn.Module):
 
 def batch(step):
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH + 1), generator=generator, device="cpu")
+    tokens = tokens.to(torch.get_default_device())
     labels = tokens[:, 1:].clone()
     labels[0, :2] = -100
     return tokens[:, :-1], labels

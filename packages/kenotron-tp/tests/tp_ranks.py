@@ -1,12 +1,15 @@
 """How these tests start ranks, and what a whole tensor is to one of them."""
 
+import os
 from datetime import timedelta
 
+import pytest
 import torch
 
 from kenotron_dist import Shard, TensorLayout, all_reduce, gradient_sums, parameter_layouts, spawn
 from kenotron_dist.boxes import scatter
 
+needs_gpu = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no GPU here")
 PRELOAD = ("torch._dynamo", "torch.testing", "kenotron_tp", "pytest")
 
 
@@ -15,15 +18,29 @@ def on_ranks(fn, *args, seconds=60, **sizes):
     return spawn(fn, *args, timeout=timedelta(seconds=seconds), preload=PRELOAD, **sizes)
 
 
+def on_gpus(fn, *args, seconds=120, **sizes):
+    """The same over NCCL, with new tensors on the GPU; ranks share it where there is only one."""
+    options = {"timeout": timedelta(seconds=seconds), "preload": PRELOAD, **sizes}
+    return spawn(_there, fn, args, device="cuda", share_gpus=True, **options)
+
+
+def _there(mesh, fn, args):
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
+    with mesh.device:
+        return fn(mesh, *args)
+
+
 def whole_numbers(*shape, seed, dtype=torch.float32):
     """Small integers: sums of products of them are exact, in bf16 too, in any order."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
+    drawn = torch.randint(-2, 3, shape, generator=generator, device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def normal(*shape, seed, dtype=torch.float32):
     """Draws that every rank can repeat."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return drawn.to(torch.get_default_device(), dtype)
 
 
 def part(whole, dim, mesh, chunks=None):

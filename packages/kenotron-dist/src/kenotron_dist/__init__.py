@@ -16,6 +16,7 @@ from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
+from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.placement import (
@@ -32,10 +33,11 @@ from kenotron_dist.placement import (
     parameter_layouts,
     tie_storages,
 )
-from kenotron_dist.spawn import STALLED, RankError, leave, spawn
+from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
+from kenotron_dist.spawn import STALLED, RankError, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_to_say, start
-from kenotron_dist.transfers import receive, send, shift
+from kenotron_dist.transfers import Route, receive, send, shift
 from kenotron_dist.watchdog import Watchdog, watch
 
 __all__ = [
@@ -56,6 +58,7 @@ __all__ = [
     "Placement",
     "Placements",
     "RankError",
+    "Route",
     "Shard",
     "StallReport",
     "TensorLayout",
@@ -75,6 +78,8 @@ __all__ = [
     "first_to_say",
     "from_env",
     "gather_objects",
+    "gather_pieces",
+    "gather_rows",
     "gradient_sums",
     "leave",
     "local_boxes",
@@ -91,6 +96,7 @@ __all__ = [
     "spawn",
     "start",
     "sum_gradients",
+    "sum_rows",
     "tie_storages",
     "watch",
 ]

@@ -6,7 +6,7 @@ A training loop of one's own calls ``sum_gradients`` after the last backward, th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,21 @@ def clip_gradients(
         norm = all_reduce(own.max(), mesh.world, op="max")
     else:
         norm = all_reduce(own.pow(norm_type).sum(), mesh.world).pow(1 / norm_type)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
-    for grad in grads.values():
-        grad.mul_(scale)
+    scale_to_norm(grads.values(), norm, max_norm)
     return norm
+
+
+def scale_to_norm(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+    """Scale tensors in place, from ``norm`` to ``max_norm`` if they are longer; the coefficient.
+
+    It is ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
+    """
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scaled = list(tensors)
+    on_host = coefficient.device.type == "cpu"  # where looking at a number makes nobody wait
+    if scaled and not (on_host and coefficient == 1.0):
+        torch._foreach_mul_(scaled, coefficient.float())
+    return coefficient
 
 
 def _layouts(module: nn.Module, mesh: Mesh) -> dict[str, TensorLayout]:

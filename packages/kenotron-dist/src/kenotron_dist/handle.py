@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -54,8 +55,7 @@ class Flight(NamedTuple):
         if pulse is None or self.ticket is None:
             work.wait()
             return
-        with pulse.waiting(self.ticket):
-            work.wait()
+        pulse.wait(self.ticket, work.wait)
         pulse.flying.discard(work)
         if self.axis.backend == "nccl":
             pulse.queued(self.ticket, work)
@@ -65,25 +65,29 @@ class Handle:
     """A communication under way. ``wait`` blocks until it is done and returns its result.
 
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
+
+    Arguments: what is awaited; then the result, or what makes it or the handle of a next round; how
+    many communications follow one another.
     """
 
     def __init__(
-        self, flight: Flight | None, finish: Callable[[], Tensor | Handle], rounds: int = 1
+        self,
+        flight: Flight | None,
+        result: Tensor | Callable[[], Tensor | Handle],
+        rounds: int = 1,
     ) -> None:
         self.rounds = rounds
-        """How many communications follow one another."""
         self._flight = flight
-        self._finish: Callable[[], Tensor | Handle] | None = finish
-        self._result: Tensor | None = None
+        self._result = result
 
     def wait(self) -> Tensor:
         """Block until the communication is done; the result.
 
         Raises RuntimeError naming the operation and its ranks when a peer is lost.
         """
-        while self._finish is not None:
+        while not isinstance(self._result, Tensor):
             self.advance()
-        assert self._result is not None  # set by the last round
+        self._land()
         return self._result
 
     def advance(self) -> None:
@@ -92,15 +96,19 @@ class Handle:
         A sum of many elements has two rounds: who computes for long before ``wait`` calls this
         half-way, so that both are hidden.
         """
-        if self._finish is None:
+        self._land()
+        if isinstance(self._result, Tensor):
             return
-        if self._flight is not None:
-            self._flight.land()
-        found, self._finish, self._flight = self._finish(), None, None
+        found = self._result()
         if isinstance(found, Handle):
-            self._finish, self._flight = found._finish, found._flight
+            self._result, self._flight = found._result, found._flight
         else:
             self._result = found
+
+    def _land(self) -> None:
+        if self._flight is not None:
+            self._flight.land()
+            self._flight = None
 
 
 def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *args: Any) -> Flight:
@@ -112,29 +120,30 @@ def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *ar
     if axis.pulse is None:
         return Flight(axis, None, verb(*args, group=axis.group, async_op=True))
     ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
-    with axis.pulse.waiting(ticket):
-        return Flight(axis, ticket, verb(*args, group=axis.group, async_op=True))
+    call = partial(verb, *args, group=axis.group, async_op=True)
+    return Flight(axis, ticket, axis.pulse.wait(ticket, call))
 
 
 def start_exchange(
-    axis: Axis, operation: str, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]
+    axis: Axis,
+    operation: str,
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
 ) -> Flight:
-    """Take a ticket and start sending one tensor to, and receiving one from, each rank of the axis.
+    """Take a ticket and start sending tensors to, and receiving some from, each rank of the axis.
 
-    Both lists are in axis order; None, and this rank's own entry, are skipped. All ranks call this
-    together, with lists that fit.
+    Both are lists in axis order; this rank's own entry, and empty tensors, are skipped. All ranks
+    call this together, with lists that fit.
     """
     me, n = axis.rank, axis.size
-    to = [(me + k) % n for k in range(1, n)]
-    source = [(me - k) % n for k in range(1, n)]
-    pairs = [(dist.irecv, received[i], axis.ranks[i]) for i in source]
-    pairs += [(dist.isend, sent[i], axis.ranks[i]) for i in to]
-    calls = [(verb, x, peer) for verb, x, peer in pairs if x is not None and x.numel()]
+    calls = [(dist.irecv, x, i) for i in ((me - k) % n for k in range(1, n)) for x in received[i]]
+    calls += [(dist.isend, x, i) for i in ((me + k) % n for k in range(1, n)) for x in sent[i]]
+    full = [(verb, x, i) for verb, x, i in calls if x.numel()]
     if axis.pulse is None:
-        return Flight(axis, None, _exchange(calls, axis, axis.tag))
+        return Flight(axis, None, _exchange(full, axis, axis.tag))
     ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
-    with axis.pulse.waiting(ticket):
-        work = _exchange(calls, axis, axis.tag + ticket.number % _LAPS)
+    tag = axis.tag + ticket.number % _LAPS
+    work = axis.pulse.wait(ticket, lambda: _exchange(full, axis, tag))
     axis.pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)
 
@@ -142,20 +151,13 @@ def start_exchange(
 def _exchange(
     calls: list[tuple[Callable[..., dist.Work | None], Tensor, int]], axis: Axis, tag: int
 ) -> _Together:
-    group = axis.group
-    if axis.backend == "nccl":  # one launch: apart, two ranks that both send first never meet
-        return _Together(dist.batch_isend_irecv([dist.P2POp(v, x, p, group) for v, x, p in calls]))
-    return _Together([verb(x, peer, group=group, tag=tag) for verb, x, peer in calls])
-
-
-def start_transfer(x: Tensor, axis: Axis, source: int, to: int, tag: int) -> Flight:
-    """Take a ticket and start this rank's side of a transfer between two global ranks."""
-    sends = axis.ranks[axis.rank] == source
-    verb, peer = (dist.isend, to) if sends else (dist.irecv, source)
-    if axis.pulse is None:
-        return Flight(axis, None, verb(x, peer, group=axis.group, tag=tag))
-    channel = f"{axis.name}:{source}>{to}#{tag}"
-    operation = "send" if sends else "receive"
-    ticket = axis.pulse.issue(channel, axis.name, (source, to), operation)
-    with axis.pulse.waiting(ticket):
-        return Flight(axis, ticket, verb(x, peer, group=axis.group, tag=tag))
+    group, places = axis.group, axis.places
+    assert group is not None  # there is another rank
+    if axis.backend == "nccl" and calls:  # apart, two ranks that both send first never meet
+        pairs = [dist.P2POp(verb, x, axis.ranks[i], group) for verb, x, i in calls]
+        return _Together(dist.batch_isend_irecv(pairs))
+    works = []
+    for verb, x, i in calls:
+        start = group.send if verb is dist.isend else group.recv
+        works.append(start([x], places[i], tag))
+    return _Together(works)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.environment import World, resolve
-from kenotron_dist.spawn import leave
+from kenotron_dist.leave import leave
 
 _FAREWELL_SECONDS = 10.0
 """How long a rank that is done waits for the others to be done too."""
@@ -168,3 +168,12 @@ def _check_owner(world: World, store: dist.Store) -> None:
             "given one rank, or torchrun changed the number of ranks without a restart count "
             "(set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it starts)"
         )
+
+
+def pretend_host(rank: int) -> None:
+    """Let NCCL take this process for the only one of its host: it refuses two on one GPU."""
+    os.environ |= {
+        "NCCL_HOSTID": f"rank {rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }

@@ -57,6 +57,12 @@ class Axis:
             ranks = f"{self.ranks[0]}..{self.ranks[-1]}/{zlib.crc32(ranks.encode()):08x}"
         return f"{self.name}:{ranks}"
 
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Ranks within the group, in axis order: what the group's own methods take."""
+        group = self.group
+        return tuple(0 if group is None else dist.get_group_rank(group, r) for r in self.ranks)
+
     @classmethod
     def solo(cls, name: str, rank: int = 0) -> Axis:
         """An axis of one rank, which needs no process group."""

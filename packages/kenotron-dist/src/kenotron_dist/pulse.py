@@ -14,10 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+T = TypeVar("T")
 _OWN = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _STANDARD = str(Path(threading.__file__).parent) + os.sep
 
@@ -91,17 +92,32 @@ class Pulse:
         self._queued: deque[tuple[Waiting, Job]] = deque()
         self._quiet: dict[str, bool] = {}
 
-    def issue(self, channel: str, axis: str, ranks: tuple[int, ...], operation: str) -> Ticket:
-        """Count a communication that starts now."""
+    def issue(
+        self,
+        channel: str,
+        axis: str,
+        ranks: tuple[int, ...],
+        operation: str,
+        site: tuple[str, int] | None = None,
+    ) -> Ticket:
+        """Count a communication that starts now; ``site`` is who calls, if that is known."""
         before = self.tickets.get(channel)
         number = 1 if before is None else before.number + 1
-        ticket = Ticket(channel, axis, ranks, number, operation, *self._call_site())
+        ticket = Ticket(channel, axis, ranks, number, operation, *(site or self.call_site()))
         self.tickets[channel] = self.last = ticket
         return ticket
 
-    def waiting(self, ticket: Ticket) -> _Shown:
-        """A context in which this thread blocks on ``ticket``; RuntimeErrors leave it explained."""
-        return _Shown(self, ticket)
+    def wait(self, ticket: Ticket, block: Callable[[], T]) -> T:
+        """Show ``ticket`` while ``block`` is called; a RuntimeError leaves it explained."""
+        thread = threading.get_ident()
+        self.shown[thread] = Waiting(ticket, time.monotonic())
+        try:
+            return block()
+        except RuntimeError as error:
+            raise self.explain(ticket, error) from error
+        finally:
+            del self.shown[thread]
+            self.moved = time.monotonic()
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
@@ -133,7 +149,7 @@ class Pulse:
             return self.on_error(ticket, error)
         return RuntimeError(f"{ticket}, failed: {error}")
 
-    def _call_site(self) -> tuple[str, int]:
+    def call_site(self) -> tuple[str, int]:
         """File and line of the innermost caller that is not this package, torch or Python's."""
         frame = sys._getframe(2)
         while frame.f_back is not None and self._is_quiet(frame.f_code.co_filename):
@@ -147,25 +163,3 @@ class Pulse:
             quiet = file.startswith((*_OWN, "<frozen ")) or standard
             self._quiet[file] = quiet
         return quiet
-
-
-class _Shown:
-    """Shows a ticket while its thread waits (a generator would cost twice as much)."""
-
-    __slots__ = ("_pulse", "_ticket")
-
-    def __init__(self, pulse: Pulse, ticket: Ticket) -> None:
-        self._pulse, self._ticket = pulse, ticket
-
-    def __enter__(self) -> None:
-        wait = Waiting(self._ticket, time.monotonic())
-        self._pulse.shown[threading.get_ident()] = wait
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        pulse = self._pulse
-        try:
-            if isinstance(error, RuntimeError):
-                raise pulse.explain(self._ticket, error) from error
-        finally:
-            del pulse.shown[threading.get_ident()]
-            pulse.moved = time.monotonic()

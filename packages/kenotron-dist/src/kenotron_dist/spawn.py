@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,8 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.device import choose_device, visible_gpus
+from kenotron_dist.launch import pretend_host
+from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Mesh, MeshConfig
 
 STALLED = 75
@@ -76,6 +77,7 @@ class _Job(NamedTuple):
     timeout: timedelta
     threads: int
     device: str | None
+    share_gpus: bool
 
 
 def spawn(
@@ -89,13 +91,16 @@ def spawn(
     threads: int = 1,
     preload: Sequence[str] = (),
     device: str | None = "cpu",
+    share_gpus: bool = False,
 ) -> list[Any]:
     """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
     Arguments: an importable function, its arguments and results must pickle; ranks along each
     axis; how long an operation may wait for a peer; torch threads in each process; modules to load
     before this program's first spawn, beside ``torch`` (tests gain from ``torch._dynamo``);
-    ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are GPUs enough.
+    ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are GPUs enough; whether
+    several ranks may have one GPU, to try a layout on fewer GPUs than it needs (slow: NCCL then
+    takes every rank for a host of its own, and talks through sockets).
 
     Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
     mesh, and RankError with the cause of the first rank that failed or died, after ending the
@@ -109,7 +114,7 @@ def spawn(
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
-        job = _Job(call, config, store, timeout, threads, device)
+        job = _Job(call, config, store, timeout, threads, device, share_gpus)
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
@@ -218,9 +223,13 @@ def _outcome(rank: int, job: _Job) -> bytes:
 
 def _connect(rank: int, job: _Job) -> Mesh:
     world = job.config.world_size
-    device, backend = choose_device(job.device, None, visible_gpus(), world)
+    gpus = visible_gpus()
+    shared = job.share_gpus and 0 < gpus < world
+    device, backend = choose_device(job.device, None, world if shared else gpus, world)
     if device == "cuda":
-        torch.accelerator.set_device_index(rank)
+        torch.accelerator.set_device_index(rank % gpus)
+    if shared:
+        pretend_host(rank)
     store = dist.FileStore(job.store, world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=job.timeout)
     grid = job.config
@@ -232,14 +241,3 @@ def _leave_with_parent(pipe: Connection) -> NoReturn:
     with contextlib.suppress(EOFError, OSError):
         pipe.recv_bytes()
     leave(0)
-
-
-def leave(code: int) -> NoReturn:
-    """End this process at once, output flushed, without Python's finalisation.
-
-    A gloo process that finalises soon after its last collective aborts in half the cases (torch
-    2.13): a backend thread drops a tensor while the interpreter goes away.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

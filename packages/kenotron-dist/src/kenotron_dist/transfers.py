@@ -2,24 +2,60 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from kenotron_dist.handle import Handle, start_exchange, start_transfer
+from kenotron_dist.handle import Flight, Handle, start_exchange
 from kenotron_dist.mesh import Axis
+
+
+class Route:
+    """One transfer that is made again and again, looked up once.
+
+    Arguments: the axis; index of the other rank; a tag, the same there; whether this rank sends.
+    On gloo a send meets the receive of the same tag, on nccl the next one between these two ranks.
+    Raises ValueError when the index is no other rank of the axis.
+    """
+
+    def __init__(self, axis: Axis, peer: int, tag: int = 0, *, sends: bool) -> None:
+        verb = "send" if sends else "receive"
+        _check_other(axis, peer, verb)
+        assert axis.group is not None  # there is another rank
+        # The group itself: torch's isend looks the ranks up again every time.
+        self._verb = axis.group.send if sends else axis.group.recv
+        self._axis, self._place, self._tag, self._sends = axis, axis.places[peer], tag, sends
+        me, other = axis.ranks[axis.rank], axis.ranks[peer]
+        ranks = (me, other) if sends else (other, me)
+        self._called = (f"{axis.name}:{ranks[0]}>{ranks[1]}#{tag}", axis.name, ranks, verb)
+        self._site = None if axis.pulse is None else axis.pulse.call_site()
+
+    def start(self, x: Tensor) -> Handle:
+        """Start sending ``x``, or receiving into it; ``wait`` before it is changed or freed.
+
+        Raises ValueError when ``x`` is received and not contiguous.
+        """
+        if self._sends:
+            x = (x.detach() if x.requires_grad else x).contiguous()
+        elif not x.is_contiguous():
+            raise ValueError("receive: the tensor must be contiguous, it is overwritten in place")
+        axis = self._axis
+        if axis.pulse is None:
+            return Handle(Flight(axis, None, self._verb([x], self._place, self._tag)), x)
+        ticket = axis.pulse.issue(*self._called, self._site)
+        call = partial(self._verb, [x], self._place, self._tag)
+        return Handle(Flight(axis, ticket, axis.pulse.wait(ticket, call)), x)
 
 
 def send(x: Tensor, axis: Axis, to: int, tag: int = 0) -> Handle:
     """Start sending ``x`` to index ``to`` of the axis; ``wait`` before it is changed or freed.
 
+    On gloo a send meets the receive of the same tag, on nccl the next one between these two ranks.
     Raises ValueError when ``to`` is no other rank of the axis.
     """
-    _check_other(axis, to, "send")
-    x = x.detach().contiguous()
-    flight = start_transfer(x, axis, axis.ranks[axis.rank], axis.ranks[to], tag)
-    return Handle(flight, lambda: x)
+    return Route(axis, to, tag, sends=True).start(x)
 
 
 def receive(out: Tensor, axis: Axis, source: int, tag: int = 0) -> Handle:
@@ -27,11 +63,7 @@ def receive(out: Tensor, axis: Axis, source: int, tag: int = 0) -> Handle:
 
     Raises ValueError when ``out`` is not contiguous, or ``source`` is no other rank of the axis.
     """
-    _check_other(axis, source, "receive")
-    if not out.is_contiguous():
-        raise ValueError("receive: the tensor must be contiguous, it is overwritten in place")
-    flight = start_transfer(out, axis, axis.ranks[source], axis.ranks[axis.rank], tag)
-    return Handle(flight, lambda: out)
+    return Route(axis, source, tag, sends=False).start(out)
 
 
 @overload
@@ -60,14 +92,14 @@ def shift(
         )
     if by % axis.size == 0:
         kept = x if out is None else out.copy_(x)
-        return Handle(None, lambda: kept) if async_op else kept
+        return Handle(None, kept) if async_op else kept
     x = x.detach()
     arriving = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
-    sent: list[Tensor | None] = [None] * axis.size
+    sent: list[list[Tensor]] = [[]] * axis.size
     received = list(sent)
-    sent[(axis.rank + by) % axis.size] = x.contiguous()
-    received[(axis.rank - by) % axis.size] = arriving
-    handle = Handle(start_exchange(axis, "shift", sent, received), lambda: arriving)
+    sent[(axis.rank + by) % axis.size] = [x.contiguous()]
+    received[(axis.rank - by) % axis.size] = [arriving]
+    handle = Handle(start_exchange(axis, "shift", sent, received), arriving)
     return handle if async_op else handle.wait()
 
 

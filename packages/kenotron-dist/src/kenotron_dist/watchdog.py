@@ -19,9 +19,10 @@ from typing import Self
 import torch.distributed as dist
 
 from kenotron_dist.board import Board
+from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Mesh
 from kenotron_dist.pulse import Ticket, Waiting
-from kenotron_dist.spawn import STALLED, leave
+from kenotron_dist.spawn import STALLED
 from kenotron_dist.stall import Beat, Cause, Inquiry, PeerLost, Search, Seen, StallReport
 
 _BEAT_SECONDS = 1.5

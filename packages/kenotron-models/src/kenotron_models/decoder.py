@@ -172,7 +172,7 @@ def build_decoder(
         vocab,
         width,
         axis,
-        sequence_parallel=mode.sequence_parallel,
+        **mode.embedding,
         divisible_by=vocab_divisible_by,
         device=device,
         dtype=dtype,

@@ -2,22 +2,46 @@
 
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.clip import GlobalNorm, clip_
-from kenotron_optim.config import AdamWConfig, LRSchedulerConfig, OptimizerConfig
-from kenotron_optim.groups import ParameterGroup, decay_groups
+from kenotron_optim.config import (
+    AdamWConfig,
+    LRMultiplier,
+    LRSchedulerConfig,
+    MuonConfig,
+    NonFinitePolicy,
+    OptimizerConfig,
+    SGDConfig,
+)
+from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
+from kenotron_optim.kinds import parameter_kinds
 from kenotron_optim.lr import LRSchedule, learning_rate
+from kenotron_optim.matrices import whole_matrices
+from kenotron_optim.nonfinite import NonFinite, allows_update, find_nonfinite
+from kenotron_optim.update_rule import update_rule
 from kenotron_optim.zero1 import SlicedOptimizer
 
 __all__ = [
     "AdamWConfig",
     "GlobalNorm",
     "GradAccumulator",
+    "LRMultiplier",
     "LRSchedule",
     "LRSchedulerConfig",
+    "MuonConfig",
+    "NonFinite",
+    "NonFinitePolicy",
     "OptimizerConfig",
     "ParameterGroup",
+    "SGDConfig",
     "SlicedOptimizer",
     "Slices",
+    "allows_update",
     "clip_",
     "decay_groups",
+    "describe",
+    "find_nonfinite",
     "learning_rate",
+    "parameter_groups",
+    "parameter_kinds",
+    "update_rule",
+    "whole_matrices",
 ]

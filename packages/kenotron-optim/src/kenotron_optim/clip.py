@@ -1,79 +1,174 @@
-"""The norm of the whole gradient, every logical element counted once, and clipping by it."""
+"""The norm of the whole gradient, every logical element counted once, and clipping by it.
+
+Shapes: T logical tensors of the whole model, W ranks of the mesh, P pipeline stages of them.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, Mesh, TensorLayout, all_reduce, local_boxes
+from kenotron_dist import Box, Mesh, TensorLayout, all_gather, local_boxes
 from kenotron_dist.boxes import norm_weight, view_of
+from kenotron_dist.collectives import tree_sum
+from kenotron_dist.gradients import scale_to_norm
 from kenotron_optim.accumulate import GradAccumulator, Slices
+
+INF = float("inf")
+_ROW, _LARGE = 256, 1 << 18
+"""Elements that are added up in fp32, of tensors from this many on: the error is below 1e-8."""
 
 
 class GlobalNorm:
-    """The 2-norm of the gradient of a whole model.
+    """The norm of the gradient of a whole model.
 
-    What each rank counts follows from placements and is worked out once, here. ``__call__`` is
-    collective over the mesh.
+    Arguments: the accumulator whose slices are measured; the exponent, 1, 2 or ``inf`` (the
+    largest element). Raises ValueError for another one.
 
-    The sum of squares of each logical tensor is taken in fp64, summed over the ranks that hold
-    parts of it, and the tensors are added in the order of their names: where the pipeline cuts
-    the model changes no bit.
+    What each rank counts follows from placements and is worked out once, here. Every call is one
+    pass over this rank's slices and one collective over the mesh, whatever is asked: T numbers
+    from each rank.
+
+    The powers of each logical tensor are added in fp64, over the ranks that hold parts of it in a
+    fixed tree, and the tensors in the order of their names: where the pipeline cuts the model
+    changes no bit, and all ranks work out the same result from the same numbers.
     """
 
-    def __init__(self, accumulator: GradAccumulator) -> None:
+    def __init__(self, accumulator: GradAccumulator, norm_type: float = 2.0) -> None:
+        if norm_type not in (1, 2, INF):
+            raise ValueError(f"norm_type {norm_type} is not available: choose 1, 2 or inf")
         mesh = accumulator.mesh
-        self._mesh = mesh
-        self._tensors = len(accumulator.names)
-        index = {name: i for i, name in enumerate(accumulator.names)}
-        rows = [index[name] for name in accumulator.logical]
-        self._rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
+        self.mesh, self.norm_type = mesh, float(norm_type)
+        self.names = tuple(accumulator.names)
+        """Logical names of the whole model, sorted."""
         self._layouts = {name: accumulator.owned_layout(name) for name in accumulator.logical}
-        self._counted = {name: _counted(layout, mesh) for name, layout in self._layouts.items()}
-        self._within = mesh["dp", "cp", "tp"]
+        self._views: list[tuple[str, Box | None]] = []
+        """What this rank counts: a whole slice, or a box of it."""
+        rows, places = [], []
+        for name, layout in self._layouts.items():
+            counted = list(_counted(layout, mesh))
+            if counted:
+                rows.append(self.names.index(name))
+                places.append(range(len(self._views), len(self._views) + len(counted)))
+                self._views += [(name, box) for box in counted]
+        self._rows = torch.tensor(rows, dtype=torch.int64, device=mesh.device)
+        self._columns = _columns(places, len(self._views)).to(mesh.device)
 
     def __call__(self, slices: Slices) -> Tensor:
-        """fp64 scalar, the same on every rank; ``slices`` come from ``finish``."""
-        squares = torch.zeros(self._tensors, dtype=torch.float64, device=self._mesh.device)
-        own = [self._square(name, slices[name]) for name in self._layouts]
-        if own:
-            squares[self._rows] = torch.stack(own)
-        squares = all_reduce(squares, self._within)
-        squares = all_reduce(squares, self._mesh["pp"])  # other stages' entries add exact zeros
-        return squares.sum().sqrt()
+        """fp64 scalar, the same on every rank; ``slices`` come from ``finish``. Collective."""
+        powers = self._whole(self.by_rank(slices))
+        if self.norm_type == INF:
+            return powers.amax() if len(powers) else powers.sum()
+        return powers.sum().pow(1 / self.norm_type)
 
-    def _square(self, name: str, slice_: Tensor) -> Tensor:
-        """Sum of squares of what this rank counts of a slice."""
-        counted = self._counted[name]
-        if counted is None:
-            return torch.linalg.vector_norm(slice_, dtype=torch.float64).square()
-        layout = self._layouts[name]
-        total = torch.zeros((), dtype=torch.float64, device=slice_.device)
-        for box in counted:
-            view = view_of(slice_, layout, self._mesh.sizes, box)
-            total += torch.linalg.vector_norm(view, dtype=torch.float64).square()
-        return total
+    def norms(self, slices: Slices) -> dict[str, float]:
+        """The norm of every parameter's gradient by logical name, the same on every rank.
+
+        For reports: it waits for the numbers. Collective over the mesh.
+        """
+        powers = self._whole(self.by_rank(slices))
+        norms = powers if self.norm_type == INF else powers.pow(1 / self.norm_type)
+        return dict(zip(self.names, norms.tolist(), strict=True))
+
+    def by_rank(self, slices: Slices) -> Tensor:
+        """What each rank counts of each tensor (W, T) fp64, the same on every rank.
+
+        Sums of magnitudes or squares, or the largest magnitude. An entry is finite exactly when
+        all that it counts is: no sum of fp32 squares reaches the end of fp64. Collective.
+        """
+        row = torch.zeros(1, len(self.names), dtype=torch.float64, device=self.mesh.device)
+        if self._views:
+            # The last entry is the zero that fills up rows of fewer boxes.
+            parts = _powers([self._view(slices, *view) for view in self._views], self.norm_type)
+            total = parts[self._columns[0]]
+            for column in self._columns[1:]:  # in a fixed order: atomics would have none
+                other = parts[column]
+                total = torch.maximum(total, other) if self.norm_type == INF else total + other
+            row[0, self._rows] = total
+        return all_gather(row, self.mesh.world)
+
+    def _whole(self, by_rank: Tensor) -> Tensor:
+        """Powers of the logical tensors (T,) from those of the ranks (W, T)."""
+        if self.norm_type == INF:
+            return by_rank.amax(0)
+        stages = self.mesh.sizes["pp"]
+        within = by_rank.view(stages, by_rank.shape[0] // stages, -1)  # pp is outermost
+        return tree_sum(within.transpose(0, 1)).sum(0)  # other stages' entries are exact zeros
+
+    def _view(self, slices: Slices, name: str, box: Box | None) -> Tensor:
+        if box is None:
+            return slices[name]
+        return view_of(slices[name], self._layouts[name], self.mesh.sizes, box)
 
 
-def clip_(slices: Slices, max_norm: float, norm: Tensor) -> Tensor:
+def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
     The coefficient is ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
-    Returns it. Raises ValueError unless ``max_norm`` is positive.
+    Returns it. A norm that is not finite makes the gradients so, as with torch (see
+    ``find_nonfinite``). Raises ValueError unless ``max_norm`` is positive.
     """
     if not max_norm > 0:
         raise ValueError(f"cannot clip to a norm of {max_norm}: it must be above 0")
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale = coefficient.float()
-    for slice_ in slices.values():
-        slice_.mul_(scale)
-    return coefficient
+    return scale_to_norm(slices.values(), torch.as_tensor(norm), max_norm)
 
 
-def _counted(layout: TensorLayout, mesh: Mesh) -> list[Box] | None:
-    """Blocks of a slice that this rank counts; None: all of it."""
+def _powers(views: list[Tensor], norm_type: float) -> Tensor:
+    """Sum of magnitudes or squares, or largest magnitude, of each view, and a zero; fp64."""
+    zero = torch.zeros(1, dtype=torch.float64, device=views[0].device)
+    if norm_type == INF:  # exact in any dtype; on a CPU 20 times as fast as a norm of order inf
+        low, high = zip(*(view.aminmax() for view in views), strict=True)
+        largest = torch.maximum(torch.stack(high), -torch.stack(low))
+        return torch.cat([largest.double(), zero])
+    if norm_type == 1:
+        return torch.cat([_norms(views, 1.0), zero])
+    rows = [_ROW * (view.numel() // _ROW) if _in_rows(view) else 0 for view in views]
+    rest = [view[n:] if n else view for view, n in zip(views, rows, strict=True)]
+    powers = _norms(rest, 2.0).square()
+    large = [i for i, n in enumerate(rows) if n]
+    if large:
+        powers[large] += torch.stack([_squares(views[i][: rows[i]]) for i in large])
+    return torch.cat([powers, zero])
+
+
+def _norms(views: list[Tensor], norm_type: float) -> Tensor:
+    return torch.stack(torch._foreach_norm(views, norm_type, dtype=torch.float64))
+
+
+def _in_rows(view: Tensor) -> bool:
+    """On a CPU torch copies a tensor to take its norm in fp64: large ones go in short rows."""
+    return view.device.type == "cpu" and view.ndim == 1 and view.numel() >= _LARGE
+
+
+def _squares(flat: Tensor) -> Tensor:
+    """Sum of squares of whole rows: fp32 within a row, fp64 between them.
+
+    Where squares would leave the range of fp32, all is done in fp64.
+    """
+    norms = torch.linalg.vector_norm(flat.view(-1, _ROW), dim=1)
+    total = norms.double().square().sum()
+    if 1e-20 * len(norms) < total < 1e36 or not flat.any():
+        return total
+    return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+
+
+def _counted(layout: TensorLayout, mesh: Mesh) -> Iterator[Box | None]:
+    """Blocks of a slice that this rank counts; a single None for all of it."""
     flat = layout.flat
     assert flat is not None  # a slice's layout
     boxes = local_boxes(layout, mesh.sizes, mesh.coords)
     own = [box for box in boxes if norm_weight(layout, mesh.sizes, mesh.coords, box) > 0]
-    return None if sum(box.numel for box in own) == flat.stop - flat.start else own
+    counted = [box for box in own if box.numel]
+    if counted and sum(box.numel for box in counted) == flat.stop - flat.start:
+        yield None
+    else:
+        yield from counted
+
+
+def _columns(places: Sequence[range], fill: int) -> Tensor:
+    """Where the k-th part of each tensor is (most parts, tensors); ``fill`` where it has fewer."""
+    most = max((len(place) for place in places), default=0)
+    table = [[place[k] if k < len(place) else fill for place in places] for k in range(most)]
+    return torch.tensor(table, dtype=torch.int64)

@@ -1,11 +1,22 @@
-"""Which parameters an optimizer treats alike, from plain rules."""
+"""Which parameters an optimizer treats alike, from plain rules.
+
+Everything here is a pure function of the *whole* model's names, so that all ranks of all pipeline
+stages come to the same groups.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
+
+from kenotron_dist import TensorLayout
+from kenotron_optim.config import Kind, LRMultiplier
+
+SHOWN_NAMES = 4
+"""Names of a group that a report shows, where numbers are left out."""
 
 
 @dataclass(frozen=True)
@@ -14,6 +25,62 @@ class ParameterGroup:
 
     names: tuple[str, ...]
     weight_decay: float
+    lr_multiplier: float = 1.0
+    """Factor of the schedule's learning rate (and so of the weight decay of a step)."""
+
+
+def parameter_groups(
+    names: Iterable[str],
+    weight_decay: float,
+    *,
+    exclude: Sequence[str] = (),
+    exclude_kinds: Collection[Kind] = (),
+    kinds: Mapping[str, Collection[Kind]] | None = None,
+    lr_multipliers: Sequence[LRMultiplier] = (),
+) -> list[ParameterGroup]:
+    """Sort all parameters of a model into groups with the same options.
+
+    Arguments:
+        names: logical names of the whole model (``GradAccumulator.names``).
+        weight_decay: of all parameters but the excluded ones, which have none.
+        exclude: regular expressions for whole names without weight decay.
+        exclude_kinds, kinds: kinds without weight decay, and the kinds of every name that has any
+            (``kenotron_optim.parameter_kinds``). A kind that no parameter has excludes nothing.
+        lr_multipliers: factors of learning rates by regular expressions for whole names; the first
+            that matches a name counts.
+
+    Returns groups that are not empty: first those without multiplier, then in the order of the
+    rules; with weight decay before without. Names keep their order.
+
+    Raises ValueError for a pattern that no name matches, for a multiplier that earlier ones leave
+    nothing to, and for kinds without ``kinds``.
+    """
+    names = list(names)
+    if not 0 <= weight_decay < float("inf"):
+        raise ValueError(f"weight_decay {weight_decay} must be finite and not negative")
+    unknown = [each for each in exclude_kinds if each not in get_args(Kind)]
+    if unknown or isinstance(exclude_kinds, str):
+        known = ", ".join(map(repr, get_args(Kind)))
+        raise ValueError(f"exclude_kinds {exclude_kinds!r}: give a list of some of {known}")
+    if exclude_kinds and kinds is None:
+        raise ValueError(
+            f"exclude_kinds {sorted(exclude_kinds)} were given without kinds: pass "
+            "kinds=parameter_kinds(model, layouts)"
+        )
+    for pattern in exclude:
+        _matches(pattern, names, "which shall have no weight decay (exclude)")
+    factors = _first_matches(names, lr_multipliers)
+    free = {name for name, own in (kinds or {}).items() if set(own) & set(exclude_kinds)}
+    free |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in exclude)}
+    order = dict.fromkeys([1.0, *(rule.multiplier for rule in lr_multipliers)])
+    members: dict[tuple[float, float], list[str]] = {
+        (factor, decay): [] for factor in order for decay in (weight_decay, 0.0)
+    }
+    for name in names:
+        members[factors.get(name, 1.0), 0.0 if name in free else weight_decay].append(name)
+    return [
+        ParameterGroup(tuple(own), decay, factor) for (factor, decay), own in members.items() if own
+    ]
 
 
 def decay_groups(
@@ -21,21 +88,87 @@ def decay_groups(
 ) -> list[ParameterGroup]:
     """Two groups: with weight decay, and without for names that match an ``exclude`` pattern.
 
-    A pattern is a regular expression for a whole name. Empty groups are left out. Raises ValueError
-    for a pattern that no name matches.
+    ``parameter_groups`` with no other rule.
     """
-    names = list(names)
-    for pattern in exclude:
-        if not any(re.fullmatch(pattern, name) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    return parameter_groups(names, weight_decay, exclude=exclude)
+
+
+def describe(
+    groups: Sequence[ParameterGroup],
+    layouts: Iterable[TensorLayout] | Mapping[str, TensorLayout],
+    whole: Collection[str] = (),
+) -> str:
+    """A table of groups: multiplier, weight decay, tensors, logical elements, some names.
+
+    Arguments: the groups; layouts of the whole model (tied ones may come more than once); tensors
+    that are updated whole, which get rows of their own. Numbers in names are shown as ``*``. Raises
+    ValueError for a name without layout.
+    """
+    each = layouts.values() if isinstance(layouts, Mapping) else layouts
+    shapes = {layout.name: layout.shape for layout in each}
+    unknown = sorted({name for group in groups for name in group.names} - set(shapes))
+    if unknown:
+        raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")
+    rows = [("group", "lr x", "weight decay", "tensors", "elements", "names")]
+    for number, group in enumerate(groups):
+        for uncut in (False, True):
+            names = [name for name in group.names if (name in whole) is uncut]
+            if names:
+                rows.append(
+                    (
+                        f"{number} whole" if uncut else str(number),
+                        f"{group.lr_multiplier:.6g}",
+                        f"{group.weight_decay:.6g}",
+                        str(len(names)),
+                        f"{sum(_product(shapes[name]) for name in names):,}",
+                        _shortened(names),
+                    )
+                )
+    *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        "  ".join([*(cell.rjust(n) for cell, n in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    )
+
+
+def _matches(pattern: str, names: Sequence[str], purpose: str) -> list[str]:
+    """The names that a pattern matches, which are some."""
+    found = [name for name in names if re.fullmatch(pattern, name)]
+    if not found:
+        near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+        raise ValueError(
+            f"no parameter is named by {pattern!r}, {purpose}: a pattern must match a whole name, "
+            f"such as {near[0] if near else '(none)'!r}"
+        )
+    return found
+
+
+def _first_matches(names: Sequence[str], rules: Sequence[LRMultiplier]) -> dict[str, float]:
+    """The factor of every name that a rule matches."""
+    factors: dict[str, float] = {}
+    purpose = "which shall have a learning rate of its own (lr_multipliers)"
+    for rule in rules:
+        matched = _matches(rule.pattern, names, purpose)
+        fresh = [name for name in matched if name not in factors]
+        if not fresh:
             raise ValueError(
-                f"no parameter is named by {pattern!r}, which shall have no weight decay: a "
-                f"pattern must match a whole name, such as {near[0] if near else '(none)'!r}"
+                f"the rule {rule.pattern!r} of lr_multipliers has no effect: earlier rules "
+                f"match all of its parameters, such as {matched[0]!r}, and the first match counts; "
+                "put the narrower rule first"
             )
-    patterns = [re.compile(pattern) for pattern in exclude]
-    kept, free = [], []
-    for name in names:
-        matched = any(pattern.fullmatch(name) for pattern in patterns)
-        (free if matched else kept).append(name)
-    groups = (ParameterGroup(tuple(kept), weight_decay), ParameterGroup(tuple(free), 0.0))
-    return [group for group in groups if group.names]
+        factors |= dict.fromkeys(fresh, rule.multiplier)
+    return factors
+
+
+def _shortened(names: Sequence[str]) -> str:
+    """Names with ``*`` for numbers, each once, the first few of them."""
+    short = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
+    more = len(short) - SHOWN_NAMES
+    return ", ".join(short[:SHOWN_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size

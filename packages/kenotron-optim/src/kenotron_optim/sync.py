@@ -49,6 +49,12 @@ class GradientSync:
             for _, layout in sorted(whole.items())
             for group in gradient_sums(layout, mesh.sizes, mesh.coords)
         }
+        self.names = {tied.layout.name for tied in self._ties} | {
+            layout.name
+            for layout in whole.values()
+            if gradient_sums(layout, mesh.sizes, mesh.coords)
+        }
+        """Logical names of tensors whose gradient some sum changes."""
         self._partial: list[tuple[Axis, list[tuple[str, TensorLayout, tuple[Box, ...]]]]] = []
         for key, axis in axes.items():
             members = [

@@ -2,24 +2,28 @@
 
 Stage 0 keeps every data rank's slices on every rank, stage 1 only its own. Both take the same
 reduction and update slices of the same length, so they agree bit for bit; stage 0 gathers
-gradients, stage 1 gathers updated parameters.
+gradients, stage 1 gathers updated parameters. The master of an fp32 parameter is the parameter's
+own memory; others have a copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kenotron_dist import TensorLayout, all_gather
+from kenotron_dist import TensorLayout, gather_pieces, gather_rows
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.groups import ParameterGroup
-from kenotron_optim.partition import Bucket, Span, read
+from kenotron_optim.partition import Bucket, Span
 
-MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Parameter groups -> any elementwise ``torch.optim`` optimizer over them."""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizers]
+"""Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones for slices,
+any for groups that are marked ``whole``, whose tensors have the parameters' own shapes."""
 
 Piece = tuple[str, int]
 """(logical name, data rank whose slice it is)"""
@@ -34,7 +38,8 @@ class SlicedOptimizer:
         groups: options by logical name; names of other stages are passed over.
         stage: 0 or 1 (see above).
 
-    Raises ValueError for another stage, or a parameter of this stage that is in no group.
+    Raises ValueError for another stage, a parameter of this stage that is in no group or in two,
+    and a name that the model has not.
     """
 
     def __init__(
@@ -54,20 +59,27 @@ class SlicedOptimizer:
             for rank in held
             if span.owned(rank)[0] < span.owned(rank)[1]
         }
-        options = _options(groups, self.masters)
+        whole = {span.name for _, span in accumulator.spans() if span.owner is not None}
+        _check_names(groups, accumulator.names)
+        options = _options(groups, self.masters, whole)
         # A rank may own nothing: few small parameters on many data ranks.
-        self._inner = make_optimizer(options) if options else None
-        self._steps = 0
+        made = make_optimizer(options) if options else []
+        self._inner = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        self._steps, self._prepared = 0, False
 
     def step(self, slices: Slices, lr: float) -> None:
         """Update masters with gradient ``slices`` and parameters with masters.
 
-        Collective over dp and cp. ``lr`` is the learning rate of all groups.
+        Collective over dp and cp. ``lr`` is multiplied by each group's factor. Raises ValueError
+        for a rate that is negative or not finite.
         """
+        if not 0 <= lr < float("inf"):
+            raise ValueError(f"lr {lr} must be finite and not negative")
         whole = self.stage == 0 and self._data.size > 1
         gradients = self._gather_gradients(slices) if whole else None
         for (name, rank), master in self.masters.items():
-            master.grad = slices[name] if gradients is None else gradients[name, rank]
+            gradient = slices[name] if gradients is None else gradients[name, rank]
+            master.grad = gradient.view_as(master)
         self._update(lr)
         self._steps += 1
         for master in self.masters.values():
@@ -76,15 +88,22 @@ class SlicedOptimizer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Write the masters into the parameters, cast to their dtype. Collective under stage 1."""
-        data, buckets = self._data, self._accumulator.buckets
-        if self.stage == 0 or data.size == 1:
-            self._copy_masters()
-            return
-        own = [self._filled(bucket) for bucket in buckets]
-        handles = [all_gather(row, data, async_op=True) for row in own]
-        for bucket, handle in zip(buckets, handles, strict=True):
-            self._copy_back(bucket, handle.wait())
+        """Write the masters into the parameters, cast to their dtype. Collective under stage 1.
+
+        While one bucket's slices travel, in place, the next one's are cast.
+        """
+        handles = []
+        for bucket in self._accumulator.buckets:
+            pieces = [self._ranges(bucket, rank) for rank in range(self._data.size)]
+            for rank, own in enumerate(pieces):
+                for name, range_ in own.items():
+                    master = self.masters.get((name, rank))
+                    if master is not None and master.data_ptr() != range_.data_ptr():
+                        range_.copy_(master.view(-1))
+            if self.stage:
+                handles.append(gather_pieces([list(own.values()) for own in pieces], self._data))
+        for handle in handles:
+            handle.wait()
 
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
         """This rank's own slices as logical tensors, by name, and their layouts.
@@ -99,11 +118,15 @@ class SlicedOptimizer:
                 found[layout.name] = (tensor, layout)
         return found
 
-    def wanted(self) -> dict[str, tuple[Tensor, TensorLayout]]:
+    def wanted(self, *, started: bool = True) -> dict[str, tuple[Tensor, TensorLayout]]:
         """Every slice this rank holds, to be overwritten when state is loaded, by a unique key.
 
-        After writing, call ``publish``. Optimizer state exists only after ``prepare``.
+        State that torch would create in its first update is created now, all zero, unless the run
+        that saved it had not ``started``. After writing, set ``steps`` and call ``publish``. Read
+        parameters before: an fp32 one shares its memory with its master.
         """
+        if started and not (self._steps or self._prepared):
+            self.prepare()
         return {
             f"{kind}.{name}.{rank}": (tensor, self._layout(kind, name, rank))
             for kind, (name, rank), tensor in self._tensors()
@@ -114,13 +137,15 @@ class SlicedOptimizer:
         for _, span in self._accumulator.spans():
             for rank in range(self._data.size):
                 if (span.name, rank) in self.masters:
-                    self.masters[span.name, rank].data.copy_(self._slice(span, rank).detach())
+                    master = self.masters[span.name, rank].data
+                    master.copy_(self._slice(span, rank).detach())
 
     def prepare(self) -> None:
         """Create the inner optimizer's state, which torch does in its first update, all zero.
 
         That update is taken back. Write loaded values into ``wanted()`` and ``steps`` afterwards.
         """
+        self._prepared = True
         before = [master.detach().clone() for master in self.masters.values()]
         for master in self.masters.values():
             master.grad = torch.zeros_like(master)
@@ -145,74 +170,77 @@ class SlicedOptimizer:
                 state["step"].fill_(float(steps))
 
     def _update(self, lr: float) -> None:
-        if self._inner is not None:
-            for group in self._inner.param_groups:
-                group["lr"] = lr
-            self._inner.step()
+        for optimizer in self._inner:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group["lr_multiplier"]
+            optimizer.step()
 
     def _state(self, master: Tensor) -> dict[str, Any]:
-        return {} if self._inner is None else self._inner.state.get(master, {})
+        return next((each.state[master] for each in self._inner if master in each.state), {})
 
     def _tensors(self) -> Iterable[tuple[str, Piece, Tensor]]:
         for piece, master in self.masters.items():
-            yield "master", piece, master.detach()
+            yield "master", piece, master.detach().view(-1)
             for key, entry in self._state(master).items():
                 if isinstance(entry, Tensor) and entry.shape == master.shape and key != "step":
-                    yield key, piece, entry
+                    yield key, piece, entry.view(-1)
 
     def _layout(self, kind: str, name: str, rank: int) -> TensorLayout:
         return self._accumulator.owned_layout(name, rank).renamed(f"optimizer.{kind}.{name}")
 
     def _slice(self, span: Span, rank: int) -> Tensor:
-        start, stop = span.owned(rank)
-        flat = self._parameter(span.name).detach().reshape(-1)
-        return flat[start:stop].float().clone().requires_grad_()
+        """A leaf with what a rank owns, in fp32: where the parameter is, if it has that dtype."""
+        parameter = self._parameter(span.name).detach()
+        if span.owner is None:
+            start, stop = span.owned(rank)
+            parameter = parameter.view(-1)[start:stop]
+        return parameter.float().requires_grad_()
+
+    def _ranges(self, bucket: Bucket, rank: int) -> dict[str, Tensor]:
+        """What a data rank owns of the parameters of a bucket, where they are; not empty."""
+        found = {}
+        for span in bucket.spans:
+            start, stop = span.owned(rank)
+            if start < stop:
+                found[span.name] = self._parameter(span.name).data.view(-1)[start:stop]
+        return found
 
     def _gather_gradients(self, slices: Slices) -> dict[Piece, Tensor]:
-        """Every data rank's slices."""
+        """Every data rank's slices, gathered where they were added up."""
         found: dict[Piece, Tensor] = {}
-        for bucket in self._accumulator.buckets:
-            row = torch.zeros(1, bucket.width, device=self._accumulator.mesh.device)
+        handles = []
+        for bucket, rows in zip(self._accumulator.buckets, self._accumulator.buffers, strict=True):
+            if rows.dtype != torch.float32:
+                rows = bucket.buffer(torch.float32, rows.device)
             for span in bucket.spans:
                 slice_ = slices[span.name]
-                row[0, span.offset : span.offset + slice_.numel()] = slice_
-            rows = all_gather(row, self._data)
-            for span in bucket.spans:
+                place = rows[self._data.rank, span.offset : span.offset + slice_.numel()]
+                if place.data_ptr() != slice_.data_ptr():
+                    place.copy_(slice_)
                 for rank in range(self._data.size):
                     start, stop = span.owned(rank)
                     found[span.name, rank] = rows[rank, span.offset : span.offset + stop - start]
+            handles.append(gather_rows(rows, self._data))
+        for handle in handles:
+            handle.wait()
         return found
-
-    def _copy_masters(self) -> None:
-        """All masters are here: copy each into its range of its parameter."""
-        for _, span in self._accumulator.spans():
-            flat = self._parameter(span.name).data.view(-1)
-            for rank in range(self._data.size):
-                master = self.masters.get((span.name, rank))
-                if master is not None:
-                    start, stop = span.owned(rank)
-                    flat[start:stop].copy_(master)
-
-    def _filled(self, bucket: Bucket) -> Tensor:
-        """This rank's row (1, width) of a bucket: its masters in the parameters' dtype."""
-        row = torch.zeros(1, bucket.width, dtype=bucket.dtype, device=self._accumulator.mesh.device)
-        for span in bucket.spans:
-            master = self.masters.get((span.name, self._data.rank))
-            if master is not None:
-                row[0, span.offset : span.offset + master.numel()] = master
-        return row
-
-    def _copy_back(self, bucket: Bucket, rows: Tensor) -> None:
-        """Masters (d, width) into the parameters; tied ones share storage and change together."""
-        for span in bucket.spans:
-            read(rows, span, self._parameter(span.name).data)
 
     def _parameter(self, name: str) -> Tensor:
         return self._accumulator.parameters[self._accumulator.logical[name]]
 
 
+def _check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> None:
+    given = [name for group in groups for name in group.names]
+    strange = sorted(set(given) - set(names))
+    if strange:
+        raise ValueError(f"groups name parameters {strange} that the model has not")
+    twice = sorted(name for name, times in Counter(given).items() if times > 1)
+    if twice:
+        raise ValueError(f"parameters {twice} are in two groups: a parameter has one")
+
+
 def _options(
-    groups: Sequence[ParameterGroup], masters: Mapping[Piece, Tensor]
+    groups: Sequence[ParameterGroup], masters: Mapping[Piece, Tensor], whole: Collection[str]
 ) -> list[dict[str, Any]]:
     """torch parameter groups over the masters, each piece in the group of its name."""
     pieces: dict[str, list[Tensor]] = {}
@@ -220,9 +248,18 @@ def _options(
         pieces.setdefault(name, []).append(master)
     options = []
     for group in groups:
-        own = [master for name in group.names for master in pieces.pop(name, [])]
-        if own:
-            options.append({"params": own, "weight_decay": group.weight_decay})
+        for uncut in (False, True):
+            names = [name for name in group.names if (name in whole) is uncut]
+            own = [master for name in names for master in pieces.pop(name, [])]
+            if own:
+                options.append(
+                    {
+                        "params": own,
+                        "weight_decay": group.weight_decay,
+                        "lr_multiplier": group.lr_multiplier,  # torch keeps keys of others
+                        "whole": uncut,
+                    }
+                )
     if pieces:
         raise ValueError(f"parameters {sorted(pieces)} are in no group: every one needs options")
     return options

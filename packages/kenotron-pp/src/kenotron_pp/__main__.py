@@ -1,14 +1,24 @@
-"""``python -m kenotron_pp --schedule 1f1b --stages 4 --microbatches 8``: a schedule, drawn."""
+"""``python -m kenotron_pp --schedule 1f1b --stages 4 --microbatches 8``: a schedule, drawn.
+
+The exit status is 0, or 2 after one sentence on stderr that says what was wrong.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from kenotron_pp.draw import draw, draw_text
 from kenotron_pp.schedule import SCHEDULES, schedule_named
 from kenotron_pp.simulate import Times, simulate
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong as every other error is said: without the usage before it."""
+        self.exit(2, f"error: {message}\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,20 +28,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         schedule = schedule_named(options.schedule, options.chunks)
         times = Times(options.f, options.b, options.i, options.w, options.transfer)
         trace = simulate(schedule, options.stages, options.microbatches, times)
-        print(f"{schedule.name}, {options.stages} ranks, {options.microbatches} micro-batches")
-        print(trace)
-        print(draw_text(trace))
         if options.out:
             draw(trace, options.out)
-            print(f"drawn to {options.out}")
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
+    print(f"{schedule.name}, {options.stages} ranks, {options.microbatches} micro-batches")
+    print(trace)
+    print(draw_text(trace))
+    if options.out:
+        print(f"drawn to {options.out}")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m kenotron_pp", description=__doc__)
+    parser = _Parser(prog="python -m kenotron_pp", description=__doc__)
     parser.add_argument("--schedule", default="1f1b", help=", ".join(SCHEDULES))
     parser.add_argument("--stages", type=int, default=4, help="ranks of the pipeline")
     parser.add_argument("--microbatches", type=int, default=8)

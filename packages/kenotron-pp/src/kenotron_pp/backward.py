@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kenotron_dist import DeferredGradients, WeightQueue, deferring
+from kenotron_pp.engine import accumulate, gradients_at
 
 Node = Any
 """``torch.autograd.graph.Node``, which says too little to type checkers."""
@@ -42,7 +42,7 @@ class WeightPart:
         self._joins.reverse()
         while self._joins:
             edges, gradients, leaves = self._joins.pop()
-            torch.autograd.backward(edges, gradients, inputs=leaves)
+            accumulate(edges, gradients, leaves)
         if self._deferred is not None:
             self._deferred.run()
 
@@ -97,11 +97,7 @@ class SplitBackward:
         wanted = [*ends, *edges, *leaves]
         found: list[Tensor | None] = []
         if wanted and roots:
-            found = list(
-                torch.autograd.grad(
-                    roots, wanted, gradients, retain_graph=bool(joins), allow_unused=True
-                )
-            )
+            found = gradients_at(wanted, roots, gradients, keep_graph=bool(joins))
         deferred = self._queue.take() if self._own else None
         weights = found[len(ends) + len(edges) :]
         pairs = zip(at_once, weights, strict=True) if found else ()

@@ -1,21 +1,33 @@
 """A simulated schedule as a picture: a row for each rank, time to the right.
 
-Colours say the kind (F blue, B and I green, W orange), lighter ones later chunks.
+Colours say the kind (F blue, B and I green, W orange), lighter ones later chunks. Time is to scale
+as long as actions are of similar lengths. Else short ones are drawn longer and long waits shorter,
+so that the width of the picture is bounded by the number of actions, whatever their times; what
+ends together still ends at the same place on all ranks.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
+import textwrap
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from kenotron_pp.simulate import Event, Trace
 
 _COLOURS = {"F": (66, 120, 200), "B": (60, 150, 90), "I": (60, 150, 90), "W": (225, 140, 50)}
-_UNIT, _ROW, _MARGIN, _CAPTION = 22, 24, 56, 26  # pixels of the SVG
+_UNIT, _ROW, _MARGIN, _CAPTION, _LETTER = 22, 24, 56, 26, 6.5  # pixels of the SVG
+_MOST = 6  # columns of a longest action, and of a longest time in which nothing begins or ends
+_DPI, _WIDEST, _AREA = 150, 200.0, 2200.0  # a PNG: most inches, and square inches (200 MB)
 
 
 def draw(trace: Trace, path: str | Path) -> None:
     """Write the schedule to ``path`` as ``.svg``, or ``.png`` (which needs the extra ``draw``).
+
+    A PNG has at most about 30,000 pixels a side: what would be larger is squeezed, and its boxes
+    have no numbers.
 
     Raises ValueError for another suffix and ImportError when matplotlib is missing for PNG.
     """
@@ -29,42 +41,48 @@ def draw(trace: Trace, path: str | Path) -> None:
 
 
 def draw_text(trace: Trace) -> str:
-    """The schedule for a terminal: a line for each rank, a column for each shortest action."""
-    unit = _unit(trace)
-    width = max(len(str(event.action)) for event in trace.timeline) + 1
+    """The schedule for a terminal: a line for each rank, a column for each shortest action.
+
+    Lines below say what the picture does not show: when it is not to scale, and which actions are
+    left out because they take no time.
+    """
+    axis = _axis(trace)
+    width = max((len(str(event.action)) for event in trace.timeline), default=1) + 1
+    margin = max(4, len(str(trace.ranks)) + 1)
     lines = []
     for rank in range(trace.ranks):
-        line = f"{rank:>3} "
+        line = f"{rank:>{margin - 1}} "
         for event in _of(trace, rank):
-            first, end = (4 + width * round(at / unit) for at in (event.start, event.end))
-            wide = max(end - first, width)
-            fill = "-" if wide > width else " "
-            line = line.ljust(first) + str(event.action).ljust(wide - 1, fill)
-        lines.append(line)
-    return "\n".join(lines)
+            first, end = (margin + width * axis.column(at) for at in (event.start, event.end))
+            fill = "-" if end - first > width else " "
+            line = line.ljust(first) + str(event.action).ljust(end - first - 1, fill)
+        lines.append(line.rstrip())
+    return "\n".join([*lines, *axis.notes])
 
 
 def draw_svg(trace: Trace) -> str:
-    """The schedule as the text of an SVG file."""
-    scale = _UNIT / _unit(trace)
-    width = _MARGIN + trace.ticks * scale + 12
+    """The schedule as the text of an SVG file. Titles of its boxes say the true times."""
+    axis = _axis(trace)
+    caption = "; ".join([str(trace), *axis.notes])
+    width = max(_MARGIN + axis.end * _UNIT + 12, 16 + _LETTER * len(caption))
     height = _CAPTION + trace.ranks * _ROW + 12
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
-        f'<text x="8" y="17">{trace}</text>',
+        f'<text x="8" y="17">{caption}</text>',
     ]
     for rank in range(trace.ranks):
         top = _CAPTION + rank * _ROW
         parts.append(f'<text x="8" y="{top + 16}">rank {rank}</text>')
         for event in _of(trace, rank):
-            left, wide = _MARGIN + event.start * scale, (event.end - event.start) * scale
+            left, right = (_MARGIN + axis.at[at] * _UNIT for at in (event.start, event.end))
             parts.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{_ROW - 2}" '
+                f'<rect x="{left:.1f}" y="{top}" width="{right - left:.1f}" height="{_ROW - 2}" '
                 f'fill="rgb{_colour(event, trace.chunks)}" stroke="white"><title>{event.action}: '
-                f'{event.start:g} to {event.end:g}</title></rect><text x="{left + wide / 2:.1f}" '
-                f'y="{top + 15}" text-anchor="middle">{event.action.microbatch}</text>'
+                f"{event.start:g} to {event.end:g}</title></rect>"
+                f'<text x="{(left + right) / 2:.1f}" y="{top + 15}" text-anchor="middle">'
+                f"{event.action.microbatch}</text>"
             )
     return "\n".join([*parts, "</svg>", ""])
 
@@ -76,28 +94,79 @@ def _draw_png(trace: Trace, file: Path) -> None:
         raise ImportError(
             "drawing a PNG needs matplotlib: pip install 'kenotron-pp[draw]', or draw an .svg"
         ) from error
-    size = (2 + trace.ticks / _unit(trace) * 0.22, 0.8 + trace.ranks * 0.3)
-    figure = figure_module.Figure(figsize=size)
+    axis = _axis(trace)
+    wide = 2 + axis.end * 0.22
+    title = textwrap.wrap(
+        "; ".join([str(trace), *axis.notes]), min(max(60, 12 * round(wide)), 2000)
+    )
+    high = 0.8 + trace.ranks * 0.3 + (len(title) - 1) * 0.15
+    width = min(wide, _WIDEST)
+    height = min(high, _WIDEST, _AREA / width)
+    figure = figure_module.Figure(figsize=(width, height))
     axes = figure.subplots()
-    for event in trace.timeline:
-        colour = [channel / 255 for channel in _colour(event, trace.chunks)]
-        wide = event.end - event.start
-        axes.barh(event.rank, wide, 0.9, event.start, color=colour, edgecolor="white")
-        middle = event.start + wide / 2
-        axes.text(middle, event.rank, event.action.microbatch, ha="center", va="center", size=7)
+    for rank in range(trace.ranks):
+        for event in _of(trace, rank):
+            colour = [channel / 255 for channel in _colour(event, trace.chunks)]
+            start, end = axis.at[event.start], axis.at[event.end]
+            axes.barh(rank, end - start, 0.9, start, color=colour, edgecolor="white")
+            if (width, height) == (wide, high):
+                label = event.action.microbatch
+                axes.text((start + end) / 2, rank, label, ha="center", va="center", size=7)
     axes.set_yticks(range(trace.ranks), [f"rank {rank}" for rank in range(trace.ranks)])
     axes.invert_yaxis()
-    axes.set_title(str(trace), fontsize=8)
-    figure.savefig(file, bbox_inches="tight", dpi=150)
+    if axis.unit is None:
+        axes.set_xticks([])
+    else:
+        axes.xaxis.set_major_formatter(lambda column, _: f"{column * axis.unit:g}")
+    axes.set_title("\n".join(title), fontsize=8)
+    figure.savefig(file, bbox_inches="tight", dpi=_DPI)
 
 
 def _of(trace: Trace, rank: int) -> list[Event]:
     return [event for event in trace.timeline if event.rank == rank and event.end > event.start]
 
 
-def _unit(trace: Trace) -> float:
-    """The shortest action: it gets one column."""
-    return min((e.end - e.start for e in trace.timeline if e.end > e.start), default=1)
+@dataclass(frozen=True)
+class _Axis:
+    """Where moments are drawn, in columns of the shortest action."""
+
+    at: dict[float, float]
+    """By the time at which an action starts or ends."""
+    end: float
+    unit: float | None
+    """Time of a column; None when the picture is not to scale."""
+    notes: list[str]
+    """What the picture does not show."""
+
+    def column(self, time: float) -> int:
+        """The whole column that is nearest: one for each action at least."""
+        return math.floor(self.at[time] + 0.5 + 1e-9)  # halves go up, whatever their last bit
+
+
+def _axis(trace: Trace) -> _Axis:
+    drawn = [event for event in trace.timeline if event.end > event.start]
+    lengths = [event.end - event.start for event in drawn]
+    shortest, longest = min(lengths, default=1.0), max(lengths, default=1.0)
+    unit = max(shortest, longest / _MOST)
+    begun: dict[float, set[float]] = defaultdict(set)  # by the end of an action: its start
+    for event in drawn:
+        begun[event.end].add(event.start)
+    at: dict[float, float] = {}
+    before = x = widest = 0.0
+    for time in sorted({*begun, *(event.start for event in drawn)}):
+        wait = (time - before) / unit
+        ends = [at[start] + 1 for start in begun.get(time, ())]
+        x = at[time] = max([x + min(wait, _MOST), *ends])
+        before, widest = time, max(widest, wait)
+    notes = []
+    to_scale = max(unit / shortest, widest / _MOST) < 1.001  # up to rounding
+    if not to_scale:
+        notes.append("not to scale: short actions are drawn longer, long waits shorter")
+    empty = Counter(event.action.kind for event in trace.timeline if event.end <= event.start)
+    if empty:
+        counted = ", ".join(f"{count} {kind}" for kind, count in sorted(empty.items()))
+        notes.append(f"not drawn, for they take no time: {counted}")
+    return _Axis(at, x, unit if to_scale else None, notes)
 
 
 def _colour(event: Event, chunks: int) -> tuple[int, ...]:

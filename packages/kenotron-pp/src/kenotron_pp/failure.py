@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from kenotron_dist import Axis, Distress, PeerLost
 
 
@@ -18,6 +20,7 @@ class Alarm:
     def __init__(self, axis: Axis, closes: list[Axis]) -> None:
         self._axis = axis
         self._distress = Distress(closes)
+        self._waits = axis.size > 1 and axis.backend == "nccl"
         self.broken = ""
         """The first cause, once there was one."""
 
@@ -28,6 +31,16 @@ class Alarm:
                 f"this pipeline ended in an earlier step: {self.broken}. Its groups are closed: "
                 "connect a new mesh and make a new pipeline"
             )
+
+    def settle(self, device: torch.device) -> None:
+        """Where devices wait, not processes: wait for this one; raise if another rank has failed.
+
+        Its numbers mean nothing then.
+        """
+        if self._waits:
+            torch.accelerator.synchronize(device)
+            if self._distress.heard:
+                raise RuntimeError("another rank has failed")
 
     def raised(self, error: BaseException, where: str) -> BaseException:
         """Tell the others; what this rank must raise.

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from kenotron_dist import Axis, Handle, broadcast
 
 
 class Losses(NamedTuple):
@@ -16,6 +19,36 @@ class Losses(NamedTuple):
     """Sum of the loss function's results."""
     auxiliary: Tensor
     """Sum of what layers added."""
+
+
+class SharedLoss:
+    """The loss on its way from the rank that has the last layer to all others.
+
+    Over gloo it leaves while backwards still run. NCCL would wait on the device: there it leaves
+    at the end.
+    """
+
+    def __init__(self, axis: Axis, source: int) -> None:
+        self._axis, self._source = axis, source
+        self._early = axis.size > 1 and axis.backend == "gloo"
+        self._handle: Handle | None = None
+
+    def begin(self) -> None:
+        """Before the first action: be ready for it."""
+        if self._early and self._axis.rank != self._source:
+            self.leave(torch.zeros(()))
+
+    def leave(self, loss: Tensor) -> None:
+        """Send the sum of all micro-batches, a scalar, as soon as it is known."""
+        if self._early:
+            own = loss.float()
+            self._handle = broadcast(own, self._axis, self._source, async_op=True)
+
+    def arrive(self, loss: Tensor) -> Tensor:
+        """The fp32 loss, the same on every rank; ``loss`` counts where the last layer is."""
+        if self._handle is not None:
+            return self._handle.wait()
+        return broadcast(loss.float(), self._axis, self._source)
 
 
 class AuxiliaryLosses:

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Handle, receive, send
+from kenotron_dist import Axis, Handle, Route
 from kenotron_pp.activation import Form
 from kenotron_pp.plan import Transfer
 
@@ -27,12 +27,13 @@ class Links:
         self._axis, self._upstream, self._device = axis, upstream, device
         self._n_stages = n_stages
         self._forms: dict[tuple[int, Hashable], Form] = {}
+        self._routes: dict[Transfer, Route] = {}
 
     def begin(self, queues: dict[int, tuple[Transfer, ...]], keys: Sequence[Hashable]) -> None:
         """Start a run: everything that will come, in order, and what fixes each form."""
         self._queues, self._keys = queues, keys
         self._posted: dict[Transfer, list[Handle]] = {}
-        self._sent: dict[Transfer, list[Handle]] = {}
+        self._sent: dict[Transfer, list[tuple[Handle, int]]] = {}
         self._place = dict.fromkeys(queues, 0)
 
     def form(self, transfer: Transfer) -> Form:
@@ -44,8 +45,8 @@ class Links:
 
         Raises ValueError when an activation has another form than those before it.
         """
-        axis, tag = self._axis_of(transfer), self._tag(transfer)
-        handles = []
+        found = []
+        route = self._route(transfer)
         if form is not None:
             key = (transfer.boundary, self._keys[transfer.microbatch])
             known = self._forms.setdefault(key, form)
@@ -53,15 +54,15 @@ class Links:
                 text = torch.frombuffer(bytearray(form.encode()), dtype=torch.uint8)
                 size = torch.tensor([len(text)])
                 for part in (size, text):
-                    handles.append(send(part.to(self._device), axis, transfer.to, tag + 1))
+                    found.append((self._form_route(transfer).start(part.to(self._device)), 0))
             elif known != form:
                 raise ValueError(
                     f"stage {transfer.stage} sends {form.tensors} for micro-batch "
                     f"{transfer.microbatch}, but {known.tensors} before for tokens of the same "
                     "shape"
                 )
-        handles += [send(x, axis, transfer.to, tag) for x in tensors]
-        self._sent[transfer] = handles
+        found += [(route.start(x), _version(x)) for x in tensors]
+        self._sent[transfer] = found
 
     def post(self, transfer: Transfer, *, ahead: bool) -> None:
         """Start receiving everything up to ``transfer``; ahead: only while forms are known."""
@@ -74,8 +75,8 @@ class Links:
                     return
                 self._forms[key] = self._receive_form(coming)
             room = self._forms[key].empty(self._device, gradients=coming.direction == "up")
-            axis, tag = self._axis_of(coming), self._tag(coming)
-            self._posted[coming] = [receive(out, axis, coming.source, tag) for out in room]
+            route = self._route(coming)
+            self._posted[coming] = [route.start(out) for out in room]
             self._place[transfer.source] += 1
 
     def take(self, transfer: Transfer) -> list[Tensor]:
@@ -83,26 +84,46 @@ class Links:
         return [handle.wait() for handle in self._posted.pop(transfer)]
 
     def release(self, transfers: Sequence[Transfer]) -> None:
-        """Wait until these have left, and free them."""
+        """Wait until these have left, and free them.
+
+        Raises ValueError when one was changed meanwhile: nobody knows what has arrived.
+        """
         for transfer in transfers:
-            for handle in self._sent.pop(transfer):
-                handle.wait()
+            for handle, version in self._sent.pop(transfer):
+                if _version(handle.wait()) > version:
+                    raise ValueError(
+                        f"what stage {transfer.stage} returned for micro-batch "
+                        f"{transfer.microbatch} was changed in place while it was being sent: "
+                        "change a copy, x = x.clone()"
+                    )
 
     def finish(self) -> None:
         """Wait until everything has left."""
         self.release(list(self._sent))
 
     def _receive_form(self, transfer: Transfer) -> Form:
-        axis, tag = self._axis_of(transfer), self._tag(transfer) + 1
+        route = self._form_route(transfer)
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
-        length = int(receive(size, axis, transfer.source, tag).wait())
-        text = torch.zeros(length, dtype=torch.uint8, device=self._device)
-        text = receive(text, axis, transfer.source, tag).wait()
+        length = int(route.start(size).wait())
+        text = route.start(torch.zeros(length, dtype=torch.uint8, device=self._device)).wait()
         return Form.decode(bytes(text.tolist()))
 
-    def _axis_of(self, transfer: Transfer) -> Axis:
-        return self._axis if transfer.source < transfer.to else self._upstream
+    def _route(self, transfer: Transfer) -> Route:
+        route = self._routes.get(transfer)
+        if route is None:
+            route = self._routes[transfer] = self._new_route(transfer, 0)
+        return route
 
-    def _tag(self, transfer: Transfer) -> int:
-        up = transfer.direction == "up"
-        return 4 * (transfer.microbatch * self._n_stages + transfer.stage) + 2 * up
+    def _form_route(self, transfer: Transfer) -> Route:
+        return self._new_route(transfer, 1)
+
+    def _new_route(self, transfer: Transfer, more: int) -> Route:
+        axis = self._axis if transfer.source < transfer.to else self._upstream
+        sends, up = transfer.source == axis.rank, transfer.direction == "up"
+        tag = 4 * (transfer.microbatch * self._n_stages + transfer.stage) + 2 * up + more
+        return Route(axis, transfer.to if sends else transfer.source, tag, sends=sends)
+
+
+def _version(x: Tensor) -> int:
+    """Grows when x is changed in place, where anybody counts."""
+    return 0 if x.is_inference() else x._version

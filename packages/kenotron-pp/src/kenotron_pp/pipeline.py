@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, broadcast, gather_objects
+from kenotron_dist import Axis, gather_objects
+from kenotron_dist.collectives import control_device
 from kenotron_pp.activation import Activation
 from kenotron_pp.failure import Alarm
-from kenotron_pp.losses import Losses, adding
+from kenotron_pp.losses import Losses, SharedLoss, adding
 from kenotron_pp.p2p import Links
 from kenotron_pp.plan import Plan, make_plan
 from kenotron_pp.schedule import Order, Schedule, as_schedule, one_f_one_b
@@ -35,15 +36,16 @@ class Pipeline:
             tensor, or a tuple or dict of tensors.
         axis: the pp axis; size 1 runs everything here.
         schedule: order of forwards and backwards, the same on every rank.
-        device: where activations live.
+        device: where activations live (default: where this rank's parameters are).
         upstream: an axis over the same ranks for transfers to an earlier rank
             (``mesh.twin("pp")``). NCCL runs all transfers of a group between two ranks in one
-            order, so that both directions over one group deadlock; gloo needs only one. Default:
-            ``axis``.
+            order, so that both directions over one group would deadlock; gloo needs only one.
+            Default: ``axis``.
         closes: further axes whose groups are closed when this rank fails, because ranks of other
             pipelines wait for it there (tp, dp).
 
-    Made alike on all ranks of the axis. Raises ValueError when the chunks do not fit the schedule.
+    Made alike on all ranks of the axis. Raises ValueError when the chunks do not fit the schedule,
+    or one group has both directions over nccl.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class Pipeline:
         layers: Iterable[nn.Module] | Sequence[Iterable[nn.Module]],
         axis: Axis,
         schedule: Schedule | Order = one_f_one_b,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         upstream: Axis | None = None,
         closes: Iterable[Axis] = (),
     ) -> None:
         self.axis, self.schedule = axis, as_schedule(schedule)
-        self.device = torch.device(device)
         self.chunks = _chunks(layers, self.schedule)
         self.layers = [layer for chunk in self.chunks for layer in chunk]
+        self.device = torch.device(device) if device is not None else _device_of(self.layers, axis)
         self.n_stages = axis.size * self.schedule.chunks
+        _check_directions(axis, upstream or axis)
         links = Links(axis, upstream or axis, self.n_stages, self.device)
         self._part = Part(self.chunks, self.n_stages, self.schedule.splits, links, self.device)
         self.losses: Losses | None = None
@@ -122,7 +125,7 @@ class Pipeline:
 
         Each output is freed when its loss is known. Raises as ``run`` does.
         """
-        return self._guarded(inputs, contexts, loss_fn, lambda run: self._share(run.loss))
+        return self._guarded(inputs, contexts, loss_fn, lambda run: run.shared.arrive(run.loss))
 
     def _guarded(
         self,
@@ -139,11 +142,14 @@ class Pipeline:
         run: Run | None = None
         try:
             plan = self._plan(len(inputs), forward_only=not training)
-            run = Run(self._part, plan, inputs, contexts, loss_fn, training=training)
+            shared = SharedLoss(self.axis, self.last_rank)
+            run = Run(self._part, plan, inputs, contexts, loss_fn, shared, training=training)
             if run.training:
                 self._attach()
             run.run()
-            return finish(run)
+            result = finish(run)
+            self._alarm.settle(self.device)
+            return result
         except BaseException as error:
             where = "before its first action" if run is None else run.where
             raised = self._alarm.raised(error, where)
@@ -170,7 +176,7 @@ class Pipeline:
             splitter.detach()
 
     def _train(self, run: Run) -> Tensor:
-        main = self._share(run.loss)
+        main = run.shared.arrive(run.loss)
         added = torch.tensor(self._added(run), dtype=torch.float32, device=self.device)
         self.losses = Losses(main + added, main, added)
         return self.losses.total
@@ -186,9 +192,6 @@ class Pipeline:
         gathered = gather_objects(values, self.axis) if self.axis.size > 1 else [values]
         return math.fsum(value for part in gathered for value in part)
 
-    def _share(self, loss: Tensor) -> Tensor:
-        return broadcast(loss.float(), self.axis, source=self.last_rank)
-
     @property
     def last_rank(self) -> int:
         """Index along the axis of the rank that has the last layer."""
@@ -197,11 +200,22 @@ class Pipeline:
     def _plan(self, microbatches: int, *, forward_only: bool) -> Plan:
         known = (microbatches, forward_only)
         if known not in self._plans:
+            self._check_alike(microbatches)
             self._plans[known] = make_plan(
                 self.schedule, self.axis.rank, self.axis.size, microbatches,
                 forward_only=forward_only,
             )  # fmt: skip
         return self._plans[known]
+
+    def _check_alike(self, microbatches: int) -> None:
+        if self.axis.size == 1:
+            return
+        counts = gather_objects(microbatches, self.axis)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks of the {self.axis.name} axis were given {counts} micro-batches: give "
+                "every rank the same inputs"
+            )
 
 
 def _chunks(
@@ -222,6 +236,21 @@ def _chunks(
             f"layers for each, not {len(given)} {'layers' if given else 'lists'}"
         )
     return [list(chunk) for chunk in given]
+
+
+def _check_directions(down: Axis, up: Axis) -> None:
+    if down.backend == "nccl" and down.size > 1 and up.group is down.group:
+        raise ValueError(
+            "over nccl the two directions of a pipeline need two groups, or they wait for one "
+            f'another: pass upstream=mesh.twin("{down.name}")'
+        )
+
+
+def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
+    """Where the parameters are; without any, where the axis' backend wants its tensors."""
+    parameters = (each for layer in layers for each in layer.parameters())
+    first = next(parameters, None)
+    return control_device(axis) if first is None else first.device
 
 
 def _check(inputs: Sequence[Any], contexts: Sequence[Any] | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from numbers import Integral
 from typing import Literal
 
 from kenotron_pp.zero_bubble import zb_v_lists
@@ -48,18 +49,21 @@ class Schedule:
     """Whether backwards come as I and W."""
 
     def __post_init__(self) -> None:
-        if self.chunks < 1 or (self.wiring == "v" and self.chunks != 2):
+        at_least_one(f"schedule {self.name}", "chunks", self.chunks)
+        if self.wiring == "v" and self.chunks != 2:
             raise ValueError(
-                f"schedule {self.name} has {self.chunks} chunks with wiring {self.wiring!r}: loop "
-                "has at least one, v has two"
+                f"schedule {self.name} has {self.chunks} chunks with wiring 'v', which has two: "
+                "give chunks=2, or wiring='loop'"
             )
 
     def __call__(self, rank: int, ranks: int, microbatches: int) -> list[Action]:
         """Actions of one rank. Raises ValueError for a rank or counts out of range."""
-        if microbatches < 1 or ranks < 1 or not 0 <= rank < ranks:
+        at_least_one(f"schedule {self.name}", "ranks", ranks)
+        at_least_one(f"schedule {self.name}", "microbatches", microbatches)
+        if not isinstance(rank, Integral) or not 0 <= rank < ranks:
             raise ValueError(
-                f"no schedule for rank {rank} of {ranks} with {microbatches} micro-batches: "
-                "ranks count from 0, and there is at least one micro-batch"
+                f"schedule {self.name}: rank is {rank!r}, but ranks count from 0: give one of 0 to "
+                f"{ranks - 1}"
             )
         return self.order(rank, ranks, microbatches)
 
@@ -76,10 +80,24 @@ class Schedule:
         return stage % ranks, stage // ranks
 
 
+def at_least_one(where: str, name: str, value: int) -> None:
+    """Raise ValueError unless a count is a whole number from 1 up."""
+    if not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{where}: {name} is {value!r}: give a whole number of at least 1")
+
+
 def as_schedule(schedule: Schedule | Order) -> Schedule:
-    """A schedule of a plain function of (rank, ranks, micro-batches), which has one chunk."""
+    """A schedule of a plain function of (rank, ranks, micro-batches), which has one chunk.
+
+    Raises ValueError for what is neither.
+    """
     if isinstance(schedule, Schedule):
         return schedule
+    if not callable(schedule):
+        raise ValueError(
+            f"{schedule!r} is no schedule: give a Schedule, such as schedule_named('1f1b'), or a "
+            "function of (rank, ranks, micro-batches)"
+        )
     return Schedule(getattr(schedule, "__name__", "schedule"), schedule)
 
 
@@ -161,8 +179,7 @@ def interleaved(chunks: int) -> Schedule:
     The bubble is ``chunks`` times smaller than 1F1B's and there are as many times more transfers.
     Best where ranks divide the micro-batches; any number works. Raises ValueError below 1 chunk.
     """
-    if chunks < 1:
-        raise ValueError(f"interleaved: {chunks} chunks were given; a rank has at least one")
+    at_least_one("interleaved", "chunks", chunks)
     if chunks == 1:
         return one_f_one_b
     return Schedule(f"interleaved-{chunks}", partial(_interleaved, chunks=chunks), chunks)

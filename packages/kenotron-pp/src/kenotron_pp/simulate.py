@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
-from kenotron_pp.schedule import Action, Order, Schedule, as_schedule
+from kenotron_pp.schedule import Action, Order, Schedule, as_schedule, at_least_one
 
 Cost = float | Sequence[float]
 """A time of every stage, or one for each."""
@@ -14,7 +16,11 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Times:
-    """How long actions take, in any unit."""
+    """How long actions take, in any unit: finite, and not negative.
+
+    Raises ValueError for anything else, as ``simulate`` does when a list of times has not one for
+    each stage.
+    """
 
     F: Cost = 1
     B: Cost = 2
@@ -24,6 +30,32 @@ class Times:
     """Between an action and the one on another rank that needs its result."""
     unsplit: frozenset[int] = frozenset()
     """Stages whose layers compute weight gradients in I."""
+
+    def __post_init__(self) -> None:
+        for name in "FBIW":
+            cost = getattr(self, name)
+            each = isinstance(cost, Sequence) and not isinstance(cost, str)
+            for stage, value in enumerate(cost if each else [cost]):
+                _check_time(f"{name} of stage {stage}" if each else name, value)
+        _check_time("transfer", self.transfer, lists="")
+        if not isinstance(self.unsplit, Collection):
+            raise ValueError(f"Times: unsplit is {self.unsplit!r}: give a set of stage numbers")
+
+    def check_stages(self, n_stages: int) -> None:
+        """Raise ValueError when a list, or a stage of ``unsplit``, does not fit ``n_stages``."""
+        for name in "FBIW":
+            cost = getattr(self, name)
+            if isinstance(cost, Sequence) and len(cost) != n_stages:
+                raise ValueError(
+                    f"Times: {name} has {len(cost)} times, and there are {n_stages} stages (ranks "
+                    "x chunks): give one for each, or one number for all"
+                )
+        strange = [stage for stage in self.unsplit if stage not in range(n_stages)]
+        if strange:
+            raise ValueError(
+                f"Times: unsplit has stage {strange[0]!r}, and there are {n_stages} (ranks x "
+                f"chunks): give stages of 0 to {n_stages - 1}"
+            )
 
     def of(self, kind: str, stage: int) -> float:
         """Time of one action."""
@@ -35,6 +67,11 @@ class Times:
         """The same, were every stage split."""
         cost = getattr(self, kind)
         return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+def _check_time(name: str, value: float, lists: str = ", or a list of one for each stage") -> None:
+    if not isinstance(value, Real) or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"Times: {name} is {value!r}: give a finite number from 0 up{lists}")
 
 
 class Event(NamedTuple):
@@ -82,18 +119,26 @@ def simulate(
 
     A forward needs the stage before to have done it, a backward (or I) the stage after and its own
     forward, a W its own I. Raises ValueError naming the stuck actions when the lists deadlock, when
-    a micro-batch is missing or repeated, or when an action of a chunk is out of ascending order.
+    a micro-batch is missing or repeated, or when an action of a chunk is out of ascending order;
+    for a count below 1, for times that do not fit the stages, and when they add up to infinity.
     """
     schedule, times = as_schedule(schedule), times or Times()
+    at_least_one("simulate", "n_ranks", n_ranks)
+    at_least_one("simulate", "n_microbatches", n_microbatches)
+    times.check_stages(n_ranks * schedule.chunks)
     lists = [schedule(rank, n_ranks, n_microbatches) for rank in range(n_ranks)]
     for rank, actions in enumerate(lists):
         check_complete(rank, actions, n_microbatches, schedule)
     events = play(schedule, lists, times)
     ticks = max(event[-1].end for event in events)
+    if not ticks * n_ranks <= sys.float_info.max:
+        raise ValueError(
+            f"the times of {n_ranks} ranks add up to {ticks * n_ranks}: give Times in a larger unit"
+        )
     busy = sum(e.end - e.start for rank in events for e in rank)
     peaks = [_peaks(own, schedule, rank, n_ranks, times) for rank, own in enumerate(lists)]
     live, deferred, kept = zip(*peaks, strict=True)
-    bubble = 1 - busy / (ticks * n_ranks) if ticks else 0.0
+    bubble = max(0.0, 1 - busy / (ticks * n_ranks)) if ticks else 0.0
     timeline = tuple(event for rank in events for event in rank)
     return Trace(ticks, bubble, live, deferred, kept, timeline, n_ranks, schedule.chunks)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import isfinite
 
 from torch import nn
 
-from kenotron_pp.schedule import Schedule, one_f_one_b
+from kenotron_pp.schedule import Schedule, at_least_one, one_f_one_b
 
 NamedLayers = Sequence[tuple[str, nn.Module]]
 """Layers of a whole model in order, each with its global name."""
@@ -37,6 +38,7 @@ class Stages:
         last: float = 0.0,
     ) -> Stages:
         """Cut by ``split_layers`` for all chunks of a schedule. Raises ValueError as it does."""
+        at_least_one("Stages.balanced", "n_ranks", n_ranks)
         if len(costs) != len(layers):
             raise ValueError(f"{len(layers)} layers were given {len(costs)} costs: give each one")
         ranges = split_layers(costs, n_ranks * schedule.chunks, first=first, last=last)
@@ -78,14 +80,27 @@ class Stages:
         return len(self.ranges) // self.schedule.chunks
 
     def chunks(self, layers: NamedLayers, rank: int) -> list[list[tuple[str, nn.Module]]]:
-        """The layers of each of a rank's chunks."""
+        """The layers of each of a rank's chunks.
+
+        Raises ValueError for a rank out of range and for other layers than were cut.
+        """
+        if rank not in range(self.n_ranks):
+            raise ValueError(
+                f"no stages for rank {rank!r}: {self.n_ranks} ranks share the layers, and count "
+                "from 0"
+            )
+        if len(layers) != len(self.names):
+            raise ValueError(
+                f"{len(layers)} layers were given to stages of {len(self.names)}: give all layers "
+                "of the model, on every rank"
+            )
         stages = [
             self.schedule.stage(rank, chunk, self.n_ranks) for chunk in range(self.schedule.chunks)
         ]
         return [[layers[i] for i in self.ranges[stage]] for stage in stages]
 
     def own(self, layers: NamedLayers, rank: int) -> list[tuple[str, nn.Module]]:
-        """All layers of a rank, chunk after chunk."""
+        """All layers of a rank, chunk after chunk. Raises ValueError as ``chunks`` does."""
         return [layer for chunk in self.chunks(layers, rank) for layer in chunk]
 
     def of_parameter(self, path: str) -> int:
@@ -109,18 +124,22 @@ def split_layers(
     non-empty range of layer indices a stage; among equally good cuts, the one whose earlier stages
     are larger. Exact, O(stages * layers^2).
 
-    Raises ValueError when there are fewer layers than stages or a cost is negative.
+    Raises ValueError when there are fewer layers than stages, or a cost is negative or not finite.
     """
     n_layers = len(costs)
-    if n_stages < 1 or n_layers < n_stages:
+    if not n_layers:
+        raise ValueError("there are no layers to cut: give at least one, with its cost")
+    if n_stages not in range(1, n_layers + 1):
         raise ValueError(
             f"cannot cut {n_layers} layers in {n_stages} stages: every stage needs at least one "
             f"layer, choose 1 to {n_layers} stages"
         )
-    if min(costs) < 0:
-        raise ValueError(f"cost of layer {costs.index(min(costs))} is {min(costs)}: it is negative")
-    if min(first, last) < 0:
-        raise ValueError(f"costs of the ends are {first} and {last}: they must not be negative")
+    ends = {"first": first, "last": last}
+    for name, cost in {**{f"layer {i}": cost for i, cost in enumerate(costs)}, **ends}.items():
+        if not 0 <= cost or not isfinite(cost):
+            raise ValueError(f"cost of {name} is {cost}: give a finite number from 0 up")
+    if not isfinite(sum(costs) + first + last):
+        raise ValueError("the costs add up to infinity: give them in a larger unit")
     costs = [costs[0] + first, *costs[1:]]
     costs[-1] += last
     before = [0.0, *accumulate(costs)]  # before[i]: cost of layers 0..i-1

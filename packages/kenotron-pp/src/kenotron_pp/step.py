@@ -12,7 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kenotron_pp.activation import Form, flatten, form_of, key_of, unflatten
 from kenotron_pp.backward import SplitBackward, WeightPart, refuse_reentrant
-from kenotron_pp.losses import AuxiliaryLosses
+from kenotron_pp.engine import accumulate
+from kenotron_pp.losses import AuxiliaryLosses, SharedLoss
 from kenotron_pp.p2p import Links
 from kenotron_pp.plan import Plan, Step
 
@@ -39,6 +40,13 @@ class Part:
         self.trainable = any(p.requires_grad for layer in layers for p in layer.parameters())
         self.unseen = [True] * len(self.chunks)
         """Chunks whose graph has not been looked at yet."""
+        self._ones: dict[torch.dtype, Tensor] = {}
+
+    def one(self, dtype: torch.dtype) -> Tensor:
+        """The gradient of a loss."""
+        if dtype not in self._ones:
+            self._ones[dtype] = torch.ones((), dtype=dtype, device=self.device)
+        return self._ones[dtype]
 
 
 class _Live:
@@ -67,12 +75,13 @@ class Run:
         inputs: Sequence[Any],
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
+        shared: SharedLoss,
         *,
         training: bool,
     ) -> None:
         self.part, self.plan, self.inputs = part, plan, inputs
         self.contexts, self.loss_fn, self.training = contexts, loss_fn, training
-        self.loss = torch.zeros((), device=part.device)
+        self.loss, self.shared = torch.zeros((), device=part.device), shared
         self.outputs: list[Any] = []
         """Of the last stage, when there is no loss function."""
         self.scalars: list[tuple[int, int, list[Tensor]]] = []
@@ -98,6 +107,8 @@ class Run:
         """All actions in order."""
         links = self.part.links
         links.begin(self.plan.queues, self._keys)
+        if self.loss_fn is not None:
+            self.shared.begin()
         for step in self.plan.steps:
             m = step.action.microbatch
             self._at = step
@@ -130,6 +141,8 @@ class Run:
                 return
             loss = self.loss_fn(x, m)
             self.loss += loss.detach()
+            if m == len(self.inputs) - 1:
+                self.shared.leave(self.loss)
             if self.training and not loss.requires_grad and part.trainable:
                 raise ValueError(
                     "the loss needs no gradient, although parameters do: was something detached?"
@@ -144,7 +157,7 @@ class Run:
             self.scalars.append((m, stage, [scalar.detach() for scalar in scalars]))
         tops = [top for top in tops if top.requires_grad]
         live.roots += [get_gradient_edge(top) for top in tops]
-        live.ones = [torch.ones_like(top) for top in tops]
+        live.ones = [part.one(top.dtype) for top in tops]
         if not part.splits and part.unseen[step.action.chunk]:
             refuse_reentrant(live.roots)
             part.unseen[step.action.chunk] = False
@@ -205,7 +218,7 @@ class Run:
                 _deliver(live.inputs, found)
         else:
             if live.roots:
-                torch.autograd.backward(live.roots, gradients)
+                accumulate(live.roots, gradients)
             found = [x.grad for x in live.inputs]
         if stage:
             pairs = zip(live.inputs, found, strict=True)
@@ -225,4 +238,4 @@ def _deliver(inputs: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
     once = {id(x): (x, g) for x, g in zip(inputs, gradients, strict=True)}  # each has the whole
     known = [(get_gradient_edge(x), g) for x, g in once.values() if g is not None]
     if known:
-        torch.autograd.backward([edge for edge, _ in known], [g for _, g in known])
+        accumulate([edge for edge, _ in known], [g for _, g in known])

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis
-from kenotron_tp.products import outside_autocast
+from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
-    check_terms,
+    checked_terms,
     local_statistics,
     losses,
     whole_statistics,
@@ -117,9 +117,7 @@ def vocab_parallel_cross_entropy(
             "or in_place=False"
         )
     width = logits.shape[-1]
-    size = width * axis.size if vocab_size is None else vocab_size
-    terms = Terms(axis, size, ignore_index, z_loss, label_smoothing)
-    check_terms(terms, labels, width)
+    terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     rows = logits.reshape(-1, width)
     loss, z = _VocabParallelCrossEntropy.apply(rows, labels.reshape(-1), terms, in_place)
     if return_z_loss:

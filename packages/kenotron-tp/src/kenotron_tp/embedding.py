@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Placements, Shard, TensorLayout, local_shape
+from kenotron_dist import Axis, Chunk, Placements, Shard
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
-from kenotron_dist.boxes import scatter
-from kenotron_tp.sequence import call_mode, check_axis, check_tokens, pad_tokens
+from kenotron_tp.cut import check_axis, cut_parameter
+from kenotron_tp.sequence import call_mode, check_tokens, pad_tokens
 
 
 def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chunk:
@@ -71,16 +71,11 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         rows = Shard(axis.name, 0, (vocabulary_chunk(num_embeddings, axis.size, divisible_by),))
         whole = torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype)
-        layout = TensorLayout("weight", tuple(whole.shape), (rows,))
-        sizes, coords = {axis.name: axis.size}, {axis.name: axis.rank}
-        if whole.is_meta:
-            local = whole.new_empty(local_shape(layout, sizes))
-        else:
+        if not whole.is_meta:
             nn.init.normal_(whole)
             if self.padding_idx is not None:
                 nn.init.zeros_(whole[self.padding_idx])
-            local = scatter(whole, layout, sizes, coords)
-        self.weight = nn.Parameter(local)  # (V/t, D)
+        self.weight = cut_parameter(whole, "weight", rows, axis)  # (V/t, D)
         self.placements: Placements = {"weight": rows}
 
     def forward(self, ids: Tensor, *, sequence_parallel: bool | None = None) -> Tensor:

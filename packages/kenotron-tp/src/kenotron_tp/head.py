@@ -13,13 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis, Handle, all_reduce
 from kenotron_dist.autograd import all_gather_from
-from kenotron_tp.linear import cast_for_autocast
-from kenotron_tp.products import outside_autocast
+from kenotron_tp.autocast import cast_for_autocast, outside_autocast
 from kenotron_tp.sequence import check_tokens, rows_of_rank
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
-    check_terms,
+    checked_terms,
     local_statistics,
     losses,
     whole_statistics,
@@ -78,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _start_sum(dx: Tensor, how: _Chunked) -> Handle:
     if how.whole:
         return all_reduce(dx, how.terms.axis, async_op=True)
-    return Handle(None, lambda: dx)
+    return Handle(None, dx)
 
 
 def _land(flight: tuple[slice, Handle] | None, dx: Tensor | None) -> None:
@@ -173,9 +172,7 @@ def linear_cross_entropy(
             "unless sequence_parallel=True"
         )
     width = weight.shape[0]
-    size = width * axis.size if vocab_size is None else vocab_size
-    terms = Terms(axis, size, ignore_index, z_loss, label_smoothing)
-    check_terms(terms, labels, width)
+    terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
     rows, how = x.reshape(-1, x.shape[-1]), _Chunked(terms, chunk, not sequence_parallel)
     loss, z = _LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), how)

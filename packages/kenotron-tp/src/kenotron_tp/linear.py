@@ -16,18 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, TensorLayout, local_shape
-from kenotron_dist.boxes import scatter
-from kenotron_dist.defer import WeightQueue
+from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, WeightQueue
+from kenotron_tp.autocast import cast_for_autocast
+from kenotron_tp.cut import check_axis, cut_parameter
 from kenotron_tp.products import How, column_product, row_product
-from kenotron_tp.sequence import (
-    call_mode,
-    check_axis,
-    check_features,
-    check_tokens,
-    rows_of_rank,
-    whole_tokens,
-)
+from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
 
 
 class ColumnParallelLinear(nn.Module):
@@ -80,8 +73,10 @@ class ColumnParallelLinear(nn.Module):
         self.weight_queue: WeightQueue | None = None
         rows = Shard(axis.name, 0, pieces)
         whole = _linear_values(in_features, out_features, bias, device, dtype)
-        self.weight = _cut(whole[0], "weight", rows, axis)  # (O/t, I)
-        self.bias = None if whole[1] is None else _cut(whole[1], "bias", rows, axis)  # (O/t,)
+        self.weight = cut_parameter(whole[0], "weight", rows, axis)  # (O/t, I)
+        self.bias = (
+            None if whole[1] is None else cut_parameter(whole[1], "bias", rows, axis)
+        )  # (O/t,)
         self.placements: Placements = {"weight": rows}
         if bias:
             self.placements["bias"] = rows
@@ -100,7 +95,7 @@ class ColumnParallelLinear(nn.Module):
         ValueError when T does not fit n, or the mode is changed while gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
-        check_features(x, self.weight.shape[1], "the in_features of this layer")
+        _check_features(x, self.weight.shape[1], "the in_features of this layer")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
@@ -156,9 +151,9 @@ class RowParallelLinear(nn.Module):
         self.axis, self.sequence_parallel, self.overlap = axis, sequence_parallel, overlap
         self.weight_queue: WeightQueue | None = None
         columns = Shard(axis.name, 1)
-        whole = _linear_values(in_features, out_features, bias, device, dtype)
-        self.weight = _cut(whole[0], "weight", columns, axis)  # (O, I/t)
-        self.bias = None if whole[1] is None else nn.Parameter(whole[1])  # (O,)
+        weight, values = _linear_values(in_features, out_features, bias, device, dtype)
+        self.weight = cut_parameter(weight, "weight", columns, axis)  # (O, I/t)
+        self.bias = None if values is None else nn.Parameter(values)  # (O,)
         self.placements: Placements = {"weight": columns}
         if bias and sequence_parallel:
             self.placements["bias"] = Partial(axis.name)  # each rank sees its own tokens
@@ -172,7 +167,7 @@ class RowParallelLinear(nn.Module):
         gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
-        check_features(x, self.weight.shape[1], "this rank's part of the in_features")
+        _check_features(x, self.weight.shape[1], "this rank's part of the in_features")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
         if self.axis.size == 1 and self.weight_queue is None:
             return F.linear(x, weight, bias)
@@ -200,16 +195,11 @@ def _described(layer: ColumnParallelLinear | RowParallelLinear, more: str = "") 
     )
 
 
-def cast_for_autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would give to ``F.linear``; communication is in that dtype too."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    x, weight = (each if each.dtype == torch.float64 else each.to(dtype) for each in (x, weight))
-    return x, weight, None if bias is None else bias.to(x.dtype)
+def _check_features(x: Tensor, features: int, whose: str) -> None:
+    if x.ndim == 0 or x.shape[-1] != features:
+        raise ValueError(
+            f"x {tuple(x.shape)} needs {features} features along its last dim, {whose}"
+        )
 
 
 def _linear_values(
@@ -228,12 +218,3 @@ def _linear_values(
         if values is not None:
             nn.init.uniform_(values, -bound, bound)
     return weight, values
-
-
-def _cut(whole: Tensor, name: str, shard: Shard, axis: Axis) -> nn.Parameter:
-    """This rank's part as a parameter."""
-    layout = TensorLayout(name, tuple(whole.shape), (shard,))
-    sizes, coords = {axis.name: axis.size}, {axis.name: axis.rank}
-    if whole.is_meta:
-        return nn.Parameter(whole.new_empty(local_shape(layout, sizes)))
-    return nn.Parameter(scatter(whole, layout, sizes, coords))

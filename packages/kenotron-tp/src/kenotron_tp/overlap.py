@@ -9,8 +9,6 @@ Shapes: T tokens, n tokens of a rank (T/t, rounded up), I input features, O outp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -39,12 +37,12 @@ def gather_product(
     return y, rows
 
 
-def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Callable[[], Tensor]:
+def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Handle:
     """Start the sum over ranks of x (T, I) times w (I, O), of which each keeps n rows in turn.
 
     What belongs to other ranks is multiplied first and travels while the next is multiplied.
-    Returns the function that waits and gives this rank's (n, O); rows beyond T are zero. The sum
-    is the tree of ``reduce_scatter``, on every backend.
+    The handle's result is this rank's (n, O); rows beyond T are zero. The sum is the tree of
+    ``reduce_scatter``, on every backend.
     """
     parts = [x.new_empty(n, w.shape[1]) for _ in range(axis.size)]  # what ranks owe this one
     handles = []
@@ -61,7 +59,7 @@ def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Callable[
             handle.wait()
         return tree_sum(parts)
 
-    return finish
+    return Handle(None, finish)
 
 
 def _multiply(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> None:

@@ -14,8 +14,6 @@ Shapes: T tokens, n tokens of a rank, I input and O output features of the local
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis, Handle, WeightQueue, all_gather, all_reduce, reduce_scatter
+from kenotron_dist.collectives import no_view
+from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.overlap import gather_product, start_product_scatter
+from kenotron_tp.sequence import pad_rows
 
 
 class How(NamedTuple):
@@ -52,23 +53,6 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Ten
     return _RowProduct.apply(x, weight, bias, how)
 
 
-Backward = Callable[..., tuple[Tensor | None, ...]]
-
-
-def outside_autocast(backward: Backward) -> Backward:
-    """Run a backward in the dtypes of its forward, whatever is cast around it."""
-
-    @functools.wraps(backward)
-    def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        device = grads[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return backward(ctx, *grads)
-        with torch.autocast(device, enabled=False):
-            return backward(ctx, *grads)
-
-    return run
-
-
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
@@ -92,36 +76,30 @@ class _ColumnProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx, finish, between = None, None, None
-        gathering = None
+        gathering = summing = dw = None
         if how.sequence and how.regather and needs_weight:
             gathering = all_gather(x, how.axis, async_op=True)
             if not how.overlap:
                 gathering.wait()
         if needs_x:
-            finish, between = _start_input_gradient(dy, weight, how, ctx.own)
+            summing = _start_input_gradient(dy, weight, how, ctx.own)
             if not how.overlap:
-                dx, finish, between = finish(), None, None
-        dw = None
+                summing.wait()
         if needs_weight:
             rows = x if gathering is None else gathering.wait()
-            dw = _weight_gradient(dy, rows[: len(dy)], how, between)
-        if finish is not None:
-            dx = finish()
+            dw = _weight_gradient(dy, rows[: len(dy)], how, summing)
+        dx = None if summing is None else summing.wait()
         return dx, dw, dy.sum(0) if needs_bias else None, None
 
 
-def _start_input_gradient(
-    dy: Tensor, weight: Tensor, how: How, n: int
-) -> tuple[Callable[[], Tensor], Callable[[], None] | None]:
-    """Start dx, summed over ranks: what waits for it, and what to call half-way if anything."""
+def _start_input_gradient(dy: Tensor, weight: Tensor, how: How, n: int) -> Handle:
+    """Start dx (T, I), or (n, I) when tokens are cut, summed over ranks."""
     if how.sequence and how.overlap:
-        return start_product_scatter(dy, weight, how.axis, n), None
+        return start_product_scatter(dy, weight, how.axis, n)
     dx = dy @ weight
     if how.sequence:
-        return reduce_scatter(_pad(dx, n, how.axis), how.axis, async_op=True).wait, None
-    handle: Handle = all_reduce(dx, how.axis, async_op=True)
-    return handle.wait, handle.advance if handle.rounds > 1 else None
+        return reduce_scatter(pad_rows(dx, n * how.axis.size), how.axis, async_op=True)
+    return all_reduce(dx, how.axis, async_op=True)
 
 
 class _RowProduct(torch.autograd.Function):
@@ -129,9 +107,9 @@ class _RowProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         w, axis = weight.t(), how.axis
         if how.sequence and how.overlap:
-            y = start_product_scatter(x, w, axis, how.rows)()
+            y = start_product_scatter(x, w, axis, how.rows).wait()
         elif how.sequence:
-            y = reduce_scatter(_pad(x @ w, how.rows, axis), axis)
+            y = reduce_scatter(pad_rows(x @ w, how.rows * axis.size), axis)
         else:
             y = all_reduce(x @ w, axis)
         ctx.save_for_backward(x, weight)
@@ -158,29 +136,23 @@ class _RowProduct(torch.autograd.Function):
 
 
 def _weight_gradient(
-    dy: Tensor, x: Tensor, how: How, between: Callable[[], None] | None = None
+    dy: Tensor, x: Tensor, how: How, beside: Handle | None = None
 ) -> Tensor | None:
-    """dy^T x (O, I), or None when it is put off; ``between`` is called half-way through."""
+    """dy^T x (O, I), or None when it is put off; ``beside`` travels and may need two rounds."""
     if how.queue is not None:
         dtype = how.parameter.dtype
         how.queue.push(how.parameter, lambda: (dy.t() @ x).to(dtype))
         return None
-    if between is None:
+    if beside is None or beside.rounds == 1 or not how.overlap:
         return dy.t() @ x
     half = dy.shape[1] // 2
     dw = dy.new_empty(dy.shape[1], x.shape[1])
     torch.mm(dy[:, :half].t(), x, out=dw[:half])
-    between()
+    beside.advance()
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
     return dw
 
 
 def _first_rows(x: Tensor, n: int) -> Tensor:
     """The first n rows of storage that nobody else has; to autograd no view, as results must be."""
-    return x if len(x) == n else torch.ops.aten._unsafe_view(x[:n], (n, x.shape[1]))
-
-
-def _pad(x: Tensor, n: int, axis: Axis) -> Tensor:
-    """x (T, O) with rows of zeros up to n for every rank."""
-    missing = n * axis.size - x.shape[0]
-    return x if missing == 0 else F.pad(x, (0, 0, 0, missing))
+    return x if len(x) == n else no_view(x[:n], (n, x.shape[1]))

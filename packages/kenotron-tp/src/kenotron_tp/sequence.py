@@ -68,20 +68,6 @@ def call_mode(layer: nn.Module, built: bool, wanted: bool | None) -> bool:
     return wanted
 
 
-def check_axis(axis: Axis) -> None:
-    """Raise TypeError when a whole mesh, or the name of an axis, is given for an axis."""
-    if not isinstance(axis, Axis):
-        raise TypeError(f'axis is a {type(axis).__name__}: give one axis of a mesh, mesh["tp"]')
-
-
-def check_features(x: Tensor, features: int, whose: str) -> None:
-    """Raise ValueError when x does not have the features that a layer takes."""
-    if x.ndim == 0 or x.shape[-1] != features:
-        raise ValueError(
-            f"x {tuple(x.shape)} needs {features} features along its last dim, {whose}"
-        )
-
-
 def check_tokens(x: Tensor) -> None:
     """Raise ValueError when x has no dim of tokens before its features."""
     if x.ndim < 2:
@@ -107,5 +93,10 @@ def whole_tokens(x: Tensor, axis: Axis, tokens: int | None) -> int:
 
 def pad_tokens(x: Tensor, axis: Axis) -> Tensor:
     """x (T, ...) with rows of zeros up to n on every rank: (t n, ...)."""
-    missing = rows_of_rank(x.shape[0], axis) * axis.size - x.shape[0]
+    return pad_rows(x, rows_of_rank(x.shape[0], axis) * axis.size)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x (m, ...) with rows of zeros up to ``rows`` of them."""
+    missing = rows - x.shape[0]
     return x if missing == 0 else F.pad(x, [0, 0] * (x.ndim - 1) + [0, missing])

@@ -45,37 +45,46 @@ class Statistics(NamedTuple):
     """Sum of ``logit - highest``; without meaning where no label is smoothed."""
 
 
-def check_terms(terms: Terms, labels: Tensor, width: int) -> None:
-    """Raise ValueError for sizes or coefficients that make no sense.
+def checked_terms(
+    labels: Tensor,
+    width: int,
+    axis: Axis,
+    vocab_size: int | None,
+    ignore_index: int,
+    z_loss: float,
+    label_smoothing: float,
+) -> Terms:
+    """The terms of a loss of ``width`` columns a rank; without ``vocab_size`` all of them count.
 
-    On CPU also IndexError for a label outside the vocabulary; elsewhere looking for one would
-    stop the device, and the position's loss is NaN.
+    Raises ValueError for sizes or coefficients that make no sense; on CPU also IndexError for a
+    label outside the vocabulary. Elsewhere looking for one would stop the device, and the
+    position's loss is NaN.
     """
-    columns = width * terms.axis.size
+    columns = width * axis.size
+    size = columns if vocab_size is None else vocab_size
     if labels.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"labels are {labels.dtype}: they are ids, int64 or int32")
-    if not 0 < terms.vocab_size <= columns:
+    if not 0 < size <= columns:
         raise ValueError(
-            f"vocab_size {terms.vocab_size} is not within 1..{columns}, the columns of all ranks: "
+            f"vocab_size {size} is not within 1..{columns}, the columns of all ranks: "
             "give the vocabulary that the output layer was cut for"
         )
-    if not 0 <= terms.label_smoothing < 1:
+    if not 0 <= label_smoothing < 1:
         raise ValueError(
-            f"label_smoothing {terms.label_smoothing} is not within [0, 1): 0 smooths nothing"
+            f"label_smoothing {label_smoothing} is not within [0, 1): 0 smooths nothing"
         )
-    if not 0 <= terms.z_loss < float("inf"):
-        raise ValueError(
-            f"z_loss {terms.z_loss} is not a finite coefficient, 0 or more: 0 adds nothing"
-        )
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss {z_loss} is not a finite coefficient, 0 or more: 0 adds nothing")
     if labels.device.type == "cpu" and labels.numel():
-        strange = (labels < 0) | (labels >= terms.vocab_size)
-        strange &= labels != terms.ignore_index
+        strange = (labels < 0) | (labels >= size)
+        strange &= labels != ignore_index
         if strange.any():
             place = tuple(strange.nonzero()[0].tolist())
             raise IndexError(
                 f"label {labels[place].item()} at position {place} is outside the vocabulary "
-                f"0..{terms.vocab_size - 1}, and not ignore_index {terms.ignore_index}"
+                f"0..{size - 1}, and not ignore_index {ignore_index}"
             )
+    return Terms(axis, size, ignore_index, z_loss, label_smoothing)
 
 
 def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
@@ -146,7 +155,6 @@ def write_gradient(
     for rows in _blocks(logits):
         x = out[rows] if direct else torch.empty_like(logits[rows], dtype=of.highest.dtype)
         torch.sub(logits[rows], of.highest[rows, None], out=x)
-        x[:, real:] = 0
         x.exp_().mul_(scale[rows, None])
         if terms.label_smoothing:
             x.sub_(spread[rows, None])

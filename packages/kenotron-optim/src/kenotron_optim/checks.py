@@ -1,0 +1,68 @@
+"""What must hold before gradients are accumulated: on one rank, and between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from kenotron_dist import Axis, Mesh, TensorLayout, gather_objects, local_shape
+
+
+def check_parameters(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], mesh: Mesh
+) -> None:
+    """Raise ValueError for a parameter without layout, of another shape, or not contiguous."""
+    unknown = sorted(set(parameters) - set(layouts))
+    if unknown:
+        raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")
+    for path, parameter in parameters.items():
+        expected = local_shape(layouts[path], mesh.sizes)
+        if tuple(parameter.shape) != expected:
+            raise ValueError(
+                f"parameter {path!r} has shape {tuple(parameter.shape)}, but by its layout a rank "
+                f"holds {expected}: make layouts from this model and mesh"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"parameter {path!r} is not contiguous: give the module p.contiguous() before"
+            )
+
+
+def frozen_ties(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], mesh: Mesh
+) -> set[str]:
+    """Logical names of tied tensors that do not learn, on any stage. Collective over pp.
+
+    Raises ValueError on all ranks when a tied tensor is frozen under some names only.
+    """
+    own = [
+        path for path, p in parameters.items()
+        if not p.requires_grad and len(layouts[path].owners) > 1
+    ]  # fmt: skip
+    gathered = gather_objects(own, mesh["pp"]) if mesh["pp"].size > 1 else [own]
+    frozen = {path for stage in gathered for path in stage}
+    for path in sorted(frozen):
+        learning = set(layouts[path].owners) - frozen
+        if learning:
+            raise ValueError(
+                f"{path!r} is frozen, but it is tied to {min(learning)!r}, which is not: freeze "
+                "all owners or none"
+            )
+    return {layouts[path].name for path in frozen}
+
+
+def check_alike(described: Sequence[Sequence[Any]], axis: Axis) -> None:
+    """Raise ValueError on all ranks of an axis when they describe their buckets differently."""
+    if axis.size == 1:
+        return
+    first, *others = gather_objects([list(each) for each in described], axis)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            pairs = [(a, b) for a, b in zip(first, other, strict=False) if a != b]
+            a, b = pairs[0] if pairs else (len(first), len(other))
+            raise ValueError(
+                f"data-parallel ranks 0 and {rank} accumulate different parameters, {a} and {b}: "
+                "give every rank the same ones in the same order, and freeze them alike"
+            )

@@ -1,0 +1,136 @@
+"""Sums that start during the last backward: the same bits, whatever the order of gradients."""
+
+import pytest
+import torch
+from torch import nn
+
+from kenotron_dist import named_parameters, parameter_layouts, spawn
+from kenotron_optim import GradAccumulator
+
+PRELOAD = ("torch._dynamo",)
+KB = 1 / 1024
+
+
+class Branches(nn.Module):
+    """Branches whose backwards run in any order; some may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = (3, 7, 1, 30, 5, 12)  # uneven for every number of ranks
+        self.branches = nn.ModuleList(nn.Linear(4, size) for size in sizes)
+
+    def backward(self, x, order):
+        for i in order:  # one graph each: gradients come in this order
+            self.branches[i](x).square().sum().backward()
+
+
+def accumulator(model, mesh, **options):
+    layouts = parameter_layouts(model, mesh.sizes)
+    return GradAccumulator(named_parameters(model), layouts, mesh, bucket_mb=0.2 * KB, **options)
+
+
+def batches(rank, count):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(count, 5, 4, generator=generator)
+
+
+def run(mesh, grads, model, backwards, announced, order):
+    """Slices, and whether a sum had started before ``finish``."""
+    pulse = mesh["dp"].pulse
+    before = pulse.last
+    grads.start(announced)
+    for x in batches(mesh.rank, backwards):
+        model.backward(x, order)
+    early = pulse.last is not before
+    return {name: slice_.clone() for name, slice_ in grads.finish().items()}, early
+
+
+def orders(mesh):
+    """Every rank has its own order, and one leaves a branch out: the sums of one order."""
+    model, found = Branches(), []
+    for fp32 in (True, False):
+        grads = accumulator(model, mesh, fp32=fp32)
+        assert len(grads.buckets) > 3
+        for backwards in (1, 2, 5):
+            straight = list(reversed(range(6)))
+            expected, early = run(mesh, grads, model, backwards, None, straight)
+            assert not early
+            same, early = run(mesh, grads, model, backwards, backwards, straight)
+            found.append(early)
+            turned = straight[mesh.rank :] + straight[: mesh.rank]
+            other, _ = run(mesh, grads, model, backwards, backwards, turned)
+            for name, slice_ in expected.items():
+                assert torch.equal(slice_, same[name]) and torch.equal(slice_, other[name]), name
+            without = [i for i in straight if i != 3 or mesh.rank]
+            missing, _ = run(mesh, grads, model, backwards, backwards, without)
+            expected, _ = run(mesh, grads, model, backwards, None, without)
+            assert all(torch.equal(expected[name], missing[name]) for name in expected)
+            nothing, _ = run(mesh, grads, model, backwards, backwards, [])
+            assert not any(slice_.any() for slice_ in nothing.values())
+        for parameter in model.parameters():
+            parameter._post_accumulate_grad_hooks.clear()
+    return all(found)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+def test_the_order_of_gradients_changes_no_bit(dp):
+    assert spawn(orders, dp=dp, preload=PRELOAD) == [dp > 1] * dp
+
+
+def misuse(mesh):
+    model = Branches()
+    grads = accumulator(model, mesh)
+    x = batches(0, 1)[0]
+    grads.start(backwards=1)
+    model.backward(x, [2])
+    with pytest.raises(RuntimeError, match=r"'branches.2.bias' got gradient number 2, but start"):
+        model.branches[2].bias.sum().backward()
+    grads.finish()
+    with pytest.raises(RuntimeError, match=r"finish\(\) was called before: a step begins with"):
+        grads.finish()
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"'branches.2.bias' got a gradient after finish\(\)"):
+        model.branches[2].bias.sum().backward()
+    model.zero_grad()
+    grads.start()
+    model.backward(x, [2])
+
+
+def test_a_gradient_too_many_is_an_error():
+    spawn(misuse, preload=PRELOAD)
+
+
+def owned(mesh):
+    """Tensors that one rank owns altogether: each element once, ranks about equally loaded."""
+    model = Branches()
+    names = [name for name, p in model.named_parameters() if p.ndim == 2]
+    grads = accumulator(model, mesh, whole=names)
+    loads = [0] * mesh["dp"].size
+    for _, span in grads.spans():
+        ranges = [span.owned(rank) for rank in range(mesh["dp"].size)]
+        if span.name in names:
+            assert sorted(stop - start for start, stop in ranges)[-2:] in (
+                [0, span.numel],
+                [span.numel],
+            )
+            loads[[stop > start for start, stop in ranges].index(True)] += span.numel
+        assert sum(stop - start for start, stop in ranges) == span.numel
+    assert max(loads) - min(loads) <= 120  # the largest tensor
+    grads.start(1)
+    model.backward(batches(mesh.rank, 1)[0], range(6))
+    slices = grads.finish()
+    return {name: slice_ for name, slice_ in slices.items() if name in names}
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+def test_a_whole_tensor_has_one_owner(dp):
+    ranks = spawn(owned, dp=dp, preload=PRELOAD)
+    model = Branches()
+    for rank in range(dp):
+        model.backward(batches(rank, 1)[0], range(6))
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            own = [found[name] for found in ranks if found[name].numel()]
+            assert len(own) == 1
+            torch.testing.assert_close(own[0].view_as(parameter), parameter.grad)
