@@ -175,13 +175,8 @@ class Saver:
     def __enter__(self) -> Saver:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.close()
             return
         job = self._job  # the other ranks may be gone: a save under way gets a little time
