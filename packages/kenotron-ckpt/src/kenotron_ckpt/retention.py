@@ -13,6 +13,7 @@ from kenotron_ckpt.folder import (
     defect,
     is_verified,
     latest_step,
+    remove,
     steps_in,
     sweep,
     sync,
@@ -36,8 +37,8 @@ def prune(
         busy: step folders of which it says True stay (they are being copied elsewhere).
 
     What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
-    verified: however many damaged ones follow, there is one to go back to. Half-written folders
-    and files of others are left alone. Raises ValueError unless both numbers are positive.
+    verified: however many damaged ones follow, there is one to go back to. Half-written folders,
+    links, and files of others are left alone. Raises ValueError unless both numbers are positive.
     """
     check_kept(keep, keep_every)
     folder = Path(folder)
@@ -46,10 +47,11 @@ def prune(
     stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
     if keep_every is not None:
         stay |= {step for step in whole if step % keep_every == 0}
-    doomed = [step for step in whole if step not in stay and not busy(folder / str(step))]
-    for step in doomed:
-        _remove(folder / str(step))
-    return doomed
+    rest = [folder / str(step) for step in whole if step not in stay]
+    doomed = [path for path in rest if not path.is_symlink() and not busy(path)]
+    for path in doomed:
+        _remove(path)
+    return [int(path.name) for path in doomed]
 
 
 def check_kept(keep: int | None, keep_every: int | None) -> None:
@@ -66,7 +68,7 @@ def _remove(step_folder: Path) -> None:
     passed(Step.UNMADE)
     sweep(step_folder)
     for name in (CONFIG, VERIFIED):
-        (step_folder / name).unlink(missing_ok=True)
+        remove(step_folder / name)
     with contextlib.suppress(OSError):  # somebody else's files
         step_folder.rmdir()
     passed(Step.OLD_REMOVED)

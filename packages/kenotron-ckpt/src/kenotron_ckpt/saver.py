@@ -13,7 +13,7 @@ from typing import Any
 
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.job import Job
+from kenotron_ckpt.job import Job, decline
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
@@ -84,6 +84,7 @@ class Saver:
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
         self._count = 0
+        self._closed = False
         self._job: Job | None = None
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
@@ -104,9 +105,13 @@ class Saver:
             self.save(step, *arguments, **options)
         return self.due(step)
 
-    def reserve(self, tensors: Tensors) -> None:
-        """Take the host memory for ``tensors`` now, so that the first save is as fast as others."""
-        self._arena.fit(self._planned(tensors, ()).parts, self._pool_bytes, self._pin)
+    def reserve(self, tensors: Tensors, volatile: Collection[str] = ()) -> None:
+        """Take the host memory for ``tensors`` now, so that the first save is as fast as others.
+
+        Arguments: those of ``save``. A save under way is waited for.
+        """
+        self.finish()
+        self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
 
     def save(
         self,
@@ -129,15 +134,23 @@ class Saver:
         ``wait`` (buffers of a model); transfers under way into the tensors, which are waited for
         before anything is copied.
 
-        Raises ValueError for arguments that cannot be saved, and SaveFailed (see the class).
+        Raises ValueError for arguments that cannot be saved (on the ranks that have them: on the
+        others the save fails), and SaveFailed (see the class); RuntimeError after ``close``.
         """
         begun = time.perf_counter()
+        if self._closed:
+            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
         self.finish()
         waited = time.perf_counter() - begun
-        for handle in pending:
-            handle.wait()
-        check_state(step, state, rank_state)
-        self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+        self._count += 1
+        try:
+            for handle in pending:
+                handle.wait()
+            check_state(step, state, rank_state)
+            self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+        except Exception as error:
+            decline(self._notes, self._count, self.mesh.rank, error)
+            raise
         self._blocked, self._waited = time.perf_counter() - begun, waited
         self._pace.begin(self._blocked)
 
@@ -185,6 +198,8 @@ class Saver:
         self._leave()
 
     def _leave(self) -> None:
+        self._closed = True
+        self._arena, self._plan = Arena(), None  # a cancelled save has what it needs of them
         self._jobs.put(None)
         if self._lock is not None:
             self._lock.release()
@@ -216,23 +231,25 @@ class Saver:
         """Take the snapshot, and leave the rest to the thread."""
         begun = time.perf_counter()
         self._arena.fit(plan.parts, self._pool_bytes, self._pin)
-        self._count += 1
-        self._job = Job(
+        job = Job(
             number=self._count,
             step_folder=self.folder / str(step),
             mesh=self.mesh,
             notes=self._notes,
             plan=plan,
-            snapshot=Snapshot(plan.parts, self._arena, plan.urgent, self.mesh.device),
+            snapshot=Snapshot(plan.parts, self._arena, self.mesh.device),
             state=json.loads(json.dumps(state)),  # a copy: the caller may change its own
             rank_state=json.loads(json.dumps(rank_state)),
             config_text=config,
             threads=self._threads,
             verify=self._verify,
-            after=self._follow_up,
+            on_commit=self._on_commit,
+            prune=self._prune,
             begun=begun,
         )
-        self._jobs.put(self._job)
+        self._job = job
+        self._jobs.put(job)
+        job.snapshot.wait(plan.urgent)
 
     def _hear(self, job: Job) -> None:
         """Note how a save ended."""
@@ -262,9 +279,7 @@ class Saver:
         if failure:
             raise SaveFailed(failure)
 
-    def _follow_up(self, step_folder: Path) -> list[int]:
-        """On rank 0, once a checkpoint stands: tell who asked, remove old ones."""
-        self._on_commit(step_folder)
+    def _prune(self) -> list[int]:
         if self._keep is None:
             return []
         return prune(self.folder, self._keep, self._keep_every, busy=self._busy)

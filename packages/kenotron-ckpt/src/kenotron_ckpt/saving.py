@@ -10,6 +10,7 @@ from typing import Any
 from kenotron_ckpt.cut import Tensors
 from kenotron_ckpt.folder import prepare, sweep
 from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.share import (
     FILE_BYTES,
     Plan,
@@ -84,6 +85,7 @@ def discard(step_folder: Path) -> None:
     with contextlib.suppress(OSError):
         sweep(step_folder)
         step_folder.rmdir()  # only when there is nothing else in it
+        passed(Step.DISCARDED)
 
 
 def _write(
