@@ -20,6 +20,9 @@ from kenotron_ckpt.folder import (
 )
 from kenotron_ckpt.protocol import Step, passed
 
+_UNMADE = f"{MANIFEST}.old.tmp"
+"""What was the manifest while a checkpoint is being removed: a temporary file to all others."""
+
 
 def prune(
     folder: str | Path,
@@ -38,7 +41,8 @@ def prune(
 
     What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
     verified: however many damaged ones follow, there is one to go back to. Half-written folders,
-    links, and files of others are left alone. Raises ValueError unless both numbers are positive.
+    links, and files of others are left alone; a removal that was cut off is finished. Raises
+    ValueError unless both numbers are positive.
     """
     check_kept(keep, keep_every)
     folder = Path(folder)
@@ -49,9 +53,10 @@ def prune(
         stay |= {step for step in whole if step % keep_every == 0}
     rest = [folder / str(step) for step in whole if step not in stay]
     doomed = [path for path in rest if not path.is_symlink() and not busy(path)]
-    for path in doomed:
+    begun = [path for path in map(folder.joinpath, map(str, steps_in(folder))) if _begun(path)]
+    for path in [*begun, *doomed]:
         _remove(path)
-    return [int(path.name) for path in doomed]
+    return sorted(int(path.name) for path in [*begun, *doomed])
 
 
 def check_kept(keep: int | None, keep_every: int | None) -> None:
@@ -62,13 +67,19 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep_every = {keep_every}: it is a number of steps, at least 1")
 
 
+def _begun(step_folder: Path) -> bool:
+    """Whether a removal was cut off: what is left is nobody's, unlike a half-written folder."""
+    return (step_folder / _UNMADE).exists() and not (step_folder / MANIFEST).exists()
+
+
 def _remove(step_folder: Path) -> None:
-    (step_folder / MANIFEST).unlink()  # from here on it is no checkpoint
-    sync(step_folder)
-    passed(Step.UNMADE)
-    sweep(step_folder)
+    if not _begun(step_folder):
+        (step_folder / MANIFEST).replace(step_folder / _UNMADE)  # from here on it is no checkpoint
+        sync(step_folder)
+        passed(Step.UNMADE)
     for name in (CONFIG, VERIFIED):
         remove(step_folder / name)
+    sweep(step_folder)  # the shards, and last what says that they may go
     with contextlib.suppress(OSError):  # somebody else's files
         step_folder.rmdir()
     passed(Step.OLD_REMOVED)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.folder import prepare, sweep
+from kenotron_ckpt.folder import CONFIG, MANIFEST, prepare, remove, sweep
 from kenotron_ckpt.index import FileEntry, Record
 from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.share import (
@@ -84,6 +84,8 @@ def discard(step_folder: Path) -> None:
     """After a failed save: give the space back. What cannot be removed now, the next save will."""
     with contextlib.suppress(OSError):
         sweep(step_folder)
+        if not (step_folder / MANIFEST).exists():
+            remove(step_folder / CONFIG)
         step_folder.rmdir()  # only when there is nothing else in it
         passed(Step.DISCARDED)
 

@@ -1,0 +1,185 @@
+"""SIGKILL at every step of every save: the old checkpoint or the new, whole; never another."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from ckpt_kills import (
+    MANY,
+    SCENARIOS,
+    nursery,
+    put,
+    put_and_die,
+    put_beside,
+    put_together,
+    state_of,
+)
+
+from kenotron_ckpt import open_checkpoint, read_manifest
+from kenotron_ckpt.folder import defect, is_verified, steps_in
+from kenotron_ckpt.protocol import Step
+from kenotron_dist import Mesh, RankError, spawn
+
+MANIFEST_RENAMED = ["FOLDER_SYNCED", "TEXT_OPENED", "TEXT_WRITTEN", "TEXT_RENAMED"]
+"""The last of these is the moment before COMMITTED."""
+PRUNING = {"pruning": 5, "two threads": None}
+"""Scenario -> its ``keep_every``, where old checkpoints go."""
+
+
+@pytest.fixture(scope="module")
+def run():
+    with nursery() as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def befores(tmp_path_factory):
+    """Scenario -> a run folder as it is before the save."""
+    root = tmp_path_factory.mktemp("before")
+    made = {name: root / name for name in SCENARIOS}
+    for name, folder in made.items():
+        SCENARIOS[name][0](folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run, befores, tmp_path_factory):
+    """Scenario -> the steps of a save that nobody kills."""
+    root, steps = tmp_path_factory.mktemp("whole"), {}
+    for name, before in befores.items():
+        log = root / f"{name}.log"
+        assert run(name, fresh(before, root / name), log) == 0
+        steps[name] = log.read_text().split()
+        assert what_is_there(root / name) == (
+            (10, 1) if name == "full disk" else (SCENARIOS[name][2], 2)
+        )
+    return steps
+
+
+def fresh(before, folder):
+    """A copy of a run folder."""
+    if before.exists():
+        shutil.copytree(before, folder)
+    return folder
+
+
+def what_is_there(path):
+    """(step, factor) of what a resume would read, compared bit for bit; None when nothing."""
+    if not path.exists() or not any(child.is_dir() or child.is_file() for child in path.iterdir()):
+        return None
+    mesh = Mesh.connect()
+    try:
+        found = open_checkpoint(path, mesh)
+    except ValueError as error:
+        assert "half-written" in str(error) or "it has neither a manifest" in str(error), error
+        return None
+    wanted = state_of(mesh, 1, blank=True)
+    loaded = found.load(wanted)
+    factor = loaded.state["factor"]
+    due = state_of(mesh, factor)
+    for key, (tensor, _) in due.items():
+        assert torch.equal(wanted[key][0].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert found.manifest.config in (f"factor: {factor}\n", None)
+    assert found.manifest.step == loaded.step == int(found.folder.name)
+    return loaded.step, factor
+
+
+def names_due(step_folder):
+    """What may lie in the folder of a checkpoint."""
+    manifest = read_manifest(step_folder)
+    due = set(manifest.files) | {"manifest.json"}
+    due |= {"config.yaml"} if manifest.config is not None else set()
+    return due | ({"verified.txt"} if is_verified(step_folder) else set())
+
+
+def check_old_or_new(folder, step, seen, old):
+    """What is right after a kill, from the steps that the process had come to."""
+    # The rename comes just before the step that says what it meant.
+    stands = "COMMITTED" in seen or seen[-4:] == MANIFEST_RENAMED
+    points = "POINTED" in seen or (
+        "COMMITTED" in seen and seen[seen.index("COMMITTED") :].count("TEXT_RENAMED") > marks(seen)
+    )
+    there = what_is_there(folder / str(step)) if (folder / str(step)).exists() else None
+    before = old if old is not None and old[0] == step else None
+    assert there == ((step, 2) if stands else before)
+    turned = points or (stands and (old is None or old[0] == step))
+    assert what_is_there(folder) == ((step, 2) if turned else old)
+
+
+def marks(seen):
+    """How many texts were renamed after the commit that are not latest.txt."""
+    return 1 if "SHARD_VERIFIED" in seen else 0
+
+
+def check_retention(folder, before, seen, replaced):
+    """The last that was verified is there, whatever was removed; what goes, goes whole.
+
+    ``replaced`` was asked to be overwritten.
+    """
+    verified = [s for s in steps_in(before) if s != replaced and is_verified(before / str(s))]
+    left = [step for step in steps_in(folder) if is_verified(folder / str(step))]
+    assert not verified or (left and left[-1] >= verified[-1])
+    unmade = {s for s in steps_in(before) if defect(before / str(s)) is None} - {
+        step for step in steps_in(folder) if defect(folder / str(step)) is None
+    }
+    assert not unmade or "POINTED" in seen
+    assert len(unmade) <= seen.count("UNMADE") + 1
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_kill_at_every_step_leaves_the_old_or_the_new(name, run, undisturbed, befores, tmp_path):
+    before, step = befores[name], SCENARIOS[name][2]
+    old = what_is_there(before)
+    for at in range(len(undisturbed[name])):
+        folder, log = fresh(before, tmp_path / str(at)), tmp_path / f"{at}.log"
+        assert run(name, folder, log, at) == -9
+        seen = log.read_text().split()
+        assert len(seen) == at + 1
+        check_old_or_new(folder, step, seen, old)
+        if before.exists():
+            check_retention(folder, before, seen, step)
+        if name in PRUNING:
+            put_beside(folder, [step], 3, keep=1, keep_every=PRUNING[name])
+        else:
+            put(folder, step, 3, config=at % 2 == 0, verify=at % 3 == 0, file_bytes=MANY << at % 3)
+        check_nothing_is_left(folder, step)
+
+
+def check_nothing_is_left(folder, step):
+    """After a save that succeeded there is nothing but checkpoints."""
+    assert what_is_there(folder) == (step, 3)
+    for each in steps_in(folder):
+        names = {path.name for path in (folder / str(each)).iterdir()}
+        assert not names or names == names_due(folder / str(each)), each
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert files <= {"latest.txt", "latest.txt.tmp", "writer.lock"}
+
+
+def test_the_kills_are_at_every_step_there_is(undisturbed):
+    assert {step for steps in undisturbed.values() for step in steps} == set(Step.__members__)
+    assert sum(map(len, undisturbed.values())) > 150
+
+
+@pytest.mark.parametrize(
+    ("victim", "at", "beside", "sizes"),
+    [
+        (1, Step.SHARD_OPENED, False, {"dp": 2}),
+        (1, Step.SHARD_SYNCED, True, {"tp": 2}),
+        (0, Step.TEXT_WRITTEN, True, {"dp": 2}),
+        (0, Step.COMMITTED, False, {"tp": 2}),
+        (0, Step.POINTED, True, {"tp": 2}),
+    ],
+)
+def test_a_killed_rank_of_two_leaves_the_old_or_the_new(tmp_path, victim, at, beside, sizes):
+    folder = tmp_path / "run"
+    spawn(put_together, folder, 10, 1, {}, preload=["kenotron_ckpt"], **sizes)
+    with pytest.raises(RankError, match="died of SIGKILL|Connection"):
+        spawn(put_and_die, folder, victim, at, beside, **sizes)
+    seen = Path(f"{folder}.log").read_text().split()
+    assert seen[-1] == at.name
+    stands = at in (Step.COMMITTED, Step.POINTED)
+    assert what_is_there(folder / "20") == ((20, 2) if stands else None)
+    assert what_is_there(folder) == ((20, 2) if at is Step.POINTED else (10, 1))
+    put(folder, 20, 3)
+    check_nothing_is_left(folder, 20)
