@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
+from ckpt_checks import names_due, what_is_there
 from ckpt_kills import (
     MANY,
     SCENARIOS,
@@ -13,13 +13,11 @@ from ckpt_kills import (
     put_and_die,
     put_beside,
     put_together,
-    state_of,
 )
 
-from kenotron_ckpt import open_checkpoint, read_manifest
 from kenotron_ckpt.folder import defect, is_verified, steps_in
 from kenotron_ckpt.protocol import Step
-from kenotron_dist import Mesh, RankError, spawn
+from kenotron_dist import RankError, spawn
 
 MANIFEST_RENAMED = ["FOLDER_SYNCED", "TEXT_OPENED", "TEXT_WRITTEN", "TEXT_RENAMED"]
 """The last of these is the moment before COMMITTED."""
@@ -62,35 +60,6 @@ def fresh(before, folder):
     if before.exists():
         shutil.copytree(before, folder)
     return folder
-
-
-def what_is_there(path):
-    """(step, factor) of what a resume would read, compared bit for bit; None when nothing."""
-    if not path.exists() or not any(child.is_dir() or child.is_file() for child in path.iterdir()):
-        return None
-    mesh = Mesh.connect()
-    try:
-        found = open_checkpoint(path, mesh)
-    except ValueError as error:
-        assert "half-written" in str(error) or "it has neither a manifest" in str(error), error
-        return None
-    wanted = state_of(mesh, 1, blank=True)
-    loaded = found.load(wanted)
-    factor = loaded.state["factor"]
-    due = state_of(mesh, factor)
-    for key, (tensor, _) in due.items():
-        assert torch.equal(wanted[key][0].view(torch.uint8), tensor.view(torch.uint8)), key
-    assert found.manifest.config in (f"factor: {factor}\n", None)
-    assert found.manifest.step == loaded.step == int(found.folder.name)
-    return loaded.step, factor
-
-
-def names_due(step_folder):
-    """What may lie in the folder of a checkpoint."""
-    manifest = read_manifest(step_folder)
-    due = set(manifest.files) | {"manifest.json"}
-    due |= {"config.yaml"} if manifest.config is not None else set()
-    return due | ({"verified.txt"} if is_verified(step_folder) else set())
 
 
 def check_old_or_new(folder, step, seen, old):

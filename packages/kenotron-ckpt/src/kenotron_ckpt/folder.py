@@ -67,9 +67,11 @@ def candidates(path: str | Path) -> list[Path]:
         raise ValueError(f"no checkpoint at {path}: the path does not exist")
     if not path.is_dir():
         raise ValueError(f"no checkpoint at {path}: it is a file; give the folder it lies in")
-    if (path / MANIFEST).exists() or any(path.glob(SHARDS)):
+    if (path / MANIFEST).exists():
         return [path]
     steps = steps_in(path)
+    if not steps and any(path.glob(SHARDS)):
+        return [path]
     if not steps:
         raise ValueError(
             f"no checkpoint at {path}: it has neither a {MANIFEST} (a step folder) nor folders "

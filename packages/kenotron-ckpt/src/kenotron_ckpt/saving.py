@@ -64,8 +64,8 @@ def save(
     step_folder = Path(folder) / str(step)
     on_each(mesh, lambda: check_state(step, state, rank_state))
     plan = on_all(mesh, lambda: plan_share(tensors, mesh, file_bytes))
-    tag = on_first(mesh, lambda: prepare(step_folder))
     try:
+        tag = on_first(mesh, lambda: prepare(step_folder))
         shares = on_each(
             mesh, lambda: _write(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
         )
