@@ -5,7 +5,7 @@ from ckpt_kills import state_of
 
 from kenotron_ckpt import open_checkpoint, read_manifest
 from kenotron_ckpt.folder import is_verified
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, TensorLayout
 
 
 def what_is_there(path):
@@ -56,3 +56,9 @@ def flipped(path, place, bit):
     data = bytearray(path.read_bytes())
     data[place] ^= 1 << bit
     path.write_bytes(data)
+
+
+def vectors(count, size=100):
+    """``count`` float32 vectors of 4 * ``size`` bytes."""
+    layouts = [TensorLayout(f"v{i}", (size,)) for i in range(count)]
+    return {p.name: (torch.full((size,), float(i)), p) for i, p in enumerate(layouts)}
