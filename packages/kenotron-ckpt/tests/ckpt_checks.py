@@ -7,6 +7,15 @@ from kenotron_ckpt import open_checkpoint, read_manifest
 from kenotron_ckpt.folder import is_verified
 from kenotron_dist import Mesh, TensorLayout
 
+CPU = torch.device("cpu")
+
+
+class View(Mesh):
+    """A rank's view of a mesh, for arithmetic: nobody communicates."""
+
+    def _group(self, ranks):
+        return None
+
 
 def what_is_there(path):
     """(step, factor) of what a resume would read, compared bit for bit; None when nothing."""
