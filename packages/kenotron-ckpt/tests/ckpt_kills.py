@@ -91,7 +91,7 @@ def many_files(folder):
 
 
 def pruning(folder):
-    put_beside(folder, [20], 2, keep=1, keep_every=5, verify=True, threads=1)
+    put_beside(folder, [20], 2, keep=1, keep_every=5, threads=1)
 
 
 def two_threads(folder):

@@ -64,8 +64,7 @@ def fresh(before, folder):
 
 def check_old_or_new(folder, step, seen, old):
     """What is right after a kill, from the steps that the process had come to."""
-    # The rename comes just before the step that says what it meant.
-    stands = "COMMITTED" in seen or seen[-4:] == MANIFEST_RENAMED
+    stands = stands_after(seen)
     points = "POINTED" in seen or (
         "COMMITTED" in seen and seen[seen.index("COMMITTED") :].count("TEXT_RENAMED") > marks(seen)
     )
@@ -76,6 +75,11 @@ def check_old_or_new(folder, step, seen, old):
     assert what_is_there(folder) == ((step, 2) if turned else old)
 
 
+def stands_after(seen):
+    """Whether the new manifest has its name: that comes just before the step that says so."""
+    return "COMMITTED" in seen or seen[-4:] == MANIFEST_RENAMED
+
+
 def marks(seen):
     """How many texts were renamed after the commit that are not latest.txt."""
     return 1 if "SHARD_VERIFIED" in seen else 0
@@ -84,9 +88,11 @@ def marks(seen):
 def check_retention(folder, before, seen, replaced):
     """The last that was verified is there, whatever was removed; what goes, goes whole.
 
-    ``replaced`` was asked to be overwritten.
+    ``replaced`` is overwritten as soon as the new manifest stands, not before.
     """
-    verified = [s for s in steps_in(before) if s != replaced and is_verified(before / str(s))]
+    verified = [step for step in steps_in(before) if is_verified(before / str(step))]
+    if stands_after(seen):
+        verified = [step for step in verified if step != replaced]
     left = [step for step in steps_in(folder) if is_verified(folder / str(step))]
     assert not verified or (left and left[-1] >= verified[-1])
     unmade = {s for s in steps_in(before) if defect(before / str(s)) is None} - {
