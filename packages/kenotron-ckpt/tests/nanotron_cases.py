@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 LLAMA = {
@@ -260,3 +261,26 @@ def write(run: Path, *, tp=1, pp=1, dp=1, version="1.4", numpy2=False, optimizer
     if optimizer is not None:
         write_optimizer(folder, tensors, config, tp, pp, dp, zero, masters, optimizer)
     return folder, {name: tensor for name, (tensor, _) in tensors.items()}
+
+
+def change_json(path, change):
+    said = json.loads(path.read_text())
+    change(said)
+    path.write_text(json.dumps(said))
+
+
+def change_part(path, said=None, tensors=None):
+    """Write a part again, with other metadata or another tensor."""
+    with safe_open(path, framework="pt") as file:
+        metadata, data = dict(file.metadata() or {}), file.get_tensor("data")
+    metadata |= said or {}
+    metadata = {key: text for key, text in metadata.items() if text is not None}
+    save_file(tensors or {"data": data}, path, metadata=metadata)
+
+
+def metadata_of(folder, change):
+    change_json(folder / "checkpoint_metadata.json", change)
+
+
+def config_of(folder, **values):
+    change_json(folder / "model_config.json", lambda said: said.update(values))

@@ -216,7 +216,7 @@ def read_pairs(text: str, shape: Shape, whole: Shape, where: str) -> tuple[Pair,
 
 
 def shared(blocks: list[Block]) -> tuple[int, int] | None:
-    """Positions of the first two blocks that have an element in common; None when there are none."""
+    """Positions of the first two blocks with an element in common; None when there are none."""
     for second, (start, extent) in enumerate(blocks):
         for first in range(second):
             other, size = blocks[first]

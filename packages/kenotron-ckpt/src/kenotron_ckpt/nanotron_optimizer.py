@@ -42,6 +42,14 @@ class _File:
     state: Mapping[str, Mapping[str, Any]]
     masters: Mapping[str, Tensor]
 
+    def has(self, name: str) -> bool:
+        """Whether there is anything of a parameter."""
+        return name in self.state or name in self.masters
+
+    def get(self, kind: str, name: str) -> Tensor | None:
+        """Its tensor of a kind, if there is one."""
+        return self.masters.get(name) if kind == "master" else self.state.get(name, {}).get(kind)
+
 
 @dataclass(frozen=True, eq=False)
 class NanotronOptimizer:
@@ -87,9 +95,7 @@ class NanotronOptimizer:
         """Pipeline stage of a parameter; the name of a file that has all of it does not say."""
         if shard.place.ranks:
             return shard.place.rank("pp")
-        having = {
-            pp for (pp, _, _), f in self.files.items() if name in f.state or name in f.masters
-        }
+        having = {pp for (pp, _, _), file in self.files.items() if file.has(name)}
         if len(having) != 1:
             raise ValueError(
                 f"{self.checkpoint.folder / 'optimizer'}: {name} is in the files of "
@@ -103,9 +109,7 @@ class NanotronOptimizer:
         for dp in range(self.dp):
             due = _share(numel, self.dp, dp) if self.dp > 1 else numel
             file = self.files[stage, dp, shard.place.rank("tp")]
-            held = (
-                file.masters.get(name) if kind == "master" else file.state.get(name, {}).get(kind)
-            )
+            held = file.get(kind, name)
             if held is None and due:
                 raise ValueError(f"{file.path}: there is no {kind} of {name}{_WITHOUT}")
             if held is not None and held.numel() != due:
@@ -206,12 +210,10 @@ def _load(path: Path) -> _File:
             f"a pickle holds may run code, so it is not opened{_WITHOUT}"
         ) from None
     try:
-        names = {
-            number: str(name).removeprefix("module.") for number, name in held["names"].items()
-        }
-        state = {names[number]: dict(entry) for number, entry in held["state"].items()}
+        names = held["names"]
+        state = {_bare(names[number]): dict(entry) for number, entry in held["state"].items()}
         masters = held.get("gradient_accumulator") or {}
-        masters = {str(name).removeprefix("module."): tensor for name, tensor in masters.items()}
+        masters = {_bare(name): tensor for name, tensor in masters.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not an optimizer's state: state, names of its numbers ({error!r}){_WITHOUT}"
@@ -225,6 +227,11 @@ def _load(path: Path) -> _File:
     if not all(isinstance(tensor, Tensor) for tensor in masters.values()):
         raise ValueError(f"{path}: gradient_accumulator is not made of tensors{_WITHOUT}")
     return _File(path, state, masters)
+
+
+def _bare(name: str) -> str:
+    """A parameter's name without what torch's data parallelism puts before it."""
+    return name.removeprefix("module.")
 
 
 def _steps(checkpoint: NanotronCheckpoint, files: Mapping[Rank, _File]) -> int:
