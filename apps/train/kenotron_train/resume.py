@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import latest_step, load, passed_over, read_manifest, save
-from kenotron_ckpt import resolve as find_checkpoint
+from kenotron_ckpt import latest_step, open_checkpoint, save
 from kenotron_data import Cursor
 from kenotron_dist import check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
@@ -81,8 +80,9 @@ def resume(training: Training) -> tuple[Progress, str]:
     given = Path(checkpoints.resume_checkpoint_path)
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
-    folder = find_checkpoint(given)
-    manifest = read_manifest(folder)
+    with mesh.pulse.busy("verifying a checkpoint"):
+        checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
+    folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)
     steps = int(state["optimizer_steps"])
@@ -95,9 +95,9 @@ def resume(training: Training) -> tuple[Progress, str]:
         names = [layout.name for _, layout in (parameters | wanted).values()]
         dropped = _check_optimizer(names, manifest.records, config, folder)
     with mesh.pulse.busy("loading a checkpoint"):
-        load(folder, parameters, mesh)
+        checkpoint.load(parameters)
         if wanted:  # after the parameters: an fp32 one shares its memory with its master
-            load(folder, wanted, mesh)
+            checkpoint.load(wanted)
     if checkpoints.load_optimizer:
         training.optimizer.steps = steps
         training.optimizer.publish()
@@ -110,9 +110,14 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_tokens"]),
     )
     remark = _remark(progress, state, config, folder) + dropped
-    if folder != given and (newer := passed_over(folder)):
-        remark += f"; newer steps {newer} are damaged, unfinished or not what latest.txt names"
+    for reason in checkpoint.passed_over:
+        remark += f"; passed over {reason}"
     return progress, remark
+
+
+def _counts(load_optimizer: bool) -> Callable[[str], bool]:
+    """Which records must be right for a checkpoint to be resumed."""
+    return lambda name: load_optimizer or not name.startswith("optimizer.")
 
 
 def earlier_run(config: Config) -> str:

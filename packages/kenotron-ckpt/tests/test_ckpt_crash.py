@@ -9,7 +9,7 @@ import pytest
 import torch
 from ckpt_cases import PADDING, local, small
 
-import kenotron_ckpt.saver
+import kenotron_ckpt.saving
 from kenotron_ckpt import latest_step, load, read_manifest, resolve, save
 from kenotron_dist import Mesh, RankError, spawn
 
@@ -29,7 +29,7 @@ def what_is_there(folder):
         return None
     mesh = Mesh.connect()
     wanted = small(mesh, blank=True)
-    state = load(folder / str(step), wanted, mesh)
+    state = load(folder / str(step), wanted, mesh).state
     due = scaled(mesh, state["factor"])
     assert all(torch.equal(wanted[key][0], due[key][0]) for key in due)
     assert read_manifest(folder / str(step)).config == f"factor: {state['factor']}\n"
@@ -101,7 +101,7 @@ def test_at_every_moment_there_is_the_old_checkpoint_or_the_new(tmp_path, first,
 
 def save_and_die(mesh, folder):
     if mesh.rank == 1:
-        kenotron_ckpt.saver.write_blocks = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        kenotron_ckpt.saving.write_part = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     save(folder, 20, small(mesh), mesh, {})
 
 
@@ -186,7 +186,7 @@ def test_a_broken_checkpoint_is_named_and_passed_over(tmp_path, harm, sentence):
     assert resolve(tmp_path) == tmp_path / "10"
     harm(tmp_path / "10")
     assert latest_step(tmp_path) is None
-    with pytest.raises(ValueError, match=r"(?s)no checkpoint in .* is complete:\n  10: .*\n  20: "):
+    with pytest.raises(ValueError, match=r"(?s)no checkpoint in .* is complete:\n  20: .*\n  10: "):
         resolve(tmp_path)
 
 
@@ -207,14 +207,19 @@ def test_a_flipped_byte_is_found_before_anything_is_filled(tmp_path):
     name = shard(tmp_path / "10").name
     found = spawn(load_flipped, tmp_path, tp=4)
     for said, _ in found:
-        assert f"cannot load {tmp_path}/10:\n  {name}: its bytes are not those" in said
+        assert said == (
+            f"no checkpoint at {tmp_path} can be read:\n"
+            f"  {tmp_path}/10: {name}: the bytes of w@0,0 are not those that were written"
+        )
     assert not all(whole for _, whole in found)  # the byte was one that is read
 
 
-def test_without_verification_a_garbled_header_is_named(tmp_path):
+def test_a_changed_header_is_found_though_it_is_not_needed(tmp_path):
     save_scaled(tmp_path, 10, 1)
     data = shard(tmp_path / "10").read_bytes()
-    shard(tmp_path / "10").write_bytes(b"\xff" * 9 + data[9:])
     mesh = Mesh.connect()
-    with pytest.raises(ValueError, match="shard-00000-of-00001.safetensors is not what was writt"):
+    for damaged in (b"\xff" * 9 + data[9:], data[:20] + b"x" + data[21:]):
+        shard(tmp_path / "10").write_bytes(damaged)
+        with pytest.raises(ValueError, match="00001.safetensors: its header is not what was writt"):
+            load(tmp_path, small(mesh), mesh)
         load(tmp_path, small(mesh), mesh, verify=False)

@@ -9,18 +9,11 @@ import torch
 from ckpt_cases import MESHES, name_of, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
+from kenotron_ckpt.coverage import check_coverage, first_missing, merge_records, overlap
 from kenotron_ckpt.cut import blocks_of, share_of
-from kenotron_ckpt.index import (
-    FileEntry,
-    Manifest,
-    Piece,
-    Record,
-    check_coverage,
-    first_missing,
-    merge_records,
-    overlap,
-)
+from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_dist import TensorLayout, local_shape
 from kenotron_dist.mesh import MeshConfig, coords_of
 
@@ -145,16 +138,22 @@ def test_the_manifest_survives_its_text(case, state):
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
+def sealed(data):
+    """The text of a manifest of these values, with the checksum that it should have."""
+    body = json.dumps({key: value for key, value in data.items() if key != "checksum"})[:-1]
+    return f'{body},\n"checksum": "{xxh3_64_hexdigest(body.encode())}"\n}}\n'
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         ({"format": "other"}, "manifest.json is not a 'kenotron-checkpoint'"),
-        ({"version": 2}, "format version 2, but this kenotron-ckpt reads version 1: install"),
+        ({"version": 1}, "format version 1, but this kenotron-ckpt reads version 2: install"),
         ({"files": {}}, r"manifest.json is damaged: x is in unlisted {'f'}"),
         ({"files": {"f": {"bytes": 1}}}, "manifest.json is damaged: TypeError"),
         ({"records": {"x": {}}}, "manifest.json is damaged: KeyError"),
         (
-            {"files": {"../f": {"bytes": 1, "sha256": ""}}, "records": {}},
+            {"files": {"../f": {"bytes": 1, "header": ""}}, "records": {}},
             "manifest.json is damaged: files outside its folder",
         ),
     ],
@@ -164,7 +163,29 @@ def test_a_bad_manifest_is_named(change, sentence):
         step=1, mesh={}, records={"x": record((), [((), ())])}, files={"f": FileEntry(1, "")}
     )
     with pytest.raises(ValueError, match=sentence):
-        Manifest.from_json(json.dumps(json.loads(good.to_json()) | change))
+        Manifest.from_json(sealed(json.loads(good.to_json()) | change))
+
+
+def test_every_changed_byte_of_a_manifest_is_noticed():
+    good = Manifest(
+        step=1,
+        mesh={"tp": 2},
+        records={"x": record((3,), [((0,), (3,))])},
+        files={"f": FileEntry(1, "ab")},
+        state={"lr": 0.125},
+        rank_states=[{"seed": 1}, None],
+    )
+    data = good.to_json().encode()
+    for place in range(len(data)):
+        for bit in (0, 3, 6):
+            damaged = bytearray(data)
+            damaged[place] ^= 1 << bit
+            try:
+                found = Manifest.from_json(damaged.decode(errors="surrogateescape"))
+            except ValueError:
+                continue
+            assert found == good  # the blanks after the checksum
+            assert place >= len(data) - 3
 
 
 def test_text_that_is_not_json_is_named():

@@ -1,14 +1,14 @@
 """What is said of wrong arguments, on every rank; retention, the latest step, the command line."""
 
-import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from ckpt_cases import small
 
-import kenotron_ckpt.saver
+import kenotron_ckpt.saving
 from kenotron_ckpt import latest_step, load, prune, read_manifest, resolve, save, verify_files
 from kenotron_ckpt.__main__ import main
 from kenotron_ckpt.together import on_all, on_first
@@ -81,8 +81,8 @@ def test_a_folder_that_is_not_shared_is_suspected(tmp_path, monkeypatch):
         next(folder.glob("shard-*")).unlink()
         return share
 
-    original = kenotron_ckpt.saver.write_blocks
-    monkeypatch.setattr(kenotron_ckpt.saver, "write_blocks", write_elsewhere)
+    original = kenotron_ckpt.saving.write_part
+    monkeypatch.setattr(kenotron_ckpt.saving, "write_part", write_elsewhere)
     mesh = Mesh.connect()
     with pytest.raises(ValueError, match="but rank 0 does not see it whole: checkpoints need a fo"):
         save(tmp_path, 0, small(mesh), mesh, {})
@@ -126,9 +126,9 @@ def test_pieces_that_do_not_cover_a_record_are_found_when_it_is_read(tmp_path):
     mesh = Mesh.connect()
     save(tmp_path, 0, small(mesh), mesh, {})
     file = tmp_path / "0" / "manifest.json"
-    data = json.loads(file.read_text())
-    data["records"]["w"]["pieces"] = []
-    file.write_text(json.dumps(data))
+    manifest = read_manifest(tmp_path)
+    records = {**manifest.records, "w": replace(manifest.records["w"], pieces=())}
+    file.write_text(replace(manifest, records=records).to_json())
     with pytest.raises(ValueError, match="w: manifest.json is damaged: its pieces are not whole"):
         load(tmp_path, small(mesh), mesh)
 
@@ -242,5 +242,8 @@ def test_inspect_says_what_is_wrong(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-1] + b"\x01")
     assert main(["inspect", str(tmp_path)]) == 0
     assert main(["inspect", str(tmp_path), "--verify"]) == 1
-    assert f"{file.name}: its bytes are not those that were written" in capsys.readouterr().err
+    assert (
+        f"{file.name}: the bytes of w@0,0 are not those that were written"
+        in capsys.readouterr().err
+    )
     assert len(verify_files(tmp_path)) == 1

@@ -25,7 +25,7 @@ def load_all(mesh, folders):
     for folder in folders:
         replicated = [zero0(mesh)] if mesh["dp", "cp"].size > 1 else []
         for wanted in [model(mesh, blank=True), *replicated]:
-            assert load(folder, wanted, mesh, verify=not replicated) == STATE
+            assert load(folder, wanted, mesh, verify=not replicated).state == STATE
             for key, (tensor, layout) in wanted.items():
                 due = local(layout, tensor.dtype, mesh)
                 if tensor.dtype != due.dtype or not torch.equal(tensor, due):

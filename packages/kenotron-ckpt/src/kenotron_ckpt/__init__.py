@@ -1,22 +1,28 @@
 """Training state that outlives the process: sharded checkpoints that any mesh reads."""
 
 from kenotron_ckpt.config import CheckpointsConfig
-from kenotron_ckpt.folder import latest_step, passed_over, prune, read_manifest, resolve
+from kenotron_ckpt.folder import latest_step, passed_over, read_manifest, resolve
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
-from kenotron_ckpt.reader import load, verify_files
-from kenotron_ckpt.saver import save
+from kenotron_ckpt.loading import Checkpoint, Loaded, load, open_checkpoint, verify_files
+from kenotron_ckpt.reader import read_record
+from kenotron_ckpt.retention import prune
+from kenotron_ckpt.saving import save
 
 __all__ = [
+    "Checkpoint",
     "CheckpointsConfig",
     "FileEntry",
+    "Loaded",
     "Manifest",
     "Piece",
     "Record",
     "latest_step",
     "load",
+    "open_checkpoint",
     "passed_over",
     "prune",
     "read_manifest",
+    "read_record",
     "resolve",
     "save",
     "verify_files",

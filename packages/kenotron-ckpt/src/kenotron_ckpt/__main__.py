@@ -10,7 +10,7 @@ import torch
 
 from kenotron_ckpt.folder import read_manifest, resolve
 from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.reader import verify_files
+from kenotron_ckpt.loading import verify_files
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,5 +1,8 @@
 """The blocks of a rank's tensors: which it holds, which it writes, and views of them.
 
+A block is cut once more where it is larger than a piece may be, so that the replicas of one large
+tensor share the work, files stay within bounds, and a reader of a part reads little else.
+
 Pure functions of (tensors, layouts, mesh sizes, coordinates).
 """
 
@@ -20,6 +23,9 @@ Tensors = Mapping[str, tuple[Tensor, TensorLayout]]
 Sizes = Mapping[str, int]
 """Mesh axis to a size, or to a coordinate."""
 
+PIECE_BYTES = 1 << 26
+"""A stored piece has no more bytes than this."""
+
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -34,6 +40,11 @@ class Block:
     def name(self) -> str:
         """Logical name of the record."""
         return self.layout.name
+
+    @property
+    def key(self) -> str:
+        """Name of the block in its file."""
+        return f"{self.name}@{','.join(map(str, self.box.start))}"
 
     @property
     def nbytes(self) -> int:
@@ -51,16 +62,42 @@ def blocks_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[Block]:
     ]
 
 
-def share_of(blocks: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:
+def split(block: Block, limit: int) -> list[Block]:
+    """A block as blocks of at most ``limit`` bytes, cut along its first dimensions.
+
+    A single element is never cut. The same cuts on every replica.
+    """
+    shape = block.box.shape
+    if block.nbytes <= limit or block.box.numel == 1:
+        return [block]
+    dim = next(d for d, size in enumerate(shape) if size > 1)
+    count = min(shape[dim], -(-block.nbytes // limit))
+    edges = [shape[dim] * i // count for i in range(count + 1)]
+    parts = []
+    for low, high in zip(edges, edges[1:], strict=False):
+        box = Box(
+            _moved(block.box.local, dim, low),
+            _moved(block.box.start, dim, low),
+            (*shape[:dim], high - low, *shape[dim + 1 :]),
+            block.box.parts,
+        )
+        part = Block(block.layout, box, block.view.narrow(dim, low, high - low))
+        parts += split(part, limit)
+    return parts
+
+
+def share_of(
+    blocks: Sequence[Block], sizes: Sizes, coords: Sizes, limit: int = PIECE_BYTES
+) -> list[Block]:
     """The blocks that this rank writes: each block is written by one of its replicas.
 
-    Blocks with the same replicas are dealt out largest first, each to the replica with the fewest
-    bytes so far. The replicas hold the same list, so they agree without a word. Blocks that the
-    rank holds under two keys (tied tensors) count once.
+    Blocks of more than ``limit`` bytes are cut. Those with the same replicas are dealt out largest
+    first, each to the replica with the fewest bytes so far. The replicas hold the same list, so
+    they agree without a word. Blocks that the rank holds under two keys (tied tensors) count once.
     """
     alike: dict[tuple, list[Block]] = {}
     seen = set()
-    for block in blocks:
+    for block in (part for whole in blocks for part in split(whole, limit)):
         place = (block.name, block.box.start, block.box.shape)
         if place not in seen:
             seen.add(place)
@@ -84,6 +121,10 @@ def _dealt(group: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:
         if writer == mine:
             own.append(block)
     return own
+
+
+def _moved(index: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
+    return (*index[:dim], index[dim] + by, *index[dim + 1 :])
 
 
 def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:

@@ -11,11 +11,13 @@ import os
 import re
 from pathlib import Path
 
-from kenotron_ckpt.index import Manifest
+from kenotron_ckpt.index import Manifest, seal_of
+from kenotron_ckpt.protocol import Step, passed
 
 MANIFEST = "manifest.json"
 CONFIG = "config.yaml"
 LATEST = "latest.txt"
+VERIFIED = "verified.txt"
 SHARDS = "shard-*.safetensors"
 
 
@@ -29,13 +31,36 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def manifest_at(step_folder: Path) -> Manifest:
     """The manifest in a step folder. Raises ValueError when it is invalid, OSError without one."""
-    return Manifest.from_json((step_folder / MANIFEST).read_text(encoding="utf-8"))
+    data = (step_folder / MANIFEST).read_bytes()
+    try:
+        return Manifest.from_json(data.decode())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{MANIFEST} is damaged: it is not text ({error})") from None
 
 
 def resolve(path: str | Path) -> Path:
-    """The step folder that ``path`` means: itself, or the latest one of a run folder.
+    """The step folder that ``path`` means: itself, or the first complete one of a run folder.
 
+    Complete means that the manifest is valid and every file has its length; bytes are not read.
     Raises ValueError when it does not exist, is no checkpoint, or is a half-written one.
+    """
+    found = candidates(path)
+    faults = []
+    for folder in found:
+        fault = defect(folder)
+        if fault is None:
+            return folder
+        faults.append(fault)
+    if found == [Path(path)]:
+        raise ValueError(f"the checkpoint at {path} cannot be read: {faults[0]}")
+    lines = [f"{each.name}: {fault}" for each, fault in zip(found, faults, strict=True)]
+    raise ValueError("\n  ".join([f"no checkpoint in {path} is complete:", *lines]))
+
+
+def candidates(path: str | Path) -> list[Path]:
+    """Step folders to try in turn: ``path`` itself, or those of a run folder.
+
+    What ``latest.txt`` names comes first, then the newest. Raises ValueError when there are none.
     """
     path = Path(path)
     if not path.exists():
@@ -43,43 +68,43 @@ def resolve(path: str | Path) -> Path:
     if not path.is_dir():
         raise ValueError(f"no checkpoint at {path}: it is a file; give the folder it lies in")
     if (path / MANIFEST).exists() or any(path.glob(SHARDS)):
-        fault = defect(path)
-        if fault:
-            raise ValueError(f"the checkpoint at {path} cannot be read: {fault}")
-        return path
-    step = latest_step(path)
-    if step is not None:
-        return path / str(step)
-    steps = _steps(path)
+        return [path]
+    steps = steps_in(path)
     if not steps:
         raise ValueError(
             f"no checkpoint at {path}: it has neither a {MANIFEST} (a step folder) nor folders "
             "named by numbers (a run folder)"
         )
-    faults = "".join(f"\n  {step}: {defect(path / str(step))}" for step in steps)
-    raise ValueError(f"no checkpoint in {path} is complete:{faults}")
+    named = latest_named(path)
+    return [path / str(s) for s in sorted(steps, key=lambda s: (s != named, -s))]
 
 
 def passed_over(step_folder: str | Path) -> list[int]:
     """Newer steps beside a step folder, ascending: damaged, unfinished, or not asked for."""
     chosen = Path(step_folder)
-    names = [entry.name for entry in chosen.parent.iterdir() if entry.is_dir()]
-    steps = sorted(int(name) for name in names if name.isdecimal())
-    return [step for step in steps if chosen.name.isdecimal() and step > int(chosen.name)]
+    if not chosen.name.isdecimal():
+        return []
+    return [step for step in steps_in(chosen.parent) if step > int(chosen.name)]
 
 
 def latest_step(folder: str | Path) -> int | None:
     """The step to resume from: what ``latest.txt`` names, if it is complete, else the newest.
 
-    None when no checkpoint in the run folder is complete. Complete means that the manifest is
-    valid and every file has its length; bytes are not read.
+    None when no checkpoint in the run folder is complete.
     """
-    folder = Path(folder)
-    with contextlib.suppress(OSError, ValueError):
-        step = int((folder / LATEST).read_text(encoding="utf-8"))
-        if defect(folder / str(step)) is None:
-            return step
-    return next((step for step in reversed(_steps(folder)) if not defect(folder / str(step))), None)
+    try:
+        found = candidates(folder)
+    except ValueError:
+        return None
+    return next((int(each.name) for each in found if defect(each) is None), None)
+
+
+def latest_named(folder: Path) -> int | None:
+    """The number in ``latest.txt``; None when there is none."""
+    try:
+        return int((folder / LATEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def defect(step_folder: Path) -> str | None:
@@ -106,18 +131,21 @@ def prepare(step_folder: Path) -> str:
     Left-overs of a save that did not finish are removed. The files of a complete checkpoint stay:
     the tag keeps new ones apart from them until the new manifest takes the place of the old.
     """
+    passed(Step.BEGUN)
     step_folder.mkdir(parents=True, exist_ok=True)
     sync(step_folder.parent)
+    passed(Step.FOLDER_MADE)
     sweep(step_folder)
     tags = {_tag(path.name) for path in step_folder.glob(SHARDS)}
     return next(tag for tag in ("", ".v1", ".v2") if tag not in tags)
 
 
-def commit(step_folder: Path, manifest: Manifest) -> None:
+def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> None:
     """Make what lies in a step folder a checkpoint, and the latest one.
 
     The rename of ``manifest.json`` is the commit: before it the former checkpoint stands, if there
-    was one, after it the new. Raises ValueError when a file is not there as written.
+    was one, after it the new. ``verified`` says that every file was read back. Raises ValueError
+    when a file is not there as written.
     """
     for name, entry in manifest.files.items():
         path = step_folder / name
@@ -129,8 +157,14 @@ def commit(step_folder: Path, manifest: Manifest) -> None:
     if manifest.config is not None:
         replace_text(step_folder / CONFIG, manifest.config)
     sync(step_folder)
+    passed(Step.FOLDER_SYNCED)
+    (step_folder / VERIFIED).unlink(missing_ok=True)  # it was said of the former checkpoint
     replace_text(step_folder / MANIFEST, manifest.to_json())
+    passed(Step.COMMITTED)
+    if verified:
+        mark_verified(step_folder)
     replace_text(step_folder.parent / LATEST, str(manifest.step))
+    passed(Step.POINTED)
     sweep(step_folder)
 
 
@@ -143,28 +177,7 @@ def sweep(step_folder: Path) -> None:
     for path in [*step_folder.glob(SHARDS), *step_folder.glob("*.tmp")]:
         if path.name not in kept:
             path.unlink()
-
-
-def prune(folder: str | Path, keep: int) -> list[int]:
-    """Remove all but the ``keep`` newest complete checkpoints; returns the steps removed.
-
-    The one that ``latest.txt`` names stays, too. Half-written ones and files of others are left
-    alone. To be called on one rank. Raises ValueError unless ``keep`` is positive.
-    """
-    if keep < 1:
-        raise ValueError(f"prune: keep = {keep} would leave no checkpoint; it is at least 1")
-    folder = Path(folder)
-    whole = [step for step in _steps(folder) if defect(folder / str(step)) is None]
-    doomed = [step for step in whole[:-keep] if step != latest_step(folder)]
-    for step in doomed:
-        step_folder = folder / str(step)
-        (step_folder / MANIFEST).unlink()  # from here on it is no checkpoint
-        sync(step_folder)
-        sweep(step_folder)
-        (step_folder / CONFIG).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody else's files
-            step_folder.rmdir()
-    return doomed
+            passed(Step.LEFTOVER_REMOVED)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -174,8 +187,25 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    passed(Step.TEXT_WRITTEN)
     temporary.replace(path)
+    passed(Step.TEXT_RENAMED)
     sync(path.parent)
+
+
+def mark_verified(step_folder: Path) -> None:
+    """Note that every byte of a checkpoint was read and found right."""
+    replace_text(step_folder / VERIFIED, _seal(step_folder))
+    passed(Step.MARKED)
+
+
+def is_verified(step_folder: Path) -> bool:
+    """Whether ``mark_verified`` was said of this very checkpoint, and it is still complete."""
+    try:
+        seal = (step_folder / VERIFIED).read_text(encoding="utf-8")
+        return defect(step_folder) is None and _seal(step_folder) == seal
+    except (OSError, ValueError):
+        return False
 
 
 def sync(folder: Path) -> None:
@@ -187,9 +217,13 @@ def sync(folder: Path) -> None:
         os.close(handle)
 
 
-def _steps(folder: Path) -> list[int]:
+def steps_in(folder: Path) -> list[int]:
     """Steps that have a folder, complete or not, in ascending order."""
     return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
+
+
+def _seal(step_folder: Path) -> str:
+    return seal_of((step_folder / MANIFEST).read_text(encoding="utf-8"))
 
 
 def _tag(name: str) -> str:

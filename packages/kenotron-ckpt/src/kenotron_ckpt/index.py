@@ -1,6 +1,8 @@
 """The manifest: which file holds which block of which logical tensor. Pure, without torch.
 
 A *record* is one logical tensor, cut in *pieces*: rectangular blocks that cover it exactly once.
+Every byte of a checkpoint is under a checksum (XXH3, 64 bits, in hexadecimal): the bytes of a piece
+under the piece's, the header of a file under the file's, the text of the manifest under its own.
 """
 
 from __future__ import annotations
@@ -8,13 +10,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 FORMAT = "kenotron-checkpoint"
-VERSION = 1
+VERSION = 2
 
 Shape = tuple[int, ...]
+
+_SEAL = ',\n"checksum": "'
+"""What stands before the checksum of the text, which is of all before this."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,12 @@ class Piece:
     """First index of the block in the logical tensor, per dimension."""
     shape: Shape
     """Elements along each dimension."""
+    offset: int = 0
+    """First byte of the block in the file."""
+    bytes: int = 0
+    """How many bytes it has."""
+    checksum: str = ""
+    """Of the block's bytes."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +66,8 @@ class FileEntry:
 
     bytes: int
     """Length of the file."""
-    sha256: str
-    """SHA-256 of the whole file in hexadecimal, as ``sha256sum`` prints it."""
+    header: str
+    """Checksum of what stands before the first block: 8 bytes of length and that much JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +84,8 @@ class Manifest:
     """By name."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """What the program saved beside the tensors (JSON)."""
+    rank_states: Sequence[Any] = ()
+    """What each rank saved of its own, by rank (JSON): of use on the same mesh only."""
     config: str | None = None
     """Text of ``config.yaml``."""
     libraries: Mapping[str, str] = field(default_factory=dict)
@@ -82,17 +97,19 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of ``manifest.json``: a line for each file and each record."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        entries = {"files": _lines(data.pop("files")), "records": _lines(data.pop("records"))}
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **vars(self)}
+        files = {name: vars(entry) for name, entry in data.pop("files").items()}
+        entries = {"files": _lines(files), "records": _lines(records_to_json(data.pop("records")))}
         texts = {key: json.dumps(value) for key, value in data.items()} | entries
-        return "{\n" + ",\n".join(f'"{key}": {text}' for key, text in texts.items()) + "\n}\n"
+        body = "{\n" + ",\n".join(f'"{key}": {text}' for key, text in texts.items())
+        return f'{body}{_SEAL}{xxh3_64_hexdigest(body.encode())}"\n}}\n'
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Read the text of ``manifest.json``.
 
         Raises ValueError when it is not JSON, not a manifest, of a version this package does not
-        read, or incomplete.
+        read, incomplete, or not what was written.
         """
         try:
             data = json.loads(text)
@@ -105,6 +122,12 @@ class Manifest:
                 f"manifest.json has format version {data.get('version')!r}, but this kenotron-ckpt "
                 f"reads version {VERSION}: install the release that wrote it, or a newer one"
             )
+        body = text.rpartition(_SEAL)[0]
+        if seal_of(text) != xxh3_64_hexdigest(body.encode()):
+            raise ValueError(
+                "manifest.json is damaged or was edited: its text does not have the checksum at "
+                "its end"
+            )
         try:
             return cls(
                 step=int(data["step"]),
@@ -112,6 +135,7 @@ class Manifest:
                 records=records_from_json(data["records"]),
                 files={name: FileEntry(**entry) for name, entry in data["files"].items()},
                 state=dict(data["state"]),
+                rank_states=tuple(data["rank_states"]),
                 config=data["config"],
                 libraries=dict(data["libraries"]),
             )._checked()
@@ -130,112 +154,38 @@ class Manifest:
         return self
 
 
+def seal_of(text: str) -> str:
+    """The checksum at the end of a manifest's text: no two checkpoints have the same."""
+    return text.rpartition(_SEAL)[2][:16]
+
+
+def records_to_json(records: Mapping[str, Record]) -> dict[str, Any]:
+    """Records as JSON values."""
+    return {
+        name: {"shape": r.shape, "dtype": r.dtype, "pieces": [vars(piece) for piece in r.pieces]}
+        for name, r in records.items()
+    }
+
+
 def records_from_json(data: Mapping[str, Any]) -> dict[str, Record]:
-    """Records by name from what ``asdict`` made of them. Raises KeyError or TypeError."""
+    """Records by name from what ``records_to_json`` made of them. Raises KeyError or TypeError."""
     return {
         name: Record(
             tuple(entry["shape"]),
             str(entry["dtype"]),
-            tuple(
-                Piece(p["file"], p["key"], tuple(p["start"]), tuple(p["shape"]))
-                for p in entry["pieces"]
-            ),
+            tuple(_piece(piece) for piece in entry["pieces"]),
         )
         for name, entry in data.items()
     }
 
 
-def merge_records(shares: Sequence[Mapping[str, Record]]) -> dict[str, Record]:
-    """Put together what the ranks wrote, sorted by name; the ranks' shares in rank order.
-
-    Raises ValueError when ranks disagree about a record's shape or dtype, or when the pieces of a
-    record do not cover it exactly once.
-    """
-    merged: dict[str, Record] = {}
-    for rank, share in enumerate(shares):
-        for name, record in share.items():
-            known = merged.setdefault(name, Record(record.shape, record.dtype))
-            if (known.shape, known.dtype) != (record.shape, record.dtype):
-                raise ValueError(
-                    f"{name}: rank {rank} has {record.dtype} {list(record.shape)}, a lower rank "
-                    f"has {known.dtype} {list(known.shape)}: one name, one logical tensor"
-                )
-            merged[name] = Record(known.shape, known.dtype, (*known.pieces, *record.pieces))
-    for name, record in merged.items():
-        check_coverage(name, record)
-    return dict(sorted(merged.items()))
-
-
-def check_coverage(name: str, record: Record) -> None:
-    """Raise ValueError, naming the record, unless its pieces cover its shape exactly once."""
-    shape, pieces = record.shape, record.pieces
-    for piece in pieces:
-        if not _inside(shape, piece):
-            raise ValueError(f"{name}: piece {_say(piece)} is not within shape {list(shape)}")
-    twice = _overlapping(shape, pieces)
-    if twice:
-        first, second = twice
-        raise ValueError(
-            f"{name}: pieces {_say(first)} and {_say(second)} hold the same elements; "
-            "the ranks' layouts contradict one another"
-        )
-    held = sum(math.prod(piece.shape) for piece in pieces)
-    if held != record.numel:
-        index = first_missing(shape, [(piece.start, piece.shape) for piece in pieces])
-        raise ValueError(
-            f"{name}: {record.numel - held} of the {record.numel} elements of shape {list(shape)} "
-            f"were given by no rank, first at index {list(index or ())}"
-        )
-
-
-def overlap(a: tuple[Shape, Shape], b: tuple[Shape, Shape]) -> tuple[Shape, Shape] | None:
-    """(start, shape) of what two (start, shape) blocks share; None when that is nothing."""
-    start = tuple(map(max, a[0], b[0]))
-    ends = [min(i + m, j + n) for i, m, j, n in zip(a[0], a[1], b[0], b[1], strict=True)]
-    shape = tuple(end - begin for end, begin in zip(ends, start, strict=True))
-    return (start, shape) if all(size > 0 for size in shape) else None
-
-
-def first_missing(shape: Shape, blocks: Sequence[tuple[Shape, Shape]]) -> Shape | None:
-    """First index of ``shape``, in row-major order, that is in no (start, shape) block."""
-    if not shape:
-        return None if blocks else ()
-    cuts = {0} | {s[0] for s, _ in blocks} | {s[0] + e[0] for s, e in blocks}
-    for low in sorted(cut for cut in cuts if 0 <= cut < shape[0]):
-        inside = [(s[1:], e[1:]) for s, e in blocks if s[0] <= low < s[0] + e[0]]
-        rest = first_missing(shape[1:], inside)
-        if rest is not None:
-            return (low, *rest)
-    return None
+def _piece(data: Mapping[str, Any]) -> Piece:
+    start, shape = tuple(data["start"]), tuple(data["shape"])
+    place, size = int(data["offset"]), int(data["bytes"])
+    return Piece(data["file"], data["key"], start, shape, place, size, data["checksum"])
 
 
 def _lines(entries: Mapping[str, Any]) -> str:
     """A JSON object with a line for each entry."""
     lines = (f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
     return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _inside(shape: Shape, piece: Piece) -> bool:
-    if not len(piece.start) == len(piece.shape) == len(shape):
-        return False
-    places = zip(piece.start, piece.shape, shape, strict=True)
-    return all(0 <= first and 0 < size <= whole - first for first, size, whole in places)
-
-
-def _overlapping(shape: Shape, pieces: Sequence[Piece]) -> tuple[Piece, Piece] | None:
-    """Two pieces that share an element: a sweep along the dimension with the most cuts."""
-    if not shape:
-        return (pieces[0], pieces[1]) if len(pieces) > 1 else None
-    dim = max(range(len(shape)), key=lambda d: len({piece.start[d] for piece in pieces}))
-    live: list[Piece] = []
-    for piece in sorted(pieces, key=lambda piece: piece.start[dim]):
-        live = [p for p in live if p.start[dim] + p.shape[dim] > piece.start[dim]]
-        for other in live:
-            if overlap((other.start, other.shape), (piece.start, piece.shape)):
-                return other, piece
-        live.append(piece)
-    return None
-
-
-def _say(piece: Piece) -> str:
-    return f"{piece.file}:{piece.key} {list(piece.shape)}"

@@ -1,115 +1,83 @@
-"""Blocks to safetensors files: streamed, hashed on the way, on the disk when it returns.
+"""Parts to files: written and summed in one go, on the disk when it returns.
 
-The file is written here rather than by the safetensors library: its header needs only shapes, so
-that one block at a time leaves the device, and the bytes are hashed without reading them again.
+Writing and checksums leave Python's lock alone: a thread may do this beside the training.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
-from kenotron_ckpt.cut import Block, Tensors, dtype_name
-from kenotron_ckpt.index import FileEntry, Piece, Record
-
-CODES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls the dtypes that can be stored."""
+from kenotron_ckpt.checksums import file_faults
+from kenotron_ckpt.cut import Block
+from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.parts import Part
+from kenotron_ckpt.protocol import Step, passed
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]
 """What one rank wrote: its pieces of the records, and its files."""
 
-
-def unstorable(tensors: Tensors) -> list[str]:
-    """One sentence for every tensor whose dtype safetensors does not know."""
-    return [
-        f"{key}: dtype {dtype_name(tensor.dtype)} cannot be stored; choose one of "
-        + ", ".join(map(dtype_name, CODES))
-        for key, (tensor, _) in sorted(tensors.items())
-        if tensor.dtype not in CODES
-    ]
+_CHUNK = 1 << 24
+"""Bytes that are summed and written while they are in the processor's cache, or nearly."""
 
 
-def write_blocks(folder: Path, stem: str, blocks: Sequence[Block], limit: int) -> Share:
-    """Write blocks to ``<stem>.safetensors``, ``<stem>.part1.safetensors``, ...
+def write_part(folder: Path, stem: str, part: Part, hosts: Iterable[Tensor], verify: bool) -> Share:
+    """Write one part to ``<stem><suffix>.safetensors``.
 
-    A file gets no more than ``limit`` bytes of data, unless one block alone has more. No blocks,
-    no file. Raises OSError.
+    Arguments: the step folder; how the names of this rank's files begin; the part; the values of
+    its blocks in host memory, contiguous, in the order of the part (they are asked for one by
+    one); whether to read the file back from the disk and compare.
+
+    Raises OSError, also when what is read back is not what was written.
     """
-    records: dict[str, Record] = {}
-    files: dict[str, FileEntry] = {}
-    for number, batch in enumerate(_batches(blocks, limit)):
-        name = f"{stem}.part{number}.safetensors" if number else f"{stem}.safetensors"
-        keys = [f"{block.name}@{','.join(map(str, block.box.start))}" for block in batch]
-        files[name] = _write(folder / name, dict(zip(keys, batch, strict=True)))
-        for key, block in zip(keys, batch, strict=True):
-            known = records.get(block.name) or empty_record(block)
-            piece = Piece(name, key, block.box.start, block.box.shape)
-            records[block.name] = Record(known.shape, known.dtype, (*known.pieces, piece))
+    name = f"{stem}{part.suffix}.safetensors"
+    path = folder / name
+    checksums = []
+    with path.open("wb", buffering=0) as file:
+        passed(Step.SHARD_OPENED)
+        _write(file.fileno(), memoryview(part.header))
+        for host in hosts:
+            checksums.append(xxh3_64_hexdigest(view := as_bytes(host)))
+            _write(file.fileno(), view)
+            passed(Step.BLOCK_WRITTEN)
+        os.fsync(file.fileno())
+    passed(Step.SHARD_SYNCED)
+    records, files = part.records(name, checksums), {name: part.entry()}
+    if verify:
+        _read_back(path, records, files[name])
     return records, files
 
 
-def empty_record(block: Block) -> Record:
-    """The block's record without any piece."""
-    return Record(block.layout.shape, dtype_name(block.view.dtype))
-
-
-def _batches(blocks: Sequence[Block], limit: int) -> list[list[Block]]:
-    batches: list[list[Block]] = []
-    room = 0
+def streamed(blocks: Iterable[Block]) -> Iterable[Tensor]:
+    """The values of blocks in host memory, one block at a time."""
     for block in blocks:
-        if not batches or block.nbytes > room:
-            batches.append([])
-            room = limit
-        batches[-1].append(block)
-        room -= block.nbytes
-    return batches
+        yield block.view.detach().cpu().contiguous()
 
 
-def _write(path: Path, blocks: dict[str, Block]) -> FileEntry:
-    """One file: 8 bytes of header length, JSON header, data."""
-    # Wide elements first: then every block begins at a multiple of its element size.
-    ordered = sorted(blocks.items(), key=lambda item: -item[1].view.element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for key, block in ordered:
-        begin, end = end, end + block.nbytes
-        header[key] = {
-            "dtype": CODES[block.view.dtype],
-            "shape": block.box.shape,
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(text).to_bytes(8, "little"), text):
-            file.write(part)
-            digest.update(part)
-        for _, block in ordered:
-            host = block.view.detach().cpu().contiguous()
-            data = memoryview((ctypes.c_ubyte * block.nbytes).from_address(host.data_ptr()))
-            file.write(data)
-            digest.update(data)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(8 + len(text) + end, digest.hexdigest())
+def as_bytes(host: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, not copied; the tensor must outlive them."""
+    size = host.numel() * host.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(host.data_ptr())).cast("B")
+
+
+def _write(handle: int, view: memoryview) -> None:
+    for begin in range(0, len(view), _CHUNK):
+        rest = view[begin : begin + _CHUNK]
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+
+
+def _read_back(path: Path, records: dict[str, Record], entry: FileEntry) -> None:
+    """Compare the disk with what was to be saved. The system is asked to forget its copy first."""
+    if hasattr(os, "posix_fadvise"):  # Linux
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    found = file_faults(path, entry, [p for record in records.values() for p in record.pieces])
+    if found:
+        raise OSError(f"{path} does not read back as it was written: {found[0]}")
+    passed(Step.SHARD_VERIFIED)

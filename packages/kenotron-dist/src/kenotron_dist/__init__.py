@@ -18,6 +18,7 @@ from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown
 from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
+from kenotron_dist.notes import Notes
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.placement import (
     Chunk,
@@ -53,6 +54,7 @@ __all__ = [
     "Handle",
     "Mesh",
     "MeshConfig",
+    "Notes",
     "Partial",
     "PeerLost",
     "Placement",

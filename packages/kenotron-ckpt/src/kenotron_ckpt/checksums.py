@@ -1,0 +1,76 @@
+"""Whether the bytes of a file are those that were written."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from kenotron_ckpt.index import FileEntry, Manifest, Piece
+
+_CHUNK = 1 << 22
+"""Bytes read at a time: they stay in the processor's cache until they are summed."""
+_MOST_HEADER = 100 << 20
+"""A longer header is none: safetensors says so, too."""
+_buffers = threading.local()
+
+
+def manifest_faults(step_folder: Path, manifest: Manifest) -> list[str]:
+    """One sentence for every file, and piece of one, whose bytes changed."""
+    pieces: dict[str, list[Piece]] = {name: [] for name in manifest.files}
+    for record in manifest.records.values():
+        for piece in record.pieces:
+            pieces[piece.file].append(piece)
+    return [
+        fault
+        for name, entry in manifest.files.items()
+        for fault in file_faults(step_folder / name, entry, pieces[name])
+    ]
+
+
+def file_faults(path: Path, entry: FileEntry, pieces: Iterable[Piece]) -> list[str]:
+    """One sentence for every way in which a file, or one of the pieces, is not what was written.
+
+    A file that cannot be read has one fault: why. Only the header and the pieces are read.
+    """
+    try:
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry.bytes:
+                return [f"{path.name} is {size} bytes long, but {entry.bytes} were written"]
+            header = _header(file.fileno())
+            if xxh3_64_hexdigest(header) != entry.header:
+                return [f"{path.name}: its header is not what was written"]
+            return [
+                f"{path.name}: the bytes of {piece.key} are not those that were written"
+                for piece in pieces
+                if _sum(file.fileno(), piece) != piece.checksum
+            ]
+    except FileNotFoundError:
+        return [f"{path.name} is missing"]
+    except OSError as error:
+        return [f"{path.name} cannot be read: {error}"]
+
+
+def _header(handle: int) -> bytes:
+    length = os.pread(handle, 8, 0)
+    size = int.from_bytes(length, "little")
+    return length + os.pread(handle, size, 8) if size <= _MOST_HEADER else b""
+
+
+def _sum(handle: int, piece: Piece) -> str:
+    """The checksum of a piece as it lies in the file."""
+    if not hasattr(_buffers, "view"):
+        _buffers.view = memoryview(bytearray(_CHUNK))
+    whole = xxh3_64()
+    place, end = piece.offset, piece.offset + piece.bytes
+    while place < end:
+        got = os.preadv(handle, [_buffers.view[: end - place]], place)
+        if got == 0:  # the file ends here: not what was written
+            break
+        whole.update(_buffers.view[:got])
+        place += got
+    return whole.hexdigest()

@@ -1,0 +1,67 @@
+"""Which old checkpoints may go, and how they go."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from kenotron_ckpt.folder import (
+    CONFIG,
+    MANIFEST,
+    VERIFIED,
+    defect,
+    is_verified,
+    latest_step,
+    steps_in,
+    sweep,
+    sync,
+)
+from kenotron_ckpt.protocol import Step, passed
+
+
+def prune(
+    folder: str | Path,
+    keep: int,
+    keep_every: int | None = None,
+    *,
+    busy: Callable[[Path], bool] = lambda _: False,
+) -> list[int]:
+    """Remove old checkpoints; returns the steps removed, ascending. To be called on one rank.
+
+    Arguments:
+        folder: the run folder.
+        keep: this many of the newest complete checkpoints stay.
+        keep_every: those whose step is a multiple of it stay, too.
+        busy: step folders of which it says True stay (they are being copied elsewhere).
+
+    What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
+    verified: however many damaged ones follow, there is one to go back to. Half-written folders
+    and files of others are left alone. Raises ValueError unless the numbers are positive.
+    """
+    if keep < 1:
+        raise ValueError(f"prune: keep = {keep} would leave no checkpoint; it is at least 1")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"prune: keep_every = {keep_every}: it is a number of steps, at least 1")
+    folder = Path(folder)
+    whole = [step for step in steps_in(folder) if defect(folder / str(step)) is None]
+    verified = [step for step in whole if is_verified(folder / str(step))]
+    stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
+    if keep_every is not None:
+        stay |= {step for step in whole if step % keep_every == 0}
+    doomed = [step for step in whole if step not in stay and not busy(folder / str(step))]
+    for step in doomed:
+        _remove(folder / str(step))
+    return doomed
+
+
+def _remove(step_folder: Path) -> None:
+    (step_folder / MANIFEST).unlink()  # from here on it is no checkpoint
+    sync(step_folder)
+    passed(Step.UNMADE)
+    sweep(step_folder)
+    for name in (CONFIG, VERIFIED):
+        (step_folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else's files
+        step_folder.rmdir()
+    passed(Step.OLD_REMOVED)

@@ -1,0 +1,106 @@
+"""Saving at once: every rank writes its share, one rank commits, nobody goes on before."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.folder import prepare, sweep
+from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.share import (
+    FILE_BYTES,
+    Plan,
+    as_json,
+    check_state,
+    commit_shares,
+    plan_share,
+    stem_of,
+)
+from kenotron_ckpt.together import on_all, on_each, on_first
+from kenotron_ckpt.writer import streamed, write_part
+from kenotron_dist import Mesh
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    tensors: Tensors,
+    mesh: Mesh,
+    state: Mapping[str, Any],
+    config_text: str | None = None,
+    *,
+    rank_state: Any = None,
+    file_bytes: int = FILE_BYTES,
+    verify: bool = False,
+) -> Path:
+    """Write the checkpoint ``<folder>/<step>/`` and make it the latest; returns its path.
+
+    Collective over the mesh. ``folder`` must be shared by all nodes. One block at a time is copied
+    to the host.
+
+    Arguments:
+        folder: the run folder; made if need be.
+        step: training steps done, from 0.
+        tensors: this rank's (local tensor, layout), by any unique key; ``layout.name`` names the
+            record. With a ``FlatSlice`` in the layout the tensor is that slice, 1-D. The union
+            over the ranks must be whole; padding is not stored; replicas must be equal.
+        mesh: the ranks that call.
+        state: JSON values (keys are strings, tuples come back as lists); rank 0's is written.
+        config_text: text of a ``config.yaml`` for people to read; rank 0's is written.
+        rank_state: JSON values of this rank's own, given back on the same mesh only.
+        file_bytes: a rank starts another file when one would get more data than this.
+        verify: read every file back from the disk before the commit.
+
+    On return the checkpoint is on the disk. A failure at any moment leaves what was there before
+    (the former checkpoint of this step, or nothing that is taken for one) or the new one, whole.
+
+    Raises on every rank: ValueError for a bad argument, a tensor that contradicts its layout, or a
+    record that is not covered exactly once; OSError when a rank cannot write.
+    """
+    step_folder = Path(folder) / str(step)
+    on_each(mesh, lambda: check_state(step, state, rank_state))
+    plan = on_all(mesh, lambda: plan_share(tensors, mesh, file_bytes))
+    tag = on_first(mesh, lambda: prepare(step_folder))
+    try:
+        shares = on_each(
+            mesh, lambda: _write(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
+        )
+        on_first(
+            mesh,
+            lambda: commit_shares(step_folder, shares, mesh, state, config_text, verify),
+        )
+    except Exception:
+        if mesh.rank == 0:
+            discard(step_folder)
+        raise
+    return step_folder
+
+
+def discard(step_folder: Path) -> None:
+    """After a failed save: give the space back. What cannot be removed now, the next save will."""
+    with contextlib.suppress(OSError):
+        sweep(step_folder)
+        step_folder.rmdir()  # only when there is nothing else in it
+
+
+def _write(
+    step_folder: Path, stem: str, plan: Plan, rank_state: Any, verify: bool
+) -> dict[str, Any]:
+    """Write this rank's share; returns it as JSON."""
+    records: dict[str, Record] = dict(plan.empty)
+    files: dict[str, FileEntry] = {}
+    for part in plan.parts:
+        found, entries = write_part(step_folder, stem, part, streamed(part.blocks), verify)
+        add_records(records, found)
+        files |= entries
+    return as_json(records, files, rank_state)
+
+
+def add_records(records: dict[str, Record], found: Mapping[str, Record]) -> None:
+    """Add what one more file holds; a record may go on in it."""
+    for name, record in found.items():
+        pieces = records[name].pieces if name in records else ()
+        records[name] = Record(record.shape, record.dtype, (*pieces, *record.pieces))

@@ -1,0 +1,119 @@
+"""What one rank writes of a checkpoint: planned, and written part by part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt.coverage import merge_records
+from kenotron_ckpt.cut import Tensors, blocks_of, dtype_name, problems_of, share_of
+from kenotron_ckpt.folder import commit
+from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
+from kenotron_ckpt.parts import Part, plan_parts, unstorable
+from kenotron_ckpt.protocol import Step, passed
+from kenotron_dist import Mesh
+
+FILE_BYTES = 1 << 31
+"""A file has no more data than this."""
+_LIBRARIES = ("kenotron-ckpt", "kenotron-dist", "torch")
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The files that a rank writes, for tensors that stay where they are in memory."""
+
+    parts: Sequence[Part]
+    empty: Mapping[str, Record]
+    """Tensors without elements: records all the same."""
+    urgent: int
+    """So many of the first parts hold values that change before the next update."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all values."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def plan_share(
+    tensors: Tensors, mesh: Mesh, file_bytes: int, volatile: Collection[str] = ()
+) -> Plan:
+    """Plan the files of this rank. Raises ValueError, a line for each tensor that cannot be saved.
+
+    ``volatile`` are keys of ``tensors`` that come in the first files.
+    """
+    problems = [*problems_of(tensors, mesh.sizes, mesh.coords), *unstorable(tensors)]
+    problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
+    if file_bytes < 1:
+        problems.append(f"file_bytes = {file_bytes}: a file holds at least 1 byte")
+    if problems:
+        raise ValueError("\n".join(problems))
+    sizes, coords = mesh.sizes, mesh.coords
+    early = {layout.name for key, (_, layout) in tensors.items() if key in volatile}
+    blocks = share_of(blocks_of(tensors, sizes, coords), sizes, coords)
+    first = plan_parts([block for block in blocks if block.name in early], file_bytes)
+    rest = plan_parts([b for b in blocks if b.name not in early], file_bytes, len(first))
+    empty = {
+        layout.name: Record(layout.shape, dtype_name(tensor.dtype))
+        for tensor, layout in tensors.values()
+        if 0 in layout.shape
+    }
+    return Plan((*first, *rest), empty, len(first))
+
+
+def stem_of(mesh: Mesh, tag: str) -> str:
+    """How the names of this rank's files begin."""
+    return f"shard-{mesh.rank:05d}-of-{mesh.world.size:05d}{tag}"
+
+
+def as_json(
+    records: Mapping[str, Record], files: Mapping[str, FileEntry], rank_state: Any
+) -> dict[str, Any]:
+    """What a rank tells the one that commits."""
+    return {
+        "records": records_to_json(records),
+        "files": {name: vars(entry) for name, entry in files.items()},
+        "state": rank_state,
+    }
+
+
+def commit_shares(
+    step_folder: Path,
+    shares: Sequence[dict[str, Any]],
+    mesh: Mesh,
+    state: Mapping[str, Any],
+    config_text: str | None,
+    verified: bool = False,
+) -> None:
+    """Make a checkpoint of what all ranks wrote: ``shares`` are theirs, by rank.
+
+    Raises ValueError when a record is not covered exactly once, or a file is not there.
+    """
+    passed(Step.ALL_WRITTEN)
+    own = [share["state"] for share in shares]
+    manifest = Manifest(
+        step=int(step_folder.name),
+        mesh=dict(mesh.sizes),
+        records=merge_records([records_from_json(share["records"]) for share in shares]),
+        files={n: FileEntry(**entry) for share in shares for n, entry in share["files"].items()},
+        state=state,
+        rank_states=own if any(each is not None for each in own) else (),
+        config=config_text,
+        libraries={name: version(name) for name in _LIBRARIES},
+    )
+    commit(step_folder, manifest, verified)
+
+
+def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:
+    """Raise ValueError, a line for each problem of what is saved beside the tensors."""
+    problems = [f"step = {step}: steps are counted from 0"] if step < 0 else []
+    for name, value in (("state", state), ("rank_state", rank_state)):
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            problems.append(f"{name} is not made of JSON values: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
