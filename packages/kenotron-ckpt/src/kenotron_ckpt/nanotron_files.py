@@ -7,7 +7,6 @@ tensor ``data``, then bytes. ``.safetensors`` keeps what is said of the cut unde
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import re
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from kenotron_ckpt.writer import as_bytes
 
 Shape = tuple[int, ...]
 Block = tuple[Shape, Shape]
@@ -90,14 +91,12 @@ class Shard:
     def read(self) -> Tensor:
         """The file's tensor, on the CPU. Raises OSError when it cannot be read."""
         values = torch.empty(self.shape, dtype=self.dtype)
-        size = values.numel() * values.element_size()
+        view = as_bytes(values)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
-            view = memoryview((ctypes.c_ubyte * size).from_address(values.data_ptr()))
-            got = 0
-            while got < size and (count := file.readinto(view[got:])):
-                got += count
-        if got < size:
+            while view and (got := file.readinto(view)):
+                view = view[got:]
+        if view:
             raise OSError(f"{self.path} ends within its tensor: it was cut off just now")
         return values
 
