@@ -5,7 +5,9 @@ from kenotron_ckpt.folder import latest_step, passed_over, read_manifest, resolv
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_ckpt.loading import Checkpoint, Loaded, load, open_checkpoint, verify_files
 from kenotron_ckpt.reader import read_record
+from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
+from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 
 __all__ = [
@@ -16,6 +18,9 @@ __all__ = [
     "Manifest",
     "Piece",
     "Record",
+    "SaveFailed",
+    "SaveReport",
+    "Saver",
     "latest_step",
     "load",
     "open_checkpoint",

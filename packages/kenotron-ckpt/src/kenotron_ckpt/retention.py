@@ -37,12 +37,9 @@ def prune(
 
     What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
     verified: however many damaged ones follow, there is one to go back to. Half-written folders
-    and files of others are left alone. Raises ValueError unless the numbers are positive.
+    and files of others are left alone. Raises ValueError unless both numbers are positive.
     """
-    if keep < 1:
-        raise ValueError(f"prune: keep = {keep} would leave no checkpoint; it is at least 1")
-    if keep_every is not None and keep_every < 1:
-        raise ValueError(f"prune: keep_every = {keep_every}: it is a number of steps, at least 1")
+    check_kept(keep, keep_every)
     folder = Path(folder)
     whole = [step for step in steps_in(folder) if defect(folder / str(step)) is None]
     verified = [step for step in whole if is_verified(folder / str(step))]
@@ -53,6 +50,14 @@ def prune(
     for step in doomed:
         _remove(folder / str(step))
     return doomed
+
+
+def check_kept(keep: int | None, keep_every: int | None) -> None:
+    """Raise ValueError for numbers of checkpoints to keep that make no sense."""
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep = {keep} would leave no checkpoint; it is at least 1")
+    if keep_every is not None and keep_every < 1:
+        raise ValueError(f"keep_every = {keep_every}: it is a number of steps, at least 1")
 
 
 def _remove(step_folder: Path) -> None:

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.coverage import merge_records
-from kenotron_ckpt.cut import Tensors, blocks_of, dtype_name, problems_of, share_of
+from kenotron_ckpt.cut import (
+    PIECE_BYTES,
+    Tensors,
+    blocks_of,
+    dtype_name,
+    problems_of,
+    share_of,
+)
 from kenotron_ckpt.folder import commit
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
 from kenotron_ckpt.parts import Part, plan_parts, unstorable
@@ -39,11 +46,19 @@ class Plan:
 
 
 def plan_share(
-    tensors: Tensors, mesh: Mesh, file_bytes: int, volatile: Collection[str] = ()
+    tensors: Tensors,
+    mesh: Mesh,
+    file_bytes: int,
+    volatile: Collection[str] = (),
+    *,
+    pool_bytes: int | None = None,
+    threads: int = 1,
 ) -> Plan:
     """Plan the files of this rank. Raises ValueError, a line for each tensor that cannot be saved.
 
-    ``volatile`` are keys of ``tensors`` that come in the first files.
+    Arguments: what ``save`` takes; keys of the tensors that come in the first files; the host
+    memory that copies may take (files are then small enough for two of them to lie there); how
+    many threads write, to each of which goes a file.
     """
     problems = [*problems_of(tensors, mesh.sizes, mesh.coords), *unstorable(tensors)]
     problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
@@ -53,9 +68,14 @@ def plan_share(
         raise ValueError("\n".join(problems))
     sizes, coords = mesh.sizes, mesh.coords
     early = {layout.name for key, (_, layout) in tensors.items() if key in volatile}
-    blocks = share_of(blocks_of(tensors, sizes, coords), sizes, coords)
-    first = plan_parts([block for block in blocks if block.name in early], file_bytes)
-    rest = plan_parts([b for b in blocks if b.name not in early], file_bytes, len(first))
+    half = PIECE_BYTES if pool_bytes is None else max(1, pool_bytes // 2)
+    blocks = share_of(blocks_of(tensors, sizes, coords), sizes, coords, min(half, PIECE_BYTES))
+    total = sum(block.nbytes for block in blocks)
+    limit = min(file_bytes, max(PIECE_BYTES, -(-total // threads)))
+    if pool_bytes is not None and total > pool_bytes:
+        limit = min(limit, half)
+    first = plan_parts([block for block in blocks if block.name in early], limit)
+    rest = plan_parts([b for b in blocks if b.name not in early], limit, len(first))
     empty = {
         layout.name: Record(layout.shape, dtype_name(tensor.dtype))
         for tensor, layout in tensors.values()

@@ -18,8 +18,10 @@ import torch.distributed as dist
 
 from kenotron_dist.mesh import Mesh
 
-_LOOKS = (0.005, 0.25)
-"""Shortest and longest pause between two looks for a note, in seconds."""
+_SHORTEST, _LONGEST = 0.002, 0.05
+"""Pauses between two looks for a note, in seconds; longer where many ranks look."""
+_MANY = 5000
+"""So many ranks make the longest pause a second longer."""
 
 
 class Notes:
@@ -29,6 +31,7 @@ class Notes:
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
+        self._ranks = mesh.world.size
         self._own: dict[str, str | bytes] = {}
         self._store: dist.Store | None = None
         self._lock = threading.Lock()  # a store's connection serves one caller at a time
@@ -69,7 +72,7 @@ class Notes:
 
         The thread that calls sleeps between its looks, longer and longer.
         """
-        pause, longest = _LOOKS
+        pause, longest = _SHORTEST, _LONGEST + self._ranks / _MANY
         while (value := self.read(key)) is None and not given_up():
             time.sleep(pause)
             pause = min(2 * pause, longest)

@@ -1,0 +1,184 @@
+"""One save in the background: the part that this rank's thread does, beside the training.
+
+The ranks' threads agree through notes: rank 0 makes the folder, all write, rank 0 commits and says
+how it went. None of them ever takes part in a collective.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt.folder import prepare
+from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.saving import add_records, discard
+from kenotron_ckpt.share import Plan, as_json, commit_shares, stem_of
+from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.writer import Share, write_part
+from kenotron_dist import Mesh, Notes
+
+_SAID = "said"
+_FAILED = "failed"
+
+
+@dataclass(eq=False)
+class Job:
+    """A save under way: what it needs, and at its end how it went."""
+
+    number: int
+    """The how-manieth save of this saver: its notes are told from others' by it."""
+    step_folder: Path
+    mesh: Mesh
+    notes: Notes
+    plan: Plan
+    snapshot: Snapshot
+    state: Mapping[str, Any]
+    rank_state: Any
+    config_text: str | None
+    threads: int
+    verify: bool
+    after: Callable[[Path], Sequence[int]]
+    """Called on rank 0 once the checkpoint stands; returns the steps that it removed."""
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    """Set when nobody waits for the other ranks any longer."""
+    begun: float = field(default_factory=time.perf_counter)
+    done: threading.Event = field(default_factory=threading.Event)
+    failure: str = ""
+    """Why there is no checkpoint; the same on all ranks."""
+    total: int = 0
+    """Bytes that all ranks have written."""
+    written: float = 0.0
+    """Seconds until this rank's share was on the disk."""
+    durable: float = 0.0
+    """Seconds until the checkpoint stood."""
+    removed: Sequence[int] = ()
+    trouble: str = ""
+    """What went wrong after the commit, on rank 0."""
+
+    def run(self) -> None:
+        """Do it all; never raises."""
+        try:
+            self._protocol()
+        except Exception as error:  # a store that is gone, mostly
+            self.failure = _words(error)
+        self.snapshot.end()
+        self.done.set()
+
+    def _protocol(self) -> None:
+        notes, rank = self.notes, self.mesh.rank
+        if rank == 0:
+            self._post("folder", lambda: prepare(self.step_folder))
+        tag, failure = self._hear("folder")
+        if not failure:
+            self._post(f"share/{rank}", lambda: self._write(stem_of(self.mesh, tag)))
+            self.written = time.perf_counter() - self.begun
+        self.snapshot.end()
+        if rank == 0:
+            self._post("outcome", lambda: self._commit(failure))
+        outcome, self.failure = self._hear("outcome")
+        self.durable = time.perf_counter() - self.begun
+        if not self.failure:
+            self.total = outcome
+            if rank == 0:
+                self._follow_up()
+        notes.erase(f"{self.number}/share/{rank}")
+
+    def _write(self, stem: str) -> dict[str, Any]:
+        """Write this rank's parts with all threads; what it tells rank 0."""
+        waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        for index in self.snapshot.first:
+            waiting.put(index)
+        shares: list[Share] = []
+        errors: list[Exception] = []
+        threads = min(self.threads, len(self.plan.parts))
+
+        def work() -> None:
+            while (index := waiting.get()) is not None:
+                try:
+                    shares.append(self._write_part(stem, index))
+                    if (following := self.snapshot.reuse(index)) is not None:
+                        waiting.put(following)
+                except Exception as error:
+                    errors.append(error)
+                if errors or len(shares) == len(self.plan.parts):
+                    for _ in range(threads):
+                        waiting.put(None)
+
+        _together(work, threads)
+        if errors:
+            raise errors[0]
+        records: dict[str, Record] = dict(self.plan.empty)
+        files: dict[str, FileEntry] = {}
+        for found, entries in sorted(shares, key=lambda share: min(share[1])):
+            add_records(records, found)
+            files |= entries
+        return as_json(records, files, self.rank_state)
+
+    def _write_part(self, stem: str, index: int) -> Share:
+        part, hosts = self.plan.parts[index], self.snapshot.ready(index)
+        return write_part(self.step_folder, stem, part, hosts, self.verify)
+
+    def _commit(self, failure: str) -> int:
+        """On rank 0: hear all ranks, and make a checkpoint of it; bytes in all.
+
+        Raises RuntimeError when some rank has failed: nothing is left then.
+        """
+        world = self.mesh.world.size
+        heard = [] if failure else [self._hear(f"share/{rank}") for rank in range(world)]
+        for old in ("folder", "outcome"):  # all have heard it: they have begun this save
+            self.notes.erase(f"{self.number - 1}/{old}")
+        faults = [f"rank {r}: {fault}" for r, (_, fault) in enumerate(heard) if fault]
+        try:
+            if failure or faults:
+                raise RuntimeError(failure or "\n".join(faults))
+            shares = [share for share, _ in heard]
+            commit_shares(
+                self.step_folder, shares, self.mesh, self.state, self.config_text, self.verify
+            )
+        except Exception:
+            discard(self.step_folder)
+            raise
+        return sum(entry["bytes"] for share in shares for entry in share["files"].values())
+
+    def _follow_up(self) -> None:
+        """What comes after the commit does not unmake it."""
+        try:
+            self.removed = self.after(self.step_folder)
+        except Exception as error:
+            self.trouble = _words(error)
+
+    def _post(self, key: str, run: Callable[[], Any]) -> None:
+        """Do something and leave a note of what came of it, or of why it failed."""
+        try:
+            note = {_SAID: run()}
+        except Exception as error:
+            note = {_FAILED: _words(error)}
+        self.notes.post(f"{self.number}/{key}", note)
+
+    def _hear(self, key: str) -> tuple[Any, str]:
+        """What somebody's step came to, and why it failed: one of the two."""
+        note = self.notes.wait(f"{self.number}/{key}", self.cancelled.is_set)
+        if note is None:
+            return None, f"nobody waits any longer for {key}: was a rank lost?"
+        return note.get(_SAID), note.get(_FAILED, "")
+
+
+def _together(work: Callable[[], None], threads: int) -> None:
+    """Run ``work`` in this thread and in others beside it, until all are done; 0: not at all."""
+    if threads == 0:
+        return
+    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
+    for thread in others:
+        thread.start()
+    work()
+    for thread in others:
+        thread.join()
+
+
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, OSError | ValueError | RuntimeError) else repr(error)

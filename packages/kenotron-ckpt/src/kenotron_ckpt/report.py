@@ -1,0 +1,85 @@
+"""How a save went, and how the steps made meanwhile fared."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_USUAL = 50
+"""So many of the latest steps without a save say how long a step takes."""
+
+
+class SaveFailed(RuntimeError):
+    """A checkpoint was not written; the message has the cause. Earlier ones are whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveReport:
+    """How a save went. Times in seconds."""
+
+    step: int
+    folder: Path
+    """The step folder."""
+    failure: str = ""
+    """Why there is no such checkpoint; empty when there is one."""
+    nbytes: int = 0
+    """Bytes of all ranks' files."""
+    blocked: float
+    """How long the training stood still for it, on this rank."""
+    waited: float = 0.0
+    """The part of ``blocked`` in which an earlier save was not finished."""
+    durable: float
+    """From the call until the checkpoint stood."""
+    slow_down: float | None = None
+    """Mean time of the steps made meanwhile, over that of steps without a save; None: unknown."""
+    removed: Sequence[int] = ()
+    """Steps whose checkpoints were removed then (known on rank 0)."""
+    follow_up: str = ""
+    """What went wrong after the checkpoint stood (known on rank 0); empty when nothing did."""
+
+    @property
+    def gb_per_s(self) -> float:
+        """Gigabytes (1e9 bytes) a second from the call until the checkpoint stood."""
+        return self.nbytes / max(self.durable, 1e-9) / 1e9
+
+    def __str__(self) -> str:
+        if self.failure:
+            return f"step {self.step} was not saved: {self.failure}"
+        slower = "" if self.slow_down is None else f", steps meanwhile x{self.slow_down:.2f}"
+        return (
+            f"{self.folder}: {self.nbytes / 1e9:.3g} GB, blocked {self.blocked * 1e3:.0f} ms, "
+            f"durable after {self.durable:.2f} s ({self.gb_per_s:.2f} GB/s){slower}"
+        )
+
+
+class Pace:
+    """How long steps take, with a save under way and without."""
+
+    def __init__(self) -> None:
+        self._usual: deque[float] = deque(maxlen=_USUAL)
+        self._meanwhile: list[float] = []
+        self._last: float | None = None
+        self._blocked = 0.0
+
+    def begin(self, blocked: float) -> None:
+        """A save begins; the call took ``blocked`` seconds of the step under way."""
+        self._meanwhile = []
+        self._blocked = blocked
+
+    def step(self, saving: bool) -> None:
+        """A step is over; ``saving``: a save was under way when it began."""
+        now = time.perf_counter()
+        if self._last is not None:
+            steps = self._meanwhile if saving else self._usual
+            steps.append(now - self._last - self._blocked)
+        self._last, self._blocked = now, 0.0
+
+    def slow_down(self) -> float | None:
+        """Steps made meanwhile over usual ones; None when there are none of either."""
+        if not self._meanwhile or not self._usual:
+            return None
+        return statistics.fmean(self._meanwhile) / statistics.median(self._usual)

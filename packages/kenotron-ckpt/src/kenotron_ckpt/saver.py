@@ -1,0 +1,282 @@
+"""Saving beside the training: a snapshot at once, files behind the next steps."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt.arena import Arena
+from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.job import Job
+from kenotron_ckpt.lock import FolderLock
+from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
+from kenotron_ckpt.retention import check_kept, prune
+from kenotron_ckpt.share import FILE_BYTES, Plan, check_state, plan_share
+from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.together import on_first
+from kenotron_dist import Handle, Mesh, Notes
+
+POOL_BYTES = 16 << 30
+"""Host memory that the snapshot of a rank may take, unless told otherwise."""
+_PATIENCE = 20.0
+"""Seconds for which a run that ends with an error waits for a save under way."""
+
+
+class Saver:
+    """Saves to one run folder beside the training. Made and called alike on all ranks.
+
+    Arguments:
+        folder: the run folder, shared by all nodes; held against other writers until ``close``.
+        mesh: the ranks that save.
+        every: ``maybe_save`` saves at multiples of this many steps; None: never by itself.
+        keep, keep_every: how many of the newest checkpoints stay, and which others (``prune``);
+            None keeps all.
+        pool_bytes: host memory for the snapshot, on each rank. What does not fit is copied as
+            files reach the disk; ``wait`` then waits for the disk.
+        pin: page-locked memory, so that an accelerator copies beside its work.
+        threads: so many files are written at a time.
+        file_bytes: no file of a rank has more data.
+        verify: read every file back from the disk before the commit.
+        on_failure: ``"warn"``: a save that failed is a warning and a report, training goes on;
+            ``"raise"``: it is a SaveFailed, on all ranks at the next save, or at ``close`` (in one
+            process at the next call).
+        on_commit: called on rank 0, in the saver's thread, with the folder of each checkpoint that
+            stands; what it raises is in the report.
+        busy: ``prune`` spares step folders of which it says True.
+
+    Raises ValueError on all ranks for a number that makes no sense, or when another run writes to
+    the folder; OSError when it cannot be written.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        mesh: Mesh,
+        *,
+        every: int | None = None,
+        keep: int | None = None,
+        keep_every: int | None = None,
+        pool_bytes: int = POOL_BYTES,
+        pin: bool = True,
+        threads: int = 2,
+        file_bytes: int = FILE_BYTES,
+        verify: bool = False,
+        on_failure: str = "warn",
+        on_commit: Callable[[Path], None] = lambda _: None,
+        busy: Callable[[Path], bool] = lambda _: False,
+    ) -> None:
+        _check(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
+        check_kept(keep, keep_every)
+        if on_failure not in ("warn", "raise"):
+            raise ValueError(f"on_failure: {on_failure!r} was given; it is 'warn' or 'raise'")
+        self.folder, self.mesh, self.every = Path(folder), mesh, every
+        self._keep, self._keep_every, self._busy = keep, keep_every, busy
+        self._threads, self._verify = threads, verify
+        self._pool_bytes, self._file_bytes = pool_bytes, file_bytes
+        self._pin = pin and mesh.device.type != "cpu"
+        self._raises, self._on_commit = on_failure == "raise", on_commit
+        self._arena, self._pace = Arena(), Pace()
+        self._plan: tuple[list[Any], Plan] | None = None
+        self._count = 0
+        self._job: Job | None = None
+        self._blocked = self._waited = 0.0
+        self._reports: list[SaveReport] = []
+        self._failure = ""
+        self._lock: FolderLock | None = None
+        on_first(mesh, self._take_lock)
+        self._notes = Notes(mesh, "save")
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name="saver", daemon=True).start()
+
+    def due(self, step: int) -> bool:
+        """Whether ``maybe_save`` would save after this step."""
+        return self.every is not None and step % self.every == 0
+
+    def maybe_save(self, step: int, *arguments: Any, **options: Any) -> bool:
+        """``save`` if the step is due; whether it was."""
+        if self.due(step):
+            self.save(step, *arguments, **options)
+        return self.due(step)
+
+    def reserve(self, tensors: Tensors) -> None:
+        """Take the host memory for ``tensors`` now, so that the first save is as fast as others."""
+        self._arena.fit(self._planned(tensors, ()).parts, self._pool_bytes, self._pin)
+
+    def save(
+        self,
+        step: int,
+        tensors: Tensors,
+        state: Mapping[str, Any],
+        config_text: str | None = None,
+        *,
+        rank_state: Any = None,
+        volatile: Collection[str] = (),
+        pending: Sequence[Handle] = (),
+    ) -> None:
+        """Begin to save; returns when the training may go on.
+
+        The tensors may be used, but must not change before ``wait`` has returned; those that
+        ``volatile`` names, and all else, may change at once. An earlier save that is still being
+        written is waited for.
+
+        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before the next
+        ``wait`` (buffers of a model); transfers under way into the tensors, which are waited for
+        before anything is copied.
+
+        Raises ValueError for arguments that cannot be saved, and SaveFailed (see the class).
+        """
+        begun = time.perf_counter()
+        self.finish()
+        waited = time.perf_counter() - begun
+        for handle in pending:
+            handle.wait()
+        check_state(step, state, rank_state)
+        self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+        self._blocked, self._waited = time.perf_counter() - begun, waited
+        self._pace.begin(self._blocked)
+
+    def wait(self) -> None:
+        """Return when the saved tensors may change: to be called before every update."""
+        saving = self._job is not None
+        if self._job is not None:
+            self._blocked += self._job.snapshot.wait()
+        self._pace.step(saving)
+        if self._job is not None and self._job.done.is_set():
+            self._hear(self._job)
+        if self.mesh.world.size == 1:  # several ranks raise together, at the next save
+            self._raise_failure()
+
+    def reports(self) -> list[SaveReport]:
+        """Saves that were found to have ended since this was last asked."""
+        found, self._reports = self._reports, []
+        return found
+
+    def finish(self) -> None:
+        """Return when no save is under way. Raises SaveFailed (see the class)."""
+        if self._job is not None:
+            with self.mesh.pulse.busy("waiting for a checkpoint to be written"):
+                self._job.done.wait()
+            self._hear(self._job)
+        self._raise_failure()
+
+    def close(self) -> None:
+        """``finish``, and let others write to the folder. Harmless when done before."""
+        try:
+            self.finish()
+        finally:
+            self._leave()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        job = self._job  # the other ranks may be gone: a save under way gets a little time
+        if job is not None and not job.done.wait(_PATIENCE):
+            job.cancelled.set()
+        self._leave()
+
+    def _leave(self) -> None:
+        self._jobs.put(None)
+        if self._lock is not None:
+            self._lock.release()
+
+    def _take_lock(self) -> None:
+        self._lock = FolderLock(self.folder)
+
+    def _planned(self, tensors: Tensors, volatile: Collection[str]) -> Plan:
+        """The plan for these tensors: made anew only when one of them moved."""
+        places: list[Any] = [sorted(volatile)]
+        for key, (tensor, layout) in tensors.items():
+            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            places.append((key, place, layout))
+        if self._plan is None or self._plan[0] != places:
+            plan = plan_share(
+                tensors,
+                self.mesh,
+                self._file_bytes,
+                volatile,
+                pool_bytes=self._pool_bytes,
+                threads=self._threads,
+            )
+            self._plan = places, plan
+        return self._plan[1]
+
+    def _begin(
+        self, step: int, plan: Plan, state: Mapping[str, Any], config: str | None, rank_state: Any
+    ) -> None:
+        """Take the snapshot, and leave the rest to the thread."""
+        begun = time.perf_counter()
+        self._arena.fit(plan.parts, self._pool_bytes, self._pin)
+        self._count += 1
+        self._job = Job(
+            number=self._count,
+            step_folder=self.folder / str(step),
+            mesh=self.mesh,
+            notes=self._notes,
+            plan=plan,
+            snapshot=Snapshot(plan.parts, self._arena, plan.urgent, self.mesh.device),
+            state=json.loads(json.dumps(state)),  # a copy: the caller may change its own
+            rank_state=json.loads(json.dumps(rank_state)),
+            config_text=config,
+            threads=self._threads,
+            verify=self._verify,
+            after=self._follow_up,
+            begun=begun,
+        )
+        self._jobs.put(self._job)
+
+    def _hear(self, job: Job) -> None:
+        """Note how a save ended."""
+        self._job = None
+        report = SaveReport(
+            step=int(job.step_folder.name),
+            folder=job.step_folder,
+            failure=job.failure,
+            nbytes=job.total,
+            blocked=self._blocked,
+            waited=self._waited,
+            durable=job.durable,
+            slow_down=self._pace.slow_down(),
+            removed=job.removed,
+            follow_up=job.trouble,
+        )
+        self._reports.append(report)
+        if job.trouble:
+            warnings.warn(f"{job.step_folder} stands, but then: {job.trouble}", stacklevel=3)
+        if job.failure and self._raises:
+            self._failure = str(report)
+        elif job.failure:
+            warnings.warn(f"{report}; earlier checkpoints are whole", stacklevel=3)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, ""
+        if failure:
+            raise SaveFailed(failure)
+
+    def _follow_up(self, step_folder: Path) -> list[int]:
+        """On rank 0, once a checkpoint stands: tell who asked, remove old ones."""
+        self._on_commit(step_folder)
+        if self._keep is None:
+            return []
+        return prune(self.folder, self._keep, self._keep_every, busy=self._busy)
+
+
+def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    """Body of the thread that saves."""
+    while (job := jobs.get()) is not None:
+        job.run()
+
+
+def _check(**numbers: int | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: {number} was given; it must be at least 1")

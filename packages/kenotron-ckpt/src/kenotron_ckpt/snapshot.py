@@ -1,0 +1,100 @@
+"""The values of one moment, copied to the host while the training goes on.
+
+On an accelerator the copies run on a stream of their own, beside the next forward and backward;
+on the CPU they are made at once. What does not fit in the arena is copied as parts reach the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kenotron_ckpt.arena import Arena
+from kenotron_ckpt.parts import Part
+
+
+class Snapshot:
+    """Copies of all blocks of ``parts``; as many as the arena holds begin at once.
+
+    Arguments: the parts; where they go; how many of the first parts hold values that may change as
+    soon as this returns; the device that holds the values.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], arena: Arena, urgent: int, device: torch.device
+    ) -> None:
+        self._parts, self._arena = parts, arena
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._events: dict[int, torch.Event] = {}
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._copied = 0
+        if self._stream is not None:  # what was queued before must be done first
+            self._stream.wait_stream(torch.accelerator.current_stream(device))
+        self.hosts: dict[int, list[Tensor]] = {}
+        self.first = range(min(len(arena.slots), len(parts)))
+        """The parts whose copies have begun when this returns."""
+        for index in self.first:
+            self._copy(index)
+        self._hold(urgent)
+
+    def ready(self, index: int) -> list[Tensor]:
+        """The blocks of a part on the host, once its copy is done; the caller waits for it."""
+        if index in self._events:
+            self._events[index].synchronize()
+        return self.hosts.pop(index)
+
+    def reuse(self, index: int) -> int | None:
+        """The part with this index is on the disk: copy the next one to its slot.
+
+        Returns the index of that part; None when all are copied.
+        """
+        following = index + len(self._arena.slots)
+        if following >= len(self._parts):
+            return None
+        self._copy(following)
+        return following
+
+    def end(self) -> None:
+        """No more copies will be made: somebody failed."""
+        self._ended.set()
+
+    def wait(self) -> float:
+        """Return when the values may change; seconds that took.
+
+        On an accelerator it is the device that waits for copies under way, not the caller.
+        """
+        begun = time.perf_counter()
+        if self._copied < len(self._parts):
+            self._ended.wait()
+        self._hold(len(self._parts))
+        return time.perf_counter() - begun
+
+    def _hold(self, parts: int) -> None:
+        """Make what is queued on the device from now on wait for the first ``parts`` copies."""
+        if self._stream is not None:
+            stream = torch.accelerator.current_stream(self._stream.device)
+            for index in range(parts):
+                if index in self._events:  # else nobody will read the copy: a writer failed
+                    stream.wait_event(self._events[index])
+
+    def _copy(self, index: int) -> None:
+        part = self._parts[index]
+        hosts = self._arena.hosts(index, part)
+        with torch.no_grad():
+            if self._stream is None:
+                torch._foreach_copy_(hosts, [block.view for block in part.blocks])
+            else:
+                with self._stream:
+                    views = [block.view for block in part.blocks]
+                    torch._foreach_copy_(hosts, views, non_blocking=True)
+                    self._events[index] = self._stream.record_event()
+        self.hosts[index] = hosts
+        with self._lock:
+            self._copied += 1
+            if self._copied == len(self._parts):
+                self._ended.set()
