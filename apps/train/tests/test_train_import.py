@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,7 +116,7 @@ def test_an_import_with_its_optimizer_goes_on_as_if_never_stopped(
     assert "Resumed after step 3 from" in said
     assert "data_stages changes from the order of Nanotron's samples" in said
     assert runs.metrics(tmp_path / "a")[-1]["consumed_tokens"] == 6 * 2 * 2 * 32
-    cut, _ = losses(tmp_path / "b", tmp_path / "ours", parallelism__tp=2, parallelism__pp=2)
+    cut, _ = losses(tmp_path / "b", tmp_path / "ours", parallelism__tp=2)
     assert cut == pytest.approx(found, rel=5e-3)
 
 
@@ -133,32 +135,36 @@ def test_imported_weights_go_on_as_our_own_without_an_optimizer(
     assert "has no exp_avg, exp_avg_sq, master of optimizer.optimizer_factory" in done.stderr
 
 
+def changed(stopped: Path, folder: Path, file: str, change: Callable[[dict], object]) -> Path:
+    """A copy of what Nanotron would have written, with a change of one of its JSON files."""
+    shutil.copytree(stopped / "nanotron", folder)
+    path = folder / "3" / file
+    said = json.loads(path.read_text())
+    change(said)
+    path.write_text(json.dumps(said))
+    return folder
+
+
 def test_more_samples_than_the_data_set_has_are_several_epochs(
     stopped: Path, tmp_path: Path
 ) -> None:
-    path = stopped / "nanotron/3/checkpoint_metadata.json"
-    before = path.read_text()
-    said = json.loads(before)
-    said["metas"]["consumed_train_samples"] = 5001
-    said["metas"]["data_stages"][0]["consumed_train_samples"] = 5001
-    path.write_text(json.dumps(said))
-    try:
-        import_nanotron(stopped / "nanotron", tmp_path / "ours")
-    finally:
-        path.write_text(before)
+    def read_more(said: dict) -> None:
+        for counts in (said["metas"], said["metas"]["data_stages"][0]):
+            counts["consumed_train_samples"] = 5001
+
+    theirs = changed(stopped, tmp_path / "theirs", "checkpoint_metadata.json", read_more)
+    import_nanotron(theirs, tmp_path / "ours")
     losses(tmp_path / "a", tmp_path / "ours", checkpoints__load_optimizer="false")
     cursor = read_manifest(tmp_path / "a/checkpoints").state["cursor"]
     assert cursor["consumed"] == 5001 + 3 * 4 and cursor["epoch"] > 1
 
 
 def test_what_the_app_does_not_compute_is_refused_by_name(stopped: Path, tmp_path: Path) -> None:
-    path = stopped / "nanotron/3/model_config.json"
-    before = path.read_text()
-    path.write_text(json.dumps(json.loads(before) | {"sliding_window_size": 20}))
-    try:
-        import_nanotron(stopped / "nanotron", tmp_path / "ours")
-    finally:
-        path.write_text(before)
+    def narrow(said: dict) -> None:
+        said["sliding_window_size"] = 20
+
+    theirs = changed(stopped, tmp_path / "theirs", "model_config.json", narrow)
+    import_nanotron(theirs, tmp_path / "ours")
     flags = runs.arguments(tmp_path, checkpoints__resume_checkpoint_path=tmp_path / "ours")
     done = runs.train(tmp_path, *flags)
     assert done.returncode == 1

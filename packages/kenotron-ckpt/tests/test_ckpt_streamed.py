@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kenotron_ckpt import latest_step, load, read_manifest, read_record, save, verify_files
+from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.streamed import Source, save_streamed
 from kenotron_dist import Mesh, TensorLayout
 
@@ -88,3 +89,11 @@ def test_bad_arguments_are_named_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="w: dtype complex64 cannot be stored"):
         save_streamed(tmp_path / "a", 0, odd, {})
     assert not (tmp_path / "a").exists()
+
+
+def test_the_folder_of_a_run_that_is_writing_is_left_alone(tmp_path):
+    lock = FolderLock(tmp_path)
+    with pytest.raises(ValueError, match="is being written by another run"):
+        save_streamed(tmp_path, 3, sources(), {})
+    lock.release()
+    assert save_streamed(tmp_path, 3, sources(), {}) == tmp_path / "3"

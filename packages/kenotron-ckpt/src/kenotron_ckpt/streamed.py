@@ -13,6 +13,7 @@ from torch import Tensor
 from kenotron_ckpt.cut import Block, blocks_of, share_of
 from kenotron_ckpt.folder import prepare
 from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.parts import plan_parts, unstorable
 from kenotron_ckpt.saving import add_records, discard
 from kenotron_ckpt.share import FILE_BYTES, as_json, check_state, commit_shares, stem_of
@@ -44,8 +45,8 @@ def save_streamed(
     For one process. ``sources`` are by record name; a record that files share is made once for
     each file. Other arguments, and what a failure leaves, are those of ``save``.
 
-    Raises ValueError for a bad argument, OSError when a file cannot be written, and what a source
-    raises; nothing is left of it then.
+    Raises ValueError for a bad argument and when a run is writing to the folder, OSError when a
+    file cannot be written, and what a source raises; no checkpoint is left of it then.
     """
     mesh = Mesh.connect()
     check_state(step, state, None)
@@ -60,10 +61,11 @@ def save_streamed(
         raise ValueError("\n".join(problems))
     blocks = share_of(blocks_of(planned, mesh.sizes, mesh.coords), mesh.sizes, mesh.coords)
     step_folder = Path(folder) / str(step)
-    stem = stem_of(mesh, prepare(step_folder))
     records: dict[str, Record] = {}
     files: dict[str, FileEntry] = {}
+    lock = FolderLock(Path(folder))
     try:
+        stem = stem_of(mesh, prepare(step_folder))
         for part in plan_parts(blocks, file_bytes):
             hosts = _made(part.blocks, sources)
             found, entries = write_part(step_folder, stem, part, hosts, verify=False)
@@ -74,6 +76,8 @@ def save_streamed(
     except Exception:
         discard(step_folder)
         raise
+    finally:
+        lock.release()
     return step_folder
 
 
