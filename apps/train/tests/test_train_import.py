@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kenotron_ckpt import read_manifest, read_record
-from kenotron_ckpt.nanotron_import import import_nanotron
+from kenotron_ckpt import import_nanotron, read_manifest, read_record
 
 NAMES = {
     "attention_norm.weight": "input_layernorm.weight",

@@ -6,9 +6,7 @@ import nanotron_cases as cases
 import pytest
 import torch
 
-from kenotron_ckpt import load, read_manifest
-from kenotron_ckpt.nanotron import read_nanotron
-from kenotron_ckpt.nanotron_import import import_nanotron
+from kenotron_ckpt import import_nanotron, load, read_manifest, read_nanotron
 from kenotron_dist import Chunk, Mesh, Shard, TensorLayout, local_shape, spawn
 from kenotron_dist.boxes import scatter
 

@@ -4,6 +4,8 @@ from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_ckpt.folder import latest_step, passed_over, read_manifest, resolve
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_ckpt.loading import Checkpoint, Loaded, load, open_checkpoint, verify_files
+from kenotron_ckpt.nanotron import NanotronCheckpoint, read_nanotron
+from kenotron_ckpt.nanotron_import import import_nanotron
 from kenotron_ckpt.reader import read_record
 from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
@@ -16,17 +18,20 @@ __all__ = [
     "FileEntry",
     "Loaded",
     "Manifest",
+    "NanotronCheckpoint",
     "Piece",
     "Record",
     "SaveFailed",
     "SaveReport",
     "Saver",
+    "import_nanotron",
     "latest_step",
     "load",
     "open_checkpoint",
     "passed_over",
     "prune",
     "read_manifest",
+    "read_nanotron",
     "read_record",
     "resolve",
     "save",
