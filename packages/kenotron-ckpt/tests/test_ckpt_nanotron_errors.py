@@ -254,3 +254,12 @@ def test_names_of_the_caller_must_be_of_every_tensor_and_different(folder):
         import_nanotron(folder, folder.parent / "ours", rename=rename)
     assert "other is in rename and not in the checkpoint" in str(raised.value)
     assert "same is the new name of two tensors" in str(raised.value)
+
+
+def test_a_checkpoint_is_not_imported_over_itself(folder):
+    before = sorted(path.name for path in folder.parent.rglob("*"))
+    with pytest.raises(
+        ValueError, match="has Nanotron's own checkpoint of step 6: give the import"
+    ):
+        import_nanotron(folder, folder.parent)
+    assert sorted(path.name for path in folder.parent.rglob("*")) == before

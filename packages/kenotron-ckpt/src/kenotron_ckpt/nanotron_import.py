@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt.nanotron import NanotronCheckpoint, read_nanotron
-from kenotron_ckpt.nanotron_meta import MODEL_CONFIG
+from kenotron_ckpt.nanotron_meta import METADATA, MODEL_CONFIG
 from kenotron_ckpt.nanotron_names import FAMILIES, HEAD, llama_config, llama_tensors
 from kenotron_ckpt.nanotron_optimizer import read_optimizer
 from kenotron_ckpt.streamed import Source, save_streamed
@@ -49,6 +49,11 @@ def import_nanotron(
     ``model_config.json`` says. OSError. Nothing is written then.
     """
     checkpoint = read_nanotron(source)
+    if (Path(folder) / str(checkpoint.metadata.last_train_step) / METADATA).exists():
+        raise ValueError(
+            f"{folder} has Nanotron's own checkpoint of step "
+            f"{checkpoint.metadata.last_train_step}: give the import another run folder"
+        )
     names = _llama_names(checkpoint) if rename is None else _renamed(checkpoint, rename)
     sources = {
         own: Source(each.shape, each.dtype, each.read)
