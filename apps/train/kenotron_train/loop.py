@@ -92,6 +92,8 @@ def _steps(
             with mesh.pulse.busy("reading the corpus"):
                 corpus = open_corpus(config, stage)
             cursor = progress.cursor if progress.cursor.stage == stage else Cursor(stage=stage)
+            if not progress.epoch_known:
+                cursor = Cursor(stage, cursor.consumed // len(corpus.training), cursor.consumed)
             loader = open_loader(config, mesh, corpus, cursor, target_mask)
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
         report.start_step()

@@ -37,6 +37,8 @@ class Progress:
     samples: int = 0
     """Samples read in all, over all ranks and stages."""
     tokens: int = 0
+    epoch_known: bool = True
+    """False: the checkpoint is another program's, and the size of the data set tells the epoch."""
 
     def after(self, config: Config, cursor: Cursor) -> Progress:
         """One step later."""
@@ -137,6 +139,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         Cursor.from_dict(state["cursor"]),
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
+        epoch_known="imported" not in state,
     )
     remark = _remark(progress, state, config, folder) + dropped
     for reason in checkpoint.passed_over:

@@ -5,6 +5,8 @@ from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
 from kenotron_ckpt.folder import latest_step, passed_over, read_manifest, resolve
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_ckpt.loading import Checkpoint, Loaded, load, open_checkpoint, verify_files
+from kenotron_ckpt.nanotron import NanotronCheckpoint, read_nanotron
+from kenotron_ckpt.nanotron_import import import_nanotron
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_record
@@ -21,11 +23,13 @@ __all__ = [
     "FileEntry",
     "Loaded",
     "Manifest",
+    "NanotronCheckpoint",
     "Piece",
     "Record",
     "SaveFailed",
     "SaveReport",
     "Saver",
+    "import_nanotron",
     "latest_step",
     "load",
     "load_plain",
@@ -36,6 +40,7 @@ __all__ = [
     "prune",
     "random_state",
     "read_manifest",
+    "read_nanotron",
     "read_record",
     "resolve",
     "restore_random_state",
