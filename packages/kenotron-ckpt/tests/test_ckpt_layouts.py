@@ -137,8 +137,7 @@ def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads)
                 config_text=None,
                 threads=threads,
                 verify=False,
-                on_commit=lambda _: None,
-                prune=list,
+                after=lambda _: ([], ""),
             )
         )
     ranks = [threading.Thread(target=job.run) for job in jobs]

@@ -166,7 +166,7 @@ def test_nothing_piles_up(tmp_path):
         ({"file_bytes": 0}, "file_bytes: 0 was given"),
         ({"keep": 0}, "keep = 0 would leave no checkpoint"),
         ({"keep_every": 0}, "keep_every = 0: it is a number of steps, at least 1"),
-        ({"on_failure": "weep"}, "on_failure: 'weep' was given; it is 'warn' or 'raise'"),
+        ({"on_failure": "weep"}, "on_failure: 'weep' was given; it is warn, report or raise"),
     ],
 )
 def test_options_that_make_no_sense_are_named(tmp_path, options, sentence):

@@ -126,8 +126,7 @@ def job_of(mesh, step_folder, notes):
         config_text=None,
         threads=1,
         verify=False,
-        on_commit=lambda _: None,
-        prune=list,
+        after=lambda _: ([], ""),
     )
 
 

@@ -42,10 +42,8 @@ class Job:
     config_text: str | None
     threads: int
     verify: bool
-    on_commit: Callable[[Path], None]
-    """Called on rank 0 once the checkpoint stands, with its folder."""
-    prune: Callable[[], Sequence[int]]
-    """Called on rank 0 after that, also when that failed; returns the steps that it removed."""
+    after: Callable[[Path], tuple[Sequence[int], str]]
+    """Called on rank 0 once the checkpoint stands; returns ``removed`` and ``trouble``."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for the other ranks any longer."""
     begun: float = field(default_factory=time.perf_counter)
@@ -87,7 +85,7 @@ class Job:
         if not self.failure:
             self.total = outcome
             if rank == 0:
-                self._follow_up()
+                self.removed, self.trouble = self.after(self.step_folder)
         notes.erase(f"{self.number}/share/{rank}")
 
     def _write(self, tag: str) -> dict[str, Any]:
@@ -149,19 +147,6 @@ class Job:
             raise
         return sum(entry["bytes"] for share in shares for entry in share["files"].values())
 
-    def _follow_up(self) -> None:
-        """What comes after the commit does not unmake it."""
-        troubles = []
-        try:
-            self.on_commit(self.step_folder)
-        except BaseException as error:
-            troubles.append(_words(error))
-        try:
-            self.removed = self.prune()
-        except BaseException as error:
-            troubles.append(_words(error))
-        self.trouble = "\n".join(troubles)
-
     def _post(self, key: str, run: Callable[[], Any]) -> None:
         """Do something and leave a note of what came of it, or of why it failed."""
         try:
@@ -188,6 +173,21 @@ def _together(work: Callable[[], None], threads: int) -> None:
     work()
     for thread in others:
         thread.join()
+
+
+def work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    """Body of the thread that saves."""
+    while (job := jobs.get()) is not None:
+        job.run()
+
+
+def failure_of(run: Callable[[], object]) -> str:
+    """Do something; why it failed, or nothing. What comes after a commit does not unmake it."""
+    try:
+        run()
+    except BaseException as error:
+        return _words(error)
+    return ""
 
 
 def decline(notes: Notes, number: int, rank: int, error: Exception) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.job import Job, decline
+from kenotron_ckpt.job import Job, decline, failure_of, work
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
-from kenotron_ckpt.share import FILE_BYTES, Plan, check_state, plan_share
+from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.together import on_first
 from kenotron_dist import Handle, Mesh, Notes
@@ -73,7 +73,7 @@ class Saver:
         on_commit: Callable[[Path], None] = lambda _: None,
         busy: Callable[[Path], bool] = lambda _: False,
     ) -> None:
-        _check(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
+        check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
         if on_failure not in ("warn", "report", "raise"):
             raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
@@ -85,8 +85,7 @@ class Saver:
         self._on_failure, self._on_commit = on_failure, on_commit
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
-        self._count = 0
-        self._closed = False
+        self._count, self._closed = 0, False
         self._job: Job | None = None
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
@@ -95,7 +94,7 @@ class Saver:
         on_first(mesh, self._take_lock)
         self._notes = Notes(mesh, "save")
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name="saver", daemon=True).start()
+        threading.Thread(target=work, args=(self._jobs,), name="saver", daemon=True).start()
 
     def due(self, step: int) -> bool:
         """Whether ``maybe_save`` would save after this step."""
@@ -140,8 +139,7 @@ class Saver:
         others the save fails), and SaveFailed (see the class); RuntimeError after ``close``.
         """
         begun = time.perf_counter()
-        if self._closed:
-            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
+        self._check_open(step)
         self.finish()
         waited = time.perf_counter() - begun
         self._count += 1
@@ -206,6 +204,10 @@ class Saver:
         if self._lock is not None:
             self._lock.release()
 
+    def _check_open(self, step: int) -> None:
+        if self._closed:
+            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
+
     def _take_lock(self) -> None:
         self._lock = FolderLock(self.folder)
 
@@ -245,8 +247,7 @@ class Saver:
             config_text=config,
             threads=self._threads,
             verify=self._verify,
-            on_commit=self._on_commit,
-            prune=self._prune,
+            after=self._follow_up,
             begun=begun,
         )
         self._job = job
@@ -286,19 +287,13 @@ class Saver:
         if failure:
             raise SaveFailed(failure)
 
-    def _prune(self) -> list[int]:
-        if self._keep is None:
-            return []
-        return prune(self.folder, self._keep, self._keep_every, busy=self._busy)
-
-
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Body of the thread that saves."""
-    while (job := jobs.get()) is not None:
-        job.run()
-
-
-def _check(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {number} was given; it must be at least 1")
+    def _follow_up(self, step_folder: Path) -> tuple[list[int], str]:
+        """On rank 0, after a commit: tell who asked, remove old ones; their steps, and troubles."""
+        keep, removed = self._keep, []
+        trouble = failure_of(lambda: self._on_commit(step_folder))
+        if keep is not None:
+            then = failure_of(
+                lambda: removed.extend(prune(self.folder, keep, self._keep_every, busy=self._busy))
+            )
+            trouble = "\n".join(filter(None, (trouble, then)))
+        return removed, trouble
