@@ -48,7 +48,7 @@ def prune(
         stay |= {step for step in whole if step % keep_every == 0}
     doomed = [step for step in whole if step not in stay and not busy(folder / str(step))]
     for step in doomed:
-        _remove(folder / str(step))
+        remove(folder / str(step))
     return doomed
 
 
@@ -60,7 +60,8 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep_every = {keep_every}: it is a number of steps, at least 1")
 
 
-def _remove(step_folder: Path) -> None:
+def remove(step_folder: Path) -> None:
+    """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
     (step_folder / MANIFEST).unlink()  # from here on it is no checkpoint
     sync(step_folder)
     passed(Step.UNMADE)
