@@ -28,6 +28,7 @@ from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
+from kenotron_train.upload import Uploads
 from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
@@ -50,11 +51,16 @@ def train(
     progress, remark = resume(training)
     remark = remark or earlier_run(config)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
-    with Report(config, mesh, progress.step + 1) as report:
+    with (
+        Report(config, mesh, progress.step + 1) as report,
+        Uploads(config, mesh, report) as uploads,
+    ):
         _introduce(training, report, remark)
+        uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
-            _save(training, report, progress)
-        results = _steps(training, report, progress, target_mask)
+            _save(training, report, uploads, progress)
+        results = _steps(training, report, uploads, progress, target_mask)
+        uploads.finish()
         if sample:
             _show_sample(training, report)
     return results
@@ -71,7 +77,11 @@ def _check_same(config: Config, mesh: Mesh) -> None:
 
 
 def _steps(
-    training: Training, report: Report, progress: Progress, target_mask: TargetMask | None
+    training: Training,
+    report: Report,
+    uploads: Uploads,
+    progress: Progress,
+    target_mask: TargetMask | None,
 ) -> list[StepResult]:
     """All steps that are left."""
     config, mesh = training.config, training.mesh
@@ -96,7 +106,8 @@ def _steps(
         validation = _validate(training, progress.step, corpus)
         report.step(progress.step, results[-1], progress.tokens, validation)
         if _is_due(config, progress.step):
-            _save(training, report, progress)
+            _save(training, report, uploads, progress)
+        uploads.say()
     if loader is not None:
         loader.close()
     return results
@@ -112,8 +123,10 @@ def _validate(training: Training, step: int, corpus: Corpus) -> float | None:
     return evaluate(training, itertools.islice(batches, tokens.limit_val_batches))
 
 
-def _save(training: Training, report: Report, progress: Progress) -> None:
-    report.say(f"Saved checkpoint {save_run(training, progress)}")
+def _save(training: Training, report: Report, uploads: Uploads, progress: Progress) -> None:
+    folder = save_run(training, progress)
+    report.say(f"Saved checkpoint {folder}")
+    uploads.submit(folder)
 
 
 def _is_due(config: Config, step: int) -> bool:

@@ -12,6 +12,7 @@ from kenotron_data import Cursor
 from kenotron_dist import check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
+from kenotron_train.upload import local_copy
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -75,9 +76,9 @@ def resume(training: Training) -> tuple[Progress, str]:
     damaged, of another model, or not of a training run.
     """
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
-    if checkpoints.resume_checkpoint_path is None:
+    given, fetched = local_copy(config, mesh)
+    if given is None:
         return Progress(), ""
-    given = Path(checkpoints.resume_checkpoint_path)
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
     with mesh.pulse.busy("verifying a checkpoint"):
@@ -109,7 +110,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
     )
-    remark = _remark(progress, state, config, folder) + dropped
+    remark = _remark(progress, state, config, folder) + fetched + dropped
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark

@@ -1,4 +1,4 @@
-"""An S3 server in this process: moto's, over HTTP, with what a test wants to go wrong on the way."""
+"""An S3 server in this process: moto's, over HTTP, with faults that a test plants."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from kenotron_ckpt.index import FileEntry, Manifest, Piece
 from kenotron_ckpt.received import Received, pieces_by_file
 from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
-from kenotron_ckpt.together import on_each, on_first
+from kenotron_ckpt.together import on_each, on_first_at_length
 from kenotron_dist import Mesh
 
 THREADS = 8
@@ -103,7 +103,7 @@ def fetch(
         done = asdict(download(url, folder, step=step, **arguments))
         return done | {"folder": str(done["folder"])}
 
-    got = on_first(mesh, run)
+    got = on_first_at_length(mesh, f"downloading {url}", run)
     done = Download(Path(got["folder"]), got["received_bytes"], tuple(got["passed_over"]))
 
     def check() -> None:

@@ -128,7 +128,7 @@ class Remote:
         self._call(path, lambda: self._store.put_file(str(file), full, callback=watch))
 
     def ranges(self, path: str, begin: int, end: int) -> Iterator[bytes]:
-        """The bytes from ``begin`` to before ``end``, in order, some at a time; fewer if it ends."""
+        """Bytes from ``begin`` to before ``end``, in order, some at a time; fewer if it ends."""
         full = self._full(path)
         while begin < end:
             stop = min(begin + RANGE_BYTES, end)

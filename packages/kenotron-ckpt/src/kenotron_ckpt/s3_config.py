@@ -31,7 +31,8 @@ class S3UploadConfig:
         url = self.upload_s3_path
         if url is not None and not all(url.partition("://")):
             found.append(
-                f"upload_s3_path: {url} was given; it must be a URL such as s3://bucket/run, or null"
+                f"upload_s3_path: {url} was given; it must be a URL such as s3://bucket/run, "
+                "or null"
             )
         for name in ("s5cmd_numworkers", "s5cmd_concurrency"):
             value = getattr(self, name)

@@ -1,9 +1,9 @@
 """One checkpoint to a remote folder, by steps that may end at any moment and be taken up again.
 
 In the remote step folder lie, in this order of writing: ``uploading.txt``, which says of which
-manifest the files are that follow; the shards and ``config.yaml``; ``manifest.json``, which makes it
-a checkpoint. A file that lies there with its length is not sent again if ``uploading.txt`` was of
-the same manifest, or the manifest that stands there says the same of its bytes.
+manifest the files are that follow; the shards and ``config.yaml``; ``manifest.json``, which makes
+it a checkpoint. A file that lies there with its length is not sent again if ``uploading.txt`` was
+of the same manifest, or the manifest that stands there says the same of its bytes.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.folder import defect
+from kenotron_ckpt.folder import defect, steps_in
 from kenotron_ckpt.remote import PAUSE, TRIES, Remote
 from kenotron_ckpt.retention import remove
 from kenotron_ckpt.sending import Sending
@@ -111,6 +112,19 @@ class Uploader:
                 self._thread = threading.Thread(target=self._work, name="upload", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
+
+    def submit_all(self, folder: str | Path, up_to: int) -> None:
+        """Have the complete checkpoints of a run folder uploaded, up to a step, newest first.
+
+        For a run that goes on: what an earlier process did not finish is finished. The remote
+        ``latest.txt`` will name the newest of them.
+        """
+        latest = True
+        for step in reversed(steps_in(Path(folder))):
+            with contextlib.suppress(ValueError):  # no complete checkpoint
+                if step <= up_to:
+                    self.submit(Path(folder) / str(step), latest=latest)
+                    latest = False
 
     def pending(self) -> list[int]:
         """Steps that are being uploaded or wait for it, in order."""
