@@ -221,7 +221,9 @@ def test_saving_a_step_again_replaces_its_copy_and_never_mixes_the_two(
         with monkeypatch.context() as patch:
             asked = stop_after(number, patch)
             error = upload(new, url, threads=1).error
-        results.append(factor_in(download(url, tmp_path / f"b{number}").folder, mesh))
+        got = download(url, tmp_path / f"b{number}")
+        results.append(factor_in(got.folder, mesh))
+        assert not any("bytes of" in reason for reason in got.passed_over)  # old text, new bytes
         assert upload(new, url).error is None
         assert factor_in(download(url, tmp_path / f"c{number}").folder, mesh) == 2
         shards = [name for name in Remote(url).listing("10") if name.startswith("shard")]
@@ -379,6 +381,36 @@ def test_a_checkpoint_that_is_saved_again_while_it_is_sent(s3, tmp_path, mesh):
     assert upload(folder, remove_after_upload=True, threads=1).error is None
     assert not folder.exists()
     assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+
+
+def test_a_checkpoint_that_is_saved_again_when_its_copy_is_complete_stays(s3, tmp_path, mesh):
+    folder = save_scaled(tmp_path / "a", 10, 1, mesh)
+
+    def fault(request):
+        if request["REQUEST_METHOD"] == "PUT" and request["PATH_INFO"].endswith("latest.txt"):
+            save_scaled(tmp_path / "a", 10, 2, mesh)
+
+    s3.fault = fault
+    assert upload(folder, remove_after_upload=True).error is None
+    assert factor_in(folder, mesh) == 2
+
+
+def test_what_an_upload_of_other_values_left_is_not_taken_for_ones_own(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / str(i), 10, i, mesh) for i in (1, 2))
+    assert set(read_manifest(first).files) == set(read_manifest(second).files)
+    s3.fault = after(4, FORBIDDEN)  # both shards of the first are there, no manifest
+    assert upload(first).error is not None
+    s3.fault = lambda request: None
+    assert len([name for name in listing("10") if name.startswith("shard")]) == 2
+    assert upload(second).error is None
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+
+
+def test_patience_begins_when_the_run_ends(s3, tmp_path, mesh):
+    uploader = Uploader(URL, **QUICK)
+    uploader._moved -= 1000  # nothing was uploaded for long
+    uploader.submit(save_scaled(tmp_path / "a", 10, 1, mesh))
+    assert [report.error for report in uploader.close(20)] == [None]
 
 
 def test_what_is_no_whole_checkpoint_is_not_sent(s3, tmp_path, mesh):
