@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import latest_step
+from kenotron_ckpt import Saver, latest_step
 from kenotron_data import Cursor, Loader, decode, encode, printable
 from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
 from kenotron_dist.hashing import key
@@ -26,7 +26,7 @@ from kenotron_train.assemble import (
 )
 from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
-from kenotron_train.resume import Progress, earlier_run, resume, save_run
+from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
 from kenotron_train.upload import Uploads
 from kenotron_train.yaml_config import dump_config
@@ -54,12 +54,15 @@ def train(
     with (
         Report(config, mesh, progress.step + 1) as report,
         Uploads(config, mesh, report) as uploads,
+        open_saver(training, uploads) as saver,
     ):
         _introduce(training, report, remark)
         uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
-            _save(training, report, uploads, progress)
-        results = _steps(training, report, uploads, progress, target_mask)
+            save_run(saver, training, progress)
+        results = _steps(training, saver, uploads, report, progress, target_mask)
+        saver.finish()
+        _say_saved(saver, report)
         uploads.finish()
         if sample:
             _show_sample(training, report)
@@ -78,8 +81,9 @@ def _check_same(config: Config, mesh: Mesh) -> None:
 
 def _steps(
     training: Training,
-    report: Report,
+    saver: Saver,
     uploads: Uploads,
+    report: Report,
     progress: Progress,
     target_mask: TargetMask | None,
 ) -> list[StepResult]:
@@ -96,17 +100,20 @@ def _steps(
             with mesh.pulse.busy("reading the corpus"):
                 corpus = open_corpus(config, stage)
             cursor = progress.cursor if progress.cursor.stage == stage else Cursor(stage=stage)
+            if not progress.epoch_known:
+                cursor = Cursor(stage, cursor.consumed // len(corpus.training), cursor.consumed)
             loader = open_loader(config, mesh, corpus, cursor, target_mask)
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
         report.start_step()
         batch = next(loader).to(mesh.device)
-        results.append(training_step(training, batch, progress.step + 1))
+        results.append(training_step(training, batch, progress.step + 1, saver.wait))
         report.end_step()
         progress = progress.after(config, loader.cursor)
         validation = _validate(training, progress.step, corpus)
         report.step(progress.step, results[-1], progress.tokens, validation)
         if _is_due(config, progress.step):
-            _save(training, report, uploads, progress)
+            save_run(saver, training, progress)
+        _say_saved(saver, report)
         uploads.say()
     if loader is not None:
         loader.close()
@@ -123,10 +130,15 @@ def _validate(training: Training, step: int, corpus: Corpus) -> float | None:
     return evaluate(training, itertools.islice(batches, tokens.limit_val_batches))
 
 
-def _save(training: Training, report: Report, uploads: Uploads, progress: Progress) -> None:
-    folder = save_run(training, progress)
-    report.say(f"Saved checkpoint {folder}")
-    uploads.submit(folder)
+def _say_saved(saver: Saver, report: Report) -> None:
+    """A line for each save that has ended."""
+    for saved in saver.reports():
+        if saved.failure:
+            report.say(f"{saved}; earlier checkpoints are whole", "error")
+        else:
+            report.say(f"Saved checkpoint {saved}")
+        if saved.follow_up:
+            report.say(f"{saved.folder} stands, but then: {saved.follow_up}", "warning")
 
 
 def _is_due(config: Config, step: int) -> bool:

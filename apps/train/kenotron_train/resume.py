@@ -7,12 +7,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import latest_step, open_checkpoint, save
+from torch import Tensor
+
+from kenotron_ckpt import (
+    BlockingSaver,
+    DataStatesConfig,
+    Saver,
+    latest_step,
+    open_checkpoint,
+)
 from kenotron_data import Cursor
-from kenotron_dist import check_replicas, named_parameters
+from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
-from kenotron_train.upload import local_copy
+from kenotron_train.upload import Uploads, local_copy
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -30,6 +38,8 @@ class Progress:
     samples: int = 0
     """Samples read in all, over all ranks and stages."""
     tokens: int = 0
+    epoch_known: bool = True
+    """False: the checkpoint is another program's, and the size of the data set tells the epoch."""
 
     def after(self, config: Config, cursor: Cursor) -> Progress:
         """One step later."""
@@ -37,15 +47,41 @@ class Progress:
         return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
 
 
-def save_run(training: Training, progress: Progress) -> Path:
-    """Write a checkpoint of the run; its folder. Collective over the mesh.
+def open_saver(training: Training, uploads: Uploads) -> Saver:
+    """The engine that ``checkpoints.checkpointing_engine`` names, on ``checkpoints_path``.
 
-    Raises ValueError when replicas of a parameter have come to differ, OSError when a file cannot
-    be written.
+    Collective over the mesh. Raises ValueError when another run writes there, OSError when nobody
+    can.
+    """
+    checkpoints = training.config.checkpoints
+    engine = Saver if checkpoints.checkpointing_engine == "datastates" else BlockingSaver
+    pool = checkpoints.datastates or DataStatesConfig()
+    saver = engine(
+        checkpoints.checkpoints_path,
+        training.mesh,
+        every=checkpoints.checkpoint_interval,
+        keep=checkpoints.keep_last,
+        keep_every=checkpoints.keep_every,
+        pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
+        pin=pool.pin_host_cache,
+        threads=pool.parser_threads,
+        verify=checkpoints.verify_after_write,
+        on_commit=uploads.submit,
+        busy=uploads.holds,
+        on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
+    )
+    saver.reserve(_records(training))
+    return saver
+
+
+def save_run(saver: Saver, training: Training, progress: Progress) -> None:
+    """Begin a checkpoint of the run. Collective over the mesh.
+
+    Raises ValueError when replicas of a parameter have come to differ, SaveFailed as the config
+    asks for.
     """
     config, mesh, model = training.config, training.mesh, training.model
     check_replicas(named_parameters(model.stack), model.layouts, mesh)
-    records = {**model_records(model), **training.optimizer.state()}
     state = {
         "step": progress.step,
         "optimizer_steps": training.optimizer.steps,
@@ -57,16 +93,13 @@ def save_run(training: Training, progress: Progress) -> Path:
         "sequence_length": config.tokens.sequence_length,
         "reading": _reading(config),
     }
-    folder = Path(config.checkpoints.checkpoints_path)
-    text = dump_config(config)
-    try:
-        with mesh.pulse.busy("saving a checkpoint"):
-            return save(folder, progress.step, records, mesh, state, config_text=text)
-    except OSError as error:
-        raise OSError(
-            f"cannot save step {progress.step} in {folder}: {error}; earlier checkpoints are "
-            "whole: make room, or change checkpoints.checkpoints_path, and resume"
-        ) from error
+    with mesh.pulse.busy("saving a checkpoint"):
+        saver.save(progress.step, _records(training), state, dump_config(config))
+
+
+def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
+    """What a checkpoint holds: parameters, and this rank's slices of the optimizer's state."""
+    return {**model_records(training.model), **training.optimizer.state()}
 
 
 def resume(training: Training) -> tuple[Progress, str]:
@@ -109,6 +142,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         Cursor.from_dict(state["cursor"]),
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
+        epoch_known="imported" not in state,
     )
     remark = _remark(progress, state, config, folder) + fetched + dropped
     for reason in checkpoint.passed_over:

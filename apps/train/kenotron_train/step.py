@@ -37,8 +37,12 @@ class StepResult:
     """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
 
 
-def training_step(training: Training, batch: Batch, step: int) -> StepResult:
+def training_step(
+    training: Training, batch: Batch, step: int, before_update: Callable[[], None] = lambda: None
+) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
+
+    ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
     FloatingPointError when loss or gradient is not finite and ``optimizer.nonfinite`` is
@@ -59,6 +63,7 @@ def training_step(training: Training, batch: Batch, step: int) -> StepResult:
     if updates:
         if config.clip_grad is not None:
             clip_(slices, config.clip_grad, norm)
+        before_update()
         training.optimizer.step(slices, lr)
     return StepResult(loss.item(), norm.item(), lr, found, not updates)
 

@@ -17,8 +17,6 @@ LATER_KEYS = {
     "data": LATER + "write data_stages with one stage that starts at step 1",
     "datastates": LATER + "remove it",
     "doremi": LATER + "remove it",
-    "checkpoints.checkpointing_engine": LATER + "remove it",
-    "checkpoints.datastates": LATER + "remove it",
     "data_stages.sequence_length": LATER + "all stages have tokens.sequence_length",
     "data_stages.data.dataset.dataset_folder": LATER + "use hf_dataset_or_datasets",
     "data_stages.data.dataset.sft_dataloader": LATER + "remove it",

@@ -201,7 +201,6 @@ def test_missing_keys_are_named():
 @pytest.mark.parametrize(("override", "advice"), [
     ("data={seed: 1}", "write data_stages with one stage that starts at step 1"),
     ("doremi={}", "remove it"),
-    ("checkpoints.datastates={host_cache_size: 1}", "remove it"),
     ("data_stages.0.data.dataset={dataset_folder: d}", "use hf_dataset_or_datasets"),
     ("model.init_method={path: p}", "use init_method: {std: ...}"),
     ("model.model_config={is_qwen2_config: true, moe_config: {}}", "the keys of a Llama model"),

@@ -1,7 +1,5 @@
-"""What is said of wrong arguments, on every rank; retention, the latest step, the command line."""
+"""What is said of wrong arguments, on every rank; retention, the latest step."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,8 +7,7 @@ import torch
 from ckpt_cases import small
 
 import kenotron_ckpt.saving
-from kenotron_ckpt import latest_step, load, prune, read_manifest, resolve, save, verify_files
-from kenotron_ckpt.__main__ import main
+from kenotron_ckpt import latest_step, load, prune, read_manifest, resolve, save
 from kenotron_ckpt.together import on_all, on_first
 from kenotron_dist import Mesh, Shard, TensorLayout, spawn
 
@@ -214,36 +211,3 @@ def test_old_checkpoints_are_removed_but_not_what_others_put_there(tmp_path):
     assert prune(tmp_path, keep=9) == []
     with pytest.raises(ValueError, match="keep = 0 would leave no checkpoint; it is at least 1"):
         prune(tmp_path, keep=0)
-
-
-def test_inspect_prints_the_records(tmp_path):
-    mesh = Mesh.connect()
-    tensors = small(mesh) | tensor("scale", (), torch.bfloat16)
-    save(tmp_path, 12, tensors, mesh, {})
-    command = [sys.executable, "-m", "kenotron_ckpt", "inspect", str(tmp_path), "--verify"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[:2] == [f"{tmp_path}/12", "step 12"]
-    assert lines[2].startswith("written on pp=1 dp=1 cp=1 tp=1 by kenotron-ckpt=")
-    assert [line.split() for line in lines[5:]] == [
-        ["record", "shape", "dtype", "pieces", "bytes"],
-        ["b", "4", "float32", "1", "16"],
-        ["scale", "scalar", "bfloat16", "1", "2"],
-        ["w", "8x4", "float32", "1", "128"],
-        ["checksums:", "all", "as", "written"],
-    ]
-
-
-def test_inspect_says_what_is_wrong(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path / "none")]) == 1
-    assert "the path does not exist" in capsys.readouterr().err
-    mesh = Mesh.connect()
-    save(tmp_path, 0, small(mesh), mesh, {})
-    file = next(tmp_path.glob("0/shard-*"))
-    file.write_bytes(file.read_bytes()[:-1] + b"\x01")
-    assert main(["inspect", str(tmp_path)]) == 0
-    assert main(["inspect", str(tmp_path), "--verify"]) == 1
-    assert (
-        f"{file.name}: the bytes of w@0,0 are not those that were written"
-        in capsys.readouterr().err
-    )
-    assert len(verify_files(tmp_path)) == 1

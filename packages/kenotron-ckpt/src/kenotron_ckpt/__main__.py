@@ -1,56 +1,104 @@
-"""``python -m kenotron_ckpt inspect PATH``: what is in a checkpoint."""
+"""``python -m kenotron_ckpt``: look at checkpoints, verify and compare them, import Nanotron's.
+
+Exit status: 0; 1 when ``verify`` finds damage or ``diff`` a difference; 2 when a command cannot do
+its work, with one sentence why.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-import torch
-
+from kenotron_ckpt.compare import differences
 from kenotron_ckpt.folder import read_manifest, resolve
-from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.loading import verify_files
+from kenotron_ckpt.nanotron_import import import_nanotron
+from kenotron_ckpt.tree import describe, render
+from kenotron_ckpt.verification import verify_steps
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status (0; 1 when the checkpoint cannot be read)."""
-    parser = argparse.ArgumentParser(prog="python -m kenotron_ckpt", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    inspect = commands.add_parser("inspect", help="list the records of a checkpoint")
-    inspect.add_argument("path", help="a step folder, or a run folder (its latest checkpoint)")
-    inspect.add_argument("--verify", action="store_true", help="compare all checksums")
-    chosen = parser.parse_args(arguments)
+    """Run the command line; returns the exit status."""
+    chosen = _parser().parse_args(arguments)
     try:
-        print(resolve(chosen.path))
-        print(describe(read_manifest(chosen.path)))
-        damaged = verify_files(chosen.path) if chosen.verify else []
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    for sentence in damaged:
-        print(sentence, file=sys.stderr)
-    if chosen.verify and not damaged:
-        print("checksums: all as written")
+        return chosen.run(chosen)
+    except (ValueError, OSError) as error:
+        print(f"{chosen.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def inspect(chosen: argparse.Namespace) -> int:
+    """Print what is in a checkpoint."""
+    data = describe(chosen.path)
+    print(json.dumps(data, indent=2) if chosen.json else render(data))
+    return 0
+
+
+def verify(chosen: argparse.Namespace) -> int:
+    """Print a sentence for every damage on stderr, and one for every checkpoint that is right."""
+    damaged = 0
+    for where, faults in verify_steps(chosen.path):
+        damaged += len(faults)
+        for fault in faults:
+            print(f"{where}: {fault}", file=sys.stderr)
+        if not faults:
+            print(f"{where}: every byte is as it was written")
     return 1 if damaged else 0
 
 
-def describe(manifest: Manifest) -> str:
-    """The table of records, under the step and the mesh that wrote them."""
-    rows = [("record", "shape", "dtype", "pieces", "bytes")]
-    total = 0
-    for name, record in manifest.records.items():
-        size = record.numel * getattr(torch, record.dtype).itemsize
-        total += size
-        shape = "x".join(map(str, record.shape)) or "scalar"
-        rows.append((name, shape, record.dtype, str(len(record.pieces)), f"{size:,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    mesh = " ".join(f"{axis}={size}" for axis, size in manifest.mesh.items())
-    libraries = " ".join(f"{name}={number}" for name, number in manifest.libraries.items())
-    totals = f"{len(manifest.records)} records, {total:,} bytes in {len(manifest.files)} files"
-    head = [f"step {manifest.step}", f"written on {mesh} by {libraries}", totals, ""]
-    return "\n".join([*head, *table])
+def diff(chosen: argparse.Namespace) -> int:
+    """Print what differs between two checkpoints."""
+    print(f"A: {resolve(chosen.a)}\nB: {resolve(chosen.b)}")
+    found = 0
+    for sentence in differences(chosen.a, chosen.b):
+        found += 1
+        print(sentence, flush=True)
+    if not found:
+        print(f"equal: {len(read_manifest(chosen.a).records)} records, state and config")
+    return 1 if found else 0
+
+
+def from_nanotron(chosen: argparse.Namespace) -> int:
+    """Import a checkpoint of Nanotron or Kénotron, and print what was not taken over."""
+    folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
+    manifest = read_manifest(folder)
+    print(f"{folder}: step {manifest.step}, {len(manifest.records)} records")
+    for note in manifest.state["imported"]["notes"]:
+        print(f"  {note}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m kenotron_ckpt",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    path = "a step folder, or a run folder (its latest complete checkpoint)"
+
+    one = commands.add_parser("inspect", help="the tree of tensors, totals, steps of a run")
+    one.add_argument("path", type=Path, help=path)
+    one.add_argument("--json", action="store_true", help="all of it as JSON, every record")
+    one.set_defaults(run=inspect)
+
+    one = commands.add_parser("verify", help="read every byte and compare checksums")
+    one.add_argument("path", type=Path, help="a step folder, or a run folder (all its steps)")
+    one.set_defaults(run=verify)
+
+    one = commands.add_parser("diff", help="what differs: records, values, state, config")
+    one.add_argument("a", type=Path, metavar="A", help=path)
+    one.add_argument("b", type=Path, metavar="B", help=path)
+    one.set_defaults(run=diff)
+
+    one = commands.add_parser("import-nanotron", help="a checkpoint of Nanotron or Kénotron")
+    one.add_argument("source", type=Path, help="its step folder, or its run folder")
+    one.add_argument("folder", type=Path, help="the run folder to write the step to")
+    one.add_argument("--optimizer", action="store_true", help="also Adam's state, from pickles")
+    one.set_defaults(run=from_nanotron)
+    return parser
 
 
 if __name__ == "__main__":

@@ -1,6 +1,34 @@
 """The arguments of saving and resuming, as a plain dataclass (no torch, no YAML here)."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataStatesConfig:
+    """Host memory and threads of saving in the background; see the engine ``datastates``.
+
+    Raises:
+        ValueError: one line for each problem: field, value given, what is needed.
+    """
+
+    host_cache_size: float = 16
+    """Host memory for copies of a rank's values, in GB (1e9 bytes); what does not fit is copied as
+    files reach the disk."""
+    parser_threads: int = 2
+    """Files that a rank writes at a time."""
+    pin_host_cache: bool = True
+    """Page-locked memory, so that an accelerator copies beside its work."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        if not self.host_cache_size > 0:
+            found.append(f"host_cache_size: {self.host_cache_size} was given; it must be positive")
+        if self.parser_threads < 1:
+            found.append(f"parser_threads: {self.parser_threads} was given; it must be at least 1")
+        if found:
+            raise ValueError("\n".join(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +55,19 @@ class CheckpointsConfig:
     """False: start the learning-rate schedule anew when resuming."""
     checkpoints_path_is_shared_file_system: bool = False
     """No effect: every rank writes its own files, and one rank commits them."""
+    checkpointing_engine: Literal["torch", "datastates"] = "torch"
+    """``torch``: training waits until a checkpoint is on the disk. ``datastates``: it goes on at
+    once, and files are written from a copy in host memory."""
+    datastates: DataStatesConfig | None = None
+    """Of the engine ``datastates``; None: its defaults."""
+    keep_last: int | None = None
+    """So many of the newest checkpoints stay; None: all."""
+    keep_every: int | None = None
+    """Checkpoints of multiples of this step stay, too."""
+    verify_after_write: bool = False
+    """True: read every file back from the disk before the checkpoint counts."""
+    on_save_failure: Literal["warn", "raise"] = "warn"
+    """``raise``: a checkpoint that cannot be written ends the training."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -38,6 +79,9 @@ class CheckpointsConfig:
                 f"checkpoint_interval: {self.checkpoint_interval} was given; it must be at least "
                 "1 step; a number above train_steps saves only at the end"
             )
+        for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if number is not None and number < 1:
+                found.append(f"{name}: {number} was given; it must be at least 1, or null")
         if self.resume_checkpoint_path == "":
             found.append(
                 "resume_checkpoint_path: nothing was given; it must name a folder, or be null"

@@ -41,12 +41,15 @@ def prune(
     """
     check_kept(keep, keep_every)
     folder = Path(folder)
-    whole = [step for step in steps_in(folder) if defect(folder / str(step)) is None]
+    steps = steps_in(folder)
+    # Asked first: what is held now may be gone, by him who holds it, when it no longer is.
+    held = {step for step in steps if busy(folder / str(step))}
+    whole = [step for step in steps if defect(folder / str(step)) is None]
     verified = [step for step in whole if is_verified(folder / str(step))]
     stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
     if keep_every is not None:
         stay |= {step for step in whole if step % keep_every == 0}
-    doomed = [step for step in whole if step not in stay and not busy(folder / str(step))]
+    doomed = [step for step in whole if step not in stay | held]
     for step in doomed:
         remove(folder / str(step))
     return doomed

@@ -31,6 +31,8 @@ _PATIENCE = 20.0
 class Saver:
     """Saves to one run folder beside the training. Made and called alike on all ranks.
 
+    Usable in a ``with`` statement, which ends with ``close``.
+
     Arguments:
         folder: the run folder, shared by all nodes; held against other writers until ``close``.
         mesh: the ranks that save.
@@ -43,9 +45,9 @@ class Saver:
         threads: so many files are written at a time.
         file_bytes: no file of a rank has more data.
         verify: read every file back from the disk before the commit.
-        on_failure: ``"warn"``: a save that failed is a warning and a report, training goes on;
-            ``"raise"``: it is a SaveFailed, on all ranks at the next save, or at ``close`` (in one
-            process at the next call).
+        on_failure: ``"warn"``: a save that failed is a warning, and training goes on;
+            ``"report"``: it is only in ``reports()``; ``"raise"``: it is a SaveFailed, on all ranks
+            at the next save, or at ``close`` (in one process at the next call).
         on_commit: called on rank 0, in the saver's thread, with the folder of each checkpoint that
             stands; what it raises is in the report.
         busy: ``prune`` spares step folders of which it says True.
@@ -73,14 +75,14 @@ class Saver:
     ) -> None:
         _check(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
-        if on_failure not in ("warn", "raise"):
-            raise ValueError(f"on_failure: {on_failure!r} was given; it is 'warn' or 'raise'")
+        if on_failure not in ("warn", "report", "raise"):
+            raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
         self.folder, self.mesh, self.every = Path(folder), mesh, every
         self._keep, self._keep_every, self._busy = keep, keep_every, busy
         self._threads, self._verify = threads, verify
         self._pool_bytes, self._file_bytes = pool_bytes, file_bytes
         self._pin = pin and mesh.device.type != "cpu"
-        self._raises, self._on_commit = on_failure == "raise", on_commit
+        self._on_failure, self._on_commit = on_failure, on_commit
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
         self._count = 0
@@ -235,27 +237,32 @@ class Saver:
         self._jobs.put(self._job)
 
     def _hear(self, job: Job) -> None:
-        """Note how a save ended."""
+        """Note how the save under way ended."""
         self._job = None
-        report = SaveReport(
-            step=int(job.step_folder.name),
-            folder=job.step_folder,
-            failure=job.failure,
-            nbytes=job.total,
-            blocked=self._blocked,
-            waited=self._waited,
-            durable=job.durable,
-            slow_down=self._pace.slow_down(),
-            removed=job.removed,
-            follow_up=job.trouble,
+        self._note(
+            SaveReport(
+                step=int(job.step_folder.name),
+                folder=job.step_folder,
+                failure=job.failure,
+                nbytes=job.total,
+                blocked=self._blocked,
+                waited=self._waited,
+                durable=job.durable,
+                slow_down=self._pace.slow_down(),
+                removed=job.removed,
+                follow_up=job.trouble,
+            )
         )
+
+    def _note(self, report: SaveReport) -> None:
+        """Keep a report; say what went wrong, or keep it to be raised."""
         self._reports.append(report)
-        if job.trouble:
-            warnings.warn(f"{job.step_folder} stands, but then: {job.trouble}", stacklevel=3)
-        if job.failure and self._raises:
+        if report.follow_up and self._on_failure == "warn":
+            warnings.warn(f"{report.folder} stands, but then: {report.follow_up}", stacklevel=4)
+        if report.failure and self._on_failure == "raise":
             self._failure = str(report)
-        elif job.failure:
-            warnings.warn(f"{report}; earlier checkpoints are whole", stacklevel=3)
+        if report.failure and self._on_failure == "warn":
+            warnings.warn(f"{report}; earlier checkpoints are whole", stacklevel=4)
 
     def _raise_failure(self) -> None:
         failure, self._failure = self._failure, ""

@@ -1,0 +1,91 @@
+"""Saving tensors that are made one at a time, by one process: a conversion in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kenotron_ckpt.cut import Block, blocks_of, share_of
+from kenotron_ckpt.folder import prepare
+from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.lock import FolderLock
+from kenotron_ckpt.parts import plan_parts, unstorable
+from kenotron_ckpt.saving import add_records, discard
+from kenotron_ckpt.share import FILE_BYTES, as_json, check_state, commit_shares, stem_of
+from kenotron_ckpt.writer import write_part
+from kenotron_dist import Mesh, TensorLayout
+
+
+@dataclass(frozen=True)
+class Source:
+    """A logical tensor that is made when its turn comes. It has elements."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+    """Makes it, on the CPU, of that shape and dtype."""
+
+
+def save_streamed(
+    folder: str | Path,
+    step: int,
+    sources: Mapping[str, Source],
+    state: Mapping[str, Any],
+    config_text: str | None = None,
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> Path:
+    """Write the checkpoint ``<folder>/<step>/`` as ``save`` does, one tensor at a time in memory.
+
+    For one process. ``sources`` are by record name; a record that files share is made once for
+    each file. Other arguments, and what a failure leaves, are those of ``save``.
+
+    Raises ValueError for a bad argument and when a run is writing to the folder, OSError when a
+    file cannot be written, and what a source raises; no checkpoint is left of it then.
+    """
+    mesh = Mesh.connect()
+    check_state(step, state, None)
+    planned = {
+        name: (
+            torch.empty(one.shape, dtype=one.dtype, device="meta"),
+            TensorLayout(name, one.shape),
+        )
+        for name, one in sources.items()
+    }
+    if problems := unstorable(planned):
+        raise ValueError("\n".join(problems))
+    blocks = share_of(blocks_of(planned, mesh.sizes, mesh.coords), mesh.sizes, mesh.coords)
+    step_folder = Path(folder) / str(step)
+    records: dict[str, Record] = {}
+    files: dict[str, FileEntry] = {}
+    lock = FolderLock(Path(folder))
+    try:
+        stem = stem_of(mesh, prepare(step_folder))
+        for part in plan_parts(blocks, file_bytes):
+            hosts = _made(part.blocks, sources)
+            found, entries = write_part(step_folder, stem, part, hosts, verify=False)
+            add_records(records, found)
+            files |= entries
+        shares = [as_json(records, files, None)]
+        commit_shares(step_folder, shares, mesh, state, config_text)
+    except Exception:
+        discard(step_folder)
+        raise
+    finally:
+        lock.release()
+    return step_folder
+
+
+def _made(blocks: Sequence[Block], sources: Mapping[str, Source]) -> Iterator[Tensor]:
+    """The values of blocks; those of one tensor follow one another, and it is made once."""
+    name, whole = "", torch.empty(0)
+    for block in blocks:
+        if block.name != name:
+            del whole  # before the next one is made
+            name, whole = block.name, sources[block.name].read()
+        yield block.box.of_global(whole).clone()  # a view would keep it alive beside the next
