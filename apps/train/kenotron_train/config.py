@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kenotron_ckpt.config import CheckpointsConfig
+from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
@@ -25,6 +26,9 @@ WITHOUT_EFFECT = {
     "model.model_config.pretraining_tp": "parallelism.tp decides",
     "model.model_config.use_cache": "training keeps no cache",
     "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
+    "s3_upload.s5cmd_numworkers": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_concurrency": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_path": "the training process uploads, without s5cmd",
     "logging.log_level_replica": "only the first rank prints",
 }
 STAGE_WITHOUT_EFFECT = {
@@ -65,8 +69,8 @@ class Config:
     """Must be None, not available yet."""
     lighteval: None = None
     """Must be None, not available yet."""
-    s3_upload: None = None
-    """Must be None, not available yet."""
+    s3_upload: S3UploadConfig | None = None
+    """Copies of checkpoints in a remote store; None: there are none."""
     metrics_logging: None = None
     """Must be None, not available yet."""
 
@@ -122,7 +126,7 @@ def _ignored(root: object, path: str, why: str) -> Iterator[str]:
     owner: Any = root
     for parent in parents:
         owner = getattr(owner, parent)
-    if owner is None:  # a stage without dataset
+    if owner is None:  # a stage without dataset, a training without upload
         return
     default = next(each.default for each in fields(owner) if each.name == name)
     if (value := getattr(owner, name)) != default:

@@ -28,6 +28,7 @@ from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
+from kenotron_train.upload import Uploads
 from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
@@ -50,13 +51,19 @@ def train(
     progress, remark = resume(training)
     remark = remark or earlier_run(config)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
-    with Report(config, mesh, progress.step + 1) as report, open_saver(training) as saver:
+    with (
+        Report(config, mesh, progress.step + 1) as report,
+        Uploads(config, mesh, report) as uploads,
+        open_saver(training, uploads) as saver,
+    ):
         _introduce(training, report, remark)
+        uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
             save_run(saver, training, progress)
-        results = _steps(training, saver, report, progress, target_mask)
+        results = _steps(training, saver, uploads, report, progress, target_mask)
         saver.finish()
         _say_saved(saver, report)
+        uploads.finish()
         if sample:
             _show_sample(training, report)
     return results
@@ -75,6 +82,7 @@ def _check_same(config: Config, mesh: Mesh) -> None:
 def _steps(
     training: Training,
     saver: Saver,
+    uploads: Uploads,
     report: Report,
     progress: Progress,
     target_mask: TargetMask | None,
@@ -106,6 +114,7 @@ def _steps(
         if _is_due(config, progress.step):
             save_run(saver, training, progress)
         _say_saved(saver, report)
+        uploads.say()
     if loader is not None:
         loader.close()
     return results

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron_ckpt import S3UploadConfig
 from kenotron_optim import LRMultiplier, SGDConfig
 from kenotron_tp import TPMode
 from kenotron_train.config import ignored_keys
@@ -156,6 +157,30 @@ def test_keys_without_effect_are_named():
         "data_stages.1.data.num_loading_workers: 4",
         "data_stages.1.data.dataset.dataset_overwrite_cache: true",
     ]
+
+
+def test_nanotrons_upload_section_is_read_and_s5cmd_has_no_effect():
+    section = (
+        "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: true, "
+        "s5cmd_numworkers: 16, s5cmd_concurrency: 5, s5cmd_path: /usr/bin/s5cmd}"
+    )
+    config = parse(section)
+    assert config.s3_upload == S3UploadConfig(
+        upload_s3_path="s3://bucket/run",
+        remove_after_upload=True,
+        s5cmd_numworkers=16,
+        s5cmd_concurrency=5,
+        s5cmd_path="/usr/bin/s5cmd",
+    )
+    assert parse(text=dump_config(config)) == config
+    reason = "has no effect: the training process uploads, without s5cmd"
+    assert ignored_keys(config) == [
+        f"s3_upload.s5cmd_numworkers: 16 {reason}",
+        f"s3_upload.s5cmd_concurrency: 5 {reason}",
+        f"s3_upload.s5cmd_path: /usr/bin/s5cmd {reason}",
+    ]
+    off = parse("s3_upload={upload_s3_path: null, remove_after_upload: false}").s3_upload
+    assert off == S3UploadConfig(upload_s3_path=None) and parse("s3_upload=null").s3_upload is None
 
 
 def test_how_layers_communicate_follows_the_keys_of_tp():

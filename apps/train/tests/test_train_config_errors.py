@@ -93,7 +93,8 @@ VALUES = [
     ),
     ("profiler={profiler_export_path: p}", "this is not available yet; set it to null or leave it"),
     ("lighteval={}", "{} was given; this is not available yet"),
-    ("s3_upload=x", '"x" was given; this is not available yet'),
+    ("s3_upload=x", '"x" was given; it must be a mapping'),
+    ("s3_upload.upload_s3_path=runs/1", "runs/1 was given; it must be a URL such as s3://"),
     ("metrics_logging=1", "1 was given; this is not available yet"),
 ]
 

@@ -46,16 +46,19 @@ def prune(
     """
     check_kept(keep, keep_every)
     folder = Path(folder)
-    whole = [step for step in steps_in(folder) if defect(folder / str(step)) is None]
+    steps = steps_in(folder)
+    # Asked first: what is held now may be gone, by him who holds it, when it no longer is.
+    held = {step for step in steps if busy(folder / str(step))}
+    whole = [step for step in steps if defect(folder / str(step)) is None]
     verified = [step for step in whole if is_verified(folder / str(step))]
     stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
     if keep_every is not None:
         stay |= {step for step in whole if step % keep_every == 0}
-    rest = [folder / str(step) for step in whole if step not in stay]
-    doomed = [path for path in rest if not path.is_symlink() and not busy(path)]
-    begun = [path for path in map(folder.joinpath, map(str, steps_in(folder))) if _begun(path)]
+    rest = [folder / str(step) for step in whole if step not in stay | held]
+    doomed = [path for path in rest if not path.is_symlink()]
+    begun = [folder / str(step) for step in steps if _begun(folder / str(step))]
     for path in [*begun, *doomed]:
-        _remove(path)
+        remove_checkpoint(path)
     return sorted(int(path.name) for path in [*begun, *doomed])
 
 
@@ -72,7 +75,8 @@ def _begun(step_folder: Path) -> bool:
     return (step_folder / _UNMADE).exists() and not (step_folder / MANIFEST).exists()
 
 
-def _remove(step_folder: Path) -> None:
+def remove_checkpoint(step_folder: Path) -> None:
+    """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
     if not _begun(step_folder):
         (step_folder / MANIFEST).replace(step_folder / _UNMADE)  # from here on it is no checkpoint
         sync(step_folder)
