@@ -10,6 +10,7 @@ from datetime import timedelta
 from rich.console import Console
 
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_train.availability import unavailable
 from kenotron_train.loop import train
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
+        if problems := unavailable(config):
+            raise ValueError("\n".join(problems))
         sizes = config.parallelism
         start(
             train,
