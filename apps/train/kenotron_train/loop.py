@@ -101,7 +101,9 @@ def _steps(
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
         report.start_step()
         batch = next(loader).to(mesh.device)
-        results.append(training_step(training, batch, progress.step + 1, saver.wait))
+        step = progress.step + 1
+        start = progress.schedule_start
+        results.append(training_step(training, batch, step, saver.wait, start))
         report.end_step()
         progress = progress.after(config, loader.cursor)
         validation = _validate(training, progress.step, corpus)
