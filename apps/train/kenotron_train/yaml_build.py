@@ -161,11 +161,12 @@ def _chosen(
     return max(members, key=lambda member: _fitness(member, value))
 
 
-def _fitness(member: type, value: dict[str, Any]) -> tuple[bool, int]:
-    """Whether nothing that the class needs is missing, and how many keys it knows."""
+def _fitness(member: type, value: dict[str, Any]) -> tuple[int, bool]:
+    """How many keys the class knows, and whether nothing that it needs is missing then."""
     known = {each.name: each for each in fields(member)}
     needed = {name for name, each in known.items() if not _has_default(each)}
-    return needed <= set(value), len(set(_renamed(value, known)) & set(known))
+    count = len(set(_renamed(value, known)) & set(known))
+    return count, count > 0 and needed <= set(value)
 
 
 def _name_of(member: type) -> str | None:
