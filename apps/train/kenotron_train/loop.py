@@ -24,6 +24,7 @@ from kenotron_train.assemble import (
     open_loader,
     open_validation,
 )
+from kenotron_train.availability import unavailable
 from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
@@ -46,6 +47,8 @@ def train(
     ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
     bad input.
     """
+    if problems := unavailable(config):
+        raise ValueError("\n".join(problems))
     _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
@@ -106,7 +109,9 @@ def _steps(
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
         report.start_step()
         batch = next(loader).to(mesh.device)
-        results.append(training_step(training, batch, progress.step + 1, saver.wait))
+        step = progress.step + 1
+        start = progress.schedule_start
+        results.append(training_step(training, batch, step, saver.wait, start))
         report.end_step()
         progress = progress.after(config, loader.cursor)
         validation = _validate(training, progress.step, corpus)
@@ -158,7 +163,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
     config = training.config
     sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
     report.say(f"Project {config.general.project} | {sizes} | device {training.mesh.device}")
-    count = parameter_count(config.model.model_config)
+    count = parameter_count(config.llama)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
         f"samples, {short(config.global_batch_tokens)} tokens | steps: {config.tokens.train_steps}"
@@ -175,7 +180,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
 
 def _show_sample(training: Training, report: Report) -> None:
     config, mesh = training.config, training.mesh
-    vocab_size = config.model.model_config.vocab_size
+    vocab_size = config.llama.vocab_size
 
     def forward(tokens: Tensor, context: Any) -> Tensor | None:
         logits = training.model.pipeline.forward([tokens], [context])

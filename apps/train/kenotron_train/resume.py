@@ -40,11 +40,18 @@ class Progress:
     tokens: int = 0
     epoch_known: bool = True
     """False: the checkpoint is another program's, and the size of the data set tells the epoch."""
+    schedule_start: int = 0
+    """The step after which the learning-rate schedule began."""
 
     def after(self, config: Config, cursor: Cursor) -> Progress:
         """One step later."""
-        samples = self.samples + config.global_batch_size
-        return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
+        return Progress(
+            self.step + 1,
+            cursor,
+            self.samples + config.global_batch_size,
+            self.tokens + config.global_batch_tokens,
+            schedule_start=self.schedule_start,
+        )
 
 
 def open_saver(training: Training, uploads: Uploads) -> Saver:
@@ -85,6 +92,7 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
     state = {
         "step": progress.step,
         "optimizer_steps": training.optimizer.steps,
+        "schedule_start": progress.schedule_start,
         "cursor": progress.cursor.to_dict(),
         "consumed_train_samples": progress.samples,
         "consumed_tokens": progress.tokens,
@@ -143,6 +151,9 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
         epoch_known="imported" not in state,
+        schedule_start=int(
+            state.get("schedule_start", 0) if checkpoints.load_lr_scheduler else state["step"]
+        ),
     )
     remark = _remark(progress, state, config, folder) + fetched + dropped
     for reason in checkpoint.passed_over:
