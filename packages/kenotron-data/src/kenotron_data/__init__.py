@@ -8,6 +8,9 @@ from kenotron_data.pack import Dataset, PackedTokens, RandomTokens, split
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.text import text_documents
+from kenotron_data.token_file import TokenFile, TokenMetadata
+from kenotron_data.token_folder import TokenFolder
+from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
 
 __all__ = [
@@ -21,6 +24,10 @@ __all__ = [
     "Prefetched",
     "RandomTokens",
     "TargetMask",
+    "TokenFile",
+    "TokenFolder",
+    "TokenMetadata",
+    "TokenWriter",
     "builtin_documents",
     "decode",
     "encode",
