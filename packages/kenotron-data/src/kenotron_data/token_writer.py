@@ -60,6 +60,8 @@ class TokenWriter:
         self.tokens = 0
         self.documents = 0
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        for part in ("", ".index"):  # not emptied but removed: its writer may still live
+            self._partial(part).unlink(missing_ok=True)
         self._data = self._partial("").open("wb")
         self._index = self._partial(".index").open("wb")
         self._open = True
