@@ -1,29 +1,51 @@
 """Training tokens in one order, whatever the number of ranks and wherever the run was stopped."""
 
+from kenotron_data.ahead import WorkedAhead
 from kenotron_data.batch import Batch, MicroBatch, TargetMask
+from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.cursor import Cursor
-from kenotron_data.loader import Loader, validation_batches
-from kenotron_data.pack import Dataset, PackedTokens, RandomTokens, split
+from kenotron_data.loader import Loader
+from kenotron_data.mixture import Mixture
+from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
+from kenotron_data.parts import Concatenated, Subset
 from kenotron_data.prefetch import Prefetched
+from kenotron_data.rows import Dataset, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.text import text_documents
+from kenotron_data.token_file import TokenFile, TokenMetadata
+from kenotron_data.token_folder import TokenFolder
+from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
+from kenotron_data.validation import hold_out, hold_out_each, validation_batches
 
 __all__ = [
     "END_OF_DOCUMENT",
     "Batch",
+    "Concatenated",
     "Cursor",
     "Dataset",
     "Loader",
     "MicroBatch",
+    "Mixture",
+    "Nanoset",
+    "NanotronBlend",
     "PackedTokens",
     "Prefetched",
     "RandomTokens",
+    "Rows",
+    "Subset",
     "TargetMask",
+    "TokenFile",
+    "TokenFolder",
+    "TokenMetadata",
+    "TokenWriter",
+    "WorkedAhead",
     "builtin_documents",
     "decode",
     "encode",
+    "hold_out",
+    "hold_out_each",
     "inverse_permute",
     "permutation_key",
     "permute",

@@ -4,14 +4,14 @@ M micro-batches, B rows of a micro-batch, S sequence; R = M * B rows of one rank
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kenotron_data.pack import Dataset, Int64Array
+from kenotron_data.rows import PAD, Dataset, Int64Array, Rows, read_rows, source_of
 
 IGNORED = -100
 PADDING = -1
@@ -27,19 +27,24 @@ class MicroBatch:
     Args:
         tokens_BS: (B, S) ids the model reads.
         labels_BS: (B, S) ids it shall predict; -100 marks a place without target.
-        positions_BS: (B, S) places in the sequence.
+        positions_BS: (B, S) places in the document, or in the sequence where samples run on.
         samples_B: (B,) global sample numbers; -1 marks a padded row.
+        sources_B: (B,) the source of each row, a place in the names of the data set's sources; -1
+            marks a padded row. None in a batch that was not made by a loader.
+        documents_BS: (B, S) the document of each token, counted from 0 in its row; -1 is padding.
+            None where a row is one document.
     """
 
     tokens_BS: Tensor
     labels_BS: Tensor
     positions_BS: Tensor
     samples_B: Tensor
+    sources_B: Tensor | None = None
+    documents_BS: Tensor | None = None
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """Return the micro-batch with its tensors on a device."""
-        parts = (self.tokens_BS, self.labels_BS, self.positions_BS, self.samples_B)
-        return MicroBatch(*(part.to(device) for part in parts))
+        return _moved(self, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,14 +54,18 @@ class Batch:
     Args:
         tokens_MBS: (M, B, S) ids the model reads.
         labels_MBS: (M, B, S) ids it shall predict; -100 marks a place without target.
-        positions_MBS: (M, B, S) places in the sequence.
+        positions_MBS: (M, B, S) places in the document, or in the sequence where samples run on.
         samples_MB: (M, B) global sample numbers; -1 marks a padded row.
+        sources_MB: (M, B) the source of each row, see `MicroBatch`.
+        documents_MBS: (M, B, S) the document of each token, see `MicroBatch`.
     """
 
     tokens_MBS: Tensor
     labels_MBS: Tensor
     positions_MBS: Tensor
     samples_MB: Tensor
+    sources_MB: Tensor | None = None
+    documents_MBS: Tensor | None = None
 
     def __len__(self) -> int:
         """Return M, the number of micro-batches."""
@@ -65,7 +74,10 @@ class Batch:
     def __getitem__(self, m: int) -> MicroBatch:
         """Return micro-batch `m`: views; IndexError where there is none."""
         parts = (self.tokens_MBS, self.labels_MBS, self.positions_MBS, self.samples_MB)
-        return MicroBatch(*(part[m] for part in parts))
+        more = (self.sources_MB, self.documents_MBS)
+        return MicroBatch(
+            *(part[m] for part in parts), *(None if part is None else part[m] for part in more)
+        )
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield the micro-batches in order."""
@@ -73,8 +85,16 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch with its tensors on a device."""
-        parts = (self.tokens_MBS, self.labels_MBS, self.positions_MBS, self.samples_MB)
-        return Batch(*(part.to(device) for part in parts))
+        return _moved(self, device)
+
+
+Batched = TypeVar("Batched", Batch, MicroBatch)
+
+
+def _moved(batch: Batched, device: torch.device | str) -> Batched:
+    parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    moved = {name: part.to(device) for name, part in parts.items() if part is not None}
+    return replace(batch, **moved)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,70 +125,116 @@ class RowSplit:
             raise ValueError(f"dp_rank {self.dp_rank} is not a rank of dp_size {self.dp_size}")
 
     @property
+    def own(self) -> int:
+        """R, this rank's rows of a global batch."""
+        return self.microbatches * self.micro_batch_size
+
+    @property
     def global_batch(self) -> int:
         """Rows of the global batch."""
-        return self.dp_size * self.microbatches * self.micro_batch_size
+        return self.dp_size * self.own
 
-    def rows(self, first: int) -> Int64Array:
-        """Return this rank's (R,) global sample numbers in the batch that begins with `first`."""
-        own = self.microbatches * self.micro_batch_size
-        return first + self.dp_rank * own + np.arange(own, dtype=np.int64)
+    def rows(self, first: int, batches: int = 1) -> Int64Array:
+        """Return this rank's global sample numbers in batches from sample `first` on.
+
+        Returns:
+            (batches * R,) int64; for one batch (R,).
+        """
+        starts = first + np.arange(batches, dtype=np.int64) * self.global_batch
+        return (starts[:, None] + self.dp_rank * self.own + np.arange(self.own)).ravel()
 
     def assemble(
         self,
-        dataset: Dataset,
+        rows: Rows,
         samples_R: Int64Array,
-        indices_R: Int64Array,
+        sources_R: Int64Array,
         target_mask: TargetMask | None = None,
     ) -> Batch:
-        """Read rows of a dataset and shape them as a batch.
+        """Shape rows of a data set as a batch.
 
         Args:
-            dataset: where the rows come from.
-            samples_R: global sample numbers.
-            indices_R: indices in the dataset; -1 makes a row of zeros without targets.
+            rows: this rank's R rows.
+            samples_R: global sample numbers; -1 makes a row of zeros without targets.
+            sources_R: the source of each row.
             target_mask: keeps some labels, see `TargetMask`.
 
         Raises:
-            ValueError: samples differ in length, or the mask has another shape than (R, S).
+            ValueError: the mask has another type than bool, or another shape than (R, S).
         """
-        real_R = indices_R != PADDING
-        rows = [dataset.sample(int(i)) for i in indices_R[real_R]]
-        if not rows:  # a batch of padding takes its length from any sample
-            rows, real_R = [dataset.sample(0)], np.zeros_like(real_R)
-        _check_lengths(rows, indices_R[real_R])
-        table = np.zeros((len(real_R), len(rows[0])), dtype=np.int64)
-        if real_R.any():
-            table[real_R] = np.stack(rows)
-        data_RS = torch.from_numpy(table)
-        samples = torch.from_numpy(np.where(real_R, samples_R, PADDING))
-        keep_RS = torch.from_numpy(real_R)[:, None].expand(-1, table.shape[1] - 1)
-        if target_mask is not None:
-            keep_RS = keep_RS & _checked_mask(target_mask, samples, keep_RS.shape)
+        rows = _without_padding(rows, samples_R)
         shape = (self.microbatches, self.micro_batch_size)
-        positions_S = torch.arange(table.shape[1] - 1)
+        samples = torch.from_numpy(samples_R)
+        labels = rows.tokens[:, 1:].astype(np.int64)
+        keep = rows.kept_labels()
+        if target_mask is not None:
+            wanted = _checked_mask(target_mask, samples, labels.shape)
+            keep = wanted if keep is None else keep & wanted
+        if keep is not None:
+            np.putmask(labels, ~keep, IGNORED)
+        documents = rows.documents
+        if documents is not None:
+            documents = torch.from_numpy(documents[:, :-1].astype(np.int64)).view(*shape, -1)
         return Batch(
-            tokens_MBS=data_RS[:, :-1].contiguous().view(*shape, -1),
-            labels_MBS=data_RS[:, 1:].masked_fill(~keep_RS, IGNORED).view(*shape, -1),
-            positions_MBS=positions_S.repeat(*shape, 1),
+            tokens_MBS=torch.from_numpy(rows.tokens[:, :-1].astype(np.int64)).view(*shape, -1),
+            labels_MBS=torch.from_numpy(labels).view(*shape, -1),
+            positions_MBS=torch.from_numpy(rows.positions()).view(*shape, -1),
             samples_MB=samples.view(shape),
+            sources_MB=torch.from_numpy(sources_R).view(shape),
+            documents_MBS=documents,
         )
 
 
-def _check_lengths(rows: list[Int64Array], indices: Int64Array) -> None:
-    for row, i in zip(rows, indices, strict=False):
-        if row.ndim != 1 or row.shape != rows[0].shape or len(row) < 2:
-            raise ValueError(
-                f"sample {i} has shape {row.shape}: every sample of a dataset must be (S + 1,) "
-                f"tokens of one length, and another has shape {rows[0].shape}"
-            )
+def read_batch(
+    dataset: Dataset,
+    split: RowSplit,
+    samples_R: Int64Array,
+    indices_R: Int64Array,
+    target_mask: TargetMask | None = None,
+    vocab_size: int | None = None,
+) -> Batch:
+    """Read rows of a data set and shape them as a batch.
+
+    Args:
+        dataset: where the rows come from.
+        split: how they are shaped.
+        samples_R: global sample numbers; -1 makes a row of padding.
+        indices_R: indices in the data set; of no meaning in rows of padding.
+        target_mask: keeps some labels, see `TargetMask`.
+        vocab_size: see `read_rows`.
+
+    Raises:
+        ValueError: see `read_rows` and `RowSplit.assemble`.
+    """
+    # A batch of padding takes its length from any sample, and so do single rows of padding.
+    indices_R = np.where(samples_R == PADDING, 0, indices_R)
+    rows = read_rows(dataset, indices_R, vocab_size)
+    sources_R = np.where(samples_R == PADDING, PADDING, source_of(dataset, indices_R))
+    return split.assemble(rows, samples_R, sources_R, target_mask)
 
 
-def _checked_mask(target_mask: TargetMask, samples_R: Tensor, shape: torch.Size) -> Tensor:
+def _without_padding(rows: Rows, samples_R: Int64Array) -> Rows:
+    """Blank the rows that only fill a batch."""
+    padded_R = samples_R == PADDING
+    if not padded_R.any():
+        return rows
+    tokens, targets = rows.tokens.copy(), rows.targets
+    tokens[padded_R] = 0
+    targets = np.ones(tokens.shape, dtype=np.bool_) if targets is None else targets.copy()
+    targets[padded_R] = False
+    documents = rows.documents
+    if documents is not None:
+        documents = documents.copy()
+        documents[padded_R] = PAD
+    return Rows(tokens, documents, targets)
+
+
+def _checked_mask(
+    target_mask: TargetMask, samples_R: Tensor, shape: tuple[int, ...]
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     mask = torch.as_tensor(target_mask(samples_R, shape[1]))
     if mask.dtype != torch.bool or mask.shape != shape:
         raise ValueError(
             f"target_mask returned {mask.dtype} of shape {tuple(mask.shape)}, needed is "
             f"torch.bool of shape {tuple(shape)}: one value per row and place"
         )
-    return mask
+    return mask.cpu().numpy()

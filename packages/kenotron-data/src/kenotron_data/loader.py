@@ -1,67 +1,69 @@
 """Batches in an order that depends on the seed alone, for one data rank.
 
-Global sample number g of a stage is place g % n of the permutation of epoch g // n. A global batch
-is the next rows of that endless list; data ranks own consecutive blocks of it, and micro-batches
-consecutive blocks of those.
+Global sample number g of a stage is place g % n of the permutation of epoch g // n, or what a
+mixture says. A global batch is the next rows of that endless list; data ranks own consecutive
+blocks of it, and micro-batches consecutive blocks of those.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
-import numpy as np
-
-from kenotron_data.batch import PADDING, Batch, RowSplit, TargetMask
+from kenotron_data.ahead import WorkedAhead, WorkerKind, check_workers
+from kenotron_data.batch import Batch, RowSplit, TargetMask
 from kenotron_data.cursor import Cursor
-from kenotron_data.pack import Dataset, Int64Array
+from kenotron_data.order import tasks
 from kenotron_data.prefetch import Prefetched
-from kenotron_data.sampler import permutation_key, permute
+from kenotron_data.rows import Dataset, Int64Array, Rows, read_rows, source_of
+
+Task = tuple[Int64Array, Int64Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Order:
-    """Everything a batch follows from; the prefetch thread holds this and not the loader."""
+class _Reader:
+    """Reads the rows of a batch; all that a worker needs."""
 
     dataset: Dataset
+    vocab_size: int | None
+
+    def __call__(self, task: Task) -> tuple[Task, Rows]:
+        return task, read_rows(self.dataset, task[1], self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Making:
+    """Everything a batch follows from; threads hold this and not the loader."""
+
+    reader: _Reader
     split: RowSplit
     seed: int
     stage: int
     target_mask: TargetMask | None
 
-    def batch(self, consumed: int) -> Batch:
-        """Build this rank's part of the global batch that follows `consumed` samples."""
-        samples_R = self.split.rows(consumed)
-        return self.split.assemble(
-            self.dataset, samples_R, self.indices(samples_R), self.target_mask
-        )
+    def tasks(self, consumed: int) -> Iterator[Task]:
+        """Yield what to read for the batches that follow `consumed` samples."""
+        return tasks(self.reader.dataset, self.split, self.seed, self.stage, consumed)
 
-    def batches(self, consumed: int) -> Iterator[Batch]:
-        """Yield batches without end."""
-        while True:
-            yield self.batch(consumed)
-            consumed += self.split.global_batch
+    def shape(self, read: tuple[Task, Rows]) -> Batch:
+        """Make a batch of what a worker has read."""
+        (samples_R, indices_R), rows = read
+        sources_R = source_of(self.reader.dataset, indices_R)
+        return self.split.assemble(rows, samples_R, sources_R, self.target_mask)
 
-    def indices(self, samples_R: Int64Array) -> Int64Array:
-        """Map global sample numbers to indices of the dataset, epoch by epoch."""
-        n = len(self.dataset)
-        epochs = samples_R // n
-        indices = np.empty_like(samples_R)
-        for epoch in np.unique(epochs):
-            rows = epochs == epoch
-            key = permutation_key(self.seed, int(epoch), self.stage)
-            indices[rows] = permute(samples_R[rows] % n, n, key)
-        return indices
+    def make(self, task: Task) -> Batch:
+        """Read and shape one batch."""
+        return self.shape(self.reader(task))
 
 
 class Loader(Iterator[Batch]):
-    """Iterate without end over this data rank's batches of a shuffled dataset.
+    """Iterate without end over this data rank's batches of a shuffled data set or of a mixture.
 
     For equal products dp_size * microbatches * micro_batch_size the global batches are equal, row
     by row. Each epoch has its own order in which every sample comes once; an epoch may end inside
     a batch. A loader made with the cursor of another continues exactly where that one stood.
 
     Args:
-        dataset: samples of one length.
+        dataset: samples of one length. One with an order of its own (`Mixture`) is read in it.
         micro_batch_size: B, rows of a micro-batch.
         microbatches: M, micro-batches of a step on one rank.
         dp_rank: this rank along the data axis.
@@ -70,8 +72,13 @@ class Loader(Iterator[Batch]):
         cursor: where to begin. Its stage is part of the order's key.
         target_mask: function of (R,) int64 sample numbers (R = M * B) and S to (R, S) bool, False
             where a label becomes -100. It must depend on the sample numbers alone; it is called
-            from the prefetch thread.
-        prefetch: batches prepared ahead in a thread; 0 prepares each in `next()`.
+            from the threads that work ahead.
+        prefetch: batches prepared ahead; 0 prepares each in `next()`, whatever `workers` says.
+        workers: threads or processes that prepare them; 0 prepares each in `next()`. No number
+            changes what comes out.
+        worker_kind: "thread", or "process" where making a sample is Python that holds the
+            interpreter's lock. Processes are spawned and get the data set by pickle.
+        vocab_size: refuse ids that are not below it, before they reach an embedding.
 
     Raises:
         ValueError: a size is not positive, the rank is out of range, the dataset is empty, or the
@@ -90,39 +97,43 @@ class Loader(Iterator[Batch]):
         cursor: Cursor = Cursor(),
         target_mask: TargetMask | None = None,
         prefetch: int = 2,
+        workers: int = 1,
+        worker_kind: WorkerKind = "thread",
+        vocab_size: int | None = None,
     ) -> None:
-        _check_dataset(dataset)
+        check_dataset(dataset)
         _check_cursor(cursor, len(dataset))
         if prefetch < 0:
             raise ValueError(f"prefetch must be 0 or more batches, but {prefetch} was given")
-        self._split = RowSplit(
-            micro_batch_size=micro_batch_size,
-            microbatches=microbatches,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-        )
-        self._order = _Order(
-            dataset=dataset,
-            split=self._split,
+        if workers:
+            check_workers(workers, worker_kind)
+        self._making = _Making(
+            reader=_Reader(dataset=dataset, vocab_size=vocab_size),
+            split=RowSplit(
+                micro_batch_size=micro_batch_size,
+                microbatches=microbatches,
+                dp_rank=dp_rank,
+                dp_size=dp_size,
+            ),
             seed=seed,
             stage=cursor.stage,
             target_mask=target_mask,
         )
         self._consumed = cursor.consumed
-        self._prefetch = prefetch
-        self._ahead: Prefetched[Batch] | None = None
+        self._prefetch, self._workers, self._kind = prefetch, workers, worker_kind
+        self._ahead: Iterator[Batch] | None = None
         self._closed = False
 
     @property
     def cursor(self) -> Cursor:
         """Where the user stands: batches prepared ahead do not count."""
-        epoch = self._consumed // len(self._order.dataset)
-        return Cursor(self._order.stage, epoch, self._consumed)
+        epoch = self._consumed // len(self._making.reader.dataset)
+        return Cursor(self._making.stage, epoch, self._consumed)
 
     @property
     def global_batch(self) -> int:
         """Rows of the global batch."""
-        return self._split.global_batch
+        return self._making.split.global_batch
 
     def __next__(self) -> Batch:
         """Return the next batch and move the cursor by the global batch.
@@ -132,27 +143,42 @@ class Loader(Iterator[Batch]):
         """
         if self._closed:
             raise ValueError("this loader is closed: make a new one from its cursor")
-        batch = self._order.batch(self._consumed) if self._prefetch == 0 else self._next_ahead()
-        self._consumed += self.global_batch
-        return batch
-
-    def _next_ahead(self) -> Batch:
-        """Take a batch from the thread, which is started where the cursor stands."""
         if self._ahead is None:
-            self._ahead = Prefetched(self._order.batches(self._consumed), self._prefetch)
+            self._ahead = self._begin()
         try:
-            return next(self._ahead)
+            batch = next(self._ahead)
         except BaseException:
             self._stop()
             raise
+        self._consumed += self.global_batch
+        return batch
+
+    def _begin(self) -> Iterator[Batch]:
+        """Start to make batches where the cursor stands."""
+        making, work = self._making, self._making.tasks(self._consumed)
+        if not self._prefetch or not self._workers:
+            return map(making.make, work)
+        if self._kind == "process":
+            depth = max(self._prefetch, self._workers)
+            return _Shaped(
+                making,
+                WorkedAhead(
+                    making.reader, work, workers=self._workers, depth=depth, kind="process"
+                ),
+            )
+        if self._workers == 1:
+            return Prefetched(map(making.make, work), self._prefetch)
+        depth = max(self._prefetch, self._workers)
+        return WorkedAhead(making.make, work, workers=self._workers, depth=depth)
 
     def _stop(self) -> None:
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        close = getattr(self._ahead, "close", None)
+        if close is not None:
+            close()
+        self._ahead = None
 
     def close(self) -> None:
-        """End the prefetch thread; the cursor stays readable. May be called twice."""
+        """End what works ahead; the cursor stays readable. May be called twice."""
         self._stop()
         self._closed = True
 
@@ -170,40 +196,21 @@ class Loader(Iterator[Batch]):
         self.close()
 
 
-def validation_batches(
-    dataset: Dataset,
-    *,
-    micro_batch_size: int,
-    microbatches: int,
-    dp_rank: int = 0,
-    dp_size: int = 1,
-    target_mask: TargetMask | None = None,
-) -> Iterator[Batch]:
-    """Iterate once over a dataset in its own order, without shuffling.
+class _Shaped(Iterator[Batch]):
+    """Batches of rows that other processes read: small, so little goes through the pipes."""
 
-    The last global batch is filled with rows of zeros whose labels are all -100 and whose sample
-    number is -1, so every data rank gets the same number of batches and micro-batches. Arguments
-    and errors are those of `Loader`; they are checked at the call.
+    def __init__(self, making: _Making, rows: WorkedAhead[Task, tuple[Task, Rows]]) -> None:
+        self._making, self._rows = making, rows
 
-    Returns:
-        Iterator of ceil(len(dataset) / global batch) batches.
-    """
-    _check_dataset(dataset)
-    split = RowSplit(
-        micro_batch_size=micro_batch_size,
-        microbatches=microbatches,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-    )
-    n = len(dataset)
-    numbers = (split.rows(first) for first in range(0, n, split.global_batch))
-    return (
-        split.assemble(dataset, rows, np.where(rows < n, rows, PADDING), target_mask)
-        for rows in numbers
-    )
+    def __next__(self) -> Batch:
+        return self._making.shape(next(self._rows))
+
+    def close(self) -> None:
+        self._rows.close()
 
 
-def _check_dataset(dataset: Dataset) -> None:
+def check_dataset(dataset: Dataset) -> None:
+    """Refuse a data set without samples with a ValueError."""
     if len(dataset) < 1:
         raise ValueError("the dataset holds no samples: at least 1 is needed")
 

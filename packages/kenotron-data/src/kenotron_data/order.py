@@ -1,0 +1,68 @@
+"""In which order samples are read: a function of the seed, the stage and the place alone."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kenotron_data.batch import RowSplit
+from kenotron_data.rows import Dataset, Int64Array
+from kenotron_data.sampler import permutation_key, permute
+
+_BLOCK = 1 << 13
+"""Samples whose order is computed in one call; one call costs as much as some 5,000 samples."""
+
+
+def shuffled(places: Int64Array, n: int, seed: int, source: int | str) -> Int64Array:
+    """Return which samples come at places of an endless list of shuffled epochs.
+
+    Args:
+        places: (R,) places from 0.
+        n: samples of an epoch. Place p is place p % n of the permutation of epoch p // n.
+        seed: the order's seed.
+        source: number or name that tells apart what is shuffled with one seed.
+
+    Returns:
+        (R,) int64 indices in [0, n).
+    """
+    epochs = places // n
+    within = places - epochs * n
+    first = int(epochs[0]) if len(epochs) else 0
+    if (epochs == first).all():
+        return permute(within, n, permutation_key(seed, first, source))
+    indices = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        rows = epochs == epoch
+        indices[rows] = permute(within[rows], n, permutation_key(seed, int(epoch), source))
+    return indices
+
+
+def ordered_indices(dataset: Dataset, places: Int64Array, seed: int, stage: int) -> Int64Array:
+    """Return the indices of the samples at places of a stage's order: (R,) to (R,) int64.
+
+    A data set that has an order of its own, as a mixture, says it; others are shuffled.
+    """
+    own = getattr(dataset, "order", None)
+    if own is not None:
+        return own(places, seed, stage)
+    return shuffled(places, len(dataset), seed, stage)
+
+
+def tasks(
+    dataset: Dataset, split: RowSplit, seed: int, stage: int, consumed: int
+) -> Iterator[tuple[Int64Array, Int64Array]]:
+    """Yield what to read for one batch after the other, without end.
+
+    The order of many batches is computed at a time, of the first few alone, so that the first
+    comes at once.
+
+    Yields:
+        (R,) global sample numbers and (R,) indices in the data set.
+    """
+    own, batches = split.own, 1
+    while True:
+        samples = split.rows(consumed, batches)
+        indices = ordered_indices(dataset, samples, seed, stage)
+        for start in range(0, len(samples), own):
+            yield samples[start : start + own], indices[start : start + own]
+        consumed += batches * split.global_batch
+        batches = min(4 * batches, max(1, _BLOCK // own))

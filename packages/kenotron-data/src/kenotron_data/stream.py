@@ -1,0 +1,158 @@
+"""Any source of tokens as one stream: an array, a file, or the files of a folder in order.
+
+N: tokens of the stream, R: windows that are read together, W: tokens of a window.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kenotron_data.rows import Int64Array
+from kenotron_data.token_file import TokenFile
+from kenotron_data.token_folder import TokenFolder
+
+TokenSource: TypeAlias = NDArray[np.integer] | TokenFile | TokenFolder | Sequence[TokenFile]
+
+
+class TokenStream:
+    """Read windows of a stream at any places, many at once.
+
+    Args:
+        source: (N,) ids in memory or memory-mapped, a token file, a folder, or files in order.
+
+    Raises:
+        ValueError: an array that is not (N,) integers.
+    """
+
+    def __init__(self, source: TokenSource) -> None:
+        if isinstance(source, np.ndarray):
+            check_stream(source)
+            self.files: tuple[TokenFile, ...] = ()
+            self._arrays: tuple[NDArray[np.integer], ...] = (source,)
+        else:
+            self.files = _files(source)
+            self._arrays = tuple(file.tokens for file in self.files)
+        lengths = np.array([len(array) for array in self._arrays], dtype=np.int64)
+        self.offsets: Int64Array = np.concatenate([[0], np.cumsum(lengths)])
+
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[TokenSource]]:
+        """Let a copy in another process map the files itself."""
+        return TokenStream, (self.files if self.files else self._arrays[0],)
+
+    def __len__(self) -> int:
+        """Return N."""
+        return int(self.offsets[-1])
+
+    def describe(self, place: int) -> str:
+        """Name the file and the document that hold the token at a place."""
+        if not self.files:
+            return f"tokens from place {place}"
+        part = self._part(place)
+        file, local = self.files[part], place - int(self.offsets[part])
+        return f"{file}, document {file.document_at(local)}, token {local}"
+
+    def windows(self, starts: Int64Array, width: int) -> NDArray[np.integer]:
+        """Return the W = `width` tokens from each of (R,) places on: (R, W).
+
+        Windows may go on from one file into the next; the caller keeps them inside the stream.
+        """
+        if len(self._arrays) == 1:
+            return _windows(self._arrays[0], starts, width)
+        kind = np.result_type(*{array.dtype for array in self._arrays})
+        out = np.empty((len(starts), width), dtype=kind)
+        for part, rows in self._whole(starts, width):
+            out[rows] = _windows(self._arrays[part], starts[rows] - self.offsets[part], width)
+        for row, part, local, column, count in self._crossing(starts, width):
+            out[row, column : column + count] = self._arrays[part][local : local + count]
+        return out
+
+    def documents(self, starts: Int64Array, width: int) -> NDArray[np.int32]:
+        """Return the document of each token of the windows, counted from 0 in each: (R, W).
+
+        A file begins a document. ValueError where an index is corrupt; the file is named.
+        """
+        first = np.zeros((len(starts), width), dtype=np.bool_)  # where a document begins
+        for part, rows in self._whole(starts, width):
+            self._mark(first, part, rows, starts[rows] - self.offsets[part], width)
+        for row, part, local, column, count in self._crossing(starts, width):
+            piece = first[row : row + 1, column : column + count]
+            piece[0, 0] = column > 0
+            self._mark(piece, part, np.zeros(1, dtype=np.int64), np.array([local]), count)
+        return np.cumsum(first, axis=1, dtype=np.int32)
+
+    def _part(self, place: int) -> int:
+        return int(np.searchsorted(self.offsets, place, side="right")) - 1
+
+    def _whole(self, starts: Int64Array, width: int) -> Iterator[tuple[int, NDArray[np.intp]]]:
+        """Yield each file with the rows whose window lies in it."""
+        parts = np.searchsorted(self.offsets, starts, side="right") - 1
+        inside = starts + width <= self.offsets[parts + 1]
+        for part in np.unique(parts[inside]).tolist():
+            yield part, np.flatnonzero((parts == part) & inside)
+
+    def _crossing(self, starts: Int64Array, width: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Yield the pieces of other windows: row, file, place in the file, column, count."""
+        ends = self.offsets[np.searchsorted(self.offsets, starts, side="right")]
+        for row in np.flatnonzero(starts + width > ends).tolist():
+            column, part = 0, self._part(int(starts[row]))
+            while column < width:
+                local = int(starts[row]) + column - int(self.offsets[part])
+                count = min(width - column, len(self._arrays[part]) - local)
+                yield row, part, local, column, count
+                column, part = column + count, part + 1
+
+    def _mark(
+        self,
+        first: NDArray[np.bool_],
+        part: int,
+        rows: NDArray[np.integer],
+        starts: Int64Array,
+        width: int,
+    ) -> None:
+        """Set `first` where a document of a file begins after a window's first token."""
+        ends = self.files[part].ends if self.files else None
+        if ends is None:
+            return
+        # Keys of the index's own type: others would turn the whole index into float64.
+        keys = starts.astype(np.uint64)
+        low = np.searchsorted(ends, keys, side="right")
+        high = np.searchsorted(ends, keys + np.uint64(width - 1), side="right")
+        counts = np.maximum(high - low, 0)
+        before = np.cumsum(counts) - counts
+        which = np.arange(counts.sum()) + np.repeat(low - before, counts)
+        places = ends[which].astype(np.int64) - np.repeat(starts, counts)
+        if (high < low).any() or (places.size and not (0 < places.min() <= places.max() < width)):
+            raise ValueError(
+                f"{self.files[part]}: its index is corrupt: the ends of documents do not ascend"
+            )
+        first[np.repeat(rows, counts), places] = True
+
+
+def _files(source: TokenFile | TokenFolder | Sequence[TokenFile]) -> tuple[TokenFile, ...]:
+    if isinstance(source, TokenFile):
+        return (source,)
+    return source.files if isinstance(source, TokenFolder) else tuple(source)
+
+
+def check_stream(tokens: NDArray[np.integer]) -> None:
+    """Refuse what is no stream of tokens with a ValueError."""
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(
+            f"a stream of tokens has one dimension of integers, but {tokens.dtype} of shape "
+            f"{tokens.shape} was given"
+        )
+
+
+def _windows(array: NDArray[np.integer], starts: Int64Array, width: int) -> NDArray[np.integer]:
+    """Copy windows of one array, all in one call."""
+    step = array.strides[0]
+    if len(starts) == 0:
+        return np.empty((0, width), dtype=array.dtype)
+    if not (0 <= starts.min() and starts.max() + width <= len(array)):
+        raise IndexError(f"windows of {width} tokens do not all lie in {len(array)} tokens")
+    view = np.lib.stride_tricks.as_strided(
+        array, shape=(len(array) - width + 1, width), strides=(step, step), writeable=False
+    )
+    return view[starts]
