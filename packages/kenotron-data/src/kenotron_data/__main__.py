@@ -107,7 +107,8 @@ def _bar(quiet: bool) -> Iterator[Progress | None]:
         return
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
     except ImportError:
         yield _lines()
         return
