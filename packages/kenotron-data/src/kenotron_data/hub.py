@@ -164,8 +164,8 @@ def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[P
         raise ValueError(f"{name}: this is several splits ({', '.join(dataset)}): choose one")
     if not hasattr(dataset, "__len__"):
         raise ValueError(
-            f"{name}: a streaming data set has no length and no fingerprint to cache it under: load "
-            "it without streaming, or save its first rows as a data set and name that"
+            f"{name}: a streaming data set has no length and no fingerprint to cache it under: "
+            "load it without streaming, or save its first rows as a data set and name that"
         )
     return [DatasetRows(dataset=dataset, name=f"data set {name!r}", columns=tuple(columns))]
 
@@ -215,7 +215,8 @@ def _loaded(name: str, split: str, config_name: str | None, saved: bool) -> Any:
         ) from error
     if isinstance(found, Mapping):
         if split not in found:
-            raise ValueError(f"data set {name!r} has no split {split!r}, but {', '.join(found)}")
+            has = ", ".join(map(str, found))
+            raise ValueError(f"data set {name!r} has no split {split!r}, but {has}")
         return found[split]
     if split != "train":
         raise ValueError(f"data set {name!r} was saved without splits: {split!r} is not there")

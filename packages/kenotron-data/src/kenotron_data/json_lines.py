@@ -1,6 +1,7 @@
 """Rows of JSON lines: stretches of a file, or a file that is compressed with gzip or zstd."""
 
 import gzip
+import io
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -130,7 +131,7 @@ def opened(path: Path) -> IO[bytes]:
         ImportError: the file is compressed with zstd and `zstandard` is not installed.
     """
     if path.suffix in _GZIP:
-        return gzip.open(path, "rb")
+        return io.BufferedReader(gzip.open(path, "rb"), buffer_size=_BLOCK)
     if path.suffix not in _ZSTD:
         return path.open("rb")
     return open_zstd(path)

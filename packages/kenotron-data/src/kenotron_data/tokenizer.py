@@ -21,16 +21,27 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class TextTokenizer(Protocol):
-    """What turns documents into ids; it can be pickled.
+    """What turns documents into ids; it can be pickled."""
 
-    `name` is for people, `vocab_size` is larger than every id, `end` is the id that ends a document
-    (None: nothing does), `fingerprint` changes with anything that changes an id.
-    """
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        ...
 
-    name: str
-    vocab_size: int
-    end: int | None
-    fingerprint: str
+    @property
+    def vocab_size(self) -> int:
+        """A number that is larger than every id."""
+        ...
+
+    @property
+    def end(self) -> int | None:
+        """Id that ends a document; None: nothing does."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Text that changes with anything that changes an id."""
+        ...
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text, its end included; no other special token is added."""
@@ -175,9 +186,8 @@ def wrap_tokenizer(
         end = _end_id(name, vocabulary, eos_token if eos_token is not None else usual)
     size = max(vocabulary.values(), default=-1) + 1
     if backend is None:
-        said = json.dumps(
-            [type(tokenizer).__name__, vars_of(tokenizer), sorted(vocabulary.items())]
-        )
+        settings = {key: repr(value) for key, value in sorted(tokenizer.init_kwargs.items())}
+        said = json.dumps([type(tokenizer).__name__, settings, sorted(vocabulary.items())])
         return SlowTokens(
             tokenizer=tokenizer,
             name=name,
@@ -199,16 +209,10 @@ def wrap_tokenizer(
 
 def without_end(tokenizer: TextTokenizer) -> TextTokenizer:
     """Return the same tokenizer that does not end documents."""
+    if isinstance(tokenizer, ByteTokens):
+        return replace(tokenizer, end=None)
     changed: Any = tokenizer
-    marked = (
-        {} if isinstance(tokenizer, ByteTokens) else {"fingerprint": f"{tokenizer.fingerprint}:-"}
-    )
-    return replace(changed, end=None, **marked)
-
-
-def vars_of(tokenizer: Any) -> dict[str, str]:
-    """Return the settings that a tokenizer of `transformers` was made with, as text."""
-    return {key: repr(value) for key, value in sorted(tokenizer.init_kwargs.items())}
+    return replace(changed, end=None, fingerprint=f"{tokenizer.fingerprint}:without end")
 
 
 def open_transformers(name_or_path: str) -> Any:
