@@ -123,7 +123,10 @@ class TokenStream:
         before = np.cumsum(counts) - counts
         which = np.arange(counts.sum()) + np.repeat(low - before, counts)
         places = ends[which].astype(np.int64) - np.repeat(starts, counts)
-        if (high < low).any() or (places.size and not (0 < places.min() <= places.max() < width)):
+        descends = np.diff(places) < 0
+        descends[before[1:][(before[1:] > 0) & (before[1:] < len(places))] - 1] = False  # new row
+        outside = (places <= 0) | (places >= width)
+        if (high < low).any() or outside.any() or descends.any():
             raise ValueError(
                 f"{self.files[part]}: its index is corrupt: the ends of documents do not ascend"
             )
