@@ -81,7 +81,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
     Collective over the mesh only where groups are made later; no communication here.
     """
-    llama, tp = config.model.model_config, mesh["tp"]
+    llama, tp = config.llama, mesh["tp"]
     layers = build_decoder(
         llama,
         tp,
@@ -103,7 +103,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         mesh.sizes,
         mesh.coords,
         seed=config.general.seed,
-        initializer=standard_init(llama, config.model.init_method.std),
+        initializer=standard_init(llama, *config.draws),
     )
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]
@@ -164,7 +164,7 @@ def open_corpus(config: Config, stage: int) -> Corpus:
     Raises ValueError when the path is missing, is no text, or holds too little of it.
     """
     source = config.data_stages[stage].data
-    vocab, sequence = config.model.model_config.vocab_size, config.tokens.sequence_length
+    vocab, sequence = config.llama.vocab_size, config.tokens.sequence_length
     if source.dataset is None:
         made_up = RandomTokens(vocab, sequence, source.seed)
         held = RandomTokens(vocab, sequence, source.seed + 1, samples=config.global_batch_size)

@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict
 
-from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_models.config import LlamaConfig
-from kenotron_optim.config import OptimizerConfig
-from kenotron_train.sections import ModelConfig, ParallelismConfig, TokensConfig
+from kenotron_models.config_experimental import MambaModelConfig
+from kenotron_models.config_starcoder2 import Starcoder2Config
+from kenotron_train.sections import ModelConfig, ParallelismConfig, TokenizerConfig, TokensConfig
+from kenotron_train.watch_sections import ProfilerConfig
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
@@ -19,9 +20,9 @@ class Sections(TypedDict, total=False):
 
     parallelism: ParallelismConfig
     model: ModelConfig
+    tokenizer: TokenizerConfig
     tokens: TokensConfig
-    optimizer: OptimizerConfig
-    checkpoints: CheckpointsConfig
+    profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
 
 
@@ -42,20 +43,20 @@ def cross_problems(sections: Sections) -> list[str]:
     if stages is not None:
         found += _stage_order(stages)
     if model and stages:
-        found += _vocabulary(model, stages)
-    if model and (optimizer := sections.get("optimizer")):
-        found += _accumulation(model, optimizer)
-    if checkpoints := sections.get("checkpoints"):
-        found += _resuming(checkpoints)
+        found += _vocabulary(model, stages, sections.get("tokenizer"))
+    if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
+        found += _profile(tokens, profiler)
     return found
 
 
 def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
+    if isinstance(sizes, MambaModelConfig):
+        return []  # its channels are cut, and there are no heads
     found = []
     advice = f"set tp to {_largest_tp(sizes, tp)}"
     for name in ("num_attention_heads", "intermediate_size"):
-        if (size := getattr(sizes, name)) % tp:
+        if (size := getattr(sizes, name) or 0) % tp:
             found.append(
                 f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
                 f"({size}); {advice} or change {name}"
@@ -103,8 +104,12 @@ def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
     return found
 
 
-def _vocabulary(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+def _vocabulary(
+    model: ModelConfig, stages: Sequence[DatasetStageConfig], tokenizer: TokenizerConfig | None
+) -> list[str]:
     size = model.model_config.vocab_size
+    if tokenizer is not None and tokenizer.tokenizer_name_or_path is not None:
+        return []
     if size >= BYTE_TOKENS or all(stage.data.dataset is None for stage in stages):
         return []
     return [
@@ -113,27 +118,19 @@ def _vocabulary(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> lis
     ]
 
 
-def _accumulation(model: ModelConfig, optimizer: OptimizerConfig) -> list[str]:
-    if optimizer.accumulate_grad_in_fp32 or model.dtype == "float32":
+def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
+    if profiler.steps <= tokens.train_steps:
         return []
     return [
-        "optimizer.accumulate_grad_in_fp32: false was given; adding gradients in "
-        f"{model.dtype} is not available yet; set it to true"
+        f"profiler.skip_first: {profiler.skip_first} was given; with wait, warmup, active and "
+        f"repeat the profiler needs {profiler.steps} steps, and tokens.train_steps is "
+        f"{tokens.train_steps}"
     ]
 
 
-def _resuming(checkpoints: CheckpointsConfig) -> list[str]:
-    if checkpoints.load_lr_scheduler or checkpoints.resume_checkpoint_path is None:
-        return []
-    return [
-        "checkpoints.load_lr_scheduler: false was given; starting the learning-rate schedule anew "
-        "in a resumed training is not available yet; set it to true"
-    ]
-
-
-def _largest_tp(sizes: LlamaConfig, most: int) -> int:
+def _largest_tp(sizes: LlamaConfig | Starcoder2Config, most: int) -> int:
     """The largest tp, up to `most`, that divides the model's sizes."""
-    shared = math.gcd(sizes.num_attention_heads, sizes.intermediate_size)
+    shared = math.gcd(sizes.num_attention_heads, sizes.intermediate_size or 0)
     return next(
         tp
         for tp in range(most, 0, -1)

@@ -10,7 +10,9 @@ from datetime import timedelta
 from rich.console import Console
 
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_train.availability import unavailable
 from kenotron_train.loop import train
+from kenotron_train.preview import json_schema, preview
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError)
@@ -26,8 +28,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     End the process with ``kenotron_dist.shutdown``.
     """
     arguments = _parser().parse_args(argv)
+    if arguments.json_schema:
+        print(json_schema())
+        return 0
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
+        if arguments.check:
+            print(preview(config))
+            return 0
+        if problems := unavailable(config):
+            raise ValueError("\n".join(problems))
         sizes = config.parallelism
         start(
             train,
@@ -75,6 +85,16 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="KEY.PATH=VALUE",
         help="override a value of the config, for example tokens.train_steps=20",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do not train: check the config and print it with layout, sizes and memory",
+    )
+    parser.add_argument(
+        "--json-schema",
+        action="store_true",
+        help="do not train: print a JSON schema of configs, for editors",
     )
     parser.add_argument(
         "--stall-limit",

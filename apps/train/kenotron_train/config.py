@@ -5,9 +5,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kenotron_ckpt.config import CheckpointsConfig
+from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_data.config import DatasetStageConfig
+from kenotron_models.config import LlamaConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
+from kenotron_train.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_train.init_sections import RandomInitConfig
 from kenotron_train.sections import (
     GeneralConfig,
     LoggingConfig,
@@ -16,6 +20,7 @@ from kenotron_train.sections import (
     TokenizerConfig,
     TokensConfig,
 )
+from kenotron_train.watch_sections import MetricsLoggingConfig, ProfilerConfig
 
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint knows its own step",
@@ -25,7 +30,11 @@ WITHOUT_EFFECT = {
     "model.model_config.pretraining_tp": "parallelism.tp decides",
     "model.model_config.use_cache": "training keeps no cache",
     "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
+    "s3_upload.s5cmd_numworkers": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_concurrency": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_path": "the training process uploads, without s5cmd",
     "logging.log_level_replica": "only the first rank prints",
+    "tokens.limit_test_batches": "there is no test beside the validation",
 }
 STAGE_WITHOUT_EFFECT = {
     "data.num_loading_workers": "the training process reads the tokens itself",
@@ -61,27 +70,45 @@ class Config:
     """What is printed."""
     data_stages: tuple[DatasetStageConfig, ...]
     """What is read, in the order of the training."""
-    profiler: None = None
-    """Must be None, not available yet."""
-    lighteval: None = None
-    """Must be None, not available yet."""
-    s3_upload: None = None
-    """Must be None, not available yet."""
-    metrics_logging: None = None
-    """Must be None, not available yet."""
+    profiler: ProfilerConfig | None = None
+    """torch's profiler over some steps."""
+    lighteval: LightEvalConfig | None = None
+    """Evaluations beside the training."""
+    s3_upload: S3UploadConfig | None = None
+    """Copies of checkpoints in a remote store; None: there are none."""
+    metrics_logging: MetricsLoggingConfig | None = None
+    """Figures of every layer in the log."""
+    doremi: DoReMiConfig | None = None
+    """Weights of domains that are learned."""
 
     def __post_init__(self) -> None:
         """Check the sections against one another."""
         sections = Sections(
             parallelism=self.parallelism,
             model=self.model,
+            tokenizer=self.tokenizer,
             tokens=self.tokens,
-            optimizer=self.optimizer,
-            checkpoints=self.checkpoints,
+            profiler=self.profiler,
             data_stages=self.data_stages,
         )
         if problems := cross_problems(sections):
             raise ValueError("\n".join(problems))
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """Sizes of the model. Raises ValueError for one that cannot be built."""
+        sizes = self.model.model_config
+        if type(sizes) is not LlamaConfig:
+            raise ValueError(f"model.model_config: {type(sizes).__name__} cannot be built yet")
+        return sizes
+
+    @property
+    def draws(self) -> tuple[float, str]:
+        """Standard deviation of the initial weights, and what scales those of residual outputs."""
+        method = self.model.init_method
+        if not isinstance(method, RandomInitConfig):
+            raise ValueError(f"model.init_method: {type(method).__name__} is not available yet")
+        return method.std, method.scaling_method
 
     @property
     def world_size(self) -> int:
@@ -122,7 +149,7 @@ def _ignored(root: object, path: str, why: str) -> Iterator[str]:
     owner: Any = root
     for parent in parents:
         owner = getattr(owner, parent)
-    if owner is None:  # a stage without dataset
+    if owner is None:  # a stage without dataset, a training without upload
         return
     default = next(each.default for each in fields(owner) if each.name == name)
     if (value := getattr(owner, name)) != default:

@@ -24,10 +24,12 @@ from kenotron_train.assemble import (
     open_loader,
     open_validation,
 )
+from kenotron_train.availability import unavailable
 from kenotron_train.config import Config, ignored_keys
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
+from kenotron_train.upload import Uploads
 from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
@@ -45,18 +47,26 @@ def train(
     ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
     bad input.
     """
+    if problems := unavailable(config):
+        raise ValueError("\n".join(problems))
     _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
     remark = remark or earlier_run(config)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
-    with Report(config, mesh, progress.step + 1) as report, open_saver(training) as saver:
+    with (
+        Report(config, mesh, progress.step + 1) as report,
+        Uploads(config, mesh, report) as uploads,
+        open_saver(training, uploads) as saver,
+    ):
         _introduce(training, report, remark)
+        uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
             save_run(saver, training, progress)
-        results = _steps(training, saver, report, progress, target_mask)
+        results = _steps(training, saver, uploads, report, progress, target_mask)
         saver.finish()
         _say_saved(saver, report)
+        uploads.finish()
         if sample:
             _show_sample(training, report)
     return results
@@ -75,6 +85,7 @@ def _check_same(config: Config, mesh: Mesh) -> None:
 def _steps(
     training: Training,
     saver: Saver,
+    uploads: Uploads,
     report: Report,
     progress: Progress,
     target_mask: TargetMask | None,
@@ -98,7 +109,9 @@ def _steps(
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
         report.start_step()
         batch = next(loader).to(mesh.device)
-        results.append(training_step(training, batch, progress.step + 1, saver.wait))
+        step = progress.step + 1
+        start = progress.schedule_start
+        results.append(training_step(training, batch, step, saver.wait, start))
         report.end_step()
         progress = progress.after(config, loader.cursor)
         validation = _validate(training, progress.step, corpus)
@@ -106,6 +119,7 @@ def _steps(
         if _is_due(config, progress.step):
             save_run(saver, training, progress)
         _say_saved(saver, report)
+        uploads.say()
     if loader is not None:
         loader.close()
     return results
@@ -149,7 +163,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
     config = training.config
     sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
     report.say(f"Project {config.general.project} | {sizes} | device {training.mesh.device}")
-    count = parameter_count(config.model.model_config)
+    count = parameter_count(config.llama)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
         f"samples, {short(config.global_batch_tokens)} tokens | steps: {config.tokens.train_steps}"
@@ -166,7 +180,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
 
 def _show_sample(training: Training, report: Report) -> None:
     config, mesh = training.config, training.mesh
-    vocab_size = config.model.model_config.vocab_size
+    vocab_size = config.llama.vocab_size
 
     def forward(tokens: Tensor, context: Any) -> Tensor | None:
         logits = training.model.pipeline.forward([tokens], [context])

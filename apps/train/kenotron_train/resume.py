@@ -20,6 +20,7 @@ from kenotron_data import Cursor
 from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
+from kenotron_train.upload import Uploads, local_copy
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -39,14 +40,21 @@ class Progress:
     tokens: int = 0
     epoch_known: bool = True
     """False: the checkpoint is another program's, and the size of the data set tells the epoch."""
+    schedule_start: int = 0
+    """The step after which the learning-rate schedule began."""
 
     def after(self, config: Config, cursor: Cursor) -> Progress:
         """One step later."""
-        samples = self.samples + config.global_batch_size
-        return Progress(self.step + 1, cursor, samples, self.tokens + config.global_batch_tokens)
+        return Progress(
+            self.step + 1,
+            cursor,
+            self.samples + config.global_batch_size,
+            self.tokens + config.global_batch_tokens,
+            schedule_start=self.schedule_start,
+        )
 
 
-def open_saver(training: Training) -> Saver:
+def open_saver(training: Training, uploads: Uploads) -> Saver:
     """The engine that ``checkpoints.checkpointing_engine`` names, on ``checkpoints_path``.
 
     Collective over the mesh. Raises ValueError when another run writes there, OSError when nobody
@@ -65,6 +73,8 @@ def open_saver(training: Training) -> Saver:
         pin=pool.pin_host_cache,
         threads=pool.parser_threads,
         verify=checkpoints.verify_after_write,
+        on_commit=uploads.submit,
+        busy=uploads.holds,
         on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
     )
     saver.reserve(_records(training))
@@ -82,6 +92,7 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
     state = {
         "step": progress.step,
         "optimizer_steps": training.optimizer.steps,
+        "schedule_start": progress.schedule_start,
         "cursor": progress.cursor.to_dict(),
         "consumed_train_samples": progress.samples,
         "consumed_tokens": progress.tokens,
@@ -106,9 +117,9 @@ def resume(training: Training) -> tuple[Progress, str]:
     damaged, of another model, or not of a training run.
     """
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
-    if checkpoints.resume_checkpoint_path is None:
+    given, fetched = local_copy(config, mesh)
+    if given is None:
         return Progress(), ""
-    given = Path(checkpoints.resume_checkpoint_path)
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
     with mesh.pulse.busy("verifying a checkpoint"):
@@ -140,8 +151,11 @@ def resume(training: Training) -> tuple[Progress, str]:
         int(state["consumed_train_samples"]),
         int(state["consumed_tokens"]),
         epoch_known="imported" not in state,
+        schedule_start=int(
+            state.get("schedule_start", 0) if checkpoints.load_lr_scheduler else state["step"]
+        ),
     )
-    remark = _remark(progress, state, config, folder) + dropped
+    remark = _remark(progress, state, config, folder) + fetched + dropped
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark

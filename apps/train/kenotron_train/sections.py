@@ -4,15 +4,19 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_models.config import LlamaConfig
+from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
+from kenotron_models.config_qwen2 import Qwen2Config
+from kenotron_models.config_starcoder2 import Starcoder2Config
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
+from kenotron_train.init_sections import InitMethod
 
 DType = Literal[
     "float32", "float64", "complex64", "complex128", "float16", "bfloat16",
     "uint8", "int8", "int16", "int32", "int64", "bool",
 ]  # fmt: skip
+AnyModelConfig = LlamaConfig | Qwen2Config | Starcoder2Config | MambaModelConfig | LlaMoEConfig
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
-TRAINING_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,16 +34,13 @@ class GeneralConfig:
     consumed_train_samples: int | None = None
     """No effect: samples seen when Nanotron saved the file; the checkpoint knows them."""
     benchmark_csv_path: str | None = None
-    """A table of speeds; must be None, not available yet."""
+    """A file that a table of speeds is added to; None: none."""
     ignore_sanity_checks: bool = True
     """No effect: what Nanotron's checks look for is excluded, or always checked."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _below("seed", self.seed, 0)
-        if self.benchmark_csv_path is not None:
-            found.append(_later("benchmark_csv_path", self.benchmark_csv_path, "null"))
-        _raise(found)
+        _raise(_below("seed", self.seed, 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +63,15 @@ class ParallelismConfig:
     tp_linear_async_communication: bool = False
     """Communication over tp travels while pieces are multiplied; the numbers are the same."""
     recompute_layer: bool = False
-    """True: compute activations again in the backward; must be False, not available yet."""
+    """True: activations are computed again in the backward instead of being kept."""
     tp_recompute_allgather: bool = True
     """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
     expert_parallel_size: int = 1
-    """Ranks that share the experts; must be 1, not available yet."""
+    """Ranks that share the experts."""
     context_parallel_size: int = 1
-    """Ranks that share the sequence; must be 1, not available yet."""
+    """Ranks that share the sequence."""
+    moe_layer_recompute: bool = False
+    """True: the activations of experts are computed again in the backward."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -79,11 +82,6 @@ class ParallelismConfig:
             schedule_named(self.pp_engine, self.pp_chunks)
         except ValueError as error:
             found.append(f"pp_chunks: {self.pp_chunks} was given; {error}")
-        for name in ("expert_parallel_size", "context_parallel_size"):
-            if getattr(self, name) > 1:
-                found.append(_later(name, getattr(self, name), "1"))
-        if self.recompute_layer:
-            found.append(_later("recompute_layer", "true", "false"))
         _raise(found)
 
     @property
@@ -107,25 +105,12 @@ class ParallelismConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RandomInitConfig:
-    """Normal draws for the initial weights."""
-
-    std: float
-    """Standard deviation of the draws."""
-
-    def __post_init__(self) -> None:
-        """Check the field."""
-        if not 0 <= self.std < float("inf"):
-            raise ValueError(f"std: {self.std} was given; it must be finite and not negative")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model, its initial weights and its number format."""
 
-    model_config: LlamaConfig
-    """Sizes of the model."""
-    init_method: RandomInitConfig
+    model_config: AnyModelConfig
+    """Sizes of the model; its `is_*_config` says of which family."""
+    init_method: InitMethod
     """How weights are drawn."""
     dtype: DType = "bfloat16"
     """Number format of parameters and activations; float32 or bfloat16."""
@@ -138,27 +123,28 @@ class ModelConfig:
         """Check all fields at once."""
         found = _below("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1)
         found += _below("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, 1)
-        if self.dtype not in TRAINING_DTYPES:
-            found.append(_later("dtype", self.dtype, " or ".join(TRAINING_DTYPES)))
         _raise(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """The tokenizer; text is read as bytes until tokenizers are available."""
+    """What makes tokens of text; without a name text is read as bytes."""
 
     tokenizer_name_or_path: str | None = None
-    """Name or folder of a tokenizer; must be None, not available yet."""
+    """Name or folder of a tokenizer that transformers knows; None: bytes."""
     tokenizer_revision: str | None = None
-    """Version of the tokenizer; must be None, not available yet."""
+    """Version of the tokenizer; None: the newest."""
     tokenizer_max_length: int | None = None
-    """Longest text of the tokenizer, in tokens; must be None, not available yet."""
+    """Longest text, in tokens; None: no limit."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        names = ("tokenizer_name_or_path", "tokenizer_revision", "tokenizer_max_length")
-        given = [(name, getattr(self, name)) for name in names]
-        _raise([_later(name, value, "null") for name, value in given if value is not None])
+        found = []
+        if self.tokenizer_name_or_path == "":
+            found.append("tokenizer_name_or_path: nothing was given; give a name, or null")
+        if self.tokenizer_max_length is not None:
+            found += _below("tokenizer_max_length", self.tokenizer_max_length, 1)
+        _raise(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +164,7 @@ class TokensConfig:
     limit_val_batches: int = 0
     """Global batches of one validation; above 0 the last 10 % of the corpus is held out for it."""
     limit_test_batches: int = 0
-    """Global batches of a test; must be 0, not available yet."""
+    """No effect: there is no test beside the validation."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -193,8 +179,7 @@ class TokensConfig:
                 "step, or -1 for only after the last step"
             )
         found += _below("limit_val_batches", self.limit_val_batches, 0)
-        if self.limit_test_batches:
-            found.append(_later("limit_test_batches", self.limit_test_batches, "0"))
+        found += _below("limit_test_batches", self.limit_test_batches, 0)
         _raise(found)
 
 
@@ -222,10 +207,6 @@ class LoggingConfig:
 
 def _below(name: str, given: int, least: int) -> list[str]:
     return [f"{name}: {given} was given; it must be at least {least}"] if given < least else []
-
-
-def _later(name: str, given: object, known: str) -> str:
-    return f"{name}: {given} was given; that is not available yet; set it to {known}"
 
 
 def _raise(found: list[str]) -> None:

@@ -38,10 +38,15 @@ class StepResult:
 
 
 def training_step(
-    training: Training, batch: Batch, step: int, before_update: Callable[[], None] = lambda: None
+    training: Training,
+    batch: Batch,
+    step: int,
+    before_update: Callable[[], None] = lambda: None,
+    schedule_start: int = 0,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
+    The learning rate is that of step ``step - schedule_start`` of its schedule.
     ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
@@ -58,7 +63,7 @@ def training_step(
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
     found = find_nonfinite(training.norm, slices, norm, loss.item())
-    lr = learning_rate(step, training.schedule)
+    lr = learning_rate(step - schedule_start, training.schedule)
     updates = allows_update(found, config.nonfinite, step)
     if updates:
         if config.clip_grad is not None:

@@ -1,38 +1,23 @@
 """A training config from a YAML file, and back; every problem of a file in one error."""
 
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Any, cast
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
 
 from kenotron_train.checks import Sections, cross_problems
 from kenotron_train.config import Config
-from kenotron_train.yaml_keys import Report, match_keys
+from kenotron_train.legacy import modernise
+from kenotron_train.yaml_build import sections, shown
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 """The training that runs when no file is given."""
 OVERRIDE = "--set"
-SHOWN_CHARACTERS = 60
-NEEDED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text (quotes make text of a number)",
-    "tuple_type": "a list, one '- item' a line",
-    "dict_type": "a mapping, 'key: value' lines",
-    "dataclass_type": "a mapping, 'key: value' lines",
-}
-ADVICE = {
-    "hf_dataset_or_datasets": "; mixtures of several datasets are not available yet",
-    "optimizer_factory.name": "; other optimizers are not available yet",
-}
 FLOAT_TAG, TIMESTAMP_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 FLOAT = re.compile(
     r"""^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -57,7 +42,19 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number and a date is text."""
+    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number, a date is text, and `!env` is known."""
+
+
+def _environment(loader: _Loader, node: yaml.Node) -> str:
+    """`!env NAME` or `!env NAME other`: the variable's text, or the other where it is not set."""
+    name, *other = str(loader.construct_scalar(cast(yaml.ScalarNode, node))).split(" ", 1)
+    if name not in os.environ and not other:
+        rule = f"!env {name}: there is no such environment variable; set it, or add a default"
+        raise yaml.constructor.ConstructorError(problem=rule, problem_mark=node.start_mark)
+    return os.environ.get(name, *other)
+
+
+_Loader.add_constructor("!env", _environment)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -126,13 +123,13 @@ def parse_config(text: str, source_name: str, overrides: Iterable[str] = ()) -> 
         mine = any(f"{path}.".startswith(f"{each}.") for each in changed)
         problems.append(f"{OVERRIDE if mine else source_name}: {path}: {sentence}")
 
-    sections = _sections(match_keys(Config, data, "", report), report)
-    for line in cross_problems(cast(Sections, sections)):
+    built = sections(Config, modernise(data, report), report)
+    for line in cross_problems(cast(Sections, built)):
         path, _, sentence = line.partition(": ")
         report(path, sentence)
     if problems:
         raise ConfigError(problems)
-    return Config(**sections)
+    return Config(**built)
 
 
 def dump_config(config: Config) -> str:
@@ -157,7 +154,7 @@ def _parse_yaml(text: str, source_name: str) -> Any:
 def _plain(data: Any, source_name: str) -> dict[str, Any]:
     """The mapping with nothing in it but what JSON has, and without shared parts."""
     if not isinstance(data, dict):
-        what = "nothing" if data is None else _shown(data)
+        what = "nothing" if data is None else shown(data)
         rule = "a config is a mapping of sections (general:, parallelism:, model:, ...)"
         raise ConfigError([f"{source_name}: {what} was given; {rule}"])
     try:
@@ -186,7 +183,7 @@ def _override(data: dict[str, Any], override: str) -> str:
     elif isinstance(owner, dict):
         owner[name] = value
     else:
-        raise ConfigError([f"{source}: {parents[-1]} is {_shown(owner)} and has no keys to change"])
+        raise ConfigError([f"{source}: {parents[-1]} is {shown(owner)} and has no keys to change"])
     return path
 
 
@@ -197,65 +194,4 @@ def _item(owner: Any, part: str, source: str) -> Any:
         return owner[int(part)]
     if isinstance(owner, list):
         raise ConfigError([f"{source}: {part} was given; the list has items 0 to {len(owner) - 1}"])
-    raise ConfigError([f"{source}: {part} was given; {_shown(owner)} has no keys"])
-
-
-def _sections(matched: dict[str, Any], report: Report) -> dict[str, Any]:
-    """The sections whose values are right; problems of the others are reported."""
-    sections = {}
-    for name, hint in get_type_hints(Config).items():
-        if name not in matched:
-            continue
-        try:
-            document = json.dumps(matched[name])  # in JSON mode a list may become a tuple
-            sections[name] = TypeAdapter(hint).validate_json(document, strict=True)
-        except ValidationError as error:
-            for path, sentence in _sentences(name, matched[name], error):
-                report(path, sentence)
-    return sections
-
-
-def _sentences(section: str, given: Any, error: ValidationError) -> Iterator[tuple[str, str]]:
-    for detail in error.errors():
-        path = ".".join((section, *_keys(given, detail["loc"])))
-        if detail["type"] == "missing":  # reported by its name already
-            continue
-        if detail["type"] == "value_error":
-            for line in str(detail["ctx"]["error"]).splitlines():
-                name, _, sentence = line.partition(": ")
-                yield f"{path}.{name}", sentence
-        elif detail["type"] == "union_tag_invalid":
-            name, wrong = detail["ctx"]["discriminator"].strip("'"), _shown(detail["ctx"]["tag"])
-            rule = f"it must be one of {detail['ctx']['expected_tags']}"
-            yield f"{path}.{name}", f"{wrong} was given; {rule}" + _advice(f"{path}.{name}")
-        else:
-            yield path, _sentence(detail, path)
-
-
-def _keys(given: Any, place: Iterable[Any]) -> Iterator[str]:
-    """The keys of a place; pydantic adds the name that chose one of several mappings."""
-    for part in place:
-        if isinstance(given, dict) and part not in given:
-            continue
-        given = given[part] if isinstance(given, dict | list) else None
-        yield str(part)
-
-
-def _sentence(detail: ErrorDetails, path: str) -> str:
-    given, kind = f"{_shown(detail['input'])} was given; ", detail["type"]
-    if kind == "none_required":
-        return given + "this is not available yet; set it to null or leave it out"
-    if kind == "literal_error":
-        rule = f"it must be {detail['ctx']['expected']}"
-    else:
-        rule = f"it must be {NEEDED[kind]}" if kind in NEEDED else detail["msg"].lower()
-    return given + rule + _advice(path)
-
-
-def _advice(path: str) -> str:
-    return next((more for key, more in ADVICE.items() if path.endswith(key)), "")
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."
+    raise ConfigError([f"{source}: {part} was given; {shown(owner)} has no keys"])

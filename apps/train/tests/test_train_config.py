@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from kenotron_ckpt import S3UploadConfig
 from kenotron_optim import LRMultiplier, SGDConfig
 from kenotron_tp import TPMode
 from kenotron_train.config import ignored_keys
@@ -33,6 +34,18 @@ def test_default_is_a_small_model_on_two_ranks():
     )
     assert config.data_stages[0].data.dataset.hf_dataset_or_datasets == "python-stdlib"
     assert ignored_keys(config) == []
+
+
+def test_environment_variables_are_read_where_it_is_asked(monkeypatch):
+    monkeypatch.setenv("KENOTRON_FOLDER", "a/b c")
+    text = (
+        NANOTRON_YAML
+        + "lighteval:\n  output_dir: !env KENOTRON_FOLDER\n  logs_path: !env KENOTRON_NONE x y\n"
+    )
+    config = parse(text=text.replace("lighteval: null\n", ""))
+    assert (config.lighteval.output_dir, config.lighteval.logs_path) == ("a/b c", "x y")
+    with pytest.raises(ValueError, match=r"line \d+, .*!env KENOTRON_NONE: there is no such env"):
+        parse(text=text.replace("!env KENOTRON_NONE x y", "!env KENOTRON_NONE"))
 
 
 def test_nanotron_file_loads():
@@ -156,6 +169,30 @@ def test_keys_without_effect_are_named():
         "data_stages.1.data.num_loading_workers: 4",
         "data_stages.1.data.dataset.dataset_overwrite_cache: true",
     ]
+
+
+def test_nanotrons_upload_section_is_read_and_s5cmd_has_no_effect():
+    section = (
+        "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: true, "
+        "s5cmd_numworkers: 16, s5cmd_concurrency: 5, s5cmd_path: /usr/bin/s5cmd}"
+    )
+    config = parse(section)
+    assert config.s3_upload == S3UploadConfig(
+        upload_s3_path="s3://bucket/run",
+        remove_after_upload=True,
+        s5cmd_numworkers=16,
+        s5cmd_concurrency=5,
+        s5cmd_path="/usr/bin/s5cmd",
+    )
+    assert parse(text=dump_config(config)) == config
+    reason = "has no effect: the training process uploads, without s5cmd"
+    assert ignored_keys(config) == [
+        f"s3_upload.s5cmd_numworkers: 16 {reason}",
+        f"s3_upload.s5cmd_concurrency: 5 {reason}",
+        f"s3_upload.s5cmd_path: /usr/bin/s5cmd {reason}",
+    ]
+    off = parse("s3_upload={upload_s3_path: null, remove_after_upload: false}").s3_upload
+    assert off == S3UploadConfig(upload_s3_path=None) and parse("s3_upload=null").s3_upload is None
 
 
 def test_how_layers_communicate_follows_the_keys_of_tp():

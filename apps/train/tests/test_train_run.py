@@ -78,6 +78,60 @@ def test_the_initial_state_resumes_as_a_fresh_run(stopped: Path, tmp_path: Path)
     ]
 
 
+def test_a_schedule_begins_anew_where_it_is_not_loaded(stopped: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    fresh = {"checkpoints__load_lr_scheduler": "false"}
+    done = resumed(stopped, tmp_path / "a", **fresh)
+    assert done.returncode == 0, done.stderr
+    rates = [step["lr"] for step in runs.metrics(stopped)]
+    assert [step["lr"] for step in runs.metrics(tmp_path / "a")] == rates[:3]
+    # A third run loads the second one's schedule and goes on in it.
+    at_6 = tmp_path / "a/checkpoints/6"
+    longer = {"checkpoints__resume_checkpoint_path": at_6, "tokens__train_steps": 7}
+    done = resumed(stopped, tmp_path / "b", **longer)
+    assert done.returncode == 0, done.stderr
+    (step,) = runs.metrics(tmp_path / "b")
+    assert step["step"] == 7
+    assert step["lr"] > rates[3]  # its fourth step, of seven
+
+
+def test_gradients_may_be_added_in_bf16(tmp_path: Path) -> None:
+    losses = {}
+    for fp32 in ("true", "false"):
+        (folder := tmp_path / fp32).mkdir()
+        changes = {"model__dtype": "bfloat16", "tokens__batch_accumulation_per_replica": 3}
+        done = runs.train(
+            folder, *runs.arguments(folder, **changes, optimizer__accumulate_grad_in_fp32=fp32)
+        )
+        assert done.returncode == 0, done.stderr
+        losses[fp32] = [step["lm_loss"] for step in runs.metrics(folder)]
+    assert losses["true"] != losses["false"]
+    assert losses["false"] == pytest.approx(losses["true"], rel=0.01)
+    assert losses["false"][-1] < losses["false"][0]
+
+
+def test_both_engines_write_the_same_checkpoints(stopped: Path, tmp_path: Path) -> None:
+    changes = {
+        "checkpoints__checkpointing_engine": "torch",
+        "checkpoints__verify_after_write": "true",
+        "checkpoints__keep_last": 1,
+    }
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, **changes))
+    assert done.returncode == 0, done.stderr
+    kept = [path.name for path in (tmp_path / "checkpoints").iterdir() if path.is_dir()]
+    assert kept == ["6"]  # no older one; every byte was read back
+    assert (tmp_path / "checkpoints/6/verified.txt").exists()
+    compared = runs.start(
+        sys.executable, "-m", "kenotron_ckpt", "diff", str(stopped / "checkpoints/6"),
+        str(tmp_path / "checkpoints/6"), cwd=tmp_path,
+    )  # fmt: skip
+    differing = compared.stdout.splitlines()[2:]
+    assert compared.returncode == 1  # the configs have other paths
+    kinds = {re.split(r"[.:]", line)[0] for line in differing}
+    assert kinds == {"config", "state"}, compared.stdout  # no record
+
+
 def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path) -> None:
     done = resumed(
         stopped, tmp_path, model__model_config__rope_theta=100.0,

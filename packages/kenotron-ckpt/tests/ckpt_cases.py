@@ -63,13 +63,18 @@ def local(layout, dtype, mesh, blank=False):
     full = whole(layout.name, layout.shape, dtype)
     if blank:
         full.fill_(PADDING)
+    return cut(full, layout, mesh)
+
+
+def cut(full, layout, mesh):
+    """The rank's tensor of the logical tensor ``full``: padding is PADDING."""
     flat = layout.flat
     unsliced = TensorLayout(layout.name, layout.shape, layout.shards, layout.stages)
     tensor = scatter(full, unsliced, mesh.sizes, mesh.coords)
     held = torch.zeros(tensor.shape, dtype=torch.bool)
     for box in local_boxes(unsliced, mesh.sizes, mesh.coords):
         box.of_local(held).fill_(True)
-    tensor[~held] = torch.tensor(PADDING).to(dtype)
+    tensor[~held] = torch.tensor(PADDING).to(full.dtype)
     return tensor if flat is None else tensor.reshape(-1)[flat.start : flat.stop].clone()
 
 

@@ -67,8 +67,9 @@ def cut_power_at(monkeypatch, moment):
 
         return counted
 
-    monkeypatch.setattr(os, "fsync", dying(os.fsync))
-    for name in ("replace", "unlink", "mkdir", "open"):
+    for name in ("fsync", "write"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name)))
+    for name in ("replace", "unlink", "mkdir", "rmdir", "open"):
         monkeypatch.setattr(Path, name, dying(getattr(Path, name)))
 
 

@@ -39,7 +39,11 @@ def test_grouped_heads():
             "over 4 heads each has 5 features, and rotary positions need an even number; 24 would",
         ),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' was given; it must be 'silu'"),
-        ({"rope_scaling": {"factor": 8.0}}, "scaling of rotary positions is not available yet"),
+        (
+            {"attn_implementation": "flash"},
+            "'flash' was given; it must be one of sdpa, flash_attent",
+        ),
+        ({"z_loss_coefficient": -1.0}, "z_loss_coefficient: -1.0 was given; it must be finite"),
         ({"is_llama_config": False}, "is_llama_config: false was given; it must be true"),
     ],
 )

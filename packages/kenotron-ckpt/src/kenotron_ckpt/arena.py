@@ -38,6 +38,7 @@ class Arena:
             sizes = [largest] * max(1, limit // largest)
         held = [slot.numel() for slot in self.slots]
         if len(held) >= len(sizes) and all(h >= s for h, s in zip(held, sizes, strict=False)):
+            del self.slots[len(sizes) :]  # they may be too small for a part that comes round
             return
         self.slots = []  # give back before taking
         for size in sizes:

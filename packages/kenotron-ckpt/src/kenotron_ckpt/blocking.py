@@ -18,7 +18,7 @@ from kenotron_dist import Handle
 class BlockingSaver(Saver):
     """A ``Saver`` whose ``save`` returns when the checkpoint stands: collective over the mesh."""
 
-    def reserve(self, tensors: Tensors) -> None:
+    def reserve(self, tensors: Tensors, volatile: Collection[str] = ()) -> None:
         """Nothing is needed: one block at a time is copied to the host."""
 
     def save(
@@ -34,6 +34,7 @@ class BlockingSaver(Saver):
     ) -> None:
         """Save. Raises ValueError on all ranks for what cannot be saved, and SaveFailed."""
         begun = time.perf_counter()
+        self._check_open(step)
         for handle in pending:
             handle.wait()
         failure, nbytes, trouble, removed = "", 0, "", []
@@ -71,7 +72,4 @@ class BlockingSaver(Saver):
     def _after(self, folder: Any) -> tuple[int, list[int], str]:
         """Bytes of the checkpoint, steps removed, and what went wrong with that."""
         nbytes = sum(entry.bytes for entry in read_manifest(folder).files.values())
-        try:
-            return nbytes, self._follow_up(folder), ""
-        except Exception as error:
-            return nbytes, [], f"{type(error).__name__}: {error}"
+        return nbytes, *self._follow_up(folder)

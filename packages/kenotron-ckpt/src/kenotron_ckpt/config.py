@@ -48,7 +48,7 @@ class CheckpointsConfig:
     save_final_state: bool = True
     """True: also save after the last step."""
     resume_checkpoint_path: str | None = None
-    """A checkpoint, or a folder of them, to start from; None: start afresh."""
+    """A checkpoint, a folder of them, or a URL of either, to start from; None: start afresh."""
     load_optimizer: bool = True
     """False: resume parameters only, with fresh optimizer state."""
     load_lr_scheduler: bool = True

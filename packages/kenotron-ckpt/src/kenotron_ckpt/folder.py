@@ -67,9 +67,11 @@ def candidates(path: str | Path) -> list[Path]:
         raise ValueError(f"no checkpoint at {path}: the path does not exist")
     if not path.is_dir():
         raise ValueError(f"no checkpoint at {path}: it is a file; give the folder it lies in")
-    if (path / MANIFEST).exists() or any(path.glob(SHARDS)):
+    if (path / MANIFEST).exists():
         return [path]
     steps = steps_in(path)
+    if not steps and any(path.glob(SHARDS)):
+        return [path]
     if not steps:
         raise ValueError(
             f"no checkpoint at {path}: it has neither a {MANIFEST} (a step folder) nor folders "
@@ -115,13 +117,17 @@ def defect(step_folder: Path) -> str | None:
         return f"it is half-written: there is no {MANIFEST}, so the save did not finish"
     except (OSError, ValueError) as error:
         return str(error)
+    if step_folder.name.isdecimal() and int(step_folder.name) != manifest.step:
+        return f"its {MANIFEST} is of step {manifest.step}: the folder was renamed, or copied into"
     for name, entry in manifest.files.items():
-        with contextlib.suppress(FileNotFoundError):
+        try:
             size = (step_folder / name).stat().st_size
-            if size == entry.bytes:
-                continue
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        if size != entry.bytes:
             return f"{name} is {size} bytes long, but {MANIFEST} says {entry.bytes}"
-        return f"{name} is missing"
     return None
 
 
@@ -132,12 +138,19 @@ def prepare(step_folder: Path) -> str:
     the tag keeps new ones apart from them until the new manifest takes the place of the old.
     """
     passed(Step.BEGUN)
-    step_folder.mkdir(parents=True, exist_ok=True)
-    sync(step_folder.parent)
-    passed(Step.FOLDER_MADE)
+    make(step_folder)
     sweep(step_folder)
     tags = {_tag(path.name) for path in step_folder.glob(SHARDS)}
     return next(tag for tag in ("", ".v1", ".v2") if tag not in tags)
+
+
+def make(folder: Path) -> None:
+    """Have a folder, and those above it, on the disk: each is an entry of the one above."""
+    if not folder.parent.exists():
+        make(folder.parent)
+    folder.mkdir(exist_ok=True)
+    sync(folder.parent)
+    passed(Step.FOLDER_MADE)
 
 
 def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> None:
@@ -158,32 +171,45 @@ def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> Non
         replace_text(step_folder / CONFIG, manifest.config)
     sync(step_folder)
     passed(Step.FOLDER_SYNCED)
-    (step_folder / VERIFIED).unlink(missing_ok=True)  # it was said of the former checkpoint
     replace_text(step_folder / MANIFEST, manifest.to_json())
     passed(Step.COMMITTED)
     if verified:
         mark_verified(step_folder)
+    else:  # what is there was said of the former checkpoint
+        remove(step_folder / VERIFIED)
+    if manifest.config is None:
+        remove(step_folder / CONFIG)
     replace_text(step_folder.parent / LATEST, str(manifest.step))
     passed(Step.POINTED)
     sweep(step_folder)
 
 
 def sweep(step_folder: Path) -> None:
-    """Remove shard files that no manifest names, and temporary files."""
+    """Remove shard files that no manifest names, and temporary files.
+
+    Raises OSError when there is a manifest that cannot be read just now: nothing is removed then.
+    """
     try:
         kept = set(manifest_at(step_folder).files)
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         kept = set()
     for path in [*step_folder.glob(SHARDS), *step_folder.glob("*.tmp")]:
         if path.name not in kept:
-            path.unlink()
-            passed(Step.LEFTOVER_REMOVED)
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, if it is there."""
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        passed(Step.LEFTOVER_REMOVED)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Give a file new text at one stroke: readers see the old text or the new, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
+        passed(Step.TEXT_OPENED)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -218,8 +244,9 @@ def sync(folder: Path) -> None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps that have a folder, complete or not, in ascending order."""
-    return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and p.is_dir())
+    """Steps that have a folder, complete or not, ascending. ``007`` is no step's folder."""
+    names = (path.name for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+    return sorted(int(name) for name in names if name == str(int(name)))
 
 
 def _seal(step_folder: Path) -> str:

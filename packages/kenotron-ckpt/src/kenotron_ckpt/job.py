@@ -42,8 +42,8 @@ class Job:
     config_text: str | None
     threads: int
     verify: bool
-    after: Callable[[Path], Sequence[int]]
-    """Called on rank 0 once the checkpoint stands; returns the steps that it removed."""
+    after: Callable[[Path], tuple[Sequence[int], str]]
+    """Called on rank 0 once the checkpoint stands; returns ``removed`` and ``trouble``."""
     cancelled: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for the other ranks any longer."""
     begun: float = field(default_factory=time.perf_counter)
@@ -64,7 +64,7 @@ class Job:
         """Do it all; never raises."""
         try:
             self._protocol()
-        except Exception as error:  # a store that is gone, mostly
+        except BaseException as error:  # a store that is gone, mostly; a thread has no caller
             self.failure = _words(error)
         self.snapshot.end()
         self.done.set()
@@ -74,9 +74,9 @@ class Job:
         if rank == 0:
             self._post("folder", lambda: prepare(self.step_folder))
         tag, failure = self._hear("folder")
-        if not failure:
-            self._post(f"share/{rank}", lambda: self._write(stem_of(self.mesh, tag)))
-            self.written = time.perf_counter() - self.begun
+        # A rank with nothing to write says so, too: then rank 0 knows that all have heard it.
+        self._post(f"share/{rank}", lambda: None if failure else self._write(tag))
+        self.written = time.perf_counter() - self.begun
         self.snapshot.end()
         if rank == 0:
             self._post("outcome", lambda: self._commit(failure))
@@ -85,16 +85,17 @@ class Job:
         if not self.failure:
             self.total = outcome
             if rank == 0:
-                self._follow_up()
+                self.removed, self.trouble = self.after(self.step_folder)
         notes.erase(f"{self.number}/share/{rank}")
 
-    def _write(self, stem: str) -> dict[str, Any]:
+    def _write(self, tag: str) -> dict[str, Any]:
         """Write this rank's parts with all threads; what it tells rank 0."""
+        stem = stem_of(self.mesh, tag)
         waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for index in self.snapshot.first:
             waiting.put(index)
         shares: list[Share] = []
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
         threads = min(self.threads, len(self.plan.parts))
 
         def work() -> None:
@@ -103,7 +104,7 @@ class Job:
                     shares.append(self._write_part(stem, index))
                     if (following := self.snapshot.reuse(index)) is not None:
                         waiting.put(following)
-                except Exception as error:
+                except BaseException as error:
                     errors.append(error)
                 if errors or len(shares) == len(self.plan.parts):
                     for _ in range(threads):
@@ -129,9 +130,10 @@ class Job:
         Raises RuntimeError when some rank has failed: nothing is left then.
         """
         world = self.mesh.world.size
-        heard = [] if failure else [self._hear(f"share/{rank}") for rank in range(world)]
-        for old in ("folder", "outcome"):  # all have heard it: they have begun this save
-            self.notes.erase(f"{self.number - 1}/{old}")
+        heard = [self._hear(f"share/{rank}") for rank in range(world)]
+        if not self.cancelled.is_set():  # all have begun this save: they have heard the last one's
+            for old in ("folder", "outcome"):
+                self.notes.erase(f"{self.number - 1}/{old}")
         faults = [f"rank {r}: {fault}" for r, (_, fault) in enumerate(heard) if fault]
         try:
             if failure or faults:
@@ -145,18 +147,11 @@ class Job:
             raise
         return sum(entry["bytes"] for share in shares for entry in share["files"].values())
 
-    def _follow_up(self) -> None:
-        """What comes after the commit does not unmake it."""
-        try:
-            self.removed = self.after(self.step_folder)
-        except Exception as error:
-            self.trouble = _words(error)
-
     def _post(self, key: str, run: Callable[[], Any]) -> None:
         """Do something and leave a note of what came of it, or of why it failed."""
         try:
             note = {_SAID: run()}
-        except Exception as error:
+        except BaseException as error:
             note = {_FAILED: _words(error)}
         self.notes.post(f"{self.number}/{key}", note)
 
@@ -180,5 +175,28 @@ def _together(work: Callable[[], None], threads: int) -> None:
         thread.join()
 
 
-def _words(error: Exception) -> str:
+def work(jobs: queue.SimpleQueue[Job | None]) -> None:
+    """Body of the thread that saves."""
+    while (job := jobs.get()) is not None:
+        job.run()
+
+
+def failure_of(run: Callable[[], object]) -> str:
+    """Do something; why it failed, or nothing. What comes after a commit does not unmake it."""
+    try:
+        run()
+    except BaseException as error:
+        return _words(error)
+    return ""
+
+
+def decline(notes: Notes, number: int, rank: int, error: Exception) -> None:
+    """Say that this rank takes no part in a save: the others would wait for what it writes."""
+    notes.post(f"{number}/share/{rank}", {_FAILED: _words(error)})
+    if rank == 0:
+        for key in ("folder", "outcome"):
+            notes.post(f"{number}/{key}", {_FAILED: f"rank 0: {_words(error)}"})
+
+
+def _words(error: BaseException) -> str:
     return str(error) if isinstance(error, OSError | ValueError | RuntimeError) else repr(error)

@@ -7,6 +7,8 @@ import os
 import socket
 from pathlib import Path
 
+from kenotron_ckpt.folder import make
+
 LOCK = "writer.lock"
 
 
@@ -20,7 +22,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make(folder)
         self._handle: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             import fcntl
@@ -35,12 +37,19 @@ class FolderLock:
             ) from None
         except (OSError, ImportError):  # no locks here
             return
-        os.ftruncate(self._handle, 0)
-        os.pwrite(self._handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, it only has no name
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, holder.encode(), 0)
 
     def release(self) -> None:
         """Let others write. Harmless when done before."""
         handle, self._handle = self._handle, None
-        if handle is not None:
-            with contextlib.suppress(OSError):
-                os.close(handle)
+        if handle is None:
+            return
+        with contextlib.suppress(OSError, ImportError):  # forked children have the handle, too
+            import fcntl
+
+            fcntl.flock(handle, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(handle)

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,13 +59,17 @@ def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[R
 
 def fill(step_folder: Path, reads: Sequence[Read], threads: int = THREADS) -> None:
     """Carry out ``reads``; values are cast to the dtype of their target. Raises OSError."""
-    with ExitStack() as stack:
-        handles = {
-            name: stack.enter_context((step_folder / name).open("rb", buffering=0)).fileno()
-            for name in {read.piece.file for read in reads}
-        }
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(lambda read: _read(handles[read.piece.file], read), reads))
+    files: dict[str, list[Read]] = {}
+    for read in reads:
+        files.setdefault(read.piece.file, []).append(read)
+    with ThreadPoolExecutor(threads) as pool:  # so many files are open at a time, of thousands
+        jobs = [
+            pool.submit(_read_file, step_folder / name, own[first::threads])
+            for name, own in files.items()
+            for first in range(min(threads, len(own)))
+        ]
+        for job in jobs:
+            job.result()
 
 
 def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -84,6 +87,12 @@ def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
         reads.append(Read(piece, whole.dtype, everything, target))
     fill(step_folder, reads)
     return whole
+
+
+def _read_file(path: Path, reads: Sequence[Read]) -> None:
+    with path.open("rb", buffering=0) as file:
+        for read in reads:
+            _read(file.fileno(), read)
 
 
 def _read(handle: int, read: Read) -> None:

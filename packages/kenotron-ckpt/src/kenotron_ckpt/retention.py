@@ -13,11 +13,15 @@ from kenotron_ckpt.folder import (
     defect,
     is_verified,
     latest_step,
+    remove,
     steps_in,
     sweep,
     sync,
 )
 from kenotron_ckpt.protocol import Step, passed
+
+_UNMADE = f"{MANIFEST}.old.tmp"
+"""What was the manifest while a checkpoint is being removed: a temporary file to all others."""
 
 
 def prune(
@@ -36,20 +40,26 @@ def prune(
         busy: step folders of which it says True stay (they are being copied elsewhere).
 
     What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
-    verified: however many damaged ones follow, there is one to go back to. Half-written folders
-    and files of others are left alone. Raises ValueError unless both numbers are positive.
+    verified: however many damaged ones follow, there is one to go back to. Half-written folders,
+    links, and files of others are left alone; a removal that was cut off is finished. Raises
+    ValueError unless both numbers are positive.
     """
     check_kept(keep, keep_every)
     folder = Path(folder)
-    whole = [step for step in steps_in(folder) if defect(folder / str(step)) is None]
+    steps = steps_in(folder)
+    # Asked first: what is held now may be gone, by him who holds it, when it no longer is.
+    held = {step for step in steps if busy(folder / str(step))}
+    whole = [step for step in steps if defect(folder / str(step)) is None]
     verified = [step for step in whole if is_verified(folder / str(step))]
     stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
     if keep_every is not None:
         stay |= {step for step in whole if step % keep_every == 0}
-    doomed = [step for step in whole if step not in stay and not busy(folder / str(step))]
-    for step in doomed:
-        _remove(folder / str(step))
-    return doomed
+    rest = [folder / str(step) for step in whole if step not in stay | held]
+    doomed = [path for path in rest if not path.is_symlink()]
+    begun = [folder / str(step) for step in steps if _begun(folder / str(step))]
+    for path in [*begun, *doomed]:
+        remove_checkpoint(path)
+    return sorted(int(path.name) for path in [*begun, *doomed])
 
 
 def check_kept(keep: int | None, keep_every: int | None) -> None:
@@ -60,13 +70,20 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep_every = {keep_every}: it is a number of steps, at least 1")
 
 
-def _remove(step_folder: Path) -> None:
-    (step_folder / MANIFEST).unlink()  # from here on it is no checkpoint
-    sync(step_folder)
-    passed(Step.UNMADE)
-    sweep(step_folder)
+def _begun(step_folder: Path) -> bool:
+    """Whether a removal was cut off: what is left is nobody's, unlike a half-written folder."""
+    return (step_folder / _UNMADE).exists() and not (step_folder / MANIFEST).exists()
+
+
+def remove_checkpoint(step_folder: Path) -> None:
+    """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
+    if not _begun(step_folder):
+        (step_folder / MANIFEST).replace(step_folder / _UNMADE)  # from here on it is no checkpoint
+        sync(step_folder)
+        passed(Step.UNMADE)
     for name in (CONFIG, VERIFIED):
-        (step_folder / name).unlink(missing_ok=True)
+        remove(step_folder / name)
+    sweep(step_folder)  # the shards, and last what says that they may go
     with contextlib.suppress(OSError):  # somebody else's files
         step_folder.rmdir()
     passed(Step.OLD_REMOVED)

@@ -13,11 +13,11 @@ from typing import Any
 
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.job import Job
+from kenotron_ckpt.job import Job, decline, failure_of, work
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
-from kenotron_ckpt.share import FILE_BYTES, Plan, check_state, plan_share
+from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.together import on_first
 from kenotron_dist import Handle, Mesh, Notes
@@ -73,7 +73,7 @@ class Saver:
         on_commit: Callable[[Path], None] = lambda _: None,
         busy: Callable[[Path], bool] = lambda _: False,
     ) -> None:
-        _check(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
+        check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
         if on_failure not in ("warn", "report", "raise"):
             raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
@@ -85,7 +85,7 @@ class Saver:
         self._on_failure, self._on_commit = on_failure, on_commit
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
-        self._count = 0
+        self._count, self._closed = 0, False
         self._job: Job | None = None
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
@@ -94,7 +94,7 @@ class Saver:
         on_first(mesh, self._take_lock)
         self._notes = Notes(mesh, "save")
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name="saver", daemon=True).start()
+        threading.Thread(target=work, args=(self._jobs,), name="saver", daemon=True).start()
 
     def due(self, step: int) -> bool:
         """Whether ``maybe_save`` would save after this step."""
@@ -106,9 +106,13 @@ class Saver:
             self.save(step, *arguments, **options)
         return self.due(step)
 
-    def reserve(self, tensors: Tensors) -> None:
-        """Take the host memory for ``tensors`` now, so that the first save is as fast as others."""
-        self._arena.fit(self._planned(tensors, ()).parts, self._pool_bytes, self._pin)
+    def reserve(self, tensors: Tensors, volatile: Collection[str] = ()) -> None:
+        """Take the host memory for ``tensors`` now, so that the first save is as fast as others.
+
+        Arguments: those of ``save``. A save under way is waited for.
+        """
+        self.finish()
+        self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
 
     def save(
         self,
@@ -131,15 +135,22 @@ class Saver:
         ``wait`` (buffers of a model); transfers under way into the tensors, which are waited for
         before anything is copied.
 
-        Raises ValueError for arguments that cannot be saved, and SaveFailed (see the class).
+        Raises ValueError for arguments that cannot be saved (on the ranks that have them: on the
+        others the save fails), and SaveFailed (see the class); RuntimeError after ``close``.
         """
         begun = time.perf_counter()
+        self._check_open(step)
         self.finish()
         waited = time.perf_counter() - begun
-        for handle in pending:
-            handle.wait()
-        check_state(step, state, rank_state)
-        self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+        self._count += 1
+        try:
+            for handle in pending:
+                handle.wait()
+            check_state(step, state, rank_state)
+            self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+        except Exception as error:
+            decline(self._notes, self._count, self.mesh.rank, error)
+            raise
         self._blocked, self._waited = time.perf_counter() - begun, waited
         self._pace.begin(self._blocked)
 
@@ -187,9 +198,15 @@ class Saver:
         self._leave()
 
     def _leave(self) -> None:
+        self._closed = True
+        self._arena, self._plan = Arena(), None  # a cancelled save has what it needs of them
         self._jobs.put(None)
         if self._lock is not None:
             self._lock.release()
+
+    def _check_open(self, step: int) -> None:
+        if self._closed:
+            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
 
     def _take_lock(self) -> None:
         self._lock = FolderLock(self.folder)
@@ -218,14 +235,13 @@ class Saver:
         """Take the snapshot, and leave the rest to the thread."""
         begun = time.perf_counter()
         self._arena.fit(plan.parts, self._pool_bytes, self._pin)
-        self._count += 1
-        self._job = Job(
+        job = Job(
             number=self._count,
             step_folder=self.folder / str(step),
             mesh=self.mesh,
             notes=self._notes,
             plan=plan,
-            snapshot=Snapshot(plan.parts, self._arena, plan.urgent, self.mesh.device),
+            snapshot=Snapshot(plan.parts, self._arena, self.mesh.device),
             state=json.loads(json.dumps(state)),  # a copy: the caller may change its own
             rank_state=json.loads(json.dumps(rank_state)),
             config_text=config,
@@ -234,7 +250,9 @@ class Saver:
             after=self._follow_up,
             begun=begun,
         )
-        self._jobs.put(self._job)
+        self._job = job
+        self._jobs.put(job)
+        job.snapshot.wait(plan.urgent)
 
     def _hear(self, job: Job) -> None:
         """Note how the save under way ended."""
@@ -269,21 +287,13 @@ class Saver:
         if failure:
             raise SaveFailed(failure)
 
-    def _follow_up(self, step_folder: Path) -> list[int]:
-        """On rank 0, once a checkpoint stands: tell who asked, remove old ones."""
-        self._on_commit(step_folder)
-        if self._keep is None:
-            return []
-        return prune(self.folder, self._keep, self._keep_every, busy=self._busy)
-
-
-def _work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Body of the thread that saves."""
-    while (job := jobs.get()) is not None:
-        job.run()
-
-
-def _check(**numbers: int | None) -> None:
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ValueError(f"{name}: {number} was given; it must be at least 1")
+    def _follow_up(self, step_folder: Path) -> tuple[list[int], str]:
+        """On rank 0, after a commit: tell who asked, remove old ones; their steps, and troubles."""
+        keep, removed = self._keep, []
+        trouble = failure_of(lambda: self._on_commit(step_folder))
+        if keep is not None:
+            then = failure_of(
+                lambda: removed.extend(prune(self.folder, keep, self._keep_every, busy=self._busy))
+            )
+            trouble = "\n".join(filter(None, (trouble, then)))
+        return removed, trouble

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.folder import prepare, sweep
+from kenotron_ckpt.folder import CONFIG, MANIFEST, prepare, remove, sweep
 from kenotron_ckpt.index import FileEntry, Record
+from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.share import (
     FILE_BYTES,
     Plan,
@@ -63,8 +64,8 @@ def save(
     step_folder = Path(folder) / str(step)
     on_each(mesh, lambda: check_state(step, state, rank_state))
     plan = on_all(mesh, lambda: plan_share(tensors, mesh, file_bytes))
-    tag = on_first(mesh, lambda: prepare(step_folder))
     try:
+        tag = on_first(mesh, lambda: prepare(step_folder))
         shares = on_each(
             mesh, lambda: _write(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
         )
@@ -83,7 +84,10 @@ def discard(step_folder: Path) -> None:
     """After a failed save: give the space back. What cannot be removed now, the next save will."""
     with contextlib.suppress(OSError):
         sweep(step_folder)
+        if not (step_folder / MANIFEST).exists():
+            remove(step_folder / CONFIG)
         step_folder.rmdir()  # only when there is nothing else in it
+        passed(Step.DISCARDED)
 
 
 def _write(

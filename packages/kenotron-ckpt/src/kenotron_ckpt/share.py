@@ -137,3 +137,10 @@ def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:
             problems.append(f"{name} is not made of JSON values: {error}")
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Raise ValueError for a number below 1; None is none."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name}: {number} was given; it must be at least 1")

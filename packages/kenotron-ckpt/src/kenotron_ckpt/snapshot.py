@@ -20,19 +20,16 @@ from kenotron_ckpt.parts import Part
 class Snapshot:
     """Copies of all blocks of ``parts``; as many as the arena holds begin at once.
 
-    Arguments: the parts; where they go; how many of the first parts hold values that may change as
-    soon as this returns; the device that holds the values.
+    Arguments: the parts; where they go; the device that holds the values.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], arena: Arena, urgent: int, device: torch.device
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], arena: Arena, device: torch.device) -> None:
         self._parts, self._arena = parts, arena
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._events: dict[int, torch.Event] = {}
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._copied = 0
+        self._change = threading.Condition()
+        self._copied: set[int] = set()
+        self._ended = False
         if self._stream is not None:  # what was queued before must be done first
             self._stream.wait_stream(torch.accelerator.current_stream(device))
         self.hosts: dict[int, list[Tensor]] = {}
@@ -40,7 +37,6 @@ class Snapshot:
         """The parts whose copies have begun when this returns."""
         for index in self.first:
             self._copy(index)
-        self._hold(urgent)
 
     def ready(self, index: int) -> list[Tensor]:
         """The blocks of a part on the host, once its copy is done; the caller waits for it."""
@@ -60,18 +56,22 @@ class Snapshot:
         return following
 
     def end(self) -> None:
-        """No more copies will be made: somebody failed."""
-        self._ended.set()
+        """No more copies will be made: all are, or somebody failed."""
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
 
-    def wait(self) -> float:
-        """Return when the values may change; seconds that took.
+    def wait(self, parts: int | None = None) -> float:
+        """Return when the values of the first ``parts`` parts (None: of all) may change; seconds
+        that took.
 
         On an accelerator it is the device that waits for copies under way, not the caller.
         """
         begun = time.perf_counter()
-        if self._copied < len(self._parts):
-            self._ended.wait()
-        self._hold(len(self._parts))
+        wanted = range(len(self._parts) if parts is None else parts)
+        with self._change:
+            self._change.wait_for(lambda: self._ended or self._copied.issuperset(wanted))
+        self._hold(len(wanted))
         return time.perf_counter() - begun
 
     def _hold(self, parts: int) -> None:
@@ -94,7 +94,6 @@ class Snapshot:
                     torch._foreach_copy_(hosts, views, non_blocking=True)
                     self._events[index] = self._stream.record_event()
         self.hosts[index] = hosts
-        with self._lock:
-            self._copied += 1
-            if self._copied == len(self._parts):
-                self._ended.set()
+        with self._change:
+            self._copied.add(index)
+            self._change.notify_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar, cast
 
-from kenotron_dist import Mesh, broadcast_object, gather_objects
+from kenotron_dist import Mesh, Notes, broadcast_object, gather_objects
 
 T = TypeVar("T")
 
@@ -41,6 +41,23 @@ def on_first(mesh: Mesh, run: Callable[[], T]) -> T:
     """
     value, failure, error = _try(run) if mesh.rank == 0 else (None, None, None)
     value, failure = broadcast_object([value, failure], mesh.world)
+    if failure:
+        raise _error([failure]) from error
+    return cast(T, value)
+
+
+def on_first_at_length(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
+    """``on_first`` for work of any length, which ``name`` tells from other work.
+
+    The other ranks wait for a note: no communication is under way that could time out.
+    """
+    notes = Notes(mesh, name)
+    error: Exception | None = None
+    if mesh.rank == 0:
+        with mesh.pulse.busy(name):
+            value, failure, error = _try(run)
+        notes.post("outcome", [value, failure])
+    value, failure = notes.wait("outcome")
     if failure:
         raise _error([failure]) from error
     return cast(T, value)

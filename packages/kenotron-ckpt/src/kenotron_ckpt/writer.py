@@ -41,6 +41,7 @@ def write_part(folder: Path, stem: str, part: Part, hosts: Iterable[Tensor], ver
     with path.open("wb", buffering=0) as file:
         passed(Step.SHARD_OPENED)
         _write(file.fileno(), memoryview(part.header))
+        passed(Step.HEADER_WRITTEN)
         for host in hosts:
             checksums.append(xxh3_64_hexdigest(view := as_bytes(host)))
             _write(file.fileno(), view)

@@ -3,6 +3,51 @@
 from dataclasses import dataclass
 
 ROTARY_PARTS = 2  # a rotary embedding turns pairs of features
+ATTENTIONS = (
+    "sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring",
+    "llama3_ring_attention",
+)  # fmt: skip
+"""What may compute attention, under the names that Nanotron gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary positions are stretched for longer texts than a model was trained on.
+
+    Raises:
+        ValueError: one line for each problem: field, value given, what is needed.
+    """
+
+    factor: float
+    """Times by which wave lengths grow."""
+    rope_type: str = "llama3"
+    """`llama3`: long waves grow, short ones stay; `linear`: all grow."""
+    low_freq_factor: float = 1.0
+    """Of llama3: waves longer than the original length over this grow by the whole factor."""
+    high_freq_factor: float = 4.0
+    """Of llama3: waves shorter than the original length over this stay."""
+    original_max_position_embeddings: int = 8192
+    """Of llama3: longest text of the first training, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        if self.rope_type not in ("llama3", "linear"):
+            found.append(f"rope_type: {self.rope_type!r} was given; it must be llama3 or linear")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                found.append(f"{name}: {value} was given; it must be a finite number above 0")
+        if self.high_freq_factor <= self.low_freq_factor and self.rope_type == "llama3":
+            found.append(
+                f"high_freq_factor: {self.high_freq_factor} was given; it must be above "
+                f"low_freq_factor ({self.low_freq_factor})"
+            )
+        if (length := self.original_max_position_embeddings) < 1:
+            found.append(
+                f"original_max_position_embeddings: {length} was given; it must be at least 1"
+            )
+        if found:
+            raise ValueError("\n".join(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +88,8 @@ class LlamaConfig:
     """No effect: parallelism is chosen when the model is built, not by the model's sizes."""
     rms_norm_eps: float = 1e-6
     """Added to the mean square inside every RMSNorm."""
-    rope_scaling: dict[str, object] | None = None
-    """Stretching of rotary positions; must be None, not available yet."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of rotary positions; None: none."""
     rope_theta: float = 10000.0
     """Base of the rotary wave lengths."""
     rope_interleaved: bool = False
@@ -55,6 +100,14 @@ class LlamaConfig:
     """No effect: generation decides by itself whether it keeps keys and values."""
     vocab_size: int = 32000
     """Token numbers that exist, without padding."""
+    attention_bias: bool = False
+    """True: queries, keys and values have a bias."""
+    attn_implementation: str = "sdpa"
+    """What computes attention, one of ATTENTIONS; they differ in speed only."""
+    z_loss_enabled: bool = False
+    """True: the squared log of the softmax's sum is added to the loss (PaLM, arXiv 2204.02311)."""
+    z_loss_coefficient: float = 1e-4
+    """Weight of that term."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -82,11 +135,12 @@ def check(config: LlamaConfig) -> list[str]:
     Returns:
         One line for each problem, `field: value given; what is needed`; empty when all is well.
     """
-    sizes = _size_problems(config)
-    return [*sizes, *([] if sizes else _head_problems(config)), *_choice_problems(config)]
+    sizes = size_problems(config)
+    return [*sizes, *([] if sizes else head_problems(config)), *_choice_problems(config)]
 
 
-def _size_problems(config: LlamaConfig) -> list[str]:
+def size_problems(config: LlamaConfig) -> list[str]:
+    """Sizes that are not positive, constants that are not finite."""
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -105,7 +159,8 @@ def _size_problems(config: LlamaConfig) -> list[str]:
     ]
 
 
-def _head_problems(config: LlamaConfig) -> list[str]:
+def head_problems(config: LlamaConfig) -> list[str]:
+    """Heads that do not divide one another or the width."""
     heads, kv_heads, hidden = config.num_attention_heads, config.kv_heads, config.hidden_size
     found = []
     if heads % kv_heads:
@@ -130,11 +185,16 @@ def _choice_problems(config: LlamaConfig) -> list[str]:
     found = []
     if config.hidden_act != "silu":
         found.append(f"hidden_act: {config.hidden_act!r} was given; it must be 'silu'")
-    if config.rope_scaling is not None:
+    if config.attn_implementation not in ATTENTIONS:
         found.append(
-            f"rope_scaling: {config.rope_scaling} was given; scaling of rotary positions is not "
-            "available yet; set it to null"
+            f"attn_implementation: {config.attn_implementation!r} was given; it must be one of "
+            f"{', '.join(ATTENTIONS)}"
         )
-    if not config.is_llama_config:
+    if not 0 <= config.z_loss_coefficient < float("inf"):
+        found.append(
+            f"z_loss_coefficient: {config.z_loss_coefficient} was given; it must be finite and not "
+            "negative"
+        )
+    if type(config) is LlamaConfig and not config.is_llama_config:
         found.append("is_llama_config: false was given; it must be true, or be left out")
     return found

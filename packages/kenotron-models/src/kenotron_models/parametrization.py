@@ -9,19 +9,30 @@ from kenotron_dist.init import Constant, Initializer, Normal
 from kenotron_models.config import LlamaConfig
 
 
-def standard_init(config: LlamaConfig, std: float) -> Callable[[str], Initializer]:
-    """Norms 1; matrices N(0, std^2); the two that write to the residual stream std / sqrt(2L).
+def standard_init(
+    config: LlamaConfig, std: float, scaling: str = "NUM_LAYERS"
+) -> Callable[[str], Initializer]:
+    """Norms 1, biases 0, matrices N(0, std^2), with less for the two that write to the residual.
 
-    Returns the rule from a parameter's name to its initializer, for ``kenotron_dist.init``. The
-    scaled residual outputs are GPT-2's (Radford et al., 2019).
+    ``scaling``: their std is divided by the root of twice the number of layers (NUM_LAYERS, as in
+    GPT-2, Radford et al., 2019), of twice the layer's own number from 1 (LAYER_INDEX), or by
+    nothing (NONE).
+
+    Returns the rule from a parameter's name to its initializer, for ``kenotron_dist.init``. Raises
+    ValueError for another scaling.
     """
-    residual = Normal(std / math.sqrt(2 * config.num_hidden_layers))
+    if scaling not in ("NONE", "NUM_LAYERS", "LAYER_INDEX"):
+        raise ValueError(f"scaling {scaling!r}: it is NONE, NUM_LAYERS or LAYER_INDEX")
 
     def rule(name: str) -> Initializer:
         if name.endswith("norm.weight"):
             return Constant(1.0)
-        if name.endswith(("attention.out.weight", "mlp.down.weight")):
-            return residual
+        if name.endswith(".bias"):
+            return Constant(0.0)
+        if name.endswith(("attention.out.weight", "mlp.down.weight")) and scaling != "NONE":
+            index = int(name.removeprefix("layers.").split(".")[0]) + 1
+            depth = config.num_hidden_layers if scaling == "NUM_LAYERS" else index
+            return Normal(std / math.sqrt(2 * depth))
         return Normal(std)
 
     return rule

@@ -1,0 +1,69 @@
+"""What a config asks for that cannot be run yet. It loads and is checked all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron_models.config import LlamaConfig
+from kenotron_train.config import Config
+from kenotron_train.init_sections import RandomInitConfig
+from kenotron_train.sections import ModelConfig, ParallelismConfig
+
+TRAINING_DTYPES = ("float32", "bfloat16")
+
+
+def unavailable(config: Config) -> list[str]:
+    """Name all that a run of this config would need and there is not.
+
+    Returns:
+        One line for each, `key.path: what was given; what to do`; empty when it can be run.
+    """
+    found = [*_parallelism(config.parallelism), *_model(config.model), *_sections(config)]
+    return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
+
+
+_Lines = Iterator[tuple[str, str, str]]
+
+
+def _parallelism(section: ParallelismConfig) -> _Lines:
+    for name in ("expert_parallel_size", "context_parallel_size"):
+        if (size := getattr(section, name)) > 1:
+            yield f"parallelism.{name}", f"{size} was given; more than 1 is", "set it to 1"
+    for name in ("recompute_layer", "moe_layer_recompute"):
+        if getattr(section, name):
+            yield f"parallelism.{name}", "true was given; that is", "set it to false"
+
+
+def _model(section: ModelConfig) -> _Lines:
+    sizes, path = section.model_config, "model.model_config"
+    if type(sizes) is not LlamaConfig:
+        name = type(sizes).__name__.removesuffix("Config")
+        yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
+    else:
+        if sizes.rope_scaling is not None:
+            yield f"{path}.rope_scaling", "stretched positions are", "set it to null"
+        for name in ("attention_bias", "z_loss_enabled"):
+            if getattr(sizes, name):
+                yield f"{path}.{name}", "true was given; that is", "set it to false"
+    if not isinstance(section.init_method, RandomInitConfig):
+        yield "model.init_method", "weights that are not drawn normally are", "give std"
+    if section.dtype not in TRAINING_DTYPES:
+        advice = f"set it to {' or '.join(TRAINING_DTYPES)}"
+        yield "model.dtype", f"{section.dtype} was given; that is", advice
+
+
+def _sections(config: Config) -> _Lines:
+    if config.general.benchmark_csv_path is not None:
+        yield "general.benchmark_csv_path", "a table of speeds is", "set it to null"
+    if config.tokenizer.tokenizer_name_or_path is not None:
+        advice = "set it to null: text is read as bytes"
+        yield "tokenizer.tokenizer_name_or_path", "a tokenizer is", advice
+    for name, what in (
+        ("profiler", "profiles are"),
+        ("lighteval", "evaluations are"),
+        ("doremi", "learned weights of domains are"),
+    ):
+        if getattr(config, name) is not None:
+            yield name, what, "remove the section"
+    if config.metrics_logging is not None and config.metrics_logging.log_level > 0:
+        yield "metrics_logging.log_level", "figures of layers are", "set it to 0"

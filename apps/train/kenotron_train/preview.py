@@ -1,0 +1,158 @@
+"""What a config means, without training: layout, sizes and memory of every pipeline rank.
+
+Nothing is started and nothing is allocated: layers are built on torch's meta device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+
+from kenotron_dist import Axis
+from kenotron_models import build_decoder, layer_costs, parameter_count
+from kenotron_optim import MuonConfig, SGDConfig
+from kenotron_pp import Stages, simulate
+from kenotron_train.availability import unavailable
+from kenotron_train.config import Config, ignored_keys
+from kenotron_train.report import short
+from kenotron_train.yaml_config import dump_config
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """What one rank of a pipeline stage holds."""
+
+    layers: list[str]
+    parameters: int
+    """Parameters of the stage over tp."""
+    bytes_of: dict[str, int]
+    """Bytes by what they are for."""
+
+
+def preview(config: Config) -> str:
+    """The resolved config, then the layout, sizes, an estimate of memory, and what is ignored."""
+    sections = [dump_config(config).rstrip(), _layout(config)]
+    problems = unavailable(config)
+    if not problems:
+        sections.append(_memory(config))
+    sections += _notes("Ignored", ignored_keys(config))
+    sections += _notes("Warning", missing_paths(config))
+    sections += _notes("Cannot be run", problems)
+    return "\n\n".join(sections)
+
+
+def json_schema() -> str:
+    """A JSON schema of the config, for editors that complete and check YAML files."""
+    schema: dict[str, Any] = TypeAdapter(Config).json_schema()
+    return json.dumps(schema, indent=2)
+
+
+def stage_sizes(config: Config) -> list[StageSize]:
+    """What each pipeline rank holds in one of its tp and dp ranks."""
+    parallel, llama = config.parallelism, config.llama
+    axis = Axis("tp", 0, tuple(range(parallel.tp)))  # nobody communicates on meta
+    layers = build_decoder(
+        llama,
+        axis,
+        mode=parallel.mode,
+        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
+        dtype=getattr(torch, config.model.dtype),
+    )
+    stages = Stages.balanced(layers, layer_costs(llama), parallel.pp, parallel.schedule)
+    trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
+    found = []
+    for rank in range(parallel.pp):
+        own = stages.own(layers, rank)
+        count = sum(p.numel() for _, layer in own for p in layer.parameters())
+        decoders = sum(name.startswith("layers.") for name, _ in own)
+        live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
+        nbytes = _state_bytes(config, count)
+        nbytes["activations"] = int(live * decoders * _layer_activation(config))
+        if any(name == "head" for name, _ in own):
+            nbytes["logits"] = 2 * 4 * _microbatch_tokens(config) * llama.vocab_size // parallel.tp
+        found.append(StageSize([name for name, _ in own], count, nbytes))
+    return found
+
+
+def missing_paths(config: Config) -> list[str]:
+    """Paths that the config names and that are not there now: a run may be elsewhere."""
+    named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    for number, stage in enumerate(config.data_stages):
+        source = getattr(stage.data.dataset, "hf_dataset_or_datasets", None)
+        if isinstance(source, str) and ("/" in source or "." in source):
+            named[f"data_stages.{number}.data.dataset.hf_dataset_or_datasets"] = source
+    return [
+        f"{key}: {path} does not exist here"
+        for key, path in named.items()
+        if path and "://" not in path and not Path(path).exists()
+    ]
+
+
+def _state_bytes(config: Config, count: int) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer state for ``count`` parameters of a rank."""
+    optim = config.optimizer
+    width = getattr(torch, config.model.dtype).itemsize
+    share = config.parallelism.dp if optim.zero_stage else 1
+    rule = optim.optimizer_factory
+    states = 0 if isinstance(rule, SGDConfig) else 1 if isinstance(rule, MuonConfig) else 2
+    return {
+        "parameters": count * width,
+        "gradients": count * (4 if optim.accumulate_grad_in_fp32 else width),
+        "fp32 masters": 0 if width == 4 else count * 4 // share,
+        "optimizer": states * count * 4 // share,
+    }
+
+
+def _microbatch_tokens(config: Config) -> int:
+    return config.tokens.micro_batch_size * config.tokens.sequence_length
+
+
+def _layer_activation(config: Config) -> int:
+    """Bytes that one decoder layer keeps of a micro-batch: inputs of its products and norms.
+
+    Six tensors of the hidden size, of which four are cut under sequence parallelism, queries, keys
+    and values, and three of the feed-forward's width, which tp cuts.
+    """
+    llama, parallel = config.llama, config.parallelism
+    width = getattr(torch, config.model.dtype).itemsize
+    cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
+    heads = llama.num_attention_heads + 2 * llama.kv_heads
+    features = 6 * llama.hidden_size / cut
+    features += (heads * llama.head_dim + 3 * llama.intermediate_size) / parallel.tp
+    return int(_microbatch_tokens(config) * features * width)
+
+
+def _layout(config: Config) -> str:
+    sizes = config.parallelism
+    lines = [
+        f"Layout: {config.world_size} processes = dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}; "
+        f"rank = (pp * {sizes.dp} + dp) * {sizes.tp} + tp",
+        f"Global batch: {config.global_batch_size} samples, {config.global_batch_tokens:,} tokens; "
+        f"{config.tokens.train_steps:,} steps, "
+        f"{short(config.global_batch_tokens * config.tokens.train_steps)} tokens in all",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(config: Config) -> str:
+    lines = [f"Parameters: {parameter_count(config.llama):,}"]
+    for rank, stage in enumerate(stage_sizes(config)):
+        parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
+        names = f"{stage.layers[0]} ... {stage.layers[-1]}"
+        lines.append(
+            f"pp rank {rank}: {names}, {stage.parameters:,} parameters a rank; about "
+            f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
+            "transfers and of the allocator not counted)"
+        )
+    return "\n".join(lines)
+
+
+def _notes(title: str, lines: list[str]) -> list[str]:
+    return ["\n".join(f"{title}: {line}" for line in lines)] if lines else []

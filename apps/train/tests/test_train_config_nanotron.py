@@ -1,0 +1,240 @@
+"""The shapes of Nanotron's and Kénotron's files: all load; what cannot be run says so, once."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from kenotron_models.config import LlamaConfig
+from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
+from kenotron_models.config_qwen2 import Qwen2Config
+from kenotron_models.config_starcoder2 import Starcoder2Config
+from kenotron_train.availability import unavailable
+from kenotron_train.init_sections import ExistingCheckpointInitConfig, MambaInitConfig
+from kenotron_train.loop import train
+from kenotron_train.preview import json_schema, preview, stage_sizes
+from kenotron_train.yaml_config import ConfigError, dump_config, parse_config
+
+BASE = yaml.safe_load(Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8"))
+ADAM = {"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}
+
+
+def parse(changes, drop=()):
+    """The base file with some sections' keys replaced; ``drop`` are dotted keys to leave out."""
+    data = json.loads(json.dumps(BASE))
+    for path, value in changes.items():
+        *parents, name = path.split(".")
+        owner = data
+        for part in parents:
+            owner = owner[part]
+        owner[name] = value
+    for path in drop:
+        *parents, name = path.split(".")
+        owner = data
+        for part in parents:
+            owner = owner[part]
+        del owner[name]
+    return parse_config(yaml.safe_dump(data), "c.yaml")
+
+
+QWEN = {
+    "is_qwen2_config": True, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 300, "rope_theta": 100000,
+    "_attn_implementation": "flash_attention_2", "_fused_rms_norm": True, "_use_qkv_packed": True,
+    "_fused_rotary_emb": True, "_use_doc_masking": True, "flex_attention_mask": None,
+    "sliding_window_size": 20, "no_rope_layer": 2, "z_loss_enabled": False,
+    "z_loss_coefficient": 0.0001, "attention_bias": True, "pad_token_id": None,
+}  # fmt: skip
+MAMBA = {
+    "is_mamba_config": True, "d_model": 64, "num_hidden_layers": 2, "vocab_size": 300,
+    "dtype": "bfloat16", "fused_add_norm": True, "pad_token_id": None, "rms_norm": True,
+    "pad_vocab_size_multiple": 8, "residual_in_fp32": True, "rms_norm_eps": 1e-5,
+    "ssm_cfg": {"dt_rank": "auto", "d_state": 16, "bias": False, "dt_init": "random"},
+}  # fmt: skip
+LLAMOE = {
+    "is_llamoe_config": True, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300,
+    "num_hidden_layers": 2, "intermediate_size": 64, "moe_num_experts": 4, "rope_scaling": None,
+    "num_experts_per_tok": 2, "moe_capacity_factor": 1,
+}  # fmt: skip
+STARCODER = {
+    "is_starcoder2_config": True, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300,
+    "num_hidden_layers": 2, "grouped_query": True, "num_kv_heads": 2, "sliding_window_size": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "kind"),
+    [
+        (QWEN, Qwen2Config),
+        (QWEN | {"moe_config": {"num_experts": 8, "top_k": 1, "layers": [-1]}}, Qwen2Config),
+        (MAMBA, MambaModelConfig),
+        (LLAMOE, LlaMoEConfig),
+        (STARCODER, Starcoder2Config),
+        ({"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300}, LlamaConfig),
+    ],
+)
+def test_models_are_told_apart_by_their_marker(sizes, kind):
+    config = parse({"model.model_config": sizes})
+    assert type(config.model.model_config) is kind
+    assert parse_config(dump_config(config), "again") == config
+    problems = unavailable(config)
+    assert (not any("model_config" in line for line in problems)) == (kind is LlamaConfig)
+    assert all(line.count("\n") == 0 for line in problems)
+
+
+def test_keys_with_an_underscore_mean_those_without():
+    sizes = parse({"model.model_config": QWEN}).model.model_config
+    assert isinstance(sizes, Qwen2Config)
+    assert (sizes.attn_implementation, sizes.use_doc_masking) == ("flash_attention_2", True)
+    assert sizes.rope_theta == 1e5
+
+
+def test_flat_adam_keys_are_its_factorys():
+    flat = parse(
+        {f"optimizer.{name}": value for name, value in ADAM.items()},
+        drop=["optimizer.optimizer_factory"],
+    )
+    assert flat == parse({"optimizer.optimizer_factory": ADAM | {"name": "adamW"}})
+
+
+def test_top_level_data_is_one_stage():
+    config = parse({"data": BASE["data_stages"][0]["data"]}, drop=["data_stages"])
+    assert [stage.start_training_step for stage in config.data_stages] == [1]
+
+
+def test_top_level_datastates_chooses_the_engine():
+    pool = {"host_cache_size": 2, "parser_threads": 3, "pin_host_cache": False}
+    config = parse({"datastates": pool})
+    assert config.checkpoints.checkpointing_engine == "datastates"
+    assert config.checkpoints.datastates.parser_threads == 3
+    named = parse(
+        {"checkpoints.datastates": pool, "checkpoints.checkpointing_engine": "DATASTATES"}
+    )
+    assert named == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"data": {"seed": 1, "dataset": None}}, "data: data_stages is given, too; keep one"),
+        ({"optimizer.adam_eps": 1}, "optimizer.adam_eps: optimizer.optimizer_factory is given"),
+        (
+            {"datastates": {}, "checkpoints.datastates": {}},
+            "datastates: checkpoints.datastates is given, too; keep one",
+        ),
+    ],
+)
+def test_what_is_said_twice_is_reported(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse(changes)
+
+
+def test_old_names_of_keys_mean_the_new_ones():
+    config = parse(
+        {"model.model_config.interleaved_rotary": True, "parallelism.moe_layer_recompute": False},
+        drop=["model.model_config.rope_interleaved"]
+        if "rope_interleaved" in BASE["model"]["model_config"]
+        else [],
+    )
+    assert config.llama.rope_interleaved
+
+
+SECTIONS = [
+    ("profiler", {"profiler_export_path": "p", "wait": 1, "warmup": 1, "active": 1}),
+    (
+        "lighteval",
+        {
+            "slurm_template": "t.jinja", "slurm_script_dir": "s", "checkpoints_path": None,
+            "parallelism": {"dp": 8, "pp": 1, "tp": 1, "pp_engine": "1f1b"}, "batch_size": 16,
+            "generation": None, "wandb": {"wandb_project": "x", "wandb_entity": None},
+            "tasks": {"tasks": "a|b|0", "dataset_loading_processes": 4, "max_samples": 1000},
+            "logging": {"local_output_path": "o", "hub_repo_results": None},
+        },
+    ),
+    (
+        "lighteval",
+        {
+            "slurm": {"gpus_per_node": 8, "partition": "p", "time": "1:00:00"}, "eval_interval": 5,
+            "generation": {"greedy": {"temperature": 0.0}, "cold": {"top_k": 3, "seed": 1}},
+        },
+    ),
+    ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
+    ("metrics_logging", {"log_level": 1, "log_detail_interval": 5}),
+    ("general.benchmark_csv_path", "speeds.csv"),
+    ("model.init_method", {"path": "a/checkpoint"}),
+    ("model.init_method", {"use_mup": True}),
+    ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
+    ("parallelism.expert_parallel_size", 2),
+    ("parallelism.context_parallel_size", 2),
+    ("parallelism.recompute_layer", True),
+    ("model.dtype", "FLOAT16"),
+    ("model.model_config.rope_scaling", {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+        "original_max_position_embeddings": 8192,
+    }),
+    ("model.model_config.z_loss_enabled", True),
+    ("tokenizer.tokenizer_name_or_path", "gpt2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), SECTIONS)
+def test_what_is_not_there_yet_loads_and_says_so_in_one_sentence(path, value):
+    config = parse({path: value})
+    assert parse_config(dump_config(config), "again") == config
+    (line,) = unavailable(config)
+    assert line.startswith(path)
+    assert "not available yet; " in line
+    assert f"Cannot be run: {line}" in preview(config)
+    with pytest.raises(ValueError, match="not available yet"):
+        train(None, config)  # before anything is built
+
+
+def test_kinds_of_init_are_told_apart_by_their_keys():
+    assert isinstance(
+        parse({"model.init_method": {"path": "p"}}).model.init_method, ExistingCheckpointInitConfig
+    )
+    assert isinstance(
+        parse({"model.init_method": {"initializer_range": 0.1}}).model.init_method, MambaInitConfig
+    )
+
+
+def test_sections_without_effect_at_their_level_are_no_problem():
+    assert unavailable(parse({"metrics_logging": {"log_level": 0}})) == []
+    assert unavailable(parse({"model.init_method.scaling_method": "layer_index"})) == []
+
+
+def test_a_profile_must_fit_into_the_training():
+    with pytest.raises(ConfigError, match=r"profiler.skip_first: 3 was given; .* needs 33 steps"):
+        parse({"profiler": {"profiler_export_path": "p", "active": 28}})
+
+
+def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):
+    app = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(app), "--check", "--set", "parallelism.dp=100"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True,
+    )  # fmt: skip
+    assert "Layout: 200 processes = dp 100 x pp 1 x tp 2" in done.stdout
+    assert "pp rank 0: embedding ... head, 402,816 parameters a rank" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_of_stages_add_up_to_the_model():
+    config = parse({"parallelism.pp": 2, "parallelism.tp": 2, "parallelism.pp_engine": "AFAB"})
+    stages = stage_sizes(config)
+    names = [name for stage in stages for name in stage.layers]
+    assert names == ["embedding", "layers.0", "layers.1", "norm", "head"]
+    assert all(size >= 0 for stage in stages for size in stage.bytes_of.values())
+
+
+def test_paths_that_are_not_here_are_warnings(tmp_path):
+    text = preview(parse({"checkpoints.resume_checkpoint_path": str(tmp_path / "none")}))
+    assert "Warning: checkpoints.resume_checkpoint_path: " in text
+
+
+def test_the_schema_names_every_section():
+    schema = json.loads(json_schema())
+    assert {"general", "model", "data_stages", "lighteval", "doremi"} <= set(schema["properties"])

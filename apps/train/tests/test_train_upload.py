@@ -1,0 +1,139 @@
+"""The app with checkpoints in an S3 store: uploads beside the training, resuming from them."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import urllib.request
+from pathlib import Path
+
+import pytest
+import runs
+from moto.server import ThreadedMotoServer
+
+from kenotron_dist import Mesh
+from kenotron_train.loop import train
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+BUCKET = "runs"
+URL = f"s3://{BUCKET}/tiny"
+STEPS = {"tokens__train_steps": 4, "checkpoints__checkpoint_interval": 2}
+S5CMD = "s5cmd_numworkers: 8, s5cmd_concurrency: 4, s5cmd_path: /opt/s5cmd"
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    started = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    started.start()
+    yield "http://{}:{}".format(*started.get_host_and_port())
+    started.stop()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    """An empty bucket; the processes that the test starts know where it is."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "test-key",
+        "AWS_SECRET_ACCESS_KEY": "test-secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_ENDPOINT_URL": server,
+    }.items():
+        monkeypatch.setenv(name, value)
+    ask(server, "POST", "moto-api/reset")
+    ask(server, "PUT", BUCKET)
+    return server
+
+
+def ask(server, method, path):
+    request = urllib.request.Request(f"{server}/{path}", method=method)
+    request.add_header("Authorization", "AWS4-HMAC-SHA256 Credential=test-key/x/us-east-1/s3/y")
+    with urllib.request.urlopen(request) as reply:
+        return reply.read()
+
+
+def settings(folder: Path, url: str, upload: str, **changes: object) -> list[str]:
+    section = f"{{upload_s3_path: '{url}', {upload}}}"
+    return runs.arguments(folder, s3_upload=section, **STEPS, **changes)
+
+
+def train_here(flags: list[str]) -> list[float]:
+    """The losses of a run in this process: a new one takes seconds to start."""
+    config = load_config(DEFAULT_CONFIG, flags[1::2])
+    return [result.loss for result in train(Mesh.connect(), config)]
+
+
+def test_a_run_goes_on_from_its_copy_as_if_never_stopped(s3, tmp_path, capfd):
+    folder = tmp_path / "checkpoints"
+    whole = train_here(settings(tmp_path, URL, f"remove_after_upload: true, {S5CMD}"))
+    said = capfd.readouterr().out
+    assert "Ignored: s3_upload.s5cmd_numworkers: 8 has no effect: the training process" in said
+    assert "Ignored: s3_upload.s5cmd_concurrency: 4 has no effect" in said
+    assert "Ignored: s3_upload.s5cmd_path: /opt/s5cmd has no effect" in said
+    for step in (2, 4):
+        assert f"Uploaded checkpoint {URL}/{step} in " in said
+        assert not (folder / str(step)).exists()
+    assert ask(s3, "GET", f"{BUCKET}/tiny/latest.txt") == b"4"
+    shutil.rmtree(folder)
+
+    resume = {"checkpoints__resume_checkpoint_path": f"{URL}/2"}
+    rest = train_here(settings(tmp_path, URL, "remove_after_upload: false", **resume))
+    said = capfd.readouterr().out
+    assert f"Resumed after step 2 from {folder}/2; downloaded from {URL}/2 (" in said
+    assert len(whole) == 4 and rest == whole[2:]
+    assert f"Uploaded checkpoint {URL}/4 in " in said  # the same step, saved once more
+
+
+def test_the_same_command_restarts_a_job_of_two_ranks_without_its_folder(s3, tmp_path, capfd):
+    folder = tmp_path / "checkpoints"
+    resume = {"checkpoints__resume_checkpoint_path": folder}
+    flags = settings(tmp_path, URL, "remove_after_upload: true", **resume)
+    train_here([*flags, "--set", "tokens.train_steps=2"])
+    assert f"No checkpoint in {folder} yet: the run starts afresh" in capfd.readouterr().out
+    shutil.rmtree(folder)
+    flags += ["--set", "parallelism.dp=2", "--set", "tokens.micro_batch_size=1"]
+    again = runs.train(tmp_path, *flags)
+    assert again.returncode == 0, again.stderr
+    assert f"Resumed after step 2 from {folder}/2; downloaded from {URL} (" in again.stdout
+    assert f"Uploaded checkpoint {URL}/4 in " in again.stdout
+    assert [step["step"] for step in runs.metrics(tmp_path)] == [3, 4]
+
+
+def test_a_bucket_that_is_missing_ends_the_run_before_its_first_step(s3, tmp_path):
+    absent = "s3://absent/run"
+    for resume in (None, absent):
+        resumed = {} if resume is None else {"checkpoints__resume_checkpoint_path": resume}
+        with pytest.raises(OSError, match=f"{absent}: The specified bucket does not exist; make"):
+            train_here(settings(tmp_path, absent, "remove_after_upload: true", **resumed))
+
+
+def test_a_store_that_fails_costs_no_step_and_no_checkpoint(tmp_path, capfd):
+    store, folder = tmp_path / "store", tmp_path / "checkpoints"
+    store.mkdir()
+    (store / "4").write_text("a file where the folder of a step should be")
+    assert len(train_here(settings(tmp_path, f"file://{store}", "remove_after_upload: true"))) == 4
+    said = capfd.readouterr().out
+    assert f"[ERROR|DP=0|PP=0|TP=0]: checkpoint 4 has no complete copy in file://{store}/4" in said
+    assert f"resume with checkpoints.resume_checkpoint_path: {folder} to send the rest" in said
+    assert (store / "2/manifest.json").exists() and not (folder / "2").exists()
+    assert (folder / "4/manifest.json").exists()
+
+    (store / "4").unlink()
+    resume = {"checkpoints__resume_checkpoint_path": folder}
+    train_here(settings(tmp_path, f"file://{store}", "remove_after_upload: true", **resume))
+    assert "nothing is left to do" in capfd.readouterr().out
+    assert (store / "4/manifest.json").exists() and not (folder / "4").exists()
+    assert (store / "latest.txt").read_text() == "4"
+
+
+def test_what_is_newer_here_is_resumed_from_here(tmp_path, capfd):
+    store, folder = f"file://{tmp_path}/store", tmp_path / "checkpoints"
+    keep = "remove_after_upload: false"
+    train_here([*settings(tmp_path, store, keep), "--set", "tokens.train_steps=2"])
+    train_here([*settings(tmp_path, store, keep), "--set", "s3_upload=null"])
+    resume = {"checkpoints__resume_checkpoint_path": folder}
+    train_here(settings(tmp_path, store, keep, **resume))
+    said = capfd.readouterr().out
+    assert f"Resumed after step 4 from {folder}/4; nothing is left to do" in said
+    assert f"Uploaded checkpoint {store}/4 in " in said

@@ -1,0 +1,213 @@
+"""A folder of a remote store: whole files in, ranges of files out, every call retried.
+
+The only file of the package that knows fsspec, which is imported when the first URL is opened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TRIES = 4
+"""How often a call is made before it has failed."""
+PAUSE = 1.0
+"""Seconds before the second try; each further pause is twice as long."""
+RANGE_BYTES = 1 << 24
+"""Bytes asked for at a time when a file is read."""
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {  # parts of 50 MiB, this many of a file in memory at a time
+        "max_concurrency": 2,
+        "config_kwargs": {
+            "connect_timeout": 10,
+            "read_timeout": 60,
+            "retries": {"mode": "standard", "total_max_attempts": 2},
+        },
+    },
+    "file": {"auto_mkdir": True},
+}
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_LASTING += (TypeError, ValueError, AttributeError)
+
+
+class RemoteError(OSError):
+    """What a store answered in the end, with the URL and what to do about it."""
+
+    def __init__(self, text: str, *, missing: bool = False, damaged: bool = False) -> None:
+        super().__init__(text)
+        self.missing = missing
+        """Whether the store works, and there is nothing at the URL."""
+        self.damaged = damaged
+        """Whether the store works, and its own checksum says that the bytes have changed."""
+
+
+def is_url(path: str | Path) -> bool:
+    """Whether ``path`` is a URL (``s3://bucket/run``) and no local path."""
+    return isinstance(path, str) and bool(path.partition("://")[1])
+
+
+class Remote:
+    """A folder at a URL that fsspec knows. May be used by several threads at once."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        tries: int = TRIES,
+        pause: float = PAUSE,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Open ``url``; nothing is sent yet.
+
+        Arguments: the URL; how often a call is tried; seconds before the second try; what fsspec's
+        file system takes (``endpoint_url``, ``key``, ...), beside what the environment says.
+        Raises ValueError when it is no URL, or of a kind for which nothing is installed.
+        """
+        self.url = url.rstrip("/")
+        self._tries, self._pause = tries, pause
+        if not is_url(self.url) or not self.url.partition("://")[2]:
+            raise ValueError(f"{url!r} was given; it must be a URL such as s3://bucket/run")
+        self._store, root = _open(self.url, options or {})
+        self._root = str(root).rstrip("/")
+
+    def at(self, path: str = "") -> str:
+        """The URL of a path in the folder."""
+        return f"{self.url}/{path}" if path else self.url
+
+    def listing(self, path: str = "") -> dict[str, int | None]:
+        """What is right below a folder: name to bytes, or None for a folder. No folder, no names.
+
+        Raises RemoteError.
+        """
+        here = self._full(path)
+        try:
+            entries = self._call(path, lambda: self._store.ls(here, detail=True))
+        except RemoteError as error:
+            if error.missing:
+                return {}
+            raise
+        names = {entry["name"].rstrip("/"): entry for entry in entries}
+        return {
+            name.rpartition("/")[2]: None if entry["type"] == "directory" else int(entry["size"])
+            for name, entry in names.items()
+            if name != here
+        }
+
+    def read_text(self, path: str) -> str | None:
+        """The text of a file in UTF-8 (other bytes are replaced); None when there is none.
+
+        Raises RemoteError.
+        """
+        try:
+            data = self._call(path, lambda: self._store.cat_file(self._full(path)))
+        except RemoteError as error:
+            if error.missing:
+                return None
+            raise
+        return data.decode(errors="replace")
+
+    def write_text(self, path: str, text: str) -> None:
+        """Give a file a text at one stroke: readers see the old text or the new, never a part."""
+        full = self._full(path)
+        if "file" not in _protocols(self._store):
+            self._call(path, lambda: self._store.pipe_file(full, text.encode()))
+            return
+        self._call(path, lambda: self._store.pipe_file(f"{full}.tmp", text.encode()))
+        self._call(path, lambda: self._store.mv(f"{full}.tmp", full))
+
+    def send(self, path: str, file: Path, moved: Callable[[], None] = lambda: None) -> None:
+        """Copy a local file; ``moved`` is called whenever some of it has arrived."""
+        from fsspec.callbacks import Callback
+
+        watch = Callback(hooks={"moved": lambda *_, **__: moved()})
+        full = self._full(path)
+        self._call(path, lambda: self._store.put_file(str(file), full, callback=watch))
+
+    def ranges(self, path: str, begin: int, end: int) -> Iterator[bytes]:
+        """Bytes from ``begin`` to before ``end``, in order, some at a time; fewer if it ends."""
+        full = self._full(path)
+        while begin < end:
+            stop = min(begin + RANGE_BYTES, end)
+            data = self._call(path, _range_of(self._store, full, begin, stop))
+            if not data:
+                return
+            yield data
+            begin += len(data)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        try:
+            self._call(path, lambda: self._store.rm_file(self._full(path)))
+        except RemoteError as error:
+            if not error.missing:
+                raise
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _call(self, path: str, run: Callable[[], T]) -> T:
+        """Run a call, again after a pause where that may help. Raises RemoteError."""
+        for left in reversed(range(self._tries)):
+            try:
+                return run()
+            except Exception as error:
+                if not left or _lasts(error):
+                    raise _explained(self.at(path), error) from error
+            time.sleep(self._pause * 2 ** (self._tries - 1 - left))
+        raise ValueError(f"tries = {self._tries}: there must be at least 1")
+
+
+def _range_of(store: Any, path: str, begin: int, end: int) -> Callable[[], bytes]:
+    return lambda: store.cat_file(path, start=begin, end=end)
+
+
+def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """The file system and the path in it that a URL means."""
+    scheme = url.partition("://")[0]
+    # A file system of our own: a cached one would keep credentials that have changed since.
+    own = {"use_listings_cache": False, "skip_instance_cache": True}
+    given = {**_OPTIONS.get(scheme, {}), **own, **options}
+    try:
+        from fsspec.core import url_to_fs
+
+        return url_to_fs(url, **given)
+    except ImportError as error:
+        raise ValueError(
+            f"{url} needs a library that is not installed ({error}): "
+            "pip install 'kenotron-ckpt[s3]' brings fsspec and s3fs"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{url} cannot be opened: {error}") from error
+
+
+def _protocols(store: Any) -> tuple[str, ...]:
+    return (store.protocol,) if isinstance(store.protocol, str) else tuple(store.protocol)
+
+
+def _lasts(error: Exception) -> bool:
+    """Whether the same call would fail again."""
+    return isinstance(error, _LASTING) or "Credentials" in type(error).__name__
+
+
+def _explained(url: str, error: Exception) -> RemoteError:
+    """A store's error as a sentence with the URL and the fix."""
+    text, name = str(error) or repr(error), type(error).__name__
+    if isinstance(error, FileNotFoundError):
+        if "bucket" not in text.lower():
+            return RemoteError(f"{url}: nothing is there", missing=True)
+        return RemoteError(f"{url}: {text}; make the bucket, or correct the URL")
+    if "Checksum" in name:
+        return RemoteError(f"{url}: its bytes have changed ({text})", damaged=True)
+    if isinstance(error, PermissionError):
+        advice = "check the credentials, and that they may list, read, write and delete there"
+    elif "Credentials" in name:
+        advice = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+    elif "Connect" in name or "Endpoint" in name:
+        advice = "the store cannot be reached: check the network, and AWS_ENDPOINT_URL if it is set"
+    else:
+        advice = "see whether the store works, and try again"
+    return RemoteError(f"{url}: {name}: {text}; {advice}")

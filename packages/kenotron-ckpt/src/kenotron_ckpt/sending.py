@@ -1,0 +1,222 @@
+"""One checkpoint to a remote folder, by steps that may end at any moment and be taken up again.
+
+In the remote step folder lie, in this order of writing: ``uploading.txt``, which says of which
+manifest the files are that follow; the shards and ``config.yaml``; ``manifest.json``, which makes
+it a checkpoint. A file that lies there with its length is not sent again if ``uploading.txt`` was
+of the same manifest, or the manifest that stands there says the same of its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+
+from kenotron_ckpt.checksums import file_faults
+from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS
+from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
+from kenotron_ckpt.received import Received, pieces_by_file
+from kenotron_ckpt.remote import Remote, RemoteError
+from kenotron_ckpt.threads import in_parallel
+
+INTENT = "uploading.txt"
+"""Holds the checksum of the manifest whose files are being sent."""
+_TRIES = 3
+
+
+class Stopped(Exception):
+    """The upload was told to end."""
+
+
+class _Again(Exception):
+    """What was found asks for the upload to be taken up from its beginning."""
+
+
+class Sending:
+    """The upload of one checkpoint."""
+
+    def __init__(
+        self,
+        remote: Remote,
+        step_folder: Path,
+        *,
+        latest: bool,
+        read_back: bool,
+        threads: int,
+        moved: Callable[[], None] = lambda: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Arguments: the remote run folder; the local step folder; whether ``latest.txt`` shall
+        name it; whether to compare remote bytes; how many files are sent at a time; called
+        whenever something has arrived; asked before each file whether to go on.
+        """
+        self._remote, self._folder, self._step = remote, step_folder, step_folder.name
+        self._latest, self._read_back, self._threads = latest, read_back, threads
+        self._moved, self._stopped = moved, stopped
+        self._text = ""
+        self.bytes = 0
+        """Length of the checkpoint's files, once ``run`` knows it."""
+        self.sent: list[int] = []
+        """Lengths of the files that were sent."""
+
+    def run(self) -> None:
+        """Send what is missing, commit, and compare.
+
+        On return the remote checkpoint is complete, its manifest is the local one, and all files
+        have their lengths (and checksums, with ``read_back``). Raises RemoteError, OSError,
+        ValueError when the local checkpoint is damaged, Stopped.
+        """
+        for left in reversed(range(_TRIES)):
+            try:
+                self._text = self._local_text()
+                self._send(Manifest.from_json(self._text))
+                return
+            except _Again as reason:
+                if not left:
+                    raise OSError(f"{self._remote.at(self._step)}: {reason}") from None
+            except (OSError, ValueError) as error:
+                if not left or not self.changed():
+                    raise
+                del error  # it was saved once more: what was to be sent is gone
+
+    def changed(self) -> bool:
+        """Whether the local checkpoint is no longer the one that was sent, but another one."""
+        with contextlib.suppress(OSError):
+            return self._local_text() != self._text
+        return False
+
+    def _send(self, manifest: Manifest) -> None:
+        there = self._remote.listing(self._step)
+        standing = self._remote.read_text(self._at(MANIFEST)) if MANIFEST in there else None
+        due = {name: entry.bytes for name, entry in manifest.files.items()}
+        if manifest.config is not None:
+            due[CONFIG] = (self._folder / CONFIG).stat().st_size
+        self.bytes = sum(due.values())
+        if standing != self._text:
+            there = self._begin(manifest, there, standing)
+        missing = [name for name, size in due.items() if there.get(name) != size]
+        missing.sort(key=lambda name: -due[name])
+        pieces = pieces_by_file(manifest)
+
+        def send(name: str) -> None:
+            self._go_on()
+            if name in pieces:
+                self._check(name, manifest.files[name], pieces[name])
+            self._remote.send(self._at(name), self._folder / name, self._moved)
+            self.sent.append(due[name])
+
+        in_parallel(send, missing, self._threads)
+        if self._read_back:
+            self._compare_bytes(manifest, pieces)
+        if self.changed():
+            raise _Again("the checkpoint was saved once more while it was uploaded")
+        if standing != self._text:
+            self._remote.write_text(self._at(MANIFEST), self._text)
+        self._compare(due)
+        self._point()
+        self._sweep(manifest)
+
+    def _begin(
+        self, manifest: Manifest, there: Mapping[str, int | None], standing: str | None
+    ) -> dict[str, int | None]:
+        """Make room; returns the remote files that are known to be what shall be sent.
+
+        The checkpoint that stands there remains one unless a file of its own must be replaced.
+        """
+        seal = seal_of(self._text)
+        if INTENT in there and self._remote.read_text(self._at(INTENT)) == seal:
+            return dict(there)
+        old = _readable(standing)
+        known = _contents(old) if old else {}
+        same = {
+            name: there.get(name)
+            for name, content in _contents(manifest).items()
+            if known.get(name) == content
+        }
+        in_the_way = [name for name in manifest.files if name in there and name not in same]
+        if standing is not None and (not old or not set(old.files).isdisjoint(in_the_way)):
+            self._remote.remove(self._at(MANIFEST))
+        for name in in_the_way:
+            self._remote.remove(self._at(name))
+        self._remote.write_text(self._at(INTENT), seal)
+        return same
+
+    def _check(self, name: str, entry: FileEntry, pieces: list[Piece]) -> None:
+        faults = file_faults(self._folder / name, entry, pieces)
+        if faults:
+            raise ValueError(
+                f"{self._folder} is damaged and was not uploaded: {'; '.join(faults[:3])}"
+            )
+
+    def _compare_bytes(self, manifest: Manifest, pieces: Mapping[str, list[Piece]]) -> None:
+        """Read every remote file; one that is not what was written is removed."""
+        found: list[str] = []
+
+        def read(name: str) -> None:
+            entry = manifest.files[name]
+            received = Received(name, entry, pieces[name])
+            try:
+                for data in self._remote.ranges(self._at(name), 0, entry.bytes):
+                    self._go_on()
+                    received.feed(data)
+                faults = received.faults()
+            except RemoteError as error:
+                if not error.damaged:
+                    raise
+                faults = [str(error)]
+            if faults:
+                found.extend(faults)
+                self._remote.remove(self._at(MANIFEST))
+                self._remote.remove(self._at(name))
+
+        in_parallel(read, manifest.files, self._threads)
+        if found:
+            raise _Again(f"what arrived is not what was sent: {'; '.join(sorted(found)[:3])}")
+
+    def _compare(self, due: Mapping[str, int]) -> None:
+        """Whether a reader would find the checkpoint, with every file of its length."""
+        if self._remote.read_text(self._at(MANIFEST)) != self._text:
+            raise _Again(f"{MANIFEST} does not read back as it was written")
+        there = self._remote.listing(self._step)
+        wrong = [f"{n} ({there.get(n)} bytes)" for n, size in due.items() if there.get(n) != size]
+        if wrong:
+            self._remote.remove(self._at(MANIFEST))
+            raise _Again(f"what arrived is not whole: {', '.join(wrong[:3])}")
+
+    def _point(self) -> None:
+        if self._latest and self._remote.read_text(LATEST) != self._step:
+            self._remote.write_text(LATEST, self._step)
+
+    def _sweep(self, manifest: Manifest) -> None:
+        """Remove what is left of other uploads. Nothing depends on it, so nothing is raised."""
+        with contextlib.suppress(OSError):
+            for name in self._remote.listing(self._step):
+                if name == INTENT or (fnmatch(name, SHARDS) and name not in manifest.files):
+                    self._remote.remove(self._at(name))
+
+    def _go_on(self) -> None:
+        self._moved()
+        if self._stopped():
+            raise Stopped
+
+    def _local_text(self) -> str:
+        return (self._folder / MANIFEST).read_text(encoding="utf-8")
+
+    def _at(self, name: str) -> str:
+        return f"{self._step}/{name}"
+
+
+def _readable(text: str | None) -> Manifest | None:
+    with contextlib.suppress(ValueError):
+        return None if text is None else Manifest.from_json(text)
+    return None
+
+
+def _contents(manifest: Manifest) -> dict[str, tuple]:
+    """What a manifest says of the bytes of each file: equal where the bytes are."""
+    pieces = pieces_by_file(manifest)
+    return {
+        name: (entry, tuple((p.offset, p.bytes, p.checksum) for p in pieces[name]))
+        for name, entry in manifest.files.items()
+    }

@@ -1,0 +1,613 @@
+"""Copies on a real S3 server, and on the other stores: whole, resumed, refused, replaced."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+from itertools import count
+
+import pytest
+import torch
+from ckpt_cases import PADDING, local, model, small
+from moto import settings
+from moto.core.responses import ActionAuthenticatorMixin
+from s3_server import BUCKET, KEY, SECRET, S3Server, flip
+
+from kenotron_ckpt import (
+    downloading,
+    latest_step,
+    load,
+    read_manifest,
+    remote,
+    resolve,
+    save,
+    verify_files,
+)
+from kenotron_ckpt.downloading import fetch
+from kenotron_ckpt.remote import Remote, RemoteError, is_url
+from kenotron_ckpt.uploader import Uploader, start_uploader
+from kenotron_dist import Mesh, spawn
+
+URL = f"s3://{BUCKET}/some/run"
+CACHED = {"skip_instance_cache": False}  # a client takes 0.2 s
+QUICK = {"tries": 2, "pause": 0.01, "options": CACHED}
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    started = S3Server()
+    started.start()
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def s3(server, monkeypatch):
+    server.reset()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+    monkeypatch.setitem(remote._OPTIONS["s3"]["config_kwargs"], "retries", {"max_attempts": 0})
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)  # what is tried again, we do
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    return server
+
+
+@pytest.fixture
+def mesh():
+    return Mesh.connect()
+
+
+def scaled(mesh, factor):
+    return {key: (tensor * factor, place) for key, (tensor, place) in small(mesh).items()}
+
+
+def save_scaled(folder, step, factor, mesh):
+    """Two shards and a config.yaml; the same factor gives the same bytes."""
+    tensors = scaled(mesh, factor)
+    return save(folder, step, tensors, mesh, {"factor": factor}, "seed: 1\n", file_bytes=1)
+
+
+def factor_in(step_folder, mesh):
+    """By which factor the values of a local checkpoint are scaled; all by the same one."""
+    wanted = small(mesh, blank=True)
+    state = load(step_folder, wanted, mesh).state
+    expected = scaled(mesh, state["factor"])
+    assert all(torch.equal(wanted[key][0], expected[key][0]) for key in wanted)
+    return state["factor"]
+
+
+def upload(folder, url=URL, **arguments):
+    uploader = Uploader(url, **(QUICK | arguments))
+    uploader.submit(folder)
+    (report,) = uploader.close(20)
+    return report
+
+
+def download(url, folder, **arguments):
+    return downloading.download(url, folder, **(QUICK | arguments))
+
+
+def newest_step(url):
+    return downloading.newest_step(url, options=CACHED)
+
+
+def listing(step):
+    return Remote(URL, options=CACHED).listing(step)
+
+
+def files_of(step_folder):
+    return {path.name: path.read_bytes() for path in step_folder.iterdir()}
+
+
+def after(number, status, *, method="PUT", key=""):
+    """Every request of a kind is refused, but the first ``number``."""
+    seen = count()
+
+    def fault(request):
+        if request["REQUEST_METHOD"] == method and key in request["PATH_INFO"]:
+            return status if next(seen) >= number else None
+
+    return fault
+
+
+FORBIDDEN = "403 Forbidden"  # is not tried again: the upload ends here
+
+
+@pytest.mark.parametrize("kind", ["s3", "memory", "file"])
+def test_a_checkpoint_comes_back_bit_by_bit(kind, tmp_path, mesh, request):
+    if kind == "s3":
+        request.getfixturevalue("s3")
+    url = {"s3": URL, "memory": f"memory://{tmp_path.name}"}.get(kind, f"file://{tmp_path}/remote")
+    folder = save(tmp_path / "a", 10, model(mesh), mesh, {"x": 1}, "seed: 1\n", file_bytes=1000)
+    want = files_of(folder)
+    report = upload(folder, url, read_back=True)
+    size = sum(len(data) for name, data in want.items() if name.startswith(("shard", "config")))
+    assert (report.error, report.step, report.bytes, report.sent_bytes) == (None, 10, size, size)
+    again = upload(folder, url, read_back=True)
+    assert (again.error, again.sent_bytes) == (None, 0)
+    assert files_of(folder) == want
+    assert newest_step(url) == 10
+
+    whole = download(url, tmp_path / "b")
+    of_step = download(f"{url}/10/", tmp_path / "c")
+    assert whole.folder == tmp_path / "b/10" and of_step.folder == tmp_path / "c/10"
+    assert whole.passed_over == () and whole.received_bytes > 9000
+    assert files_of(whole.folder) == files_of(of_step.folder) == want
+    assert download(url, tmp_path / "b").received_bytes == 0
+
+    wanted = model(mesh, blank=True)
+    assert load(whole.folder, wanted, mesh).state == {"x": 1}
+    assert all(torch.equal(tensor, local(p, tensor.dtype, mesh)) for tensor, p in wanted.values())
+
+
+def test_the_remote_manifest_comes_last_and_nothing_else_is_left(s3, tmp_path, mesh):
+    folder, order = save_scaled(tmp_path, 10, 1, mesh), []
+
+    def note(request):
+        if request["REQUEST_METHOD"] in ("PUT", "DELETE"):
+            order.append(request["PATH_INFO"].rpartition("/")[2])
+
+    s3.fault = note
+    assert upload(folder).error is None
+    assert order[0] == "uploading.txt" and order[-3:] == ["manifest.json", "latest.txt", order[0]]
+    names = set(listing("10"))
+    assert names == {path.name for path in folder.iterdir()}
+    assert s3.get("some/run/latest.txt") == b"10"
+
+
+def test_an_upload_that_ends_anywhere_is_taken_up_and_sends_nothing_twice(s3, tmp_path, mesh):
+    old, new = (save_scaled(tmp_path / "a", step, step, mesh) for step in (10, 20))
+    total = len(files_of(new)) + 2  # uploading.txt, latest.txt
+    for number in range(total):
+        s3.reset()
+        assert upload(old).error is None
+        s3.stored.clear()
+        s3.fault = after(number, FORBIDDEN)
+        cut = upload(new, remove_after_upload=True)
+        assert f"{URL}/" in cut.error and "check the credentials" in cut.error
+        assert verify_files(new) == []  # nothing is removed
+        s3.fault = lambda request: None
+        there = download(URL, tmp_path / f"b{number}")
+        committed = number == total - 1  # only latest.txt was refused
+        assert factor_in(there.folder, mesh) == 10
+        assert committed or s3.stored["some/run/20/manifest.json"] == 0
+        done = upload(new)
+        assert done.error is None and cut.sent_bytes + done.sent_bytes == done.bytes
+        assert set(s3.stored.values()) == {1} and len(s3.stored) == total
+        assert factor_in(download(URL, tmp_path / f"c{number}").folder, mesh) == 20
+
+
+def stop_after(number, monkeypatch):
+    """Every change of a store fails, but the first ``number``; returns how many were asked for."""
+    seen = []
+
+    def counted(change):
+        def run(self, path, *arguments):
+            seen.append(path)
+            if len(seen) > number:
+                raise RemoteError(f"{path}: the test says so")
+            return change(self, path, *arguments)
+
+        return run
+
+    for name in ("send", "write_text", "remove"):
+        monkeypatch.setattr(Remote, name, counted(getattr(Remote, name)))
+    return seen
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["beside the old", "same names"])
+def test_saving_a_step_again_replaces_its_copy_and_never_mixes_the_two(
+    fresh, tmp_path, mesh, monkeypatch
+):
+    earlier = save_scaled(tmp_path / "a", 5, 5, mesh)
+    old = shutil.copytree(save_scaled(tmp_path / "a", 10, 1, mesh), tmp_path / "old/10")
+    # In an empty folder, as after a fresh start, the files have the names of the old ones.
+    new = save_scaled(tmp_path / ("b" if fresh else "a"), 10, 2, mesh)
+    assert set(read_manifest(new).files).isdisjoint(read_manifest(old).files) != fresh
+    results = []
+    for number in range(20):
+        url = f"memory://{tmp_path.name}/{number}"
+        assert upload(earlier, url).error is None and upload(old, url).error is None
+        with monkeypatch.context() as patch:
+            asked = stop_after(number, patch)
+            error = upload(new, url, threads=1).error
+        got = download(url, tmp_path / f"b{number}")
+        results.append(factor_in(got.folder, mesh))
+        assert not any("bytes of" in reason for reason in got.passed_over)  # old text, new bytes
+        assert upload(new, url).error is None
+        assert factor_in(download(url, tmp_path / f"c{number}").folder, mesh) == 2
+        shards = [name for name in Remote(url).listing("10") if name.startswith("shard")]
+        assert sorted(shards) == sorted(read_manifest(new).files)
+        if len(asked) <= number:
+            break
+        assert error is None or "the test says so" in error
+    between = 5 if fresh else 1  # the old copy stands until the new one replaces it, if it can
+    assert results == sorted(results, key=[1, between, 2].index) and set(results) == {1, between, 2}
+    assert number >= 8
+
+
+@pytest.mark.parametrize("status", ["500 Internal Server Error", "503 Slow Down"])
+def test_errors_that_pass_are_outlasted(status, s3, tmp_path, mesh):
+    folder, seen = save_scaled(tmp_path / "a", 10, 3, mesh), count()
+    s3.fault = lambda request: status if next(seen) % 3 == 0 else None
+    assert upload(folder, tries=4).error is None
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 3
+    s3.fault = lambda request: status
+    began = time.monotonic()
+    report = upload(save_scaled(tmp_path / "a", 20, 4, mesh), remove_after_upload=True)
+    assert f"{URL}/20: " in report.error and "try again" in report.error
+    assert time.monotonic() - began < 15
+    with pytest.raises(RemoteError, match=f"{URL}: .*; see whether the store works"):
+        download(URL, tmp_path / "c")
+    assert latest_step(tmp_path / "a") == 20
+
+
+def test_a_slow_server_delays_nobody_and_the_order_is_kept(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / "a", step, step, mesh) for step in (10, 20))
+    release = threading.Event()
+
+    def wait(request):
+        release.wait(10)
+
+    s3.fault = wait
+    uploader = Uploader(URL, **QUICK)
+    began = time.monotonic()
+    uploader.submit(first)
+    uploader.submit(second)
+    uploader.submit(second)  # once is enough
+    assert time.monotonic() - began < 0.5
+    assert uploader.pending() == [10, 20] and uploader.uploading(20)
+    assert uploader.finished() == [] and not uploader.uploading(30)
+    release.set()
+    assert [(report.step, report.error) for report in uploader.close(20)] == [
+        (10, None),
+        (20, None),
+    ]
+    assert uploader.pending() == [] and newest_step(URL) == 20
+    with pytest.raises(ValueError, match="a/20 is not uploaded: the uploader was closed"):
+        uploader.submit(second)
+
+
+def test_a_server_that_hangs_is_left_and_the_upload_taken_up_later(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / "a", step, step, mesh) for step in (10, 20))
+    release = threading.Event()
+
+    def hang(request):
+        if request["PATH_INFO"].endswith("safetensors"):
+            release.wait(10)
+
+    s3.fault = hang
+    uploader = Uploader(URL, **QUICK, remove_after_upload=True)
+    uploader.submit(first)
+    uploader.submit(second)
+    began = time.monotonic()
+    reports = uploader.close(0.3)
+    assert 0.3 <= time.monotonic() - began < 3
+    assert [report.step for report in reports] == [10, 20]
+    assert f"given up after 0.3 s without progress; {first} is unt" in reports[0].error
+    release.set()
+    assert newest_step(URL) is None and verify_files(first) == []
+    assert upload(first).error is None
+
+
+def test_older_steps_can_follow_without_becoming_the_latest(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / "a", step, step, mesh) for step in (10, 20))
+    uploader = Uploader(URL, **QUICK)
+    uploader.submit(second)
+    uploader.submit(first, latest=False)
+    assert [report.error for report in uploader.close(20)] == [None, None]
+    assert newest_step(URL) == 20
+    assert download(URL, tmp_path / "b", step=10).folder == tmp_path / "b/10"
+    s3.put("some/run/latest.txt", b"10\n")  # edited, to go back
+    assert newest_step(URL) == 10
+    with pytest.raises(ValueError, match="some/run/30: there is no manifest.json: the upload did"):
+        download(URL, tmp_path / "b", step=30)
+
+
+def test_local_files_go_only_after_their_copy_was_compared(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / "a", step, step, mesh) for step in (10, 20))
+    seen = []
+
+    def watch(request):
+        seen.append((request["REQUEST_METHOD"], first.exists()))
+        if request["REQUEST_METHOD"] == "PUT" and "/20/shard" in request["PATH_INFO"]:
+            flip(request, unseen=True)  # on its way, each time
+
+    s3.fault = watch
+    uploader = Uploader(URL, **QUICK, remove_after_upload=True)
+    uploader.submit(first)
+    uploader.submit(second)
+    good, bad = uploader.close(20)
+    assert good.error is None and not first.exists()
+    gets = [there for method, there in seen if method == "GET"]
+    assert gets.count(True) >= 5 and verify_files(second) == []
+    assert f"{URL}/20: what arrived is not what was sent: shard-" in bad.error
+    assert "the bytes of " in bad.error and newest_step(URL) == 10
+    s3.fault = lambda request: None
+    assert upload(second, remove_after_upload=True).error is None
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a/latest.txt"]
+    assert factor_in(download(URL, tmp_path / "a").folder, mesh) == 20
+    assert resolve(tmp_path / "a") == tmp_path / "a/20"
+
+
+def test_what_a_flipped_bit_spoiled_is_sent_once_more(s3, tmp_path, mesh):
+    folder, seen = save_scaled(tmp_path / "a", 10, 7, mesh), count()
+
+    def fault(request):
+        if "shard" in request["PATH_INFO"] and request["REQUEST_METHOD"] == "PUT":
+            flip(request, unseen=False) if next(seen) == 0 else None
+
+    s3.fault = fault
+    report = upload(folder, read_back=True)
+    assert report.error is None and report.bytes < report.sent_bytes < 2 * report.bytes
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 7
+
+
+def test_a_copy_that_is_not_whole_is_seen_without_reading_it(s3, tmp_path, mesh):
+    folder, removed = save_scaled(tmp_path / "a", 10, 7, mesh), []
+
+    def fault(request):  # a shard vanishes when the manifest comes
+        if request["PATH_INFO"].endswith("10/manifest.json") and request["REQUEST_METHOD"] == "PUT":
+            removed.append(sorted(read_manifest(folder).files)[0])
+            s3.call("DELETE", f"{BUCKET}/some/run/10/{removed[-1]}")
+
+    s3.fault = fault
+    report = upload(folder, remove_after_upload=True, read_back=False)
+    assert f"what arrived is not whole: {removed[0]} (None bytes)" in report.error
+    assert len(removed) == 3 and verify_files(folder) == [] and newest_step(URL) is None
+    with pytest.raises(ValueError, match="can be used:\n  .*10: there is no manifest.json"):
+        download(URL, tmp_path / "b")
+
+
+def test_a_checkpoint_that_is_saved_again_while_it_is_sent(s3, tmp_path, mesh):
+    folder, seen = save_scaled(tmp_path / "a", 10, 1, mesh), count()
+
+    def fault(request):
+        if request["REQUEST_METHOD"] == "PUT" and "shard" in request["PATH_INFO"]:
+            if next(seen) == 1:
+                save_scaled(tmp_path / "a", 10, 2, mesh)
+
+    s3.fault = fault
+    assert upload(folder, remove_after_upload=True, threads=1).error is None
+    assert not folder.exists()
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+
+
+def test_a_checkpoint_that_is_saved_again_when_its_copy_is_complete_stays(s3, tmp_path, mesh):
+    folder = save_scaled(tmp_path / "a", 10, 1, mesh)
+
+    def fault(request):
+        if request["REQUEST_METHOD"] == "PUT" and request["PATH_INFO"].endswith("latest.txt"):
+            save_scaled(tmp_path / "a", 10, 2, mesh)
+
+    s3.fault = fault
+    assert upload(folder, remove_after_upload=True).error is None
+    assert factor_in(folder, mesh) == 2
+
+
+def test_what_an_upload_of_other_values_left_is_not_taken_for_ones_own(s3, tmp_path, mesh):
+    first, second = (save_scaled(tmp_path / str(i), 10, i, mesh) for i in (1, 2))
+    assert set(read_manifest(first).files) == set(read_manifest(second).files)
+    s3.fault = after(4, FORBIDDEN)  # both shards of the first are there, no manifest
+    assert upload(first).error is not None
+    s3.fault = lambda request: None
+    assert len([name for name in listing("10") if name.startswith("shard")]) == 2
+    assert upload(second).error is None
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+
+
+def test_patience_begins_when_the_run_ends(s3, tmp_path, mesh):
+    uploader = Uploader(URL, **QUICK)
+    uploader._moved -= 1000  # nothing was uploaded for long
+    uploader.submit(save_scaled(tmp_path / "a", 10, 1, mesh))
+    assert [report.error for report in uploader.close(20)] == [None]
+
+
+def test_what_is_no_whole_checkpoint_is_not_sent(s3, tmp_path, mesh):
+    uploader = Uploader(URL)
+    with pytest.raises(ValueError, match="a/30 is not uploaded: it is half-written"):
+        uploader.submit(tmp_path / "a/30")
+    folder = save_scaled(tmp_path / "a", 10, 1, mesh)
+    with pytest.raises(ValueError, match="a is not uploaded: its name is not a step"):
+        uploader.submit(folder.parent)
+    flip_local(folder)
+    report = upload(folder)
+    assert f"{folder} is damaged and was not uploaded: shard-" in report.error
+    assert s3.stored["some/run/10/manifest.json"] == 0
+
+
+def flip_local(folder):
+    path = sorted(folder.glob("shard-*"))[0]
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def spoil(s3, what):
+    name = sorted(n for n in listing("20") if n.startswith("shard"))[0]
+    path = f"some/run/20/{name}"
+    data = s3.get(path)
+    if what == "cut":
+        s3.put(path, data[:-1])
+    elif what == "flip":
+        s3.put(path, data[:-1] + bytes([data[-1] ^ 1]))
+    elif what == "lost":
+        s3.call("DELETE", f"{BUCKET}/{path}")
+    elif what == "manifest":
+        s3.put("some/run/20/manifest.json", b'{"a": 1}')
+    elif what == "bytes":
+        s3.put("some/run/20/manifest.json", b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("what", "sentence"),
+    [
+        ("cut", r"shard-00000-of-00001.part1.safetensors is \d+ bytes long, not "),
+        ("flip", "shard-00000-of-00001.part1.safetensors: the bytes of .@0.* are not those"),
+        ("lost", "shard-00000-of-00001.part1.safetensors is missing"),
+        ("manifest", "manifest.json is not a "),
+        ("bytes", "manifest.json is not JSON"),
+    ],
+)
+def test_a_spoiled_copy_is_named_and_passed_over(what, sentence, s3, tmp_path, mesh):
+    for step in (10, 20):
+        assert upload(save_scaled(tmp_path / "a", step, step, mesh)).error is None
+    spoil(s3, what)
+    got = download(URL, tmp_path / "b")
+    assert got.folder == tmp_path / "b/10" and factor_in(got.folder, mesh) == 10
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["10"]
+    (reason,) = got.passed_over
+    assert reason.startswith(f"{URL}/20: ")
+    for url in (URL, f"{URL}/20"):
+        with pytest.raises(ValueError, match=f"can be used:\n  {URL}/20: .*{sentence}"):
+            download(url, tmp_path / "c", step=20 if url == URL else None)
+    assert upload(tmp_path / "a/20", read_back=True).error is None  # and it is made good
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 20
+
+
+def test_a_download_that_ends_anywhere_goes_on_where_it_was(s3, tmp_path, mesh, monkeypatch):
+    folder = save_scaled(tmp_path / "a", 10, 3, mesh)
+    assert upload(folder).error is None
+    monkeypatch.setattr("kenotron_ckpt.remote.RANGE_BYTES", 50)
+    total = sum(entry.bytes for entry in read_manifest(folder).files.values())
+    received = []
+    monkeypatch.setattr(Remote, "ranges", counted(Remote.ranges, received))
+    for number in range(1, 40):
+        s3.fault = after(number, FORBIDDEN, method="GET")
+        target, received[:] = tmp_path / f"b{number}", []
+        try:
+            download(URL, target, threads=1)
+            break
+        except RemoteError as error:
+            assert "check the credentials" in str(error) and latest_step(target) is None
+        s3.fault = lambda request: None
+        assert factor_in(download(URL, target).folder, mesh) == 3
+        assert sum(received) == total
+    assert number > 10
+    assert files_of(target / "10") == files_of(folder)
+
+
+def counted(ranges, received):
+    def run(*arguments):
+        for data in ranges(*arguments):
+            received.append(len(data))
+            yield data
+
+    return run
+
+
+KILLED = """
+import os, signal, sys
+from kenotron_ckpt import remote
+from kenotron_ckpt.downloading import download
+assert not {"fsspec", "s3fs"} & set(sys.modules)  # who has no URL does not pay for them
+remote.RANGE_BYTES, ranges = 50, remote.Remote.ranges
+def dying(*arguments):
+    for number, data in enumerate(ranges(*arguments)):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield data
+remote.Remote.ranges = dying
+download(sys.argv[1], sys.argv[2], threads=1)
+"""
+
+
+def test_what_a_killed_download_left_is_used(tmp_path, mesh):
+    folder, url = save_scaled(tmp_path / "a", 10, 3, mesh), f"file://{tmp_path}/remote"
+    assert upload(folder, url).error is None
+    command = [sys.executable, "-c", KILLED, url, str(tmp_path / "b")]
+    assert subprocess.run(command, timeout=60).returncode == -9
+    assert latest_step(tmp_path / "b") is None
+    (part,) = (tmp_path / "b/10").glob("*.tmp")
+    part.write_bytes(part.read_bytes()[:-10] + bytes(30))  # and the power failed, too
+    whole = read_manifest(folder).files[part.name.removesuffix(".tmp")].bytes
+    got = download(url, tmp_path / "b")
+    assert files_of(got.folder) == files_of(folder)
+    total = sum(entry.bytes for entry in read_manifest(folder).files.values())
+    assert total < got.received_bytes < total + whole  # the damaged file twice, in part
+
+
+def test_a_download_never_replaces_another_checkpoint(s3, tmp_path, mesh):
+    assert upload(save_scaled(tmp_path / "a", 10, 1, mesh)).error is None
+    other = save_scaled(tmp_path / "b", 10, 2, mesh)
+    with pytest.raises(ValueError, match="b/10 is another checkpoint of step 10 than the remote"):
+        download(URL, tmp_path / "b")
+    assert factor_in(other, mesh) == 2
+    next(other.glob("shard-*")).unlink()  # it is none any more
+    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 1
+
+
+def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="'/data/run' was given; it must be a URL such as s3://"):
+        Uploader("/data/run")
+    with pytest.raises(ValueError, match="'s3://' was given; it must be a URL"):
+        Uploader("s3://")
+    with pytest.raises(ValueError, match="ess3://a/b cannot be opened: Protocol not known"):
+        Uploader("ess3://a/b")
+    with pytest.raises(ValueError, match="no checkpoint at s3://runs/x: it has neither"):
+        download("s3://runs/x", tmp_path)
+    for call in (lambda url: Uploader(url).check(), lambda url: download(url, tmp_path)):
+        with pytest.raises(RemoteError, match="s3://absent/run: .*bucket does not exist; make the"):
+            call("s3://absent/run")
+    monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
+    monkeypatch.setattr(ActionAuthenticatorMixin, "request_count", 0)
+    with pytest.raises(RemoteError, match=f"{URL}: .*Key Id you provided.*; check the credent"):
+        Uploader(URL).check()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(RemoteError, match="NoCredentialsError: .*; set AWS_ACCESS_KEY_ID and AWS"):
+        Uploader(URL).check()
+    options = {"endpoint_url": "http://127.0.0.1:9", "key": KEY, "secret": SECRET}
+    with pytest.raises(RemoteError, match="the store cannot be reached: check the network, and"):
+        Uploader(URL, tries=2, pause=0.01, options=options).check()
+
+
+@pytest.mark.parametrize("module", ["fsspec.core", "s3fs"])
+def test_a_missing_library_is_named_with_the_extra(module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+    with pytest.raises(ValueError, match=r"not installed \(.*\): pip install 'kenotron-ckpt\[s3\]"):
+        Uploader(URL)
+
+
+def test_what_is_a_url():
+    assert is_url("s3://bucket/run") and is_url("file:///data/run")
+    assert not is_url("checkpoints/10") and not is_url("/data:1/run")
+
+
+def fetch_and_load(mesh, url, folder):
+    got = fetch(url, folder, mesh)
+    wanted = small(mesh, blank=True)
+    load(got.folder, wanted, mesh)
+    assert all(torch.equal(tensor, local(p, tensor.dtype, mesh)) for tensor, p in wanted.values())
+    assert (wanted["w"][0] != PADDING).all()
+    uploader = start_uploader(url, mesh)
+    try:
+        fetch(f"{url}/none", folder, mesh)
+    except ValueError as error:
+        return str(got.folder), list(got.passed_over), uploader is not None, str(error)
+
+
+def test_one_rank_downloads_and_all_of_them_read_or_fail(tmp_path, mesh):
+    folder = save_scaled(tmp_path / "a", 10, 1, mesh)
+    url = f"file://{urllib.parse.quote(str(tmp_path))}/remote"
+    assert upload(folder, url).error is None
+    (tmp_path / "remote/20").mkdir()
+    (tmp_path / "remote/latest.txt").unlink()
+    found = spawn(fetch_and_load, url, tmp_path / "b", tp=2)
+    assert [uploads for _, _, uploads, _ in found] == [True, False]
+    for where, reasons, _, error in found:
+        assert where == str(tmp_path / "b/10") and "20: there is no manifest.json" in reasons[0]
+        assert error.startswith(f"no checkpoint at {url}/none: it has neither")
