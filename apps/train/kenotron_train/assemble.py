@@ -23,7 +23,7 @@ from kenotron_data import (
     text_documents,
     validation_batches,
 )
-from kenotron_data.config import EMBEDDED_CORPUS, PretrainDatasetsConfig
+from kenotron_data.config import EMBEDDED_CORPUS
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.init import initialize
 from kenotron_models import LayerStack, build_decoder, layer_costs, standard_init
@@ -86,6 +86,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         llama,
         tp,
         mode=config.parallelism.mode,
+        recompute=config.parallelism.recompute_layer,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
@@ -171,7 +172,7 @@ def open_corpus(config: Config, stage: int) -> Corpus:
         return Corpus(made_up, held if config.tokens.limit_val_batches else None)
     key = f"data_stages.{stage}.data.dataset.hf_dataset_or_datasets"
     try:
-        documents = _documents(source.dataset)
+        documents = _documents(_local_text(source.dataset))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{key}: {error}; give a local text file, a folder of them, or {EMBEDDED_CORPUS} "
@@ -217,6 +218,13 @@ def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Ba
     )
 
 
-def _documents(dataset: PretrainDatasetsConfig) -> list[str]:
-    name = dataset.hf_dataset_or_datasets
+def _local_text(dataset: object) -> str:
+    """The one path that can be read; a config that says more is refused before."""
+    name = getattr(dataset, "hf_dataset_or_datasets", None)
+    if not isinstance(name, str):
+        raise ValueError(f"{type(dataset).__name__} is not text at one local path")
+    return name
+
+
+def _documents(name: str) -> list[str]:
     return builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kenotron_data.config import DatasetStageConfig, PretrainDatasetsConfig
 from kenotron_models.config import LlamaConfig
 from kenotron_train.config import Config
 from kenotron_train.init_sections import RandomInitConfig
@@ -19,6 +20,8 @@ def unavailable(config: Config) -> list[str]:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
     found = [*_parallelism(config.parallelism), *_model(config.model), *_sections(config)]
+    for number, stage in enumerate(config.data_stages):
+        found += _data(stage, f"data_stages.{number}")
     return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
 
 
@@ -29,9 +32,8 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
     for name in ("expert_parallel_size", "context_parallel_size"):
         if (size := getattr(section, name)) > 1:
             yield f"parallelism.{name}", f"{size} was given; more than 1 is", "set it to 1"
-    for name in ("recompute_layer", "moe_layer_recompute"):
-        if getattr(section, name):
-            yield f"parallelism.{name}", "true was given; that is", "set it to false"
+    if section.moe_layer_recompute:
+        yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
 
 
 def _model(section: ModelConfig) -> _Lines:
@@ -39,12 +41,6 @@ def _model(section: ModelConfig) -> _Lines:
     if type(sizes) is not LlamaConfig:
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
-    else:
-        if sizes.rope_scaling is not None:
-            yield f"{path}.rope_scaling", "stretched positions are", "set it to null"
-        for name in ("attention_bias", "z_loss_enabled"):
-            if getattr(sizes, name):
-                yield f"{path}.{name}", "true was given; that is", "set it to false"
     if not isinstance(section.init_method, RandomInitConfig):
         yield "model.init_method", "weights that are not drawn normally are", "give std"
     if section.dtype not in TRAINING_DTYPES:
@@ -67,3 +63,26 @@ def _sections(config: Config) -> _Lines:
             yield name, what, "remove the section"
     if config.metrics_logging is not None and config.metrics_logging.log_level > 0:
         yield "metrics_logging.log_level", "figures of layers are", "set it to 0"
+
+
+def _data(stage: DatasetStageConfig, path: str) -> _Lines:
+    if stage.sequence_length is not None:
+        advice = "set it to null: tokens.sequence_length is that of all stages"
+        yield f"{path}.sequence_length", "a stage's own length is", advice
+    section, path = stage.data.dataset, f"{path}.data.dataset"
+    if section is None:
+        return
+    if not isinstance(section, PretrainDatasetsConfig):
+        name = type(section).__name__.removesuffix("DatasetsConfig")
+        yield path, f"a {name} was given; that is", "give text as hf_dataset_or_datasets"
+        return
+    if not isinstance(section.hf_dataset_or_datasets, str):
+        yield f"{path}.hf_dataset_or_datasets", "a mixture is", "give one local path"
+    for name, known in (
+        ("hf_dataset_splits", "train"),
+        ("hf_dataset_config_name", None),
+        ("text_column_name", "text"),
+    ):
+        if (given := getattr(section, name)) != known:
+            advice = f"set it to {'null' if known is None else known} or leave it out"
+            yield f"{path}.{name}", f"{given!r} was given; choosing one is", advice

@@ -41,6 +41,9 @@ STAGE_WITHOUT_EFFECT = {
     "data.dataset.dataset_processing_num_proc_per_process": "text is made into tokens "
     "by one process",
     "data.dataset.dataset_overwrite_cache": "no cache is kept",
+    "data.dataset.skip_in_stream": "any sample is found at once",
+    "data.dataset.pad_samples_to_global_batch_size": "epochs follow one another within a batch",
+    "data.dataset.use_old_brrr_dataloader": "there is one loader",
 }
 
 
@@ -151,6 +154,9 @@ def _ignored(root: object, path: str, why: str) -> Iterator[str]:
         owner = getattr(owner, parent)
     if owner is None:  # a stage without dataset, a training without upload
         return
-    default = next(each.default for each in fields(owner) if each.name == name)
+    defaults = {each.name: each.default for each in fields(owner)}
+    if name not in defaults:  # another kind of dataset
+        return
+    default = defaults[name]
     if (value := getattr(owner, name)) != default:
         yield f"{path}: {str(value).lower()} has no effect: {why}"

@@ -67,17 +67,14 @@ VALUES = [
     ("data_stages.1.start_training_step=1", "1 was given; it must come after the stage before (1)"),
     ("data_stages.1.name=Stable Training Stage", "was given; another stage has that name"),
     (
-        "data_stages.0.data.dataset.hf_dataset_or_datasets=[a, b]",
-        '["a", "b"] was given; it must be text (quotes make text of a number)',
+        "data_stages.0.data.dataset.hf_dataset_or_datasets={a: 1.5}",
+        "1.5 was given for 'a'; a fraction is a number from 0 to 1",
     ),
     (
-        "data_stages.0.data.dataset.hf_dataset_or_datasets={a: 0.5}",
-        "was given; it must be text (quotes make text of a number)",
+        "data_stages.0.data.dataset.hf_dataset_or_datasets=[a, a]",
+        "['a', 'a'] was given; each data set is named once",
     ),
-    (
-        "data_stages.0.data.dataset.hf_dataset_splits=test",
-        "'test' was given; choosing one is",
-    ),
+    ("data_stages.0.sequence_length=0", "0 was given; it must be at least 1"),
     ("s3_upload=x", '"x" was given; it must be a mapping'),
     ("s3_upload.upload_s3_path=runs/1", "runs/1 was given; it must be a URL such as s3://"),
     ("metrics_logging=1", "1 was given; it must be a mapping"),

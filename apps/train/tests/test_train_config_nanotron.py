@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_models.config_qwen2 import Qwen2Config
 from kenotron_models.config_starcoder2 import Starcoder2Config
 from kenotron_train.availability import unavailable
+from kenotron_train.config import ignored_keys
 from kenotron_train.init_sections import ExistingCheckpointInitConfig, MambaInitConfig
 from kenotron_train.loop import train
 from kenotron_train.preview import json_schema, preview, stage_sizes
@@ -29,7 +31,7 @@ def parse(changes, drop=()):
         *parents, name = path.split(".")
         owner = data
         for part in parents:
-            owner = owner[part]
+            owner = owner[int(part) if part.isdecimal() else part]
         owner[name] = value
     for path in drop:
         *parents, name = path.split(".")
@@ -169,14 +171,18 @@ SECTIONS = [
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.expert_parallel_size", 2),
     ("parallelism.context_parallel_size", 2),
-    ("parallelism.recompute_layer", True),
+    ("parallelism.moe_layer_recompute", True),
     ("model.dtype", "FLOAT16"),
-    ("model.model_config.rope_scaling", {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-        "original_max_position_embeddings": 8192,
-    }),
-    ("model.model_config.z_loss_enabled", True),
     ("tokenizer.tokenizer_name_or_path", "gpt2"),
+    ("data_stages.0.sequence_length", 16),
+    ("data_stages.0.data.dataset", {"dataset_folder": {"a": 0.5, "b": 1}}),
+    ("data_stages.0.data.dataset", {"dataset_folder": ["a", "b"], "dataset_weights": [1, 2]}),
+    ("data_stages.0.data.dataset", {"dataset_folder": "a", "shuffle_files": True}),
+    ("data_stages.0.data.dataset", {"hf_dataset_or_datasets": "a", "sft_dataloader": True}),
+    ("data_stages.0.data.dataset.hf_dataset_or_datasets", ["a", "b"]),
+    ("data_stages.0.data.dataset.hf_dataset_or_datasets", {"a": 0.5, "b": 1}),
+    ("data_stages.0.data.dataset.hf_dataset_splits", ["train", "test"]),
+    ("data_stages.0.data.dataset.text_column_name", "content"),
 ]  # fmt: skip
 
 
@@ -199,6 +205,17 @@ def test_kinds_of_init_are_told_apart_by_their_keys():
     assert isinstance(
         parse({"model.init_method": {"initializer_range": 0.1}}).model.init_method, MambaInitConfig
     )
+
+
+def test_stretched_positions_survive_a_checkpoint():
+    values = {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = parse({"model.model_config.rope_scaling": values})
+    assert unavailable(config) == []
+    saved = json.loads(json.dumps(asdict(config.llama)))
+    assert LlamaConfig.from_dict(saved) == config.llama
 
 
 def test_sections_without_effect_at_their_level_are_no_problem():
@@ -238,3 +255,13 @@ def test_paths_that_are_not_here_are_warnings(tmp_path):
 def test_the_schema_names_every_section():
     schema = json.loads(json_schema())
     assert {"general", "model", "data_stages", "lighteval", "doremi"} <= set(schema["properties"])
+
+
+def test_keys_of_another_loader_are_ignored_aloud():
+    nanoset = {"dataset_folder": "a", "skip_in_stream": True, "use_old_brrr_dataloader": True}
+    config = parse({"data_stages.1.data.dataset": nanoset})
+    path = "data_stages.1.data.dataset"
+    assert ignored_keys(config) == [
+        f"{path}.skip_in_stream: true has no effect: any sample is found at once",
+        f"{path}.use_old_brrr_dataloader: true has no effect: there is one loader",
+    ]

@@ -2,12 +2,15 @@
 
 from kenotron_data.ahead import WorkedAhead
 from kenotron_data.batch import Batch, MicroBatch, TargetMask
+from kenotron_data.best_fit import write_pack_index
 from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.cursor import Cursor
+from kenotron_data.custom import CustomSamples, IterableLoader, custom_loader
 from kenotron_data.loader import Loader
 from kenotron_data.mixture import Mixture
 from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
+from kenotron_data.packed_documents import PackedDocuments
 from kenotron_data.parts import Concatenated, Subset
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.rows import Dataset, Rows
@@ -24,12 +27,15 @@ __all__ = [
     "Batch",
     "Concatenated",
     "Cursor",
+    "CustomSamples",
     "Dataset",
+    "IterableLoader",
     "Loader",
     "MicroBatch",
     "Mixture",
     "Nanoset",
     "NanotronBlend",
+    "PackedDocuments",
     "PackedTokens",
     "Prefetched",
     "RandomTokens",
@@ -42,6 +48,7 @@ __all__ = [
     "TokenWriter",
     "WorkedAhead",
     "builtin_documents",
+    "custom_loader",
     "decode",
     "encode",
     "hold_out",
@@ -53,4 +60,5 @@ __all__ = [
     "split",
     "text_documents",
     "validation_batches",
+    "write_pack_index",
 ]

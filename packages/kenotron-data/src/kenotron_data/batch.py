@@ -164,23 +164,26 @@ class RowSplit:
         rows = _without_padding(rows, samples_R)
         shape = (self.microbatches, self.micro_batch_size)
         samples = torch.from_numpy(samples_R)
-        labels = rows.tokens[:, 1:].astype(np.int64)
+        count, width = rows.tokens.shape
+        # One block: the system is asked for memory once, and it is not given back each time.
+        block = np.empty((3 + (rows.documents is not None), count, width - 1), dtype=np.int64)
+        tokens, labels, positions, *more = block
+        tokens[:], labels[:] = rows.tokens[:, :-1], rows.tokens[:, 1:]
+        rows.write_positions(positions)
+        if rows.documents is not None:
+            more[0][:] = rows.documents[:, :-1]
         keep = rows.kept_labels()
         if target_mask is not None:
             wanted = _checked_mask(target_mask, samples, labels.shape)
             keep = wanted if keep is None else keep & wanted
         if keep is not None:
             np.putmask(labels, ~keep, IGNORED)
-        documents = rows.documents
-        if documents is not None:
-            documents = torch.from_numpy(documents[:, :-1].astype(np.int64)).view(*shape, -1)
+        parts = torch.from_numpy(block).view(len(block), *shape, width - 1).unbind()
         return Batch(
-            tokens_MBS=torch.from_numpy(rows.tokens[:, :-1].astype(np.int64)).view(*shape, -1),
-            labels_MBS=torch.from_numpy(labels).view(*shape, -1),
-            positions_MBS=torch.from_numpy(rows.positions()).view(*shape, -1),
+            *parts[:3],
             samples_MB=samples.view(shape),
             sources_MB=torch.from_numpy(sources_R).view(shape),
-            documents_MBS=documents,
+            documents_MBS=parts[3] if more else None,
         )
 
 
@@ -225,7 +228,7 @@ def _without_padding(rows: Rows, samples_R: Int64Array) -> Rows:
     if documents is not None:
         documents = documents.copy()
         documents[padded_R] = PAD
-    return Rows(tokens, documents, targets)
+    return Rows(tokens, documents, targets, rows.places)
 
 
 def _checked_mask(

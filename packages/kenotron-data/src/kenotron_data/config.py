@@ -1,6 +1,13 @@
-"""The arguments of the data, as plain dataclasses (no torch, no YAML here)."""
+"""The arguments of the data, as plain dataclasses (no torch, no YAML here).
 
+Fields have Nanotron's names and keep the shape that was given; properties tell what it means. Every
+class raises ValueError with one line for each problem: field, value given, what is needed.
+"""
+
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 EMBEDDED_CORPUS = "python-stdlib"
 """The dataset name of the corpus that needs no download: the standard library's sources."""
@@ -8,62 +15,180 @@ EMBEDDED_CORPUS = "python-stdlib"
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainDatasetsConfig:
-    """One corpus of text, under the names that Nanotron gives its arguments.
+    """Text to be tokenised: one data set, several, or fractions of several."""
 
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    hf_dataset_or_datasets: str
-    """Path of a local corpus, or `python-stdlib` for the embedded one."""
-    hf_dataset_splits: str = "train"
-    """Part of the dataset; only `train` is available yet."""
+    hf_dataset_or_datasets: str | list[str] | dict[str, float]
+    """Name or path of a data set, several, or the fraction that is used of each; `python-stdlib` is
+    the embedded corpus."""
+    hf_dataset_splits: str | list[str] = "train"
+    """Part of the data set, or several."""
     hf_dataset_config_name: str | None = None
-    """Configuration of the dataset; must be None, not available yet."""
+    """Configuration of the data set; None: its default."""
     dataset_processing_num_proc_per_process: int = 1
-    """No effect: processes that would tokenize; tokens are made while reading."""
+    """Processes that tokenise."""
     dataset_overwrite_cache: bool = False
-    """No effect: no cache is kept."""
+    """Whether to tokenise again what is in the cache."""
     text_column_name: str = "text"
-    """Column of the text; only `text` is available yet."""
+    """Column of the text."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = []
-        if not isinstance(self.hf_dataset_or_datasets, str) or not self.hf_dataset_or_datasets:
+        found = [*_hub_problems(self)]
+        if not _is_name(self.text_column_name):
+            found.append(f"text_column_name: {self.text_column_name!r} was given; name a column")
+        _raise(found)
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """The fraction that is used of each data set, by name, in the order given."""
+        return _fractions(self.hf_dataset_or_datasets)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits, in the order given."""
+        return _several(self.hf_dataset_splits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDatasetsConfig:
+    """Prompts and completions, or messages of a chat; only answers are learned."""
+
+    hf_dataset_or_datasets: str | list[str] | dict[str, float]
+    """Name or path of a data set, several, or the fraction that is used of each."""
+    hf_dataset_splits: str | list[str] = "train"
+    """Part of the data set, or several."""
+    hf_dataset_config_name: str | None = None
+    """Configuration of the data set; None: its default."""
+    dataset_processing_num_proc_per_process: int = 1
+    """Processes that tokenise."""
+    dataset_overwrite_cache: bool = False
+    """Whether to tokenise again what is in the cache."""
+    sft_dataloader: bool = True
+    """Marks the section as one of prompts and completions; must be true."""
+    debug_max_samples: int | None = None
+    """Use this many samples at most; None: all."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = [*_hub_problems(self)]
+        if not self.sft_dataloader:
             found.append(
-                f"hf_dataset_or_datasets: {self.hf_dataset_or_datasets!r} was given; it must be "
-                f"one local path or '{EMBEDDED_CORPUS}'; mixtures of several are not available yet"
+                "sft_dataloader: false was given; it must be true, or leave it out and give "
+                "text_column_name for plain text"
             )
-        choices = (
-            ("hf_dataset_splits", self.hf_dataset_splits, "train"),
-            ("hf_dataset_config_name", self.hf_dataset_config_name, None),
-            ("text_column_name", self.text_column_name, "text"),
-        )
-        for name, given, known in choices:
-            if given != known:
-                found.append(
-                    f"{name}: {given!r} was given; choosing one is not available yet; "
-                    f"set it to {'null' if known is None else known} or leave it out"
-                )
-        if found:
-            raise ValueError("\n".join(found))
+        if self.debug_max_samples is not None and self.debug_max_samples < 1:
+            found.append(
+                f"debug_max_samples: {self.debug_max_samples} was given; it must be at least 1, or "
+                "null for all"
+            )
+        _raise(found)
+
+    @property
+    def fractions(self) -> dict[str, float]:
+        """The fraction that is used of each data set, by name, in the order given."""
+        return _fractions(self.hf_dataset_or_datasets)
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits, in the order given."""
+        return _several(self.hf_dataset_splits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NanosetDatasetsConfig:
+    """Folders of token files, and how much of each is read."""
+
+    dataset_folder: str | list[str] | dict[str, float]
+    """A folder, several, or the weight of each."""
+    dataset_weights: list[float] | None = None
+    """One weight for each folder, in any unit; None: in proportion to their samples."""
+    dataset_read_path: str | list[str] | None = None
+    """Where to read instead of each folder, if it is there: a local copy."""
+    tokenizer_name: str | None = None
+    """The tokenizer of the files; None takes what their metadata say."""
+    vocab_size: int | None = None
+    """Ids of the tokenizer; None or -1 takes what the model has."""
+    token_size_in_bytes: int | None = None
+    """Bytes of a token, 2 or 4; None takes what the files' metadata say."""
+    return_positions: bool = True
+    """Whether positions start anew with each document."""
+    skip_in_stream: bool = False
+    """No effect: any sample is found at once."""
+    pad_samples_to_global_batch_size: bool = False
+    """No effect: epochs follow one another within a batch."""
+    dataset_max_tokens: list[int] | None = None
+    """Read this many tokens of each folder at most; None: all."""
+    shuffle_files: bool = False
+    """Whether files are read in a shuffled order; samples always are."""
+    use_old_brrr_dataloader: bool = False
+    """No effect: there is one loader."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = [*_names("dataset_folder", self.dataset_folder, "folder", _weight)]
+        if not found:
+            found += self._lists()
+        if self.tokenizer_name is not None and not self.tokenizer_name:
+            found.append("tokenizer_name: '' was given; name a tokenizer, or null")
+        if self.vocab_size is not None and self.vocab_size < 1 and self.vocab_size != -1:
+            found.append(
+                f"vocab_size: {self.vocab_size} was given; it must be at least 1, or -1 or null to "
+                "take the model's"
+            )
+        if self.token_size_in_bytes not in (None, 2, 4):
+            found.append(f"token_size_in_bytes: {self.token_size_in_bytes} was given; it is 2 or 4")
+        _raise(found)
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders, in the order given."""
+        return _several(self.dataset_folder)
+
+    @property
+    def weights(self) -> tuple[float, ...] | None:
+        """The weight of each folder; None: in proportion to their samples."""
+        if isinstance(self.dataset_folder, dict):
+            return tuple(self.dataset_folder.values())
+        return None if self.dataset_weights is None else tuple(self.dataset_weights)
+
+    @property
+    def read_paths(self) -> tuple[str, ...] | None:
+        """Where to read instead of each folder; None: in the folders."""
+        return None if self.dataset_read_path is None else _several(self.dataset_read_path)
+
+    def _lists(self) -> Iterator[str]:
+        """Find what is wrong with the fields that have one item for each folder."""
+        count = len(self.folders)
+        if self.dataset_weights is not None and isinstance(self.dataset_folder, dict):
+            yield (
+                f"dataset_weights: {self.dataset_weights} was given; dataset_folder gives the "
+                "weights already: remove one of them"
+            )
+        for name in ("dataset_weights", "dataset_max_tokens", "dataset_read_path"):
+            given = getattr(self, name)
+            if given is not None and len(items := _several(given)) != count:
+                yield f"{name}: {len(items)} were given; it needs one for each of {count} folders"
+        for weight in self.dataset_weights or ():
+            if rule := _weight(weight):
+                yield f"dataset_weights: {weight} was given; {rule}"
+        if self.weights and not any(self.weights):
+            field = "dataset_folder" if isinstance(self.dataset_folder, dict) else "dataset_weights"
+            yield f"{field}: all weights are 0; at least one must be above 0"
+        for limit in self.dataset_max_tokens or ():
+            if limit < 1:
+                yield f"dataset_max_tokens: {limit} was given; it must be at least 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What one stage of training reads, and in which order.
+    """What one stage of training reads, and in which order."""
 
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    dataset: PretrainDatasetsConfig | None
-    """The corpus; None: random tokens."""
+    dataset: PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig | None
+    """The data; None: random tokens, or a loader of one's own."""
     seed: int
     """Seed of the order of the samples."""
     num_loading_workers: int = 1
-    """No effect: samples are cut from memory-mapped tokens in the training process."""
+    """Threads that prepare batches; 0 prepares each when it is needed."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -72,17 +197,12 @@ class DataConfig:
             found.append(f"seed: {self.seed} was given; it must not be negative")
         if (workers := self.num_loading_workers) < 0:
             found.append(f"num_loading_workers: {workers} was given; it must not be negative")
-        if found:
-            raise ValueError("\n".join(found))
+        _raise(found)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetStageConfig:
-    """A stretch of training on one set of data; it lasts until the next one starts.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
+    """A stretch of training on one set of data; it lasts until the next one starts."""
 
     name: str
     """What the log calls the stage."""
@@ -90,11 +210,67 @@ class DatasetStageConfig:
     """First training step of the stage, from 1."""
     data: DataConfig
     """What the stage reads."""
+    sequence_length: int | None = None
+    """Tokens of a sample in this stage; None: what the tokens' section says."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        if self.start_training_step < 1:
-            raise ValueError(
-                f"start_training_step: {self.start_training_step} was given; steps are counted "
-                "from 1"
+        found = []
+        if (step := self.start_training_step) < 1:
+            found.append(f"start_training_step: {step} was given; steps are counted from 1")
+        if self.sequence_length is not None and self.sequence_length < 1:
+            found.append(
+                f"sequence_length: {self.sequence_length} was given; it must be at least 1"
             )
+        _raise(found)
+
+
+def _raise(found: list[str]) -> None:
+    if found:
+        raise ValueError("\n".join(found))
+
+
+def _hub_problems(section: PretrainDatasetsConfig | SFTDatasetsConfig) -> Iterator[str]:
+    """Find what is wrong with the fields that both kinds of text have."""
+    given = section.hf_dataset_or_datasets
+    yield from _names("hf_dataset_or_datasets", given, "data set", _fraction)
+    if isinstance(given, dict) and given and not any(given.values()):
+        yield "hf_dataset_or_datasets: all fractions are 0; at least one must be above 0"
+    yield from _names("hf_dataset_splits", section.hf_dataset_splits, "split", _weight)
+    if section.hf_dataset_config_name is not None and not _is_name(section.hf_dataset_config_name):
+        yield "hf_dataset_config_name: '' was given; name a configuration, or null"
+    if (count := section.dataset_processing_num_proc_per_process) < 1:
+        yield f"dataset_processing_num_proc_per_process: {count} was given; it must be at least 1"
+
+
+def _names(field: str, given: Any, what: str, rule: Callable[[float], str]) -> Iterator[str]:
+    """Find what is wrong with a name, a list of names, or a mapping from names to numbers."""
+    names = _several(given) if isinstance(given, str | list | tuple | dict) else ()
+    if not names or not all(map(_is_name, names)):
+        yield f"{field}: {given!r} was given; it must name at least one {what}, and none is empty"
+    elif len(set(names)) < len(names):
+        yield f"{field}: {given!r} was given; each {what} is named once"
+    elif isinstance(given, dict):
+        for name, number in given.items():
+            if problem := rule(number):
+                yield f"{field}: {number} was given for {name!r}; {problem}"
+
+
+def _is_name(given: Any) -> bool:
+    return isinstance(given, str) and bool(given.strip())
+
+
+def _weight(number: float) -> str:
+    return "" if math.isfinite(number) and number >= 0 else "a weight is a finite number from 0 on"
+
+
+def _fraction(number: float) -> str:
+    return "" if 0 <= number <= 1 else "a fraction is a number from 0 to 1"
+
+
+def _several(given: Any) -> tuple[Any, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _fractions(given: str | list[str] | dict[str, float]) -> dict[str, float]:
+    return dict(given) if isinstance(given, dict) else dict.fromkeys(_several(given), 1.0)

@@ -37,8 +37,11 @@ class _Windows:
         """Read samples together; IndexError where there is none."""
         check_indices(indices, len(self))
         starts, width = self.starts(indices), self.sequence_length + 1
-        documents = self._stream.documents(starts, width) if self.separate_documents else None
-        return Rows(self._stream.windows(starts, width), documents)
+        tokens = self._stream.windows(starts, width)
+        if not self.separate_documents:
+            return Rows(tokens)
+        documents, places = self._stream.documents(starts, width)
+        return Rows(tokens, documents, places=places)
 
     def describe(self, i: int) -> str:
         """Name the file and the document where sample `i` begins."""

@@ -135,15 +135,18 @@ def _merged(found: dict[int, tuple[np.ndarray, Rows]]) -> Rows:
     shape = (len(masks[0]), parts[0].tokens.shape[1])
     kinds = {rows.tokens.dtype for rows in parts}
     tokens = np.empty(shape, dtype=kinds.pop() if len(kinds) == 1 else np.int64)
-    documents = targets = None
+    documents = targets = places = None
     if any(rows.documents is not None for rows in parts):
         documents = np.zeros(shape, dtype=np.int32)
+        places = np.empty(shape, dtype=np.int32)
+        places[:] = np.arange(shape[1], dtype=np.int32)
     if any(rows.targets is not None for rows in parts):
         targets = np.ones(shape, dtype=np.bool_)
     for mask, rows in zip(masks, parts, strict=True):
         tokens[mask] = rows.tokens
-        if documents is not None and rows.documents is not None:
+        if documents is not None and places is not None and rows.documents is not None:
             documents[mask] = rows.documents
+            places[mask] = rows.all_places()
         if targets is not None and rows.targets is not None:
             targets[mask] = rows.targets
-    return Rows(tokens, documents, targets)
+    return Rows(tokens, documents, targets, places)

@@ -22,24 +22,37 @@ class Rows:
             padding. Positions start anew with each, and no label is the token of another document.
             None: a row is one document.
         targets: (R, S+1) bool, False where a token is never a label. None: every token may be.
+        places: (R, S+1), the place of each token in its document; None: found from `documents`.
     """
 
     tokens: NDArray[np.integer]
     documents: NDArray[np.int32] | None = None
     targets: NDArray[np.bool_] | None = None
+    places: NDArray[np.integer] | None = None
 
     def positions(self) -> Int64Array:
         """Return the place of each token that is read in its document: (R, S)."""
         rows, width = self.tokens.shape
-        places = np.arange(width - 1, dtype=np.int64)
-        if self.documents is None:
-            out = np.empty((rows, width - 1), dtype=np.int64)
-            out[:] = places
-            return out
-        starts = np.zeros((rows, width - 1), dtype=np.int64)
-        read = self.documents[:, :-1]
-        np.multiply(read[:, 1:] != read[:, :-1], places[1:], out=starts[:, 1:])
-        return places - np.maximum.accumulate(starts, axis=1)
+        out = np.empty((rows, width - 1), dtype=np.int64)
+        self.write_positions(out)
+        return out
+
+    def write_positions(self, out: Int64Array) -> None:
+        """Write what `positions` returns to `out`."""
+        if self.places is None and self.documents is None:
+            out[:] = np.arange(out.shape[1])
+        else:
+            out[:] = self.all_places()[:, :-1]
+
+    def all_places(self) -> NDArray[np.integer]:
+        """Return the place of each token in its document: (R, S+1)."""
+        if self.places is not None:
+            return self.places
+        first = np.zeros(self.tokens.shape, dtype=np.bool_)
+        first[:, 0] = True
+        if self.documents is not None:
+            first[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        return segments(np.flatnonzero(first), self.tokens.shape)[1]
 
     def kept_labels(self) -> NDArray[np.bool_] | None:
         """Return where a label is a target: (R, S); None if every one is."""
@@ -47,8 +60,30 @@ class Rows:
         if self.documents is None:
             return keep
         read, labels = self.documents[:, :-1], self.documents[:, 1:]
-        within = (read == labels) & (labels != PAD)
+        within = read == labels
+        within &= labels != PAD
         return within if keep is None else within & keep
+
+
+def segments(
+    begins: Int64Array, shape: tuple[int, int]
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Number the documents of rows, and the tokens of each.
+
+    Args:
+        begins: where documents begin in the rows laid end to end, ascending; every row begins one.
+        shape: (R, S+1).
+
+    Returns:
+        Document of each token, counted from 0 in its row, and its place in it; both of `shape`.
+    """
+    rows, width = shape
+    lengths = np.diff(begins, append=rows * width)
+    firsts = np.searchsorted(begins, np.arange(rows) * width)
+    numbers = np.arange(len(begins)) - firsts[begins // width]
+    places = np.arange(rows * width, dtype=np.int32)
+    places -= np.repeat(begins.astype(np.int32), lengths)
+    return np.repeat(numbers.astype(np.int32), lengths).reshape(shape), places.reshape(shape)
 
 
 class Dataset(Protocol):

@@ -117,7 +117,7 @@ class TokenFile:
                 "truncated or belongs to another file"
             )
         self.tokenizer = metadata.tokenizer if metadata else ""
-        self.tokens: TokenArray = _map(self.path, self.token_bytes, count)
+        self.tokens: TokenArray = map_integers(self.path, self.token_bytes, count)
         self.ends: UInt64Array | None = ends
 
     def __str__(self) -> str:
@@ -210,7 +210,7 @@ def _token_bytes(
     )
 
 
-def _map(path: Path, item_bytes: int, count: int) -> Any:
+def map_integers(path: Path, item_bytes: int, count: int) -> Any:
     """Map a file of unsigned integers read-only; torch's mapping keeps no descriptor open."""
     if not count:
         return np.empty(0, dtype=f"<u{item_bytes}")
@@ -230,7 +230,7 @@ def _map_index(path: Path) -> UInt64Array | None:
         raise ValueError(
             f"{str(index)!r}: {size} bytes are no whole number of uint64: the index is truncated"
         )
-    return _map(index, 8, size // 8)
+    return map_integers(index, 8, size // 8)
 
 
 def _read_metadata(path: Path) -> TokenMetadata | None:
