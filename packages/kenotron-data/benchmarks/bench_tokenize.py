@@ -153,9 +153,8 @@ def compare(rounds: int, megabytes: float) -> None:
                 print(f"  {name}: {speeds[name][-1]:.3f} M/s, {wall:.1f} s", file=sys.stderr)
             if len({tuple(value) for value in found.values()}) > 1:
                 raise SystemExit(f"the tokens differ: {found}")
-    print(
-        "| tokenising | M tokens per CPU-second | lowest, highest | kenotron is |\n|---|---|---|---|"
-    )
+    print("| tokenising | M tokens per CPU-second | lowest, highest | kenotron is |")
+    print("|---|---|---|---|")
     first = statistics.median(speeds[names[0]])
     for name, values in speeds.items():
         median = statistics.median(values)

@@ -8,8 +8,9 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+from kenotron_data.config import PretrainDatasetsConfig, SFTDatasetsConfig
 from kenotron_data.pieces import Piece, first_rows
 from kenotron_data.sources import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
@@ -21,25 +22,11 @@ _SAVED = ("state.json", "dataset_dict.json")
 """Files of a folder that `save_to_disk` has written."""
 
 
-class CorpusConfig(Protocol):
-    """The fields that are read of `PretrainDatasetsConfig`."""
-
-    @property
-    def hf_dataset_or_datasets(self) -> Any: ...  # noqa: D102
-    @property
-    def hf_dataset_splits(self) -> Any: ...  # noqa: D102
-    @property
-    def hf_dataset_config_name(self) -> str | None: ...  # noqa: D102
-    @property
-    def dataset_processing_num_proc_per_process(self) -> int: ...  # noqa: D102
-    @property
-    def dataset_overwrite_cache(self) -> bool: ...  # noqa: D102
-    @property
-    def text_column_name(self) -> str | None: ...  # noqa: D102
+Section: TypeAlias = PretrainDatasetsConfig | SFTDatasetsConfig
 
 
 def cached_tokens(
-    config: CorpusConfig,
+    config: PretrainDatasetsConfig,
     tokenizer: TextTokenizer,
     cache_folder: str | os.PathLike[str],
     *,
@@ -67,7 +54,7 @@ def cached_tokens(
         ValueError: a fraction, split or row is wrong, or a data set cannot be loaded.
     """
     cache = Path(cache_folder)
-    sources = corpus_pieces(config, validation=validation)
+    sources = corpus_pieces(config, (config.text_column_name,), validation=validation)
     groups = part_groups(sources)
     words = f"1:{identity_of(groups)}:{tokenizer.fingerprint}:{tokenizer.name}:{tokenizer.end}"
     folder = cache / hashlib.blake2b(words.encode(), digest_size=12).hexdigest()
@@ -83,44 +70,53 @@ def cached_tokens(
     return TokenFolder(folder)
 
 
-def corpus_pieces(config: CorpusConfig, *, validation: bool = False) -> list[list[Piece]]:
-    """List the pieces of each data set of a corpus; errors are those of `cached_tokens`."""
-    fractions = _fractions(config.hf_dataset_or_datasets)
-    splits = chosen_splits(config.hf_dataset_splits, validation=validation)
-    columns = (config.text_column_name or "text",)
+def corpus_pieces(
+    config: Section, columns: Sequence[str], *, validation: bool = False
+) -> list[list[Piece]]:
+    """List the pieces of each data set of a section.
+
+    Args:
+        config: the data sets, fractions, splits and configuration.
+        columns: columns that are read.
+        validation: take the splits named after test or validation, whole.
+
+    Raises:
+        ImportError, ValueError, FileNotFoundError: see `cached_tokens`.
+    """
     sources = []
-    for name, fraction in fractions.items():
-        pieces = [
-            piece
-            for split in splits
-            for piece in _of_fraction(
-                data_pieces(name, columns, split=split, config_name=config.hf_dataset_config_name),
-                1.0 if validation else fraction,
+    for name, fraction in config.fractions.items():
+        pieces: list[Piece] = []
+        for split in chosen_splits(config.splits, validation=validation):
+            found = data_pieces(
+                name, columns, split=split, config_name=config.hf_dataset_config_name
             )
-        ]
+            pieces += found if validation else _of_fraction(found, fraction)
         sources.append(pieces)
     return sources
 
 
-def chosen_splits(splits: str | Sequence[str] | None, *, validation: bool) -> list[str]:
+def chosen_splits(named: Sequence[str], *, validation: bool) -> list[str]:
     """Return the splits to train on, or those to validate on.
+
+    A single one is trained on, whatever its name is. A stretch such as `train[:10%]` belongs to the
+    split it is cut from.
 
     Raises:
         ValueError: a name contains neither train, test nor validation, or none is left.
     """
-    named = ["train"] if splits is None else [splits] if isinstance(splits, str) else list(splits)
-    for name in named:
-        if split_of(Path(name.split("[")[0])) is None:
+    kinds = {name: split_of(Path(name.split("[")[0])) for name in named}
+    for name, kind in kinds.items():
+        if kind is None:
             raise ValueError(
                 f"hf_dataset_splits: {name!r} was given; the name of a split must contain train, "
                 "test or validation"
             )
     if len(named) == 1 and not validation:
-        return named
-    found = [n for n in named if (split_of(Path(n.split("[")[0])) != "train") == validation]
+        return list(named)
+    found = [name for name, kind in kinds.items() if (kind != "train") == validation]
     if not found:
         raise ValueError(
-            f"hf_dataset_splits: {named} was given; none of them is there to "
+            f"hf_dataset_splits: {', '.join(named)} was given; there is no split to "
             f"{'validate' if validation else 'train'} on"
         )
     return found
@@ -168,24 +164,6 @@ def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[P
             "load it without streaming, or save its first rows as a data set and name that"
         )
     return [DatasetRows(dataset=dataset, name=f"data set {name!r}", columns=tuple(columns))]
-
-
-def _fractions(named: Any) -> dict[str, float]:
-    """Return the fraction of each data set."""
-    if isinstance(named, str):
-        named = [named]
-    given = dict(named) if isinstance(named, Mapping) else dict.fromkeys(named, 1.0)
-    if not given:
-        raise ValueError("hf_dataset_or_datasets: no data set was given")
-    for name, fraction in given.items():
-        if not 0 <= fraction <= 1:
-            raise ValueError(
-                f"hf_dataset_or_datasets: the fraction of {name!r} must be from 0 to 1, but "
-                f"{fraction} was given"
-            )
-    if not any(given.values()):
-        raise ValueError("hf_dataset_or_datasets: all fractions are 0: nothing would be read")
-    return given
 
 
 def _of_fraction(pieces: list[Piece], fraction: float) -> list[Piece]:

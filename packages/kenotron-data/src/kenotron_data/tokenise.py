@@ -211,7 +211,8 @@ def _begin(target: Path, note: dict[str, Any], overwrite: bool) -> Path:
         if left is not None and not overwrite:
             raise FileExistsError(
                 f"{str(partial)!r} was left by a run that was stopped and "
-                f"{_difference(left, note)}: delete it, choose another folder, or say that it shall be overwritten"
+                f"{_difference(left, note)}: delete it, choose another folder, or "
+                "say that it shall be overwritten"
             )
         shutil.rmtree(partial)
     write_json(partial / NOTE, note)
