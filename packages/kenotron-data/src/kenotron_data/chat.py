@@ -54,13 +54,11 @@ class Chat:
         _check(messages)
         ids, learned = self._by_marks(messages) if self._marked else self._by_turns(messages)
         end = self._tokenizer.eos_token_id
-        if end is not None and messages[-1]["role"] == "assistant":
-            others = np.flatnonzero(~learned)
-            last_answer = ids[others[-1] + 1 if len(others) else 0 :]
-            if not learned[-1:].any():  # the template goes on after the answer
-                places = np.flatnonzero(learned)
-                last_answer = ids[places[-1] :] if len(places) else ids[:0]
-            if end not in last_answer:
+        if end is not None and learned.any() and messages[-1]["role"] == "assistant":
+            last = np.flatnonzero(learned)[-1]
+            before = np.flatnonzero(~learned[:last])
+            answer = ids[before[-1] + 1 if len(before) else 0 :]
+            if end not in answer:
                 ids, learned = np.append(ids, end), np.append(learned, True)
         return ids, learned
 

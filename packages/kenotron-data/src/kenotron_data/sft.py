@@ -29,7 +29,10 @@ Example = tuple[Ids, NDArray[np.bool_]]
 class ExampleEncoder(Protocol):
     """Turns rows into examples."""
 
-    columns: tuple[str, ...]
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns whose values make a row."""
+        ...
 
     def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[Example]:
         """Encode rows of the values of `columns`. ValueError where a row is wrong."""
@@ -59,11 +62,8 @@ class PromptCompletion:
         prompts = self._prompt.encode([prompt for prompt, _ in rows])
         completions = self._completion.encode([completion for _, completion in rows])
         return [
-            (
-                np.concatenate([prompt, completion]),
-                np.arange(len(prompt) + len(completion)) >= len(prompt),
-            )
-            for prompt, completion in zip(prompts, completions, strict=True)
+            (np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))
+            for parts in zip(prompts, completions, strict=True)
         ]
 
 

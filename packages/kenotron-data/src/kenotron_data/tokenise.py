@@ -7,6 +7,7 @@ neither the files nor a byte in them.
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import time
@@ -102,9 +103,9 @@ def tokenise(
         groups: the parts of each source, see `part_groups`.
         tokenizer: encodes the documents.
         folder: the folder to make.
-        workers: processes; 1 works in this one. Processes are spawned: a program keeps its start
-            under `if __name__ == "__main__"`. Set TOKENIZERS_PARALLELISM=false for them, or each
-            starts a thread for every core.
+        workers: processes; 1 works in this one. They import the program, which keeps its start
+            under `if __name__ == "__main__"`, and have the environment of the first of them: set
+            TOKENIZERS_PARALLELISM=false there, or each starts a thread for every core.
         token_bytes: bytes of an id, 2 or 4; None: 2 where the vocabulary allows it.
         overwrite: make the folder anew, whatever it holds; True once, not in each of many
             processes: one that has waited for another to make it takes that.
@@ -251,8 +252,14 @@ def _make(
     left = [part for part in parts if before[part.path] is None]
     workers = min(workers, len(left))
     if workers > 1:
+        multiprocessing.set_forkserver_preload([PartMaker.__module__])
         fresh: Iterator[PartMade] = WorkedAhead(
-            maker, iter(left), workers=workers, depth=4 * workers, kind="process"
+            maker,
+            iter(left),
+            workers=workers,
+            depth=4 * workers,
+            kind="process",
+            start="forkserver",
         )
     else:
         fresh = map(maker, left)
