@@ -44,6 +44,9 @@ def test_a_bpe_is_trained_once(tmp_path, jsonl):
     assert first.stderr == ""
     assert TokenFolder(tmp_path / "out").tokenizer == "out.tokenizer.json"
     assert TokenFolder(tmp_path / "out").documents == 30
+    other = run(*arguments[:2], "281", *arguments[3:], cwd=tmp_path)
+    assert other.returncode == 2
+    assert "'out.tokenizer.json' exists and was not trained on this text" in other.stderr
 
 
 @pytest.mark.parametrize(

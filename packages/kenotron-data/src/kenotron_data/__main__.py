@@ -17,7 +17,7 @@ from kenotron_data.sources import file_pieces
 from kenotron_data.tokenise import Progress, part_groups, tokenise
 from kenotron_data.tokenise_part import PartMade
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer
-from kenotron_data.train_bpe import train_bpe
+from kenotron_data.train_bpe import trained_bpe
 
 _MEGABYTE = 1_000_000
 
@@ -91,10 +91,8 @@ def _tokenizer(
         raise ValueError("give either --tokenizer-name-or-path or --train-bpe")
     if name is None:
         path = folder.with_name(f"{folder.name}.tokenizer.json")
-        if chosen.overwrite or not path.exists():
-            train_bpe(
-                parts, chosen.train_bpe, path, most_bytes=round(chosen.train_size * _MEGABYTE)
-            )
+        size = round(chosen.train_size * _MEGABYTE)
+        trained_bpe(parts, chosen.train_bpe, path, most_bytes=size, overwrite=chosen.overwrite)
         name = str(path)
     return open_tokenizer(name, eos_token=chosen.eos_token, end_of_document=not chosen.no_eos)
 

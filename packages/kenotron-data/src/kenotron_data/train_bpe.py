@@ -1,14 +1,45 @@
 """A byte-level BPE trained on the documents at hand."""
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kenotron_data.pieces import Piece
+from kenotron_data.tokenise import identity_of, write_json
 from kenotron_data.tokenise_part import texts_of
 
 END_TOKEN = "<|endoftext|>"
 """The token that ends a document in tokenizers that are trained here."""
 _SMALLEST = 256 + 1
+
+
+def trained_bpe(
+    parts: Sequence[Sequence[Piece]],
+    vocab_size: int,
+    path: Path,
+    *,
+    most_bytes: int = 1 << 30,
+    overwrite: bool = False,
+) -> None:
+    """Train a byte-level BPE unless the file is there, of the same text and sizes.
+
+    A note beside the file, `<path>.note`, says what it was trained on. Arguments and errors are
+    those of `train_bpe`.
+
+    Raises:
+        FileExistsError: the file was trained on something else, and `overwrite` is False.
+    """
+    beside = path.with_name(f"{path.name}.note")
+    note = {"data": identity_of([parts]), "vocab_size": vocab_size, "most_bytes": most_bytes}
+    if path.exists() and not overwrite:
+        if beside.is_file() and json.loads(beside.read_text(encoding="utf-8")) == note:
+            return
+        raise FileExistsError(
+            f"{str(path)!r} exists and was not trained on this text with vocab_size {vocab_size}: "
+            "name it as the tokenizer, delete it, or say that it shall be overwritten"
+        )
+    train_bpe(parts, vocab_size, path, most_bytes=most_bytes)
+    write_json(beside, note)
 
 
 def train_bpe(
