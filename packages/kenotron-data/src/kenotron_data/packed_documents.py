@@ -69,12 +69,12 @@ class PackedDocuments:
             used[rows], places = self._fill(number, samples, rows * width, tokens)
             begins.append(places)
         ends = np.arange(len(indices)) * width + used
-        begins.append(ends[used < width])
-        documents, places = segments(np.sort(np.concatenate(begins)), tokens.shape)
-        padding = np.arange(width) >= used[:, None]
+        padding = ends[used < width]
+        joined = np.sort(np.concatenate([*begins, padding]))
+        documents, places = segments(joined, tokens.shape, padding)
         if not self.separate_documents:
-            documents[:], places = 0, np.where(padding, places, np.arange(width, dtype=np.int32))
-        documents[padding] = PAD
+            real = documents != PAD
+            documents[real], places = 0, np.where(real, np.arange(width, dtype=np.int32), places)
         return Rows(tokens, documents, places=places)
 
     def describe(self, i: int) -> str:

@@ -66,21 +66,25 @@ class Rows:
 
 
 def segments(
-    begins: Int64Array, shape: tuple[int, int]
+    begins: Int64Array, shape: tuple[int, int], padding: Int64Array | None = None
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Number the documents of rows, and the tokens of each.
 
     Args:
         begins: where documents begin in the rows laid end to end, ascending; every row begins one.
         shape: (R, S+1).
+        padding: those of `begins` where the padding of a row begins.
 
     Returns:
-        Document of each token, counted from 0 in its row, and its place in it; both of `shape`.
+        Document of each token, counted from 0 in its row or -1, and its place in it; both of
+        `shape`.
     """
     rows, width = shape
     lengths = np.diff(begins, append=rows * width)
     firsts = np.searchsorted(begins, np.arange(rows) * width)
     numbers = np.arange(len(begins)) - firsts[begins // width]
+    if padding is not None:
+        numbers[np.searchsorted(begins, padding)] = PAD
     places = np.arange(rows * width, dtype=np.int32)
     places -= np.repeat(begins.astype(np.int32), lengths)
     return np.repeat(numbers.astype(np.int32), lengths).reshape(shape), places.reshape(shape)
