@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.tokens import END_OF_DOCUMENT, encode
+from kenotron_data.word_cache import WordCache, word_cache
 
 Ids: TypeAlias = NDArray[np.integer]
 
@@ -78,6 +79,9 @@ class FastTokens:
         backend: `tokenizers.Tokenizer`.
         name: for people.
         end: id that ends a document; None: nothing does.
+        vocab_size: larger than every id.
+        fingerprint: see `TextTokenizer`.
+        words: finds most ids faster; None: the tokenizer finds all.
     """
 
     backend: Any
@@ -85,17 +89,21 @@ class FastTokens:
     end: int | None
     vocab_size: int
     fingerprint: str
+    words: WordCache | None = None
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Return the ids of each text."""
-        backend, end = self.backend, [] if self.end is None else [self.end]
-        make = getattr(backend, "encode_batch_fast", backend.encode_batch)  # fast: no offsets
-        found = make(list(texts), add_special_tokens=False)
-        # By way of `array`: numpy alone takes twice the time for a list of ints.
-        return [
-            np.frombuffer(array.array("I", encoding.ids + end), dtype=np.uint32)
-            for encoding in found
-        ]
+        found = self.words.encode(texts) if self.words else [None] * len(texts)
+        left = [place for place, ids in enumerate(found) if ids is None]
+        if left:
+            backend = self.backend
+            make = getattr(backend, "encode_batch_fast", backend.encode_batch)  # no offsets
+            made = make([texts[place] for place in left], add_special_tokens=False)
+            for place, encoding in zip(left, made, strict=True):
+                # By way of `array`: numpy alone takes twice the time for a list of ints.
+                found[place] = np.frombuffer(array.array("I", encoding.ids), dtype=np.uint32)
+        end = [] if self.end is None else [np.array([self.end], dtype=np.uint32)]
+        return [np.concatenate([ids, *end]) for ids in found if ids is not None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +212,7 @@ def wrap_tokenizer(
         end=end,
         vocab_size=size,
         fingerprint=_digest(f"{plain.to_str()}:{end}"),
+        words=word_cache(plain),
     )
 
 
