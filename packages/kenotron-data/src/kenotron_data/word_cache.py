@@ -40,10 +40,8 @@ def word_cache(backend: Any) -> "WordCache | None":
         return None
     if normalizer is not None and normalizer.get("type") != "NFC":
         return None
-    tries = itertools.chain.from_iterable(
-        itertools.product(_LETTERS, repeat=n) for n in range(1, 5)
-    )
-    if not all(_same_words(backend, pattern, "".join(letters)) for letters in tries):
+    tries = ("".join(kinds) for n in range(1, 5) for kinds in itertools.product(_KINDS, repeat=n))
+    if not all(_same_words(backend, pattern, text) for text in tries):
         return None
     added = [token["content"] for token in described["added_tokens"]]
     return WordCache(backend, pattern, added, composes=normalizer is not None)
