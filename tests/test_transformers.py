@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parity
@@ -10,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import Layout
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from kenotron_dist import spawn
+from kenotron_models import RopeScaling
 
 NAMES = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -22,6 +25,7 @@ NAMES = {
 }
 FUSED = {
     "attention.qkv.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.qkv.bias": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
     "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
 }
 OUTER = {
@@ -53,7 +57,7 @@ def to_transformers(ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         else:
             parts = split_fused(inner, value, heads=8, kv_heads=2)
             for module, part in zip(FUSED[inner], parts, strict=True):
-                found[f"{prefix}{module}.weight"] = part
+                found[f"{prefix}{module}.{inner.rsplit('.', 1)[1]}"] = part
     return found
 
 
@@ -64,17 +68,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_loss_and_every_gradient_equal_transformers(tied: bool, folder: Path) -> None:
+LLAMA3 = RopeScaling(factor=8.0, original_max_position_embeddings=16)
+LINEAR = RopeScaling(factor=4.0, rope_type="linear")
+
+
+@pytest.mark.parametrize(
+    ("tied", "change"),
+    [
+        (False, {}),
+        (True, {}),
+        (True, {"rope_scaling": LLAMA3}),
+        (False, {"rope_scaling": LINEAR}),
+        (False, {"attention_bias": True}),
+    ],
+    ids=["untied", "tied", "llama3", "linear", "bias"],
+)
+def test_loss_and_every_gradient_equal_transformers(
+    tied: bool, change: dict[str, Any], folder: Path
+) -> None:
     config = parity.configure(Layout(tied=tied), folder)
+    config = replace(
+        config, model=replace(config.model, model_config=replace(config.llama, **change))
+    )
     weights = to_transformers(spawn(parity.parameters, config)[0])
     tokens, labels = map(torch.from_numpy, spawn(parity.rows, config)[0])
     ranks = spawn(parity.gradients, config)
     ours = to_transformers(parity.assemble(ranks))
 
-    llama = config.model.model_config
-    model = LlamaForCausalLM(
-        LlamaConfig(
+    llama = config.llama
+    rope = {"rope_type": "default"} if llama.rope_scaling is None else asdict(llama.rope_scaling)
+    if rope["rope_type"] == "linear":
+        rope = {name: rope[name] for name in ("rope_type", "factor")}
+    # Qwen2 is a Llama with biases for queries, keys and values.
+    kinds = (Qwen2Config, Qwen2ForCausalLM) if llama.attention_bias else ()
+    make_config, make_model = kinds or (LlamaConfig, LlamaForCausalLM)
+    model = make_model(
+        make_config(
             vocab_size=llama.vocab_size,
             hidden_size=llama.hidden_size,
             intermediate_size=llama.intermediate_size,
@@ -83,9 +112,8 @@ def test_loss_and_every_gradient_equal_transformers(tied: bool, folder: Path) ->
             num_key_value_heads=llama.kv_heads,
             max_position_embeddings=llama.max_position_embeddings,
             rms_norm_eps=llama.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": llama.rope_theta},
+            rope_parameters={**rope, "rope_theta": llama.rope_theta},
             tie_word_embeddings=tied,
-            attention_bias=False,
         )
     )
     if tied:

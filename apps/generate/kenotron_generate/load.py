@@ -41,7 +41,7 @@ def describe(path: str | Path) -> Description:
             f"{folder} does not describe a model ({', '.join(missing)} missing): "
             "was it written by apps/train?"
         )
-    model = LlamaConfig(**state["model_config"])
+    model = LlamaConfig.from_dict(state["model_config"])
     return Description(
         folder, model, state["dtype"], int(state["sequence_length"]), dict(manifest.mesh)
     )

@@ -86,6 +86,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         llama,
         tp,
         mode=config.parallelism.mode,
+        recompute=config.parallelism.recompute_layer,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )

@@ -29,9 +29,8 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
     for name in ("expert_parallel_size", "context_parallel_size"):
         if (size := getattr(section, name)) > 1:
             yield f"parallelism.{name}", f"{size} was given; more than 1 is", "set it to 1"
-    for name in ("recompute_layer", "moe_layer_recompute"):
-        if getattr(section, name):
-            yield f"parallelism.{name}", "true was given; that is", "set it to false"
+    if section.moe_layer_recompute:
+        yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
 
 
 def _model(section: ModelConfig) -> _Lines:
@@ -39,12 +38,6 @@ def _model(section: ModelConfig) -> _Lines:
     if type(sizes) is not LlamaConfig:
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
-    else:
-        if sizes.rope_scaling is not None:
-            yield f"{path}.rope_scaling", "stretched positions are", "set it to null"
-        for name in ("attention_bias", "z_loss_enabled"):
-            if getattr(sizes, name):
-                yield f"{path}.{name}", "true was given; that is", "set it to false"
     if not isinstance(section.init_method, RandomInitConfig):
         yield "model.init_method", "weights that are not drawn normally are", "give std"
     if section.dtype not in TRAINING_DTYPES:

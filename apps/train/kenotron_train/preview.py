@@ -62,6 +62,7 @@ def stage_sizes(config: Config) -> list[StageSize]:
         llama,
         axis,
         mode=parallel.mode,
+        recompute=parallel.recompute_layer,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
@@ -118,10 +119,13 @@ def _layer_activation(config: Config) -> int:
     """Bytes that one decoder layer keeps of a micro-batch: inputs of its products and norms.
 
     Six tensors of the hidden size, of which four are cut under sequence parallelism, queries, keys
-    and values, and three of the feed-forward's width, which tp cuts.
+    and values, and three of the feed-forward's width, which tp cuts; with recompute its own input.
     """
     llama, parallel = config.llama, config.parallelism
     width = getattr(torch, config.model.dtype).itemsize
+    if parallel.recompute_layer:
+        whole = _microbatch_tokens(config) * llama.hidden_size * width
+        return whole // (parallel.tp if parallel.mode.sequence_parallel else 1)
     cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
     heads = llama.num_attention_heads + 2 * llama.kv_heads
     features = 6 * llama.hidden_size / cut

@@ -57,11 +57,13 @@ def training_step(
     count = global_count(batch, mesh, step)
     inputs = [micro.tokens_BS.flatten() for micro in batch]
     training.grads.start(len(inputs))
-    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count), list(batch))
+    extra: list[Tensor] = []
+    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), list(batch))
     slices = training.grads.finish()
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
+    loss = loss - _z_loss(training, extra)
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
     updates = allows_update(found, config.nonfinite, step)
@@ -71,6 +73,15 @@ def training_step(
         before_update()
         training.optimizer.step(slices, lr)
     return StepResult(loss.item(), norm.item(), lr, found, not updates)
+
+
+def _z_loss(training: Training, extra: list[Tensor]) -> Tensor:
+    """The z-loss of the global batch, which the last stage's ranks know of; 0 without one."""
+    mesh = training.mesh
+    own = torch.stack(extra).sum() if extra else torch.zeros((), device=mesh.device)
+    if not training.config.llama.z_loss_enabled:
+        return own
+    return all_reduce(own, mesh["pp", "dp", "cp"])
 
 
 def evaluate(training: Training, batches: Iterable[Batch]) -> float:
@@ -101,14 +112,23 @@ def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
     return count
 
 
-def loss_fn(training: Training, batch: Batch, count: int) -> Callable[[Tensor, int], Tensor]:
-    """Loss of a micro-batch from its logits (T, V/t), scaled so that the global sum is the mean."""
-    tp = training.mesh["tp"]
-    vocab_size = training.config.model.model_config.vocab_size
+def loss_fn(
+    training: Training, batch: Batch, count: int, extra: list[Tensor] | None = None
+) -> Callable[[Tensor, int], Tensor]:
+    """Loss of a micro-batch from its logits (T, V/t), scaled so that the global sum is the mean.
+
+    A z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
+    """
+    tp, llama = training.mesh["tp"], training.config.llama
+    weight = llama.z_loss_coefficient if llama.z_loss_enabled and extra is not None else 0.0
 
     def loss(logits: Tensor, microbatch: int) -> Tensor:
         labels = batch[microbatch].labels_BS.flatten()
-        per_token = vocab_parallel_cross_entropy(logits, labels, tp, vocab_size=vocab_size)
+        per_token, z = vocab_parallel_cross_entropy(
+            logits, labels, tp, vocab_size=llama.vocab_size, z_loss=weight, return_z_loss=True
+        )
+        if extra is not None and weight:
+            extra.append(z.sum() / count)
         return per_token.sum() / count
 
     return loss

@@ -1,6 +1,7 @@
 """A training config from a YAML file, and back; every problem of a file in one error."""
 
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -41,7 +42,19 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number and a date is text."""
+    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number, a date is text, and `!env` is known."""
+
+
+def _environment(loader: _Loader, node: yaml.Node) -> str:
+    """`!env NAME` or `!env NAME other`: the variable's text, or the other where it is not set."""
+    name, *other = str(loader.construct_scalar(cast(yaml.ScalarNode, node))).split(" ", 1)
+    if name not in os.environ and not other:
+        rule = f"!env {name}: there is no such environment variable; set it, or add a default"
+        raise yaml.constructor.ConstructorError(problem=rule, problem_mark=node.start_mark)
+    return os.environ.get(name, *other)
+
+
+_Loader.add_constructor("!env", _environment)
 
 
 class _Dumper(yaml.SafeDumper):

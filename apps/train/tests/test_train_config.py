@@ -36,6 +36,18 @@ def test_default_is_a_small_model_on_two_ranks():
     assert ignored_keys(config) == []
 
 
+def test_environment_variables_are_read_where_it_is_asked(monkeypatch):
+    monkeypatch.setenv("KENOTRON_FOLDER", "a/b c")
+    text = (
+        NANOTRON_YAML
+        + "lighteval:\n  output_dir: !env KENOTRON_FOLDER\n  logs_path: !env KENOTRON_NONE x y\n"
+    )
+    config = parse(text=text.replace("lighteval: null\n", ""))
+    assert (config.lighteval.output_dir, config.lighteval.logs_path) == ("a/b c", "x y")
+    with pytest.raises(ValueError, match=r"line \d+, .*!env KENOTRON_NONE: there is no such env"):
+        parse(text=text.replace("!env KENOTRON_NONE x y", "!env KENOTRON_NONE"))
+
+
 def test_nanotron_file_loads():
     config = parse()
     assert [stage.start_training_step for stage in config.data_stages] == [1, 10]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -169,13 +170,8 @@ SECTIONS = [
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.expert_parallel_size", 2),
     ("parallelism.context_parallel_size", 2),
-    ("parallelism.recompute_layer", True),
+    ("parallelism.moe_layer_recompute", True),
     ("model.dtype", "FLOAT16"),
-    ("model.model_config.rope_scaling", {
-        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
-        "original_max_position_embeddings": 8192,
-    }),
-    ("model.model_config.z_loss_enabled", True),
     ("tokenizer.tokenizer_name_or_path", "gpt2"),
 ]  # fmt: skip
 
@@ -199,6 +195,17 @@ def test_kinds_of_init_are_told_apart_by_their_keys():
     assert isinstance(
         parse({"model.init_method": {"initializer_range": 0.1}}).model.init_method, MambaInitConfig
     )
+
+
+def test_stretched_positions_survive_a_checkpoint():
+    values = {
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = parse({"model.model_config.rope_scaling": values})
+    assert unavailable(config) == []
+    saved = json.loads(json.dumps(asdict(config.llama)))
+    assert LlamaConfig.from_dict(saved) == config.llama
 
 
 def test_sections_without_effect_at_their_level_are_no_problem():

@@ -19,6 +19,7 @@ import shutil
 import statistics
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
     parser.add_argument("--json", type=Path, help="also write all times to this file")
     chosen = parser.parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP's, in one process
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         contest = Contest(chosen.gb, chosen.device, Path(folder))
         found = measure(contest, chosen.rounds)

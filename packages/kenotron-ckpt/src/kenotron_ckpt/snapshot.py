@@ -6,6 +6,7 @@ on the CPU they are made at once. What does not fit in the arena is copied as pa
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Sequence
@@ -87,7 +88,8 @@ class Snapshot:
         hosts = self._arena.hosts(index, part)
         with torch.no_grad():
             if self._stream is None:
-                torch._foreach_copy_(hosts, [block.view for block in part.blocks])
+                for host, block in zip(hosts, part.blocks, strict=True):
+                    _copy_on_host(host, block.view)
             else:
                 with self._stream:
                     views = [block.view for block in part.blocks]
@@ -97,3 +99,13 @@ class Snapshot:
         with self._change:
             self._copied.add(index)
             self._change.notify_all()
+
+
+def _copy_on_host(host: Tensor, view: Tensor) -> None:
+    """Copy values within host memory. torch would wake its threads for every tensor, and wait for
+    the last of them: on a busy machine that took eight times as long.
+    """
+    if view.is_contiguous() and view.device.type == "cpu":
+        ctypes.memmove(host.data_ptr(), view.data_ptr(), host.numel() * host.element_size())
+    else:
+        host.copy_(view)

@@ -1,7 +1,7 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.attention import Attention
-from kenotron_models.config import LlamaConfig
+from kenotron_models.config import LlamaConfig, RopeScaling
 from kenotron_models.decoder import Context, DecoderLayer, LayerStack, build_decoder
 from kenotron_models.flops import forward_flops, parameter_count, training_flops
 from kenotron_models.generate import generate
@@ -18,6 +18,7 @@ __all__ = [
     "LayerStack",
     "LlamaConfig",
     "RMSNorm",
+    "RopeScaling",
     "build_decoder",
     "forward_flops",
     "generate",

@@ -49,6 +49,7 @@ class Attention(nn.Module):
             (heads + 2 * kv_heads) * width,
             axis,
             chunks=(Chunk(heads * width), kv, kv),
+            bias=config.attention_bias,
             **mode.column,
             device=device,
             dtype=dtype,
@@ -69,8 +70,11 @@ class Attention(nn.Module):
             batch, sequence, self.heads + 2 * self.kv_heads, -1
         )
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        cos, sin = rotary_angles(positions_BS, self.config.head_dim, self.config.rope_theta)
-        qk = rotate(qk, cos, sin, interleaved=self.config.rope_interleaved)  # both at once
+        config = self.config
+        cos, sin = rotary_angles(
+            positions_BS, config.head_dim, config.rope_theta, config.rope_scaling
+        )
+        qk = rotate(qk, cos, sin, interleaved=config.rope_interleaved)  # both at once
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # (B, H/t, S, K)

@@ -1,6 +1,7 @@
 """The arguments of the models, as plain dataclasses (no torch, no YAML here)."""
 
 from dataclasses import dataclass
+from typing import Any, Self
 
 ROTARY_PARTS = 2  # a rotary embedding turns pairs of features
 ATTENTIONS = (
@@ -113,6 +114,14 @@ class LlamaConfig:
         """Check all fields at once."""
         if problems := check(self):
             raise ValueError("\n".join(problems))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """The config that ``dataclasses.asdict`` made these values of."""
+        scaling = values.get("rope_scaling")
+        whole = dict(values)
+        whole["rope_scaling"] = scaling if scaling is None else RopeScaling(**scaling)
+        return cls(**whole)
 
     @property
     def kv_heads(self) -> int:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kenotron_dist import Axis, Shard, Tie
 from kenotron_models.attention import Attention
@@ -52,7 +53,10 @@ class Embedding(VocabParallelEmbedding):
 
 
 class DecoderLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: (T, D) -> (T, D)."""
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: (T, D) -> (T, D).
+
+    ``recompute``: only x is kept for backward, which computes the rest again.
+    """
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class DecoderLayer(nn.Module):
         axis: Axis,
         *,
         mode: TPMode = TPMode(),
+        recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -75,6 +80,7 @@ class DecoderLayer(nn.Module):
                 dtype=dtype,
             )
 
+        self.recompute = recompute
         self.attention_norm = norm()
         self.attention = Attention(config, axis, mode=mode, device=device, dtype=dtype)
         self.mlp_norm = norm()
@@ -89,6 +95,13 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(T, D) -> (T, D)."""
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(
+                self._layer, x, context, use_reentrant=False, preserve_rng_state=False
+            )
+        return self._layer(x, context)
+
+    def _layer(self, x: Tensor, context: Context) -> Tensor:
         x = x + self.attention(self.attention_norm(x), context.positions_BS)
         return x + self.mlp(self.mlp_norm(x), context.positions_BS.numel())
 
@@ -155,15 +168,17 @@ def build_decoder(
     axis: Axis,
     *,
     mode: TPMode = TPMode(),
+    recompute: bool = False,
     vocab_divisible_by: int = 1,
     device: torch.device | str | None = "meta",
     dtype: torch.dtype | None = None,
 ) -> list[tuple[str, nn.Module]]:
     """All layers of a Llama decoder by name, in order: embedding, layers.i, norm, head.
 
-    Arguments: sizes; the tp axis; how cut layers communicate over it; vocabulary rows per rank are
-    a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take no
-    memory: keep your own layers, ``to_empty`` and initialise them).
+    Arguments: sizes; the tp axis; how cut layers communicate over it; whether decoder layers
+    compute their activations again in backward instead of keeping them; vocabulary rows per rank
+    are a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take
+    no memory: keep your own layers, ``to_empty`` and initialise them).
 
     Raises ValueError when heads or widths do not divide by the axis.
     """
@@ -179,7 +194,9 @@ def build_decoder(
     )
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
     for i in range(config.num_hidden_layers):
-        layer = DecoderLayer(config, axis, mode=mode, device=device, dtype=dtype)
+        layer = DecoderLayer(
+            config, axis, mode=mode, recompute=recompute, device=device, dtype=dtype
+        )
         layers.append((f"layers.{i}", layer))
     norm = FinalNorm(
         width,

@@ -32,5 +32,6 @@ def parameter_count(config: LlamaConfig) -> int:
     heads, kv_heads = config.num_attention_heads, config.kv_heads
     layer = (2 * heads + 2 * kv_heads) * head_dim * width
     layer += 3 * width * config.intermediate_size + 2 * width
+    layer += (heads + 2 * kv_heads) * head_dim if config.attention_bias else 0
     matrices = 1 if config.tie_word_embeddings else 2
     return config.num_hidden_layers * layer + matrices * config.vocab_size * width + width
