@@ -233,6 +233,18 @@ def test_the_latest_is_what_the_pointer_names_or_else_the_newest(tmp_path):
     assert latest_step(tmp_path) == 100
 
 
+@pytest.mark.parametrize("text", ["999", "hello", ""])
+def test_a_pointer_to_nothing_is_said(tmp_path, text):
+    mesh = Mesh.connect()
+    for step in (1, 2):
+        save_small(mesh, tmp_path, step)
+    (tmp_path / "latest.txt").write_text(text)
+    loaded = load(tmp_path, small(mesh), mesh)
+    assert loaded.step == 2
+    assert loaded.passed_over == [f"{tmp_path}/latest.txt: it names no step that is here"]
+    assert load(tmp_path / "1", small(mesh), mesh).passed_over == []
+
+
 def test_old_checkpoints_are_removed_but_not_what_others_put_there(tmp_path):
     mesh = Mesh.connect()
     for step in range(5):
