@@ -21,11 +21,17 @@ ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
 
 PROGRAMS = ["apps/*", "*/__main__.py"]
-HUGGING_FACE = ["kenotron_data/text.py", "kenotron_data/sft.py", "kenotron_models/hf.py"]
+HUGGING_FACE = [
+    "kenotron_data/hub.py",
+    "kenotron_data/sft.py",
+    "kenotron_data/tokenizer.py",
+    "kenotron_data/train_bpe.py",
+    "kenotron_models/hf.py",
+]
 ROOMS = {  # a module, or a name in one: the files that may use it (paths start below src/)
     "torch.distributed": ["kenotron_dist/*"],
     "torch.cuda": ["kenotron_dist/launch.py"],
-    "os.environ": ["kenotron_dist/launch.py", "apps/*"],
+    "os.environ": ["kenotron_dist/launch.py", *PROGRAMS],
     "os.environb": ["kenotron_dist/launch.py", "apps/*"],
     "os.getenv": ["kenotron_dist/launch.py", "apps/*"],
     "os.putenv": ["kenotron_dist/launch.py", "apps/*"],

@@ -7,6 +7,7 @@ from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.cursor import Cursor
 from kenotron_data.custom import CustomSamples, IterableLoader, custom_loader
+from kenotron_data.hub import cached_tokens
 from kenotron_data.loader import Loader
 from kenotron_data.mixture import Mixture
 from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
@@ -15,11 +16,16 @@ from kenotron_data.parts import Concatenated, Subset
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.rows import Dataset, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
+from kenotron_data.sft import SupervisedExamples, supervised
+from kenotron_data.sources import file_pieces
 from kenotron_data.text import text_documents
 from kenotron_data.token_file import TokenFile, TokenMetadata
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.token_writer import TokenWriter
+from kenotron_data.tokenise import Tokenised, part_groups, tokenise
+from kenotron_data.tokenizer import TextTokenizer, open_tokenizer, wrap_tokenizer
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
+from kenotron_data.train_bpe import train_bpe
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
 
 __all__ = [
@@ -41,24 +47,35 @@ __all__ = [
     "RandomTokens",
     "Rows",
     "Subset",
+    "SupervisedExamples",
     "TargetMask",
+    "TextTokenizer",
     "TokenFile",
     "TokenFolder",
     "TokenMetadata",
     "TokenWriter",
+    "Tokenised",
     "WorkedAhead",
     "builtin_documents",
+    "cached_tokens",
     "custom_loader",
     "decode",
     "encode",
+    "file_pieces",
     "hold_out",
     "hold_out_each",
     "inverse_permute",
+    "open_tokenizer",
+    "part_groups",
     "permutation_key",
     "permute",
     "printable",
     "split",
+    "supervised",
     "text_documents",
+    "tokenise",
+    "train_bpe",
     "validation_batches",
+    "wrap_tokenizer",
     "write_pack_index",
 ]

@@ -31,6 +31,7 @@ class WorkedAhead(Generic[Task, Item]):
         depth: items that may be ahead, at least 1.
         kind: processes are spawned: a program that uses them keeps its start under
             `if __name__ == "__main__"`.
+        start: how processes are started: "spawn", or "forkserver", which imports once for all.
 
     Raises:
         ValueError: a number is not positive, or the kind is unknown.
@@ -44,6 +45,7 @@ class WorkedAhead(Generic[Task, Item]):
         workers: int,
         depth: int,
         kind: WorkerKind = "thread",
+        start: Literal["spawn", "forkserver"] = "spawn",
     ) -> None:
         check_workers(workers, kind)
         if depth < 1:
@@ -56,7 +58,7 @@ class WorkedAhead(Generic[Task, Item]):
         else:
             pool = ProcessPoolExecutor(
                 workers,
-                mp_context=multiprocessing.get_context("spawn"),
+                mp_context=multiprocessing.get_context(start),
                 initializer=_start_worker,
                 initargs=(work,),
             )
