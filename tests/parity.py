@@ -18,14 +18,9 @@ import torch
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, local_boxes, named_parameters
 from kenotron_dist.boxes import view_of
-from kenotron_train.assemble import (
-    Training,
-    build_model,
-    build_training,
-    open_corpus,
-    open_loader,
-)
+from kenotron_train.assemble import Training, build_model, build_training
 from kenotron_train.config import Config
+from kenotron_train.corpus import open_corpus, open_loader
 from kenotron_train.loop import train
 from kenotron_train.step import global_count, loss_fn
 from kenotron_train.yaml_config import parse_config

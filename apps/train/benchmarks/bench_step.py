@@ -27,8 +27,9 @@ from torch.nn import functional as F
 
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, MeshConfig, barrier, spawn
-from kenotron_train.assemble import build_training, open_corpus, open_loader
+from kenotron_train.assemble import build_training
 from kenotron_train.config import Config
+from kenotron_train.corpus import open_corpus, open_loader
 from kenotron_train.step import training_step
 from kenotron_train.yaml_config import parse_config
 

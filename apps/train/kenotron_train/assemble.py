@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kenotron_data import (
-    Batch,
-    Cursor,
-    Dataset,
-    Loader,
-    PackedTokens,
-    RandomTokens,
-    builtin_documents,
-    encode,
-    split,
-    text_documents,
-    validation_batches,
-)
-from kenotron_data.config import EMBEDDED_CORPUS
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.init import initialize
 from kenotron_models import LayerStack, build_decoder, layer_costs, standard_init
@@ -45,8 +28,6 @@ from kenotron_train.config import Config
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
-HELD_OUT = 0.1
-"""Share of a corpus, its tail, that validation keeps when there is any."""
 
 
 @dataclass(frozen=True)
@@ -149,82 +130,3 @@ def model_records(model: Model) -> Records:
         model.layouts[path].name: (parameter.detach(), model.layouts[path])
         for path, parameter in named_parameters(model.stack).items()
     }
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The datasets of one stage of training."""
-
-    training: Dataset
-    validation: Dataset | None
-
-
-def open_corpus(config: Config, stage: int) -> Corpus:
-    """Read the text of a data stage, or make up tokens where its dataset is null.
-
-    Raises ValueError when the path is missing, is no text, or holds too little of it.
-    """
-    source = config.data_stages[stage].data
-    vocab, sequence = config.llama.vocab_size, config.tokens.sequence_length
-    if source.dataset is None:
-        made_up = RandomTokens(vocab, sequence, source.seed)
-        held = RandomTokens(vocab, sequence, source.seed + 1, samples=config.global_batch_size)
-        return Corpus(made_up, held if config.tokens.limit_val_batches else None)
-    key = f"data_stages.{stage}.data.dataset.hf_dataset_or_datasets"
-    try:
-        documents = _documents(_local_text(source.dataset))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{key}: {error}; give a local text file, a folder of them, or {EMBEDDED_CORPUS} "
-            "(data sets are not downloaded)"
-        ) from error
-    tokens = encode(documents, vocab)
-    if not config.tokens.limit_val_batches:
-        return Corpus(PackedTokens(tokens, sequence), None)
-    training, held_out = split(tokens, HELD_OUT)
-    return Corpus(PackedTokens(training, sequence), PackedTokens(held_out, sequence))
-
-
-def open_loader(
-    config: Config,
-    mesh: Mesh,
-    corpus: Corpus,
-    cursor: Cursor,
-    target_mask: Callable[[Tensor, int], Any] | None = None,
-) -> Loader:
-    """This data rank's batches of a stage from ``cursor`` on."""
-    data = mesh["dp"]
-    return Loader(
-        corpus.training,
-        micro_batch_size=config.tokens.micro_batch_size,
-        microbatches=config.tokens.batch_accumulation_per_replica,
-        dp_rank=data.rank,
-        dp_size=data.size,
-        seed=config.data_stages[cursor.stage].data.seed,
-        cursor=cursor,
-        target_mask=target_mask,
-    )
-
-
-def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Batch]:
-    """This data rank's part of the held-out samples, in order."""
-    data = mesh["dp"]
-    return validation_batches(
-        dataset,
-        micro_batch_size=config.tokens.micro_batch_size,
-        microbatches=config.tokens.batch_accumulation_per_replica,
-        dp_rank=data.rank,
-        dp_size=data.size,
-    )
-
-
-def _local_text(dataset: object) -> str:
-    """The one path that can be read; a config that says more is refused before."""
-    name = getattr(dataset, "hf_dataset_or_datasets", None)
-    if not isinstance(name, str):
-        raise ValueError(f"{type(dataset).__name__} is not text at one local path")
-    return name
-
-
-def _documents(name: str) -> list[str]:
-    return builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kenotron_data.config import DatasetStageConfig, PretrainDatasetsConfig
+from kenotron_data.config import DatasetStageConfig, NanosetDatasetsConfig, PretrainDatasetsConfig
 from kenotron_models.config import LlamaConfig
 from kenotron_train.config import Config
 from kenotron_train.init_sections import RandomInitConfig
@@ -71,6 +71,8 @@ def _data(stage: DatasetStageConfig, path: str) -> _Lines:
         yield f"{path}.sequence_length", "a stage's own length is", advice
     section, path = stage.data.dataset, f"{path}.data.dataset"
     if section is None:
+        return
+    if isinstance(section, NanosetDatasetsConfig):
         return
     if not isinstance(section, PretrainDatasetsConfig):
         name = type(section).__name__.removesuffix("DatasetsConfig")

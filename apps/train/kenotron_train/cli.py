@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 
 from rich.console import Console
 
+from kenotron_ckpt import SaveFailed
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_train.availability import unavailable
 from kenotron_train.loop import train
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
-USER_ERRORS = (ValueError, OSError, FloatingPointError)
+USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
 """Errors whose message says all; others come with a traceback."""
 
 INTERRUPTED = 130
@@ -29,13 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     if arguments.json_schema:
-        print(json_schema())
-        return 0
+        return _show(json_schema())
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
         if arguments.check:
-            print(preview(config))
-            return 0
+            return _show(preview(config))
         if problems := unavailable(config):
             raise ValueError("\n".join(problems))
         sizes = config.parallelism
@@ -55,6 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error) if known else error.trace, error.code)
     except USER_ERRORS as error:
         return _fail(str(error))
+    return 0
+
+
+def _show(text: str) -> int:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

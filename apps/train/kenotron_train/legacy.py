@@ -33,6 +33,19 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     return data
 
 
+def modern_path(path: str) -> str:
+    """The dotted path of today of one in an older spelling."""
+    first, _, rest = path.partition(".")
+    if first == "optimizer" and rest in _ADAM:
+        return f"optimizer.optimizer_factory.{rest}"
+    if first == "data" and rest:
+        return f"data_stages.0.{path}"
+    if first == "datastates" and rest:
+        return f"checkpoints.{path}"
+    head, _, last = path.rpartition(".")
+    return f"{head}.{_RENAMED[last]}" if last in _RENAMED else path
+
+
 def _optimizer(data: dict[str, Any], report: Report) -> None:
     section = data["optimizer"]
     flat = {name: section[name] for name in _ADAM if isinstance(section, dict) and name in section}

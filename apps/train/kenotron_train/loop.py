@@ -16,16 +16,10 @@ from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
 from kenotron_dist.hashing import key
 from kenotron_models import generate, parameter_count
 from kenotron_optim import describe
-from kenotron_train.assemble import (
-    Corpus,
-    Training,
-    build_training,
-    open_corpus,
-    open_loader,
-    open_validation,
-)
+from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import unavailable
 from kenotron_train.config import Config, ignored_keys
+from kenotron_train.corpus import Corpus, open_corpus, open_loader, open_validation
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
@@ -107,6 +101,8 @@ def _steps(
                 cursor = Cursor(stage, cursor.consumed // len(corpus.training), cursor.consumed)
             loader = open_loader(config, mesh, corpus, cursor, target_mask)
             report.say(f"[Training Stage: {config.data_stages[stage].name}]")
+            if corpus.about:
+                report.say(corpus.about)
         report.start_step()
         batch = next(loader).to(mesh.device)
         step = progress.step + 1

@@ -122,8 +122,12 @@ def resume(training: Training) -> tuple[Progress, str]:
         return Progress(), ""
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
-    with mesh.pulse.busy("verifying a checkpoint"):
-        checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
+    try:
+        with mesh.pulse.busy("verifying a checkpoint"):
+            checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
+    except ValueError as error:
+        fix = "; correct it, or set it to null to start afresh"
+        raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)

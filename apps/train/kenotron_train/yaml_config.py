@@ -12,7 +12,7 @@ import yaml
 
 from kenotron_train.checks import Sections, cross_problems
 from kenotron_train.config import Config
-from kenotron_train.legacy import modernise
+from kenotron_train.legacy import modern_path, modernise
 from kenotron_train.yaml_build import sections, shown
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
@@ -110,19 +110,19 @@ def parse_config(text: str, source_name: str, overrides: Iterable[str] = ()) -> 
     Raises:
         ConfigError: anything is wrong; names every problem.
     """
-    data = _plain(_parse_yaml(text, source_name), source_name)
     problems: list[str] = []
     changed: list[str] = []
-    for override in overrides:
-        try:
-            changed.append(_override(data, override))
-        except ConfigError as error:
-            problems += error.problems
 
     def report(path: str, sentence: str) -> None:
         mine = any(f"{path}.".startswith(f"{each}.") for each in changed)
         problems.append(f"{OVERRIDE if mine else source_name}: {path}: {sentence}")
 
+    data = modernise(_plain(_parse_yaml(text, source_name), source_name), report)
+    for override in overrides:
+        try:
+            changed.append(_override(data, override))
+        except ConfigError as error:
+            problems += error.problems
     built = sections(Config, modernise(data, report), report)
     for line in cross_problems(cast(Sections, built)):
         path, _, sentence = line.partition(": ")
@@ -171,6 +171,7 @@ def _override(data: dict[str, Any], override: str) -> str:
     if not equals or not all(path.split(".")):
         raise ConfigError([f"{source}: a change is written section.key=value"])
     value = json.loads(json.dumps(_parse_yaml(text, source), default=str))
+    path = modern_path(path)
     *parents, name = path.split(".")
     owner: Any = data
     for part in parents:

@@ -102,6 +102,22 @@ def test_flat_adam_keys_are_its_factorys():
     assert flat == parse({"optimizer.optimizer_factory": ADAM | {"name": "adamW"}})
 
 
+def test_changes_on_the_command_line_meet_either_spelling():
+    old = json.loads(json.dumps(BASE))
+    old["optimizer"].update(old["optimizer"].pop("optimizer_factory"))
+    old["optimizer"].pop("name", None)
+    old["data"] = old.pop("data_stages")[0]["data"]
+    old["datastates"] = {"host_cache_size": 2}
+    text = yaml.safe_dump(old)
+    for spellings in (
+        ("optimizer.adam_eps=3", "optimizer.optimizer_factory.adam_eps=3"),
+        ("data.seed=3", "data_stages.0.data.seed=3"),
+        ("datastates.parser_threads=3", "checkpoints.datastates.parser_threads=3"),
+    ):
+        one, two = (parse_config(text, "c.yaml", [spelling]) for spelling in spellings)
+        assert one == two != parse_config(text, "c.yaml")
+
+
 def test_top_level_data_is_one_stage():
     config = parse({"data": BASE["data_stages"][0]["data"]}, drop=["data_stages"])
     assert [stage.start_training_step for stage in config.data_stages] == [1]
@@ -175,9 +191,6 @@ SECTIONS = [
     ("model.dtype", "FLOAT16"),
     ("tokenizer.tokenizer_name_or_path", "gpt2"),
     ("data_stages.0.sequence_length", 16),
-    ("data_stages.0.data.dataset", {"dataset_folder": {"a": 0.5, "b": 1}}),
-    ("data_stages.0.data.dataset", {"dataset_folder": ["a", "b"], "dataset_weights": [1, 2]}),
-    ("data_stages.0.data.dataset", {"dataset_folder": "a", "shuffle_files": True}),
     ("data_stages.0.data.dataset", {"hf_dataset_or_datasets": "a", "sft_dataloader": True}),
     ("data_stages.0.data.dataset.hf_dataset_or_datasets", ["a", "b"]),
     ("data_stages.0.data.dataset.hf_dataset_or_datasets", {"a": 0.5, "b": 1}),

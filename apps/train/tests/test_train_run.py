@@ -217,7 +217,10 @@ def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> No
     [
         ({"data_stages__0__data__dataset__hf_dataset_or_datasets": "missing.txt"}, "missing.txt"),
         ({"tokens__sequence_length": 10**9}, "10"),
-        ({"checkpoints__resume_checkpoint_path": "nowhere"}, "nowhere"),
+        (
+            {"checkpoints__resume_checkpoint_path": "nowhere"},
+            "checkpoints.resume_checkpoint_path: no checkpoint at nowhere",
+        ),
         ({"tokens__train_stepz": 3}, "train_steps"),
         ({"parallelism__tp": 3}, "num_attention_heads"),
         ({"parallelism__pp": 9}, "pp"),

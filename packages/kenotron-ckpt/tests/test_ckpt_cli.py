@@ -272,3 +272,14 @@ def test_the_command_imports_a_checkpoint_of_nanotron(tmp_path):
     ]
     assert main(["import-nanotron", *paths, "--optimizer"]) == 0
     assert main(["verify", str(tmp_path / "ours")]) == 0
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    many = {f"w{i}": (torch.zeros(1), TensorLayout(f"w{i}", (1,))) for i in range(3000)}
+    save(tmp_path, 1, many, Mesh.connect(), state={})
+    command = [sys.executable, "-m", "kenotron_ckpt", "inspect", "--json", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        job.stdout.read(1)
+        job.stdout.close()
+        assert job.stderr.read() == b""
+    assert job.returncode == 0

@@ -7,7 +7,7 @@ import torch
 from ckpt_cases import small
 
 import kenotron_ckpt.saving
-from kenotron_ckpt import latest_step, load, prune, read_manifest, resolve, save
+from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve, save
 from kenotron_ckpt.together import on_all, on_first
 from kenotron_dist import Mesh, Shard, TensorLayout, spawn
 
@@ -21,7 +21,31 @@ def tensor(name, shape, dtype=torch.float32, **options):
     [
         ({"step": -1}, "step = -1: steps are counted from 0"),
         ({"file_bytes": 0}, "file_bytes = 0: a file holds at least 1 byte"),
-        ({"state": {"a": {1}}}, "state is not made of JSON values: Object of type set"),
+        ({"step": "1"}, "step = '1': give a whole number, an int"),
+        (
+            {"state": {"a": [0, {1}]}},
+            r"state is not made of .*: state\['a'\]\[1\] is a set",
+        ),
+        (
+            {"state": {"a": {1: 2}}},
+            r"state\['a'\]: key 1 would be read back as a string",
+        ),
+        (
+            {"tensors": {"w": torch.zeros(2)}},
+            r"w: a Tensor was given; it must be a pair \(local tensor, TensorLayout\); plain",
+        ),
+        (
+            {"tensors": {"w": (torch.eye(2).to_sparse(), TensorLayout("w", (2, 2)))}},
+            "w: a tensor of layout torch.sparse_coo cannot be stored; give tensor.to_dense",
+        ),
+        (
+            {"tensors": tensor("w", (2,), placement=(Shard("tq", 0),))},
+            "w: cut over axis 'tq'; the mesh has pp, dp, cp, tp",
+        ),
+        (
+            {"tensors": tensor("w", (2,), placement=(Shard("tp", 1),))},
+            r"w: dimension 1 is cut; \[2\] has 1, counted from 0",
+        ),
         (
             {"tensors": tensor("w", (2,), torch.complex64)},
             "w: dtype complex64 cannot be stored; choose one of float64, float32",
@@ -55,6 +79,16 @@ def test_a_save_that_cannot_be_is_refused(tmp_path, change, sentence):
         save(tmp_path / "run", mesh=mesh, **arguments)
     assert latest_step(tmp_path / "run") is None if (tmp_path / "run").exists() else True
     assert not list(tmp_path.glob("run/*/*"))
+
+
+def test_a_saver_refuses_the_same(tmp_path):
+    with pytest.raises(ValueError, match="every: 2.5 was given; it must be a whole number"):
+        Saver(tmp_path, Mesh.connect(), every=2.5)
+    with Saver(tmp_path, Mesh.connect()) as saver:
+        with pytest.raises(ValueError, match="weight: a Tensor was given; it must be a pair"):
+            saver.save(1, torch.nn.Linear(2, 2).state_dict(), {})
+        saver.save(2, small(saver.mesh), {})
+    assert latest_step(tmp_path) == 2
 
 
 def save_twice(mesh, folder):
@@ -197,6 +231,18 @@ def test_the_latest_is_what_the_pointer_names_or_else_the_newest(tmp_path):
         assert latest_step(tmp_path) == 100
     (tmp_path / "latest.txt").unlink()
     assert latest_step(tmp_path) == 100
+
+
+@pytest.mark.parametrize("text", ["999", "hello", ""])
+def test_a_pointer_to_nothing_is_said(tmp_path, text):
+    mesh = Mesh.connect()
+    for step in (1, 2):
+        save_small(mesh, tmp_path, step)
+    (tmp_path / "latest.txt").write_text(text)
+    loaded = load(tmp_path, small(mesh), mesh)
+    assert loaded.step == 2
+    assert loaded.passed_over == [f"{tmp_path}/latest.txt: it names no step that is here"]
+    assert load(tmp_path / "1", small(mesh), mesh).passed_over == []
 
 
 def test_old_checkpoints_are_removed_but_not_what_others_put_there(tmp_path):

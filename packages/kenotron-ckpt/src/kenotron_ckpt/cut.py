@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,9 @@ def _moved(index: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
 
 def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:
     """One sentence for every tensor that contradicts its layout, or has no values."""
-    found = []
+    found = _misfits(tensors, sizes)
+    if found:
+        return found
     for key, (tensor, layout) in sorted(tensors.items()):
         if coords["pp"] not in layout.stages:
             found.append(
@@ -146,6 +149,43 @@ def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:
         if tensor.is_meta:
             found.append(f"{key}: the tensor is on the meta device and has no values")
     return found
+
+
+def places_of(tensors: Tensors, sizes: Sizes) -> list[tuple[Any, ...]]:
+    """Where every tensor lies, and its layout: equal as long as a plan for them is right.
+
+    Raises ValueError, a line for each value that is not a pair, or whose layout no mesh can have.
+    """
+    if found := _misfits(tensors, sizes):
+        raise ValueError("\n".join(found))
+    return [
+        (key, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), layout)
+        for key, (tensor, layout) in tensors.items()
+    ]
+
+
+def _misfits(tensors: Tensors, sizes: Sizes) -> list[str]:
+    return [f"{key}: {fault}" for key, value in tensors.items() if (fault := _misfit(value, sizes))]
+
+
+def _misfit(value: Any, sizes: Sizes) -> str:
+    """What is wrong with a value of ``tensors``, or with its layout on any mesh of these axes."""
+    pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if not isinstance(pair[0], Tensor) or not isinstance(pair[1], TensorLayout):
+        return (
+            f"a {type(value).__name__} was given; it must be a pair (local tensor, TensorLayout); "
+            "plain_tensors(module, optimizer) makes them for tensors that are whole on every rank"
+        )
+    tensor, layout = pair
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout} cannot be stored; give tensor.to_dense()"
+    for shard in layout.shards:
+        if shard.axis not in sizes:
+            return f"cut over axis {shard.axis!r}; the mesh has {', '.join(sizes)}"
+        if not 0 <= shard.dim < len(layout.shape):
+            shape = list(layout.shape)
+            return f"dimension {shard.dim} is cut; {shape} has {len(shape)}, counted from 0"
+    return ""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,7 +12,14 @@ from typing import Any
 
 from kenotron_ckpt.checksums import file_faults, manifest_faults
 from kenotron_ckpt.cut import Tensors, blocks_of, problems_of
-from kenotron_ckpt.folder import candidates, defect, manifest_at, resolve
+from kenotron_ckpt.folder import (
+    LATEST,
+    candidates,
+    defect,
+    latest_named,
+    manifest_at,
+    resolve,
+)
 from kenotron_ckpt.index import Manifest, Piece
 from kenotron_ckpt.reader import THREADS, fill, plan_reads
 from kenotron_ckpt.together import on_all, on_each, on_first
@@ -135,7 +142,7 @@ def open_checkpoint(
     Raises ValueError on every rank when there is none; the message has all reasons.
     """
     found = on_first(mesh, lambda: [str(folder) for folder in candidates(path)])
-    reasons: list[str] = []
+    reasons = on_first(mesh, lambda: _stray(Path(path), found))
     for folder in map(Path, found):
         fault = on_first(mesh, lambda folder=folder: defect(folder))
         faults = [fault] if fault else []
@@ -172,6 +179,15 @@ def verify_files(path: str | Path) -> list[str]:
     """
     step_folder = resolve(path)
     return manifest_faults(step_folder, manifest_at(step_folder))
+
+
+def _stray(path: Path, found: Sequence[str]) -> list[str]:
+    """A sentence when ``latest.txt`` of a run folder names nothing that is there."""
+    pointer = path / LATEST
+    if found == [str(path)] or not pointer.exists():
+        return []
+    named = latest_named(path)
+    return [] if str(path / str(named)) in found else [f"{pointer}: it names no step that is here"]
 
 
 def _newer(chosen: Path, found: Sequence[str]) -> list[str]:

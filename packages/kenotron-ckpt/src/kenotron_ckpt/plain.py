@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from kenotron_ckpt.loading import Loaded, open_checkpoint
 from kenotron_dist import Mesh, TensorLayout
 
-PlainTensors = dict[str, tuple[Tensor, TensorLayout]]
-
 _STATE = "optimizer."
+
+
+class PlainTensors(dict[str, tuple[Tensor, TensorLayout]]):
+    """What ``plain_tensors`` gives: tensors to save, and which of them a forward may change.
+
+    A ``Saver`` copies those in the call, as if ``volatile`` named them; a plain copy of this dict
+    (``{**tensors}``) does not tell it.
+    """
+
+    volatile: frozenset[str] = frozenset()
 
 
 def plain_tensors(
@@ -23,7 +31,8 @@ def plain_tensors(
     """What ``save`` takes, of a module that is whole on every rank, and of its optimizer.
 
     Parameters and buffers go by their names in ``state_dict()``; what has two names is kept once.
-    The optimizer's state goes by ``optimizer.<state>.<parameter>``.
+    The optimizer's state goes by ``optimizer.<state>.<parameter>``. Buffers are ``volatile``:
+    BatchNorm changes its own in the next forward, before ``Saver.wait`` is called.
 
     Raises ValueError for an optimizer that has parameters of another module, or state that is not
     made of tensors.
@@ -39,7 +48,12 @@ def plain_tensors(
                     "can be saved"
                 )
             found[f"{_STATE}{key}.{name}"] = value
-    return {name: (each, _whole(name, each.shape)) for name, each in (_own(module) | found).items()}
+    own = _own(module)
+    tensors = PlainTensors(
+        {name: (each, _whole(name, each.shape)) for name, each in (own | found).items()}
+    )
+    tensors.volatile = frozenset({name for name, _ in module.named_buffers()} & {*own})
+    return tensors
 
 
 def plain_state(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.arena import Arena
-from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.cut import Tensors, places_of
 from kenotron_ckpt.job import Job, decline, failure_of, work
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
@@ -131,9 +131,9 @@ class Saver:
         ``volatile`` names, and all else, may change at once. An earlier save that is still being
         written is waited for.
 
-        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before the next
-        ``wait`` (buffers of a model); transfers under way into the tensors, which are waited for
-        before anything is copied.
+        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before
+        the next ``wait`` (buffers; those of ``plain_tensors`` need no mention); transfers under way
+        into the tensors, which are waited for before anything is copied.
 
         Raises ValueError for arguments that cannot be saved (on the ranks that have them: on the
         others the save fails), and SaveFailed (see the class); RuntimeError after ``close``.
@@ -213,10 +213,8 @@ class Saver:
 
     def _planned(self, tensors: Tensors, volatile: Collection[str]) -> Plan:
         """The plan for these tensors: made anew only when one of them moved."""
-        places: list[Any] = [sorted(volatile)]
-        for key, (tensor, layout) in tensors.items():
-            place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            places.append((key, place, layout))
+        volatile = {*volatile, *getattr(tensors, "volatile", ())}
+        places = [sorted(volatile), *places_of(tensors, self.mesh.sizes)]
         if self._plan is None or self._plan[0] != places:
             plan = plan_share(
                 tensors,

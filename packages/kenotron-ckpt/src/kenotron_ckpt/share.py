@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -60,7 +60,7 @@ def plan_share(
     memory that copies may take (files are then small enough for two of them to lie there); how
     many threads write, to each of which goes a file.
     """
-    problems = [*problems_of(tensors, mesh.sizes, mesh.coords), *unstorable(tensors)]
+    problems = problems_of(tensors, mesh.sizes, mesh.coords) or unstorable(tensors)
     problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
     if file_bytes < 1:
         problems.append(f"file_bytes = {file_bytes}: a file holds at least 1 byte")
@@ -129,18 +129,53 @@ def commit_shares(
 
 def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:
     """Raise ValueError, a line for each problem of what is saved beside the tensors."""
-    problems = [f"step = {step}: steps are counted from 0"] if step < 0 else []
+    problems = []
+    if not isinstance(step, int):
+        problems.append(f"step = {step!r}: give a whole number, an int")
+    elif step < 0:
+        problems.append(f"step = {step}: steps are counted from 0")
     for name, value in (("state", state), ("rank_state", rank_state)):
         try:
             json.dumps(value)
         except (TypeError, ValueError, RecursionError) as error:
-            problems.append(f"{name} is not made of JSON values: {error}")
+            what = _culprit(name, value) if isinstance(error, TypeError) else ""
+            problems.append(f"{name} is not made of JSON values: {what or error}")
+        else:
+            problems += [fault] if (fault := _key_of_no_string(name, value)) else []
     if problems:
         raise ValueError("\n".join(problems))
 
 
+def _culprit(path: str, value: Any) -> str:
+    """The first value below ``path`` that JSON does not know, with its type; empty: none."""
+    if isinstance(value, (dict, list, tuple)):
+        return next(filter(None, (_culprit(f"{path}[{k!r}]", v) for k, v in _items(value))), "")
+    known = value is None or isinstance(value, (str, int, float))
+    return "" if known else f"{path} is a {type(value).__name__}"
+
+
+def _key_of_no_string(path: str, value: Any) -> str:
+    """A sentence for the first mapping whose keys JSON would turn into strings; empty: none."""
+    for key, each in _items(value):
+        if isinstance(value, dict) and not isinstance(key, str):
+            return f"{path}: key {key!r} would be read back as a string; make it one"
+        inner = isinstance(each, (dict, list, tuple))
+        if inner and (found := _key_of_no_string(f"{path}[{key!r}]", each)):
+            return found
+    return ""
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
+    """What a dict or a list holds, with its keys or places."""
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
 def check_positive(**numbers: int | None) -> None:
-    """Raise ValueError for a number below 1; None is none."""
+    """Raise ValueError for what is no whole number, or is below 1; None is none."""
     for name, number in numbers.items():
+        if number is not None and not isinstance(number, int):
+            raise ValueError(f"{name}: {number!r} was given; it must be a whole number")
         if number is not None and number < 1:
             raise ValueError(f"{name}: {number} was given; it must be at least 1")
