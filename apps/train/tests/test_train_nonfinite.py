@@ -48,8 +48,8 @@ def poisoned(mesh: Mesh, config: Config, rank: int, where: str) -> list[StepResu
         now = step
         return right_count(batch, mesh, step)
 
-    def loss_fn(training, batch, count):
-        whole = right_loss(training, batch, count)
+    def loss_fn(training, batch, count, extra=None):
+        whole = right_loss(training, batch, count, extra)
         if mesh.rank != rank or now not in (2, 3):
             return whole
         if where == "loss":
