@@ -247,8 +247,8 @@ def _padding_counts() -> mock._patch:
     """Padding columns of the vocabulary take part in the softmax."""
     from kenotron_tp import vocab_parallel_cross_entropy as right
 
-    def wrong(logits, labels, axis, *, vocab_size):
-        return right(logits, labels, axis)
+    def wrong(logits, labels, axis, *, vocab_size, **options):
+        return right(logits, labels, axis, **options)
 
     return mock.patch("kenotron_train.step.vocab_parallel_cross_entropy", wrong)
 
