@@ -92,6 +92,7 @@ class Contest:
         self.saver = Saver(root / "ours", self.mesh)
         self.verifying = Saver(root / "ours, verified", self.mesh, verify=True)
         self.blocking = BlockingSaver(root / "ours, at once", self.mesh)
+        self.contestants, self.step = (self.saver, self.verifying, self.blocking), 0
         for saver in (self.saver, self.verifying):
             saver.reserve(self.tensors)
 
@@ -147,10 +148,12 @@ class Contest:
         return spent, spent
 
     def ours(self, saver: Saver) -> Times:
-        """A save of this package; the steps between are left out."""
+        """A save of a new step; the former one is removed before."""
+        self.step += 1
+        shutil.rmtree(saver.folder / str(self.step - len(self.contestants)), ignore_errors=True)
         settle()
         begin = time.perf_counter()
-        saver.save(1, self.tensors, {})
+        saver.save(self.step, self.tensors, {})
         blocked = time.perf_counter() - begin
         saver.finish()
         return blocked, time.perf_counter() - begin
