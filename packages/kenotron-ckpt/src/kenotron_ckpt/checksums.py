@@ -20,15 +20,21 @@ _buffers = threading.local()
 
 def manifest_faults(step_folder: Path, manifest: Manifest) -> list[str]:
     """One sentence for every file, and piece of one, whose bytes changed."""
-    pieces: dict[str, list[Piece]] = {name: [] for name in manifest.files}
-    for record in manifest.records.values():
-        for piece in record.pieces:
-            pieces[piece.file].append(piece)
+    pieces = pieces_by_file(manifest)
     return [
         fault
         for name, entry in manifest.files.items()
         for fault in file_faults(step_folder / name, entry, pieces[name])
     ]
+
+
+def pieces_by_file(manifest: Manifest) -> dict[str, list[Piece]]:
+    """The pieces in every file, in the order of the records."""
+    found: dict[str, list[Piece]] = {name: [] for name in manifest.files}
+    for record in manifest.records.values():
+        for piece in record.pieces:
+            found[piece.file].append(piece)
+    return found
 
 
 def file_faults(path: Path, entry: FileEntry, pieces: Iterable[Piece]) -> list[str]:

@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.checksums import file_faults
+from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.folder import (
     CONFIG,
     LATEST,
@@ -23,7 +23,7 @@ from kenotron_ckpt.folder import (
     sync,
 )
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
-from kenotron_ckpt.received import Received, pieces_by_file
+from kenotron_ckpt.received import Received
 from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
 from kenotron_ckpt.together import on_each, on_first_at_length

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_ckpt.index import Manifest, seal_of
@@ -79,6 +80,13 @@ def candidates(path: str | Path) -> list[Path]:
         )
     named = latest_named(path)
     return [path / str(s) for s in sorted(steps, key=lambda s: (s != named, -s))]
+
+
+def points_nowhere(path: Path, found: Sequence[Path]) -> bool:
+    """Whether the ``latest.txt`` of a run folder names none of the step folders ``found`` in it."""
+    if path in found or not (path / LATEST).exists():  # ``path`` is a step folder, or has none
+        return False
+    return path / str(latest_named(path)) not in found
 
 
 def passed_over(step_folder: str | Path) -> list[int]:

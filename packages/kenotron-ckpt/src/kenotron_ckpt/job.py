@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.folder import prepare
-from kenotron_ckpt.index import FileEntry, Record
-from kenotron_ckpt.saving import add_records, discard
-from kenotron_ckpt.share import Plan, as_json, commit_shares, stem_of
+from kenotron_ckpt.saving import discard
+from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.threads import together
 from kenotron_ckpt.writer import Share, write_part
 from kenotron_dist import Mesh, Notes
 
@@ -110,15 +110,11 @@ class Job:
                     for _ in range(threads):
                         waiting.put(None)
 
-        _together(work, threads)
+        together(work, threads)
         if errors:
             raise errors[0]
-        records: dict[str, Record] = dict(self.plan.empty)
-        files: dict[str, FileEntry] = {}
-        for found, entries in sorted(shares, key=lambda share: min(share[1])):
-            add_records(records, found)
-            files |= entries
-        return as_json(records, files, self.rank_state)
+        in_order = sorted(shares, key=lambda share: min(share[1]))
+        return share_as_json(in_order, self.plan.empty, self.rank_state)
 
     def _write_part(self, stem: str, index: int) -> Share:
         part, hosts = self.plan.parts[index], self.snapshot.ready(index)
@@ -161,18 +157,6 @@ class Job:
         if note is None:
             return None, f"nobody waits any longer for {key}: was a rank lost?"
         return note.get(_SAID), note.get(_FAILED, "")
-
-
-def _together(work: Callable[[], None], threads: int) -> None:
-    """Run ``work`` in this thread and in others beside it, until all are done; 0: not at all."""
-    if threads == 0:
-        return
-    others = [threading.Thread(target=work, daemon=True) for _ in range(threads - 1)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
 
 
 def work(jobs: queue.SimpleQueue[Job | None]) -> None:

@@ -16,8 +16,8 @@ from kenotron_ckpt.folder import (
     LATEST,
     candidates,
     defect,
-    latest_named,
     manifest_at,
+    points_nowhere,
     resolve,
 )
 from kenotron_ckpt.index import Manifest, Piece
@@ -183,11 +183,8 @@ def verify_files(path: str | Path) -> list[str]:
 
 def _stray(path: Path, found: Sequence[str]) -> list[str]:
     """A sentence when ``latest.txt`` of a run folder names nothing that is there."""
-    pointer = path / LATEST
-    if found == [str(path)] or not pointer.exists():
-        return []
-    named = latest_named(path)
-    return [] if str(path / str(named)) in found else [f"{pointer}: it names no step that is here"]
+    stray = points_nowhere(path, [Path(folder) for folder in found])
+    return [f"{path / LATEST}: it names no step that is here"] if stray else []
 
 
 def _newer(chosen: Path, found: Sequence[str]) -> list[str]:

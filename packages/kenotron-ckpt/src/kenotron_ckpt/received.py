@@ -6,23 +6,15 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
-from kenotron_ckpt.index import FileEntry, Manifest, Piece
-
-
-def pieces_by_file(manifest: Manifest) -> dict[str, list[Piece]]:
-    """The pieces in every file, in the order of their bytes."""
-    found: dict[str, list[Piece]] = {name: [] for name in manifest.files}
-    for record in manifest.records.values():
-        for piece in record.pieces:
-            found[piece.file].append(piece)
-    return {name: sorted(each, key=lambda piece: piece.offset) for name, each in found.items()}
+from kenotron_ckpt.index import FileEntry, Piece
 
 
 class Received:
     """Sums up a file whose bytes are fed from the first to the last."""
 
     def __init__(self, name: str, entry: FileEntry, pieces: Sequence[Piece]) -> None:
-        """Arguments: the file's name and entry in the manifest; its pieces, in order."""
+        """Arguments: the file's name and entry in the manifest; its pieces, in any order."""
+        pieces = sorted(pieces, key=lambda piece: piece.offset)
         first = pieces[0].offset if pieces else entry.bytes
         self._name, self._entry = name, entry
         self._spans = [(0, first, entry.header, f"{name}: its header is not what was written")]

@@ -9,15 +9,14 @@ from typing import Any
 
 from kenotron_ckpt.cut import Tensors
 from kenotron_ckpt.folder import CONFIG, MANIFEST, prepare, remove, sweep
-from kenotron_ckpt.index import FileEntry, Record
 from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.share import (
     FILE_BYTES,
     Plan,
-    as_json,
     check_state,
     commit_shares,
     plan_share,
+    share_as_json,
     stem_of,
 )
 from kenotron_ckpt.together import on_all, on_each, on_first
@@ -94,17 +93,7 @@ def _write(
     step_folder: Path, stem: str, plan: Plan, rank_state: Any, verify: bool
 ) -> dict[str, Any]:
     """Write this rank's share; returns it as JSON."""
-    records: dict[str, Record] = dict(plan.empty)
-    files: dict[str, FileEntry] = {}
-    for part in plan.parts:
-        found, entries = write_part(step_folder, stem, part, streamed(part.blocks), verify)
-        add_records(records, found)
-        files |= entries
-    return as_json(records, files, rank_state)
-
-
-def add_records(records: dict[str, Record], found: Mapping[str, Record]) -> None:
-    """Add what one more file holds; a record may go on in it."""
-    for name, record in found.items():
-        pieces = records[name].pieces if name in records else ()
-        records[name] = Record(record.shape, record.dtype, (*pieces, *record.pieces))
+    shares = (
+        write_part(step_folder, stem, part, streamed(part.blocks), verify) for part in plan.parts
+    )
+    return share_as_json(shares, plan.empty, rank_state)

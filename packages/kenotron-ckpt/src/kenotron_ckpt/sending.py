@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 
-from kenotron_ckpt.checksums import file_faults
+from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
-from kenotron_ckpt.received import Received, pieces_by_file
+from kenotron_ckpt.received import Received
 from kenotron_ckpt.remote import Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
 

@@ -22,6 +22,7 @@ from kenotron_ckpt.folder import commit
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
 from kenotron_ckpt.parts import Part, plan_parts, unstorable
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.writer import Share
 from kenotron_dist import Mesh
 
 FILE_BYTES = 1 << 31
@@ -89,15 +90,30 @@ def stem_of(mesh: Mesh, tag: str) -> str:
     return f"shard-{mesh.rank:05d}-of-{mesh.world.size:05d}{tag}"
 
 
-def as_json(
-    records: Mapping[str, Record], files: Mapping[str, FileEntry], rank_state: Any
+def share_as_json(
+    written: Iterable[Share], empty: Mapping[str, Record], rank_state: Any
 ) -> dict[str, Any]:
-    """What a rank tells the one that commits."""
+    """What a rank tells the one that commits.
+
+    Arguments: what its files hold, in their order; its tensors without elements; its own state.
+    """
+    records: dict[str, Record] = dict(empty)
+    files: dict[str, FileEntry] = {}
+    for found, entries in written:
+        _add_records(records, found)
+        files |= entries
     return {
         "records": records_to_json(records),
         "files": {name: vars(entry) for name, entry in files.items()},
         "state": rank_state,
     }
+
+
+def _add_records(records: dict[str, Record], found: Mapping[str, Record]) -> None:
+    """Add what one more file holds; a record may go on in it."""
+    for name, record in found.items():
+        pieces = records[name].pieces if name in records else ()
+        records[name] = Record(record.shape, record.dtype, (*pieces, *record.pieces))
 
 
 def commit_shares(

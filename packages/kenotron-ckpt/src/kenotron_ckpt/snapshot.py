@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.parts import Part
+from kenotron_ckpt.threads import in_parallel
 
 _WORTH_THREADS = 1 << 24
 """Bytes from which several threads copy faster than one."""
@@ -112,23 +113,14 @@ def _copy_on_host(pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
     """
     large = sum(host.numel() * host.element_size() for host, _ in pairs) >= _WORTH_THREADS
     count = min(threads, len(pairs)) if large else 1
-    order = sorted(pairs, key=lambda pair: -pair[0].numel() * pair[0].element_size())
-    others = [
-        threading.Thread(target=_copy_each, args=(order[first::count],), daemon=True)
-        for first in range(1, count)
-    ]
-    for thread in others:
-        thread.start()
-    _copy_each(order[::count])
-    for thread in others:
-        thread.join()
+    largest_first = sorted(pairs, key=lambda pair: -pair[0].numel() * pair[0].element_size())
+    in_parallel(_copy_one, largest_first, count)
 
 
-def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():  # a thread has its own switch
-        for host, view in pairs:
-            if view.is_contiguous() and view.device.type == "cpu":
-                size = host.numel() * host.element_size()
-                ctypes.memmove(host.data_ptr(), view.data_ptr(), size)
-            else:
-                host.copy_(view)
+def _copy_one(pair: tuple[Tensor, Tensor]) -> None:
+    host, view = pair
+    if view.is_contiguous() and view.device.type == "cpu":
+        ctypes.memmove(host.data_ptr(), view.data_ptr(), host.numel() * host.element_size())
+    else:
+        with torch.no_grad():  # a thread has its own switch
+            host.copy_(view)

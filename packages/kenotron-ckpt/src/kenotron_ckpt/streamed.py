@@ -12,11 +12,10 @@ from torch import Tensor
 
 from kenotron_ckpt.cut import Block, blocks_of, share_of
 from kenotron_ckpt.folder import prepare
-from kenotron_ckpt.index import FileEntry, Record
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.parts import plan_parts, unstorable
-from kenotron_ckpt.saving import add_records, discard
-from kenotron_ckpt.share import FILE_BYTES, as_json, check_state, commit_shares, stem_of
+from kenotron_ckpt.saving import discard
+from kenotron_ckpt.share import FILE_BYTES, check_state, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.writer import write_part
 from kenotron_dist import Mesh, TensorLayout
 
@@ -61,18 +60,14 @@ def save_streamed(
         raise ValueError("\n".join(problems))
     blocks = share_of(blocks_of(planned, mesh.sizes, mesh.coords), mesh.sizes, mesh.coords)
     step_folder = Path(folder) / str(step)
-    records: dict[str, Record] = {}
-    files: dict[str, FileEntry] = {}
     lock = FolderLock(Path(folder))
     try:
         stem = stem_of(mesh, prepare(step_folder))
-        for part in plan_parts(blocks, file_bytes):
-            hosts = _made(part.blocks, sources)
-            found, entries = write_part(step_folder, stem, part, hosts, verify=False)
-            add_records(records, found)
-            files |= entries
-        shares = [as_json(records, files, None)]
-        commit_shares(step_folder, shares, mesh, state, config_text)
+        written = (
+            write_part(step_folder, stem, part, _made(part.blocks, sources), verify=False)
+            for part in plan_parts(blocks, file_bytes)
+        )
+        commit_shares(step_folder, [share_as_json(written, {}, None)], mesh, state, config_text)
     except Exception:
         discard(step_folder)
         raise

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kenotron_ckpt.checksums import manifest_faults
-from kenotron_ckpt.folder import LATEST, candidates, defect, latest_named, manifest_at
+from kenotron_ckpt.folder import LATEST, candidates, defect, manifest_at, points_nowhere
 
 
 def verify_steps(path: str | Path) -> Iterator[tuple[Path, list[str]]]:
@@ -25,6 +25,5 @@ def verify_steps(path: str | Path) -> Iterator[tuple[Path, list[str]]]:
             faults = [defect(folder) or str(error)]
         yield folder, faults
     run = Path(path)
-    named = latest_named(run)
-    if run not in found and (run / LATEST).exists() and run / str(named) not in found:
+    if points_nowhere(run, found):
         yield run, [f"{LATEST} does not name one of the steps here"]
