@@ -14,12 +14,11 @@ EMBEDDED_CORPUS = "python-stdlib"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretrainDatasetsConfig:
-    """Text to be tokenised: one data set, several, or fractions of several."""
+class HubDatasetsConfig:
+    """Which rows are read, of which data sets: what both kinds of text have."""
 
     hf_dataset_or_datasets: str | list[str] | dict[str, float]
-    """Name or path of a data set, several, or the fraction that is used of each; `python-stdlib` is
-    the embedded corpus."""
+    """Name or path of a data set, several, or the fraction that is used of each."""
     hf_dataset_splits: str | list[str] = "train"
     """Part of the data set, or several."""
     hf_dataset_config_name: str | None = None
@@ -28,15 +27,6 @@ class PretrainDatasetsConfig:
     """Processes that tokenise."""
     dataset_overwrite_cache: bool = False
     """Whether to tokenise again what is in the cache."""
-    text_column_name: str = "text"
-    """Column of the text."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = [*_hub_problems(self)]
-        if not _is_name(self.text_column_name):
-            found.append(f"text_column_name: {self.text_column_name!r} was given; name a column")
-        _raise(found)
 
     @property
     def fractions(self) -> dict[str, float]:
@@ -50,19 +40,27 @@ class PretrainDatasetsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDatasetsConfig:
+class PretrainDatasetsConfig(HubDatasetsConfig):
+    """Text to be tokenised: one data set, several, or fractions of several.
+
+    A data set called `python-stdlib` is the embedded corpus.
+    """
+
+    text_column_name: str = "text"
+    """Column of the text."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = [*_hub_problems(self)]
+        if not _is_name(self.text_column_name):
+            found.append(f"text_column_name: {self.text_column_name!r} was given; name a column")
+        _raise(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTDatasetsConfig(HubDatasetsConfig):
     """Prompts and completions, or messages of a chat; only answers are learned."""
 
-    hf_dataset_or_datasets: str | list[str] | dict[str, float]
-    """Name or path of a data set, several, or the fraction that is used of each."""
-    hf_dataset_splits: str | list[str] = "train"
-    """Part of the data set, or several."""
-    hf_dataset_config_name: str | None = None
-    """Configuration of the data set; None: its default."""
-    dataset_processing_num_proc_per_process: int = 1
-    """Processes that tokenise."""
-    dataset_overwrite_cache: bool = False
-    """Whether to tokenise again what is in the cache."""
     sft_dataloader: bool = True
     """Marks the section as one of prompts and completions; must be true."""
     debug_max_samples: int | None = None
@@ -82,16 +80,6 @@ class SFTDatasetsConfig:
                 "null for all"
             )
         _raise(found)
-
-    @property
-    def fractions(self) -> dict[str, float]:
-        """The fraction that is used of each data set, by name, in the order given."""
-        return _fractions(self.hf_dataset_or_datasets)
-
-    @property
-    def splits(self) -> tuple[str, ...]:
-        """The splits, in the order given."""
-        return _several(self.hf_dataset_splits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,7 +218,7 @@ def _raise(found: list[str]) -> None:
         raise ValueError("\n".join(found))
 
 
-def _hub_problems(section: PretrainDatasetsConfig | SFTDatasetsConfig) -> Iterator[str]:
+def _hub_problems(section: HubDatasetsConfig) -> Iterator[str]:
     """Find what is wrong with the fields that both kinds of text have."""
     given = section.hf_dataset_or_datasets
     yield from _names("hf_dataset_or_datasets", given, "data set", _fraction)

@@ -8,9 +8,9 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from kenotron_data.config import PretrainDatasetsConfig, SFTDatasetsConfig
+from kenotron_data.config import HubDatasetsConfig, PretrainDatasetsConfig
 from kenotron_data.pieces import Piece, first_rows
 from kenotron_data.sources import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
@@ -20,9 +20,6 @@ from kenotron_data.tokenizer import TextTokenizer
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files of a folder that `save_to_disk` has written."""
-
-
-Section: TypeAlias = PretrainDatasetsConfig | SFTDatasetsConfig
 
 
 def cached_tokens(
@@ -71,7 +68,7 @@ def cached_tokens(
 
 
 def corpus_pieces(
-    config: Section, columns: Sequence[str], *, validation: bool = False
+    config: HubDatasetsConfig, columns: Sequence[str], *, validation: bool = False
 ) -> list[list[Piece]]:
     """List the pieces of each data set of a section.
 
