@@ -25,6 +25,12 @@ def unavailable(config: Config) -> list[str]:
     return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
 
 
+def check_available(config: Config) -> None:
+    """Raise ValueError with all that ``unavailable`` names."""
+    if problems := unavailable(config):
+        raise ValueError("\n".join(problems))
+
+
 _Lines = Iterator[tuple[str, str, str]]
 
 

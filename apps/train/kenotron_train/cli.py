@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
-from kenotron_train.availability import unavailable
+from kenotron_train.availability import check_available
 from kenotron_train.loop import train
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
         if arguments.check:
             return _show(preview(config))
-        if problems := unavailable(config):
-            raise ValueError("\n".join(problems))
+        check_available(config)
         sizes = config.parallelism
         start(
             train,

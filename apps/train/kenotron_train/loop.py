@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from kenotron_dist.hashing import key
 from kenotron_models import generate, parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training, build_training
-from kenotron_train.availability import unavailable
+from kenotron_train.availability import check_available
 from kenotron_train.config import Config, ignored_keys
-from kenotron_train.corpus import Corpus, open_corpus, open_loader, open_validation
+from kenotron_train.corpus import Corpus, MaskTargets, open_corpus, open_loader, open_validation
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, evaluate, training_step
@@ -28,11 +27,10 @@ from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
-TargetMask = Callable[[Tensor, int], Any]
 
 
 def train(
-    mesh: Mesh, config: Config, sample: bool = False, *, target_mask: TargetMask | None = None
+    mesh: Mesh, config: Config, sample: bool = False, *, target_mask: MaskTargets | None = None
 ) -> list[StepResult]:
     """Train as the config says; returns what every step reported.
 
@@ -41,8 +39,7 @@ def train(
     ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
     bad input.
     """
-    if problems := unavailable(config):
-        raise ValueError("\n".join(problems))
+    check_available(config)
     _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
@@ -82,7 +79,7 @@ def _steps(
     uploads: Uploads,
     report: Report,
     progress: Progress,
-    target_mask: TargetMask | None,
+    target_mask: MaskTargets | None,
 ) -> list[StepResult]:
     """All steps that are left."""
     config, mesh = training.config, training.mesh

@@ -63,7 +63,8 @@ def training_step(
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    loss = loss - _z_loss(training, extra)
+    if training.config.llama.z_loss_enabled:
+        loss = loss - _z_loss(mesh, extra)
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
     updates = allows_update(found, config.nonfinite, step)
@@ -75,12 +76,9 @@ def training_step(
     return StepResult(loss.item(), norm.item(), lr, found, not updates)
 
 
-def _z_loss(training: Training, extra: list[Tensor]) -> Tensor:
-    """The z-loss of the global batch, which the last stage's ranks know of; 0 without one."""
-    mesh = training.mesh
+def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
+    """The z-loss of the global batch, on all ranks; the last stage's have ``extra`` of it."""
     own = torch.stack(extra).sum() if extra else torch.zeros((), device=mesh.device)
-    if not training.config.llama.z_loss_enabled:
-        return own
     return all_reduce(own, mesh["pp", "dp", "cp"])
 
 
@@ -120,14 +118,18 @@ def loss_fn(
     A z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
     """
     tp, llama = training.mesh["tp"], training.config.llama
-    weight = llama.z_loss_coefficient if llama.z_loss_enabled and extra is not None else 0.0
+    weight = llama.z_loss_coefficient if llama.z_loss_enabled else 0.0
 
     def loss(logits: Tensor, microbatch: int) -> Tensor:
         labels = batch[microbatch].labels_BS.flatten()
-        per_token, z = vocab_parallel_cross_entropy(
-            logits, labels, tp, vocab_size=llama.vocab_size, z_loss=weight, return_z_loss=True
-        )
-        if extra is not None and weight:
+        if extra is None or not weight:
+            per_token = vocab_parallel_cross_entropy(
+                logits, labels, tp, vocab_size=llama.vocab_size
+            )
+        else:
+            per_token, z = vocab_parallel_cross_entropy(
+                logits, labels, tp, vocab_size=llama.vocab_size, z_loss=weight, return_z_loss=True
+            )
             extra.append(z.sum() / count)
         return per_token.sum() / count
 

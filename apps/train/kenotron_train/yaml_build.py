@@ -255,8 +255,6 @@ def _keys(given: Any, place: Iterable[Any]) -> Iterator[str]:
 
 
 def _rule(detail: ErrorDetails) -> str:
-    if detail["type"] == "none_required":
-        return "this is not available yet; set it to null or leave it out"
     needed = _needed(detail)
     return f"it must be {needed}" if needed != detail["msg"].lower() else needed
 
