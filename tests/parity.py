@@ -22,7 +22,7 @@ from kenotron_train.assemble import Training, build_model, build_training
 from kenotron_train.config import Config
 from kenotron_train.corpus import open_corpus, open_loader
 from kenotron_train.loop import train
-from kenotron_train.step import global_count, loss_fn
+from kenotron_train.step import contexts_of, global_count, loss_fn
 from kenotron_train.yaml_config import parse_config
 
 GLOBAL_BATCH = 24
@@ -191,7 +191,8 @@ def first_backward(training: Training) -> float:
     count = global_count(batch, mesh, 1)
     inputs = [micro.tokens_BS.flatten() for micro in batch]
     training.grads.start()
-    return float(training.model.pipeline.run(inputs, loss_fn(training, batch, count), list(batch)))
+    loss = loss_fn(training, batch, count)
+    return float(training.model.pipeline.run(inputs, loss, contexts_of(batch)))
 
 
 def assemble(ranks: list[tuple[float, list[Piece]]]) -> dict[str, np.ndarray]:

@@ -88,14 +88,15 @@ def test_loss_and_every_gradient_equal_transformers(
 ) -> None:
     config = parity.configure(Layout(tied=tied), folder)
     config = replace(
-        config, model=replace(config.model, model_config=replace(config.llama, **change))
+        config,
+        model=replace(config.model, model_config=replace(config.model.model_config, **change)),
     )
     weights = to_transformers(spawn(parity.parameters, config)[0])
     tokens, labels = map(torch.from_numpy, spawn(parity.rows, config)[0])
     ranks = spawn(parity.gradients, config)
     ours = to_transformers(parity.assemble(ranks))
 
-    llama = config.llama
+    llama = config.model.model_config
     rope = {"rope_type": "default"} if llama.rope_scaling is None else asdict(llama.rope_scaling)
     if rope["rope_type"] == "linear":
         rope = {name: rope[name] for name in ("rope_type", "factor")}

@@ -32,7 +32,7 @@ def run(layout: Layout, folder: Path, model: dict[str, Any], recompute: bool = F
     config = parity.configure(layout, folder, STEPS)
     config = replace(
         config,
-        model=replace(config.model, model_config=replace(config.llama, **model)),
+        model=replace(config.model, model_config=replace(config.model.model_config, **model)),
         parallelism=replace(config.parallelism, recompute_layer=recompute),
     )
     sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}

@@ -9,7 +9,13 @@ import torch
 
 from kenotron_ckpt import load, read_manifest, resolve
 from kenotron_dist import Mesh, named_parameters, parameter_layouts, tie_storages
-from kenotron_models import LayerStack, LlamaConfig, build_decoder, layer_costs
+from kenotron_models import (
+    DecoderSpec,
+    LayerStack,
+    build_decoder,
+    config_from_json,
+    layer_costs,
+)
 from kenotron_pp import Pipeline, Stages
 
 
@@ -19,7 +25,7 @@ class Description:
 
     folder: Path
     """The step folder."""
-    model: LlamaConfig
+    model: DecoderSpec
     dtype: str
     sequence_length: int
     """Tokens the model was trained to see at once."""
@@ -41,7 +47,7 @@ def describe(path: str | Path) -> Description:
             f"{folder} does not describe a model ({', '.join(missing)} missing): "
             "was it written by apps/train?"
         )
-    model = LlamaConfig.from_dict(state["model_config"])
+    model = config_from_json(state["model_config"]).decoder
     return Description(
         folder, model, state["dtype"], int(state["sequence_length"]), dict(manifest.mesh)
     )

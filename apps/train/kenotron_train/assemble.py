@@ -62,9 +62,9 @@ def build_model(config: Config, mesh: Mesh) -> Model:
 
     Collective over the mesh only where groups are made later; no communication here.
     """
-    llama, tp = config.llama, mesh["tp"]
+    spec, tp = config.decoder, mesh["tp"]
     layers = build_decoder(
-        llama,
+        spec,
         tp,
         mode=config.parallelism.mode,
         recompute=config.parallelism.recompute_layer,
@@ -72,7 +72,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         dtype=getattr(torch, config.model.dtype),
     )
     schedule = config.parallelism.schedule
-    stages = Stages.balanced(layers, layer_costs(llama), mesh.sizes["pp"], schedule)
+    stages = Stages.balanced(layers, layer_costs(spec), mesh.sizes["pp"], schedule)
     whole = LayerStack(layers)
     layouts = parameter_layouts(whole, mesh.sizes, stages.of_parameter)
     kinds = parameter_kinds(whole, layouts)
@@ -85,7 +85,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         mesh.sizes,
         mesh.coords,
         seed=config.general.seed,
-        initializer=standard_init(llama, *config.draws),
+        initializer=standard_init(spec, *config.draws),
     )
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_data.config import DatasetStageConfig, NanosetDatasetsConfig, PretrainDatasetsConfig
-from kenotron_models.config import LlamaConfig
-from kenotron_train.config import Config
+from kenotron_models.config_qwen2 import Qwen2Config
+from kenotron_train.config import DECODERS, Config
 from kenotron_train.init_sections import RandomInitConfig
 from kenotron_train.sections import ModelConfig, ParallelismConfig
 
@@ -44,9 +44,11 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
 
 def _model(section: ModelConfig) -> _Lines:
     sizes, path = section.model_config, "model.model_config"
-    if type(sizes) is not LlamaConfig:
+    if type(sizes) not in DECODERS:
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
+    elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:
+        yield f"{path}.moe_config", "experts were given; they are", "set it to null"
     if not isinstance(section.init_method, RandomInitConfig):
         yield "model.init_method", "weights that are not drawn normally are", "give std"
     if section.dtype not in TRAINING_DTYPES:

@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, get_args
 
 from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models.config import LlamaConfig
+from kenotron_models import DecoderSpec
+from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
+from kenotron_models.registry import AnyConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
 from kenotron_train.eval_sections import DoReMiConfig, LightEvalConfig
@@ -22,6 +25,8 @@ from kenotron_train.sections import (
 )
 from kenotron_train.watch_sections import MetricsLoggingConfig, ProfilerConfig
 
+DECODERS = get_args(AnyConfig)
+"""Classes of models that can be built."""
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint knows its own step",
     "general.consumed_train_samples": "a checkpoint knows the samples it has seen",
@@ -97,13 +102,13 @@ class Config:
         if problems := cross_problems(sections):
             raise ValueError("\n".join(problems))
 
-    @property
-    def llama(self) -> LlamaConfig:
-        """Sizes of the model. Raises ValueError for one that cannot be built."""
+    @cached_property
+    def decoder(self) -> DecoderSpec:
+        """What the model is made of. Raises ValueError for one that cannot be built."""
         sizes = self.model.model_config
-        if type(sizes) is not LlamaConfig:
+        if isinstance(sizes, MambaModelConfig | LlaMoEConfig):
             raise ValueError(f"model.model_config: {type(sizes).__name__} cannot be built yet")
-        return sizes
+        return sizes.decoder
 
     @property
     def draws(self) -> tuple[float, str]:

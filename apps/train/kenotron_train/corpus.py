@@ -102,12 +102,12 @@ def _rows(config: Config, mesh: Mesh) -> dict[str, Any]:
         "microbatches": config.tokens.batch_accumulation_per_replica,
         "dp_rank": mesh["dp"].rank,
         "dp_size": mesh["dp"].size,
-        "vocab_size": config.llama.vocab_size,
+        "vocab_size": config.decoder.vocab_size,
     }
 
 
 def _made_up(config: Config, seed: int) -> Corpus:
-    vocab, sequence = config.llama.vocab_size, config.tokens.sequence_length
+    vocab, sequence = config.decoder.vocab_size, config.tokens.sequence_length
     held = RandomTokens(vocab, sequence, seed + 1, samples=config.global_batch_size)
     training = RandomTokens(vocab, sequence, seed)
     return Corpus(training, held if config.tokens.limit_val_batches else None)
@@ -115,7 +115,7 @@ def _made_up(config: Config, seed: int) -> Corpus:
 
 def _text(config: Config, name: str) -> Corpus:
     documents = builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))
-    tokens = encode(documents, config.llama.vocab_size)
+    tokens = encode(documents, config.decoder.vocab_size)
     sequence = config.tokens.sequence_length
     if not config.tokens.limit_val_batches:
         return Corpus(PackedTokens(tokens, sequence), None)

@@ -156,7 +156,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
     config = training.config
     sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
     report.say(f"Project {config.general.project} | {sizes} | device {training.mesh.device}")
-    count = parameter_count(config.llama)
+    count = parameter_count(config.decoder)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
         f"samples, {short(config.global_batch_tokens)} tokens | steps: {config.tokens.train_steps}"
@@ -173,7 +173,7 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
 
 def _show_sample(training: Training, report: Report) -> None:
     config, mesh = training.config, training.mesh
-    vocab_size = config.llama.vocab_size
+    vocab_size = config.decoder.vocab_size
 
     def forward(tokens: Tensor, context: Any) -> Tensor | None:
         logits = training.model.pipeline.forward([tokens], [context])

@@ -56,17 +56,17 @@ def json_schema() -> str:
 
 def stage_sizes(config: Config) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
-    parallel, llama = config.parallelism, config.llama
+    parallel, spec = config.parallelism, config.decoder
     axis = Axis("tp", 0, tuple(range(parallel.tp)))  # nobody communicates on meta
     layers = build_decoder(
-        llama,
+        spec,
         axis,
         mode=parallel.mode,
         recompute=parallel.recompute_layer,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
-    stages = Stages.balanced(layers, layer_costs(llama), parallel.pp, parallel.schedule)
+    stages = Stages.balanced(layers, layer_costs(spec), parallel.pp, parallel.schedule)
     trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
     found = []
     for rank in range(parallel.pp):
@@ -77,7 +77,7 @@ def stage_sizes(config: Config) -> list[StageSize]:
         nbytes = _state_bytes(config, count)
         nbytes["activations"] = int(live * decoders * _layer_activation(config))
         if any(name == "head" for name, _ in own):
-            nbytes["logits"] = 2 * 4 * _microbatch_tokens(config) * llama.vocab_size // parallel.tp
+            nbytes["logits"] = 2 * 4 * _microbatch_tokens(config) * spec.vocab_size // parallel.tp
         found.append(StageSize([name for name, _ in own], count, nbytes))
     return found
 
@@ -121,15 +121,15 @@ def _layer_activation(config: Config) -> int:
     Six tensors of the hidden size, of which four are cut under sequence parallelism, queries, keys
     and values, and three of the feed-forward's width, which tp cuts; with recompute its own input.
     """
-    llama, parallel = config.llama, config.parallelism
+    spec, parallel = config.decoder, config.parallelism
     width = getattr(torch, config.model.dtype).itemsize
     if parallel.recompute_layer:
-        whole = _microbatch_tokens(config) * llama.hidden_size * width
+        whole = _microbatch_tokens(config) * spec.hidden_size * width
         return whole // (parallel.tp if parallel.mode.sequence_parallel else 1)
     cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
-    heads = llama.num_attention_heads + 2 * llama.kv_heads
-    features = 6 * llama.hidden_size / cut
-    features += (heads * llama.head_dim + 3 * llama.intermediate_size) / parallel.tp
+    heads = spec.num_attention_heads + 2 * spec.kv_heads
+    features = 6 * spec.hidden_size / cut
+    features += (heads * spec.head_dim + 3 * spec.intermediate_size) / parallel.tp
     return int(_microbatch_tokens(config) * features * width)
 
 
@@ -146,7 +146,7 @@ def _layout(config: Config) -> str:
 
 
 def _memory(config: Config) -> str:
-    lines = [f"Parameters: {parameter_count(config.llama):,}"]
+    lines = [f"Parameters: {parameter_count(config.decoder):,}"]
     for rank, stage in enumerate(stage_sizes(config)):
         parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
         names = f"{stage.layers[0]} ... {stage.layers[-1]}"

@@ -123,7 +123,7 @@ class Report:
         config = self._config
         speed = config.global_batch_tokens / seconds
         flops = training_flops(
-            config.llama, config.global_batch_size, config.tokens.sequence_length
+            config.decoder, config.global_batch_size, config.tokens.sequence_length
         )
         tflops = flops / seconds / self._world / 1e12
         fields = {

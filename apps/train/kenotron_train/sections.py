@@ -5,7 +5,9 @@ from typing import Literal, get_args
 
 from kenotron_models.config import LlamaConfig
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
+from kenotron_models.config_mistral import MistralConfig
 from kenotron_models.config_qwen2 import Qwen2Config
+from kenotron_models.config_qwen3 import Qwen3Config
 from kenotron_models.config_starcoder2 import Starcoder2Config
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
@@ -15,7 +17,15 @@ DType = Literal[
     "float32", "float64", "complex64", "complex128", "float16", "bfloat16",
     "uint8", "int8", "int16", "int32", "int64", "bool",
 ]  # fmt: skip
-AnyModelConfig = LlamaConfig | Qwen2Config | Starcoder2Config | MambaModelConfig | LlaMoEConfig
+AnyModelConfig = (
+    LlamaConfig
+    | Qwen2Config
+    | Qwen3Config
+    | MistralConfig
+    | Starcoder2Config
+    | MambaModelConfig
+    | LlaMoEConfig
+)
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce, broadcast
+from kenotron_dist.rng import counter_key
+from kenotron_models import Context
 from kenotron_optim import NonFinite, allows_update, clip_, find_nonfinite, learning_rate
 from kenotron_tp import vocab_parallel_cross_entropy
 from kenotron_train.assemble import Training
@@ -57,13 +59,14 @@ def training_step(
     count = global_count(batch, mesh, step)
     inputs = [micro.tokens_BS.flatten() for micro in batch]
     training.grads.start(len(inputs))
+    contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
     extra: list[Tensor] = []
-    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), list(batch))
+    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), contexts)
     slices = training.grads.finish()
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    if training.config.llama.z_loss_enabled:
+    if training.config.decoder.z_loss:
         loss = loss - _z_loss(mesh, extra)
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
@@ -91,11 +94,16 @@ def evaluate(training: Training, batches: Iterable[Batch]) -> float:
         batch = on_host.to(mesh.device)
         inputs = [micro.tokens_BS.flatten() for micro in batch]
         whole = loss_fn(training, batch, 1)
-        total += training.model.pipeline.evaluate(inputs, whole, list(batch))
+        total += training.model.pipeline.evaluate(inputs, whole, contexts_of(batch))
         targets += int((batch.labels_MBS != NO_TARGET).sum())
     sums = torch.stack([total, torch.tensor(float(targets), dtype=torch.float64).to(total)])
     total, count = all_reduce(sums, mesh["dp", "cp"])
     return float(total / count)
+
+
+def contexts_of(batch: Batch, dropout_key: int | None = None) -> list[Context]:
+    """What the layers may read of each micro-batch; without a key they drop nothing."""
+    return [Context(micro.positions_BS, micro.samples_B, dropout_key) for micro in batch]
 
 
 def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
@@ -117,18 +125,16 @@ def loss_fn(
 
     A z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
     """
-    tp, llama = training.mesh["tp"], training.config.llama
-    weight = llama.z_loss_coefficient if llama.z_loss_enabled else 0.0
+    tp, spec = training.mesh["tp"], training.config.decoder
+    weight = spec.z_loss
 
     def loss(logits: Tensor, microbatch: int) -> Tensor:
         labels = batch[microbatch].labels_BS.flatten()
         if extra is None or not weight:
-            per_token = vocab_parallel_cross_entropy(
-                logits, labels, tp, vocab_size=llama.vocab_size
-            )
+            per_token = vocab_parallel_cross_entropy(logits, labels, tp, vocab_size=spec.vocab_size)
         else:
             per_token, z = vocab_parallel_cross_entropy(
-                logits, labels, tp, vocab_size=llama.vocab_size, z_loss=weight, return_z_loss=True
+                logits, labels, tp, vocab_size=spec.vocab_size, z_loss=weight, return_z_loss=True
             )
             extra.append(z.sum() / count)
         return per_token.sum() / count

@@ -113,7 +113,7 @@ def _built_fields(kind: type, value: dict[str, Any], path: str, report: Report) 
     built = {}
     for name, each in known.items():
         given, optional = value.get(name), _without_none(hints[name])[1]
-        if given is None and _has_default(each):
+        if given is None and _has_default(each) and not (optional and name in value):
             continue
         if name not in value or (given is None and not optional):
             report(join(path, name), "is missing; it has no default, so add it")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from torch import Tensor
 from kenotron_dist import Axis, Mesh, RankError, named_parameters, parameter_layouts, spawn
 from kenotron_dist.init import Constant, Normal, initialize
 from kenotron_models import (
+    Context,
     LayerStack,
     LlamaConfig,
     build_decoder,
@@ -33,11 +32,6 @@ TINY = LlamaConfig(
     max_position_embeddings=256,
     tie_word_embeddings=True,
 )
-
-
-@dataclass
-class Rows:
-    positions_BS: Tensor
 
 
 def build(mesh: Mesh, config: LlamaConfig, mode: TPMode = TPMode()) -> LayerStack:
@@ -116,7 +110,7 @@ def logits(mesh: Mesh, mode: TPMode) -> list[list[float]]:
     )  # fmt: skip
     stack = build(mesh, config, mode)
     tokens = torch.arange(3 * 7) % 29  # no number of ranks divides them
-    out = stack(tokens, Rows(torch.arange(7).expand(3, 7)))
+    out = stack(tokens, Context(torch.arange(7).expand(3, 7)))
     return out.tolist()
 
 
@@ -140,7 +134,7 @@ def test_logits_over_tp_are_those_of_one_process(tp: int, mode: TPMode) -> None:
 def continued(mesh: Mesh, prompt: list[int], window: int, temperature: float, stop: int | None):
     stack = build(mesh, TINY)
 
-    def forward(tokens: Tensor, context: Rows) -> Tensor:
+    def forward(tokens: Tensor, context: Context) -> Tensor:
         return stack(tokens, context)
 
     return list(

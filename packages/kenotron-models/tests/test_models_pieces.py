@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron_dist import Axis
-from kenotron_models import Attention, GatedMLP, LlamaConfig, RMSNorm, rotary_angles, rotate
+from kenotron_models import (
+    Attention,
+    Context,
+    GatedMLP,
+    LlamaConfig,
+    RMSNorm,
+    rotary_angles,
+    rotate,
+)
 
 ONE = Axis.solo("tp")
 SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 6}
@@ -67,7 +75,7 @@ def test_attention_equals_the_formula(kv_heads: int) -> None:
     hidden = torch.ones(sequence, sequence).triu(1).bool()
     mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
     want = F.linear(mixed.transpose(1, 2).flatten(0, 1).flatten(1), layer.out.weight)
-    torch.testing.assert_close(layer(x, positions), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer(x, Context(positions)), want, rtol=1e-5, atol=1e-5)
 
 
 def test_gated_mlp_equals_the_formula() -> None:

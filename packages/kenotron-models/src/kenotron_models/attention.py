@@ -11,70 +11,75 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk
-from kenotron_models.config import LlamaConfig
+from kenotron_models.context import Context
 from kenotron_models.rope import rotary_angles, rotate
+from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
 
 class Attention(nn.Module):
     """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
 
-    ``forward``: x (T, D), positions (B, S) -> (T, D); tokens are cut, (T/t, D), under
+    ``forward``: x (T, D), context -> (T, D); tokens are cut, (T/t, D), under
     ``sequence_parallel``. Raises ValueError when the axis does not divide the query heads, or kv
     heads and axis do not divide one another.
     """
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: Architecture,
         axis: Axis,
         *,
+        layer: int = 0,
         mode: TPMode = TPMode(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        heads, kv_heads, width = config.num_attention_heads, config.kv_heads, config.head_dim
+        spec = config.decoder
+        heads, kv_heads, width = spec.num_attention_heads, spec.kv_heads, spec.head_dim
         if heads % axis.size:
             raise ValueError(
                 f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
                 "choose a tensor-parallel size that divides num_attention_heads"
             )
-        self.config = config
+        self.spec: DecoderSpec = spec
+        self.layer = layer
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
         kv = Chunk(kv_heads * width, parts=kv_heads)
         self.qkv = ColumnParallelLinear(
-            config.hidden_size,
+            spec.hidden_size,
             (heads + 2 * kv_heads) * width,
             axis,
             chunks=(Chunk(heads * width), kv, kv),
-            bias=config.attention_bias,
+            bias=spec.qkv_bias,
             **mode.column,
             device=device,
             dtype=dtype,
         )
         self.out = RowParallelLinear(
             heads * width,
-            config.hidden_size,
+            spec.hidden_size,
             axis,
+            bias=spec.out_bias,
             **mode.row,
             device=device,
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, positions_BS: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones of its row."""
-        batch, sequence = positions_BS.shape
+        batch, sequence = context.positions_BS.shape
         qkv = self.qkv(x, tokens=batch * sequence).view(
             batch, sequence, self.heads + 2 * self.kv_heads, -1
         )
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        config = self.config
+        spec = self.spec
         cos, sin = rotary_angles(
-            positions_BS, config.head_dim, config.rope_theta, config.rope_scaling
+            context.positions_BS, spec.head_dim, spec.rope_theta, spec.rope_scaling
         )
-        qk = rotate(qk, cos, sin, interleaved=config.rope_interleaved)  # both at once
+        qk = rotate(qk, cos, sin, interleaved=spec.rope_interleaved)  # both at once
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # (B, H/t, S, K)

@@ -1,54 +1,20 @@
 """The arguments of the models, as plain dataclasses (no torch, no YAML here)."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import get_args
+
+from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.spec import AttentionBackend, DecoderSpec
 
 ROTARY_PARTS = 2  # a rotary embedding turns pairs of features
 ATTENTIONS = (
     "sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring",
-    "llama3_ring_attention",
+    "llama3_ring_attention", "flash_attn", "plain",
 )  # fmt: skip
-"""What may compute attention, under the names that Nanotron gives them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary positions are stretched for longer texts than a model was trained on.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    factor: float
-    """Times by which wave lengths grow."""
-    rope_type: str = "llama3"
-    """`llama3`: long waves grow, short ones stay; `linear`: all grow."""
-    low_freq_factor: float = 1.0
-    """Of llama3: waves longer than the original length over this grow by the whole factor."""
-    high_freq_factor: float = 4.0
-    """Of llama3: waves shorter than the original length over this stay."""
-    original_max_position_embeddings: int = 8192
-    """Of llama3: longest text of the first training, in tokens."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = []
-        if self.rope_type not in ("llama3", "linear"):
-            found.append(f"rope_type: {self.rope_type!r} was given; it must be llama3 or linear")
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            if not 0 < (value := getattr(self, name)) < float("inf"):
-                found.append(f"{name}: {value} was given; it must be a finite number above 0")
-        if self.high_freq_factor <= self.low_freq_factor and self.rope_type == "llama3":
-            found.append(
-                f"high_freq_factor: {self.high_freq_factor} was given; it must be above "
-                f"low_freq_factor ({self.low_freq_factor})"
-            )
-        if (length := self.original_max_position_embeddings) < 1:
-            found.append(
-                f"original_max_position_embeddings: {length} was given; it must be at least 1"
-            )
-        if found:
-            raise ValueError("\n".join(found))
+"""What may compute attention: Nanotron's names, then those that are no wishes but orders."""
+BACKENDS: dict[str, AttentionBackend] = {
+    name: name if name in get_args(AttentionBackend) else "auto" for name in ATTENTIONS
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +70,10 @@ class LlamaConfig:
     attention_bias: bool = False
     """True: queries, keys and values have a bias."""
     attn_implementation: str = "sdpa"
-    """What computes attention, one of ATTENTIONS; they differ in speed only."""
+    """What computes attention, one of ATTENTIONS; they differ in speed only. `flash_attn` must be
+    there, `flash_attention_2` and the like are taken where they are, sdpa is everywhere."""
+    head_dim: int | None = None
+    """Features of one head; None: hidden_size over num_attention_heads."""
     z_loss_enabled: bool = False
     """True: the squared log of the softmax's sum is added to the loss (PaLM, arXiv 2204.02311)."""
     z_loss_coefficient: float = 1e-4
@@ -115,14 +84,6 @@ class LlamaConfig:
         if problems := check(self):
             raise ValueError("\n".join(problems))
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Self:
-        """The config that ``dataclasses.asdict`` made these values of."""
-        scaling = values.get("rope_scaling")
-        whole = dict(values)
-        whole["rope_scaling"] = scaling if scaling is None else RopeScaling(**scaling)
-        return cls(**whole)
-
     @property
     def kv_heads(self) -> int:
         """Key and value heads of each layer, with None filled in."""
@@ -130,9 +91,33 @@ class LlamaConfig:
         return self.num_attention_heads if given is None else given
 
     @property
-    def head_dim(self) -> int:
-        """Features of one head."""
-        return self.hidden_size // self.num_attention_heads
+    def features_of_head(self) -> int:
+        """Features of one head, with None filled in."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean."""
+        return DecoderSpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_hidden_layers=self.num_hidden_layers,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=self.tie_word_embeddings,
+            num_attention_heads=self.num_attention_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.features_of_head,
+            qkv_bias=self.attention_bias,
+            attention=BACKENDS[self.attn_implementation],
+            rope_theta=self.rope_theta,
+            rope_scaling=self.rope_scaling,
+            rope_interleaved=self.rope_interleaved,
+            norm_eps=self.rms_norm_eps,
+            z_loss=self.z_loss_coefficient if self.z_loss_enabled else 0.0,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+        )
 
 
 def check(config: LlamaConfig) -> list[str]:
@@ -146,6 +131,15 @@ def check(config: LlamaConfig) -> list[str]:
     """
     sizes = size_problems(config)
     return [*sizes, *([] if sizes else head_problems(config)), *_choice_problems(config)]
+
+
+def with_window(config: LlamaConfig, window: int | None) -> None:
+    """Check a Llama's fields and its window; raises ValueError with all that is wrong."""
+    found = check(config)
+    if window is not None and window < 1:
+        found.append(f"sliding_window_size: {window} was given; it must be at least 1, or null")
+    if found:
+        raise ValueError("\n".join(found))
 
 
 def size_problems(config: LlamaConfig) -> list[str]:
@@ -177,14 +171,19 @@ def head_problems(config: LlamaConfig) -> list[str]:
             f"num_key_value_heads: {kv_heads} was given; it must divide num_attention_heads "
             f"({heads}); change one of the two"
         )
-    if hidden % heads:
+    if config.head_dim is not None:
+        if config.head_dim < ROTARY_PARTS or config.head_dim % ROTARY_PARTS:
+            found.append(
+                f"head_dim: {config.head_dim} was given; it must be an even number from 2, or null"
+            )
+    elif hidden % heads:
         found.append(
             f"hidden_size: {hidden} was given; it must be a multiple of num_attention_heads "
             f"({heads}); {hidden // heads * heads + heads} would do"
         )
-    elif config.head_dim % ROTARY_PARTS:
+    elif config.features_of_head % ROTARY_PARTS:
         found.append(
-            f"hidden_size: {hidden} was given; over {heads} heads each has {config.head_dim} "
+            f"hidden_size: {hidden} was given; over {heads} heads each has {hidden // heads} "
             f"features, and rotary positions need an even number; {hidden + heads} would do"
         )
     return found

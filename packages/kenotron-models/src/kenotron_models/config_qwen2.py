@@ -1,9 +1,11 @@
 """The arguments of Qwen2 models, with and without experts (no torch, no YAML here)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kenotron_models.config import LlamaConfig
+from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.spec import DecoderSpec
 
 SLIDING = ("flex_attention", "flash_attention_2", "llama3_ring_attention")
 """What computes attention within a window, in Nanotron."""
@@ -68,7 +70,7 @@ class Qwen2Config(LlamaConfig):
     flex_attention_mask: Literal["sliding_window", "document", "sliding_window_document"] | None = (
         None
     )
-    """What flex_attention lets a token see besides the causal rule."""
+    """What a token sees besides the causal rule, under flex_attention's names."""
     sliding_window_size: int | None = None
     """Tokens back that a token sees; None: all."""
     no_rope_layer: int | None = None
@@ -108,8 +110,26 @@ class Qwen2Config(LlamaConfig):
                 f"ring_attn_heads_k_stride: {self.ring_attn_heads_k_stride} was given; it is a "
                 "number with attn_implementation llama3_ring_attention, and null without"
             )
+        if self.rope_seq_len_interpolation_factor is not None and self.rope_scaling is not None:
+            found.append(
+                f"rope_seq_len_interpolation_factor: {self.rope_seq_len_interpolation_factor} was "
+                "given; it is rope_scaling of type linear, which is given, too; keep one"
+            )
         if found:
             raise ValueError("\n".join(found))
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean; experts are not part of it."""
+        factor, mask = self.rope_seq_len_interpolation_factor, self.flex_attention_mask or ""
+        linear = None if factor is None else RopeScaling(factor=factor, rope_type="linear")
+        return replace(
+            super().decoder,
+            rope_scaling=linear or self.rope_scaling,
+            window=self.sliding_window_size,
+            no_rope_every=self.no_rope_layer,
+            separate_documents=self.use_doc_masking or "document" in mask,
+        )
 
 
 def _window_problems(config: Qwen2Config) -> list[str]:

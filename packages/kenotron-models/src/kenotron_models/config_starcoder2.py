@@ -2,6 +2,14 @@
 
 from dataclasses import dataclass
 
+from kenotron_models.spec import Activation, DecoderSpec
+
+ACTIVATIONS: dict[str, Activation] = {
+    "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu", "relu": "relu",
+    "silu": "silu",
+}  # fmt: skip
+"""Names of activations in transformers, and ours."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Starcoder2Config:
@@ -74,6 +82,11 @@ class Starcoder2Config:
             if getattr(self, name) < 1
         ]
         found += self._head_problems() if not found else []
+        if self.activation_function not in ACTIVATIONS:
+            found.append(
+                f"activation_function: {self.activation_function!r} was given; it must be one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
         for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
             if not 0 <= (share := getattr(self, name)) < 1:
                 found.append(f"{name}: {share} was given; it must be at least 0, below 1")
@@ -91,6 +104,38 @@ class Starcoder2Config:
     def kv_heads(self) -> int:
         """Key and value heads of each layer: one unless they are grouped."""
         return self.num_kv_heads or self.num_attention_heads if self.grouped_query else 1
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean."""
+        return DecoderSpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size or 4 * self.hidden_size,
+            num_hidden_layers=self.num_hidden_layers,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_position_embeddings,
+            tie_word_embeddings=True,
+            num_attention_heads=self.num_attention_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.hidden_size // self.num_attention_heads,
+            attention_scale=None if self.scale_attn_weights else 1.0,
+            qkv_bias=True,
+            out_bias=True,
+            window=self.sliding_window_size,
+            full_attention_layers=self.global_attn_layers,
+            rope_theta=self.rope_theta if self.use_rotary_embeddings else None,
+            learned_positions=self.use_position_embeddings,
+            norm="layer_norm",
+            norm_eps=self.layer_norm_epsilon,
+            gated=False,
+            activation=ACTIVATIONS[self.activation_function],
+            mlp_bias=True,
+            embedding_dropout=self.embd_pdrop,
+            attention_dropout=self.attn_pdrop,
+            residual_dropout=self.resid_pdrop,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+        )
 
     def _head_problems(self) -> list[str]:
         found = []

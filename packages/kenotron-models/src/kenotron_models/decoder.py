@@ -10,7 +10,6 @@ by tp size. Between layers tokens are (T, D), or (T/t, D) under sequence paralle
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +17,16 @@ from torch.utils.checkpoint import checkpoint
 
 from kenotron_dist import Axis, Shard, Tie
 from kenotron_models.attention import Attention
-from kenotron_models.config import LlamaConfig
+from kenotron_models.context import Context
 from kenotron_models.mlp import GatedMLP
 from kenotron_models.norm import RMSNorm
+from kenotron_models.spec import Architecture
 from kenotron_tp import (
     ColumnParallelLinear,
     TPMode,
     VocabParallelEmbedding,
     vocabulary_chunk,
 )
-
-
-class Context(Protocol):
-    """What every layer of a micro-batch may read; the same on every pipeline stage."""
-
-    @property
-    def positions_BS(self) -> Tensor:
-        """Place of every token in its text, int64."""
-        ...
 
 
 class Embedding(VocabParallelEmbedding):
@@ -60,20 +51,22 @@ class DecoderLayer(nn.Module):
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: Architecture,
         axis: Axis,
         *,
         mode: TPMode = TPMode(),
+        layer: int = 0,
         recompute: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        spec = config.decoder
 
         def norm() -> RMSNorm:
             return RMSNorm(
-                config.hidden_size,
-                config.rms_norm_eps,
+                spec.hidden_size,
+                spec.norm_eps,
                 axis,
                 sequence_parallel=mode.sequence_parallel,
                 device=device,
@@ -82,11 +75,11 @@ class DecoderLayer(nn.Module):
 
         self.recompute = recompute
         self.attention_norm = norm()
-        self.attention = Attention(config, axis, mode=mode, device=device, dtype=dtype)
+        self.attention = Attention(spec, axis, layer=layer, mode=mode, device=device, dtype=dtype)
         self.mlp_norm = norm()
         self.mlp = GatedMLP(
-            config.hidden_size,
-            config.intermediate_size,
+            spec.hidden_size,
+            spec.intermediate_size,
             axis,
             mode=mode,
             device=device,
@@ -102,8 +95,8 @@ class DecoderLayer(nn.Module):
         return self._layer(x, context)
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), context.positions_BS)
-        return x + self.mlp(self.mlp_norm(x), context.positions_BS.numel())
+        x = x + self.attention(self.attention_norm(x), context)
+        return x + self.mlp(self.mlp_norm(x), context.tokens)
 
 
 class FinalNorm(RMSNorm):
@@ -127,7 +120,7 @@ class Head(ColumnParallelLinear):
     ) -> Tensor:
         """(T, D) -> (T, V/t); the context tells T where it is not said."""
         if tokens is None and context is not None:
-            tokens = context.positions_BS.numel()
+            tokens = context.tokens
         return super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
 
 
@@ -164,7 +157,7 @@ class LayerStack(nn.Module):
 
 
 def build_decoder(
-    config: LlamaConfig,
+    config: Architecture,
     axis: Axis,
     *,
     mode: TPMode = TPMode(),
@@ -182,7 +175,8 @@ def build_decoder(
 
     Raises ValueError when heads or widths do not divide by the axis.
     """
-    width, vocab = config.hidden_size, config.vocab_size
+    spec = config.decoder
+    width, vocab = spec.hidden_size, spec.vocab_size
     embedding = Embedding(
         vocab,
         width,
@@ -193,14 +187,14 @@ def build_decoder(
         dtype=dtype,
     )
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
-    for i in range(config.num_hidden_layers):
+    for i in range(spec.num_hidden_layers):
         layer = DecoderLayer(
-            config, axis, mode=mode, recompute=recompute, device=device, dtype=dtype
+            spec, axis, layer=i, mode=mode, recompute=recompute, device=device, dtype=dtype
         )
         layers.append((f"layers.{i}", layer))
     norm = FinalNorm(
         width,
-        config.rms_norm_eps,
+        spec.norm_eps,
         axis,
         sequence_parallel=mode.sequence_parallel,
         device=device,
@@ -215,7 +209,7 @@ def build_decoder(
         device=device,
         dtype=dtype,
     )
-    if config.tie_word_embeddings:
+    if spec.tie_word_embeddings:
         _tie(embedding, head)
     return [*layers, ("norm", norm), ("head", head)]
 

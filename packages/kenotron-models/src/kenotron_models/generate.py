@@ -6,24 +6,16 @@ Shapes: S window of tokens the model sees, V vocabulary; ``/t`` is divided by tp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kenotron_dist import Mesh, broadcast
-from kenotron_models.decoder import Context
+from kenotron_models.context import Context
 from kenotron_tp import choose_tokens
 
 Forward = Callable[[Tensor, Context], Tensor | None]
 """(tokens (S,), context) -> logits (S, V/t) on the last pipeline stage, None on the others."""
-
-
-@dataclass(frozen=True)
-class Window:
-    """The context of one row of tokens."""
-
-    positions_BS: Tensor
 
 
 def generate(
@@ -65,7 +57,7 @@ def generate(
         seen = tokens[-window:]
         row = torch.tensor([*seen, *[0] * (width - len(seen))], device=mesh.device)
         with torch.no_grad():
-            logits = forward(row, Window(positions))
+            logits = forward(row, Context(positions))
         chosen = torch.zeros(1, dtype=torch.int64, device=mesh.device)
         if logits is not None:
             chosen = choose_tokens(

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable
 
 from kenotron_dist.init import Constant, Initializer, Normal
-from kenotron_models.config import LlamaConfig
+from kenotron_models.spec import Architecture
 
 
 def standard_init(
-    config: LlamaConfig, std: float, scaling: str = "NUM_LAYERS"
+    config: Architecture, std: float, scaling: str = "NUM_LAYERS"
 ) -> Callable[[str], Initializer]:
     """Norms 1, biases 0, matrices N(0, std^2), with less for the two that write to the residual.
 
@@ -31,20 +31,21 @@ def standard_init(
             return Constant(0.0)
         if name.endswith(("attention.out.weight", "mlp.down.weight")) and scaling != "NONE":
             index = int(name.removeprefix("layers.").split(".")[0]) + 1
-            depth = config.num_hidden_layers if scaling == "NUM_LAYERS" else index
+            depth = config.decoder.num_hidden_layers if scaling == "NUM_LAYERS" else index
             return Normal(std / math.sqrt(2 * depth))
         return Normal(std)
 
     return rule
 
 
-def layer_costs(config: LlamaConfig) -> list[float]:
+def layer_costs(config: Architecture) -> list[float]:
     """Work of every layer of ``build_decoder``, in multiply-adds a token, to balance stages.
 
     Attention counts its four projections as if all heads had their own keys and values, the scores
     not at all; embedding and norm are free.
     """
-    attention = 4 * config.num_attention_heads * config.head_dim * config.hidden_size
-    mlp = 3 * config.intermediate_size * config.hidden_size
-    head = config.vocab_size * config.hidden_size
-    return [0.0, *[float(attention + mlp)] * config.num_hidden_layers, 0.0, float(head)]
+    spec = config.decoder
+    attention = 4 * spec.num_attention_heads * spec.head_dim * spec.hidden_size
+    mlp = (3 if spec.gated else 2) * spec.intermediate_size * spec.hidden_size
+    head = spec.vocab_size * spec.hidden_size
+    return [0.0, *[float(attention + mlp)] * spec.num_hidden_layers, 0.0, float(head)]

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from kenotron_models.config import RopeScaling
+from kenotron_models.rope_scaling import RopeScaling
 
 
 def rotary_angles(

@@ -1,0 +1,33 @@
+"""What every layer of a micro-batch may read; the same on every pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """The places of a micro-batch's tokens, and what dropout needs. B rows of S tokens."""
+
+    positions_BS: Tensor
+    """Place of every token in its text, int64."""
+    samples_B: Tensor | None = None
+    """Global number of every row's sample, int64; dropout needs it."""
+    dropout_key: int | None = None
+    """``kenotron_dist.counter_key`` of seed and step; None: nothing is dropped."""
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """T = B * S."""
+        return self.positions_BS.numel()
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned when it was first asked for under ``key``: for all layers."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
