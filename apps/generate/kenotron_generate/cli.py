@@ -100,7 +100,7 @@ def continue_text(mesh: Mesh, described: Description, request: Request) -> None:
         max_new_tokens=request.max_new_tokens,
         temperature=request.temperature,
         seed=request.seed,
-        stop=stop if stop >= 256 else None,  # below, it is a byte of text
+        stop=stop if stop is not None and stop >= 256 else None,  # below, it is a byte of text
     )
     text = decode([*prompt, *new])
     if mesh.rank == 0:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_data.config import DatasetStageConfig, NanosetDatasetsConfig, PretrainDatasetsConfig
+from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_models.config_qwen2 import Qwen2Config
-from kenotron_train.config import DECODERS, Config
+from kenotron_train.config import Config
 from kenotron_train.init_sections import RandomInitConfig
 from kenotron_train.sections import ModelConfig, ParallelismConfig
 
@@ -44,7 +45,7 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
 
 def _model(section: ModelConfig) -> _Lines:
     sizes, path = section.model_config, "model.model_config"
-    if type(sizes) not in DECODERS:
+    if isinstance(sizes, MambaModelConfig | LlaMoEConfig):
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
     elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:

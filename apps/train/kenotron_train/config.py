@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
 from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_models import DecoderSpec
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
-from kenotron_models.registry import AnyConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
 from kenotron_train.eval_sections import DoReMiConfig, LightEvalConfig
@@ -25,8 +24,6 @@ from kenotron_train.sections import (
 )
 from kenotron_train.watch_sections import MetricsLoggingConfig, ProfilerConfig
 
-DECODERS = get_args(AnyConfig)
-"""Classes of models that can be built."""
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint knows its own step",
     "general.consumed_train_samples": "a checkpoint knows the samples it has seen",

@@ -1,7 +1,6 @@
 """The arguments of the models, as plain dataclasses (no torch, no YAML here)."""
 
 from dataclasses import dataclass
-from typing import get_args
 
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import AttentionBackend, DecoderSpec
@@ -13,7 +12,9 @@ ATTENTIONS = (
 )  # fmt: skip
 """What may compute attention: Nanotron's names, then those that are no wishes but orders."""
 BACKENDS: dict[str, AttentionBackend] = {
-    name: name if name in get_args(AttentionBackend) else "auto" for name in ATTENTIONS
+    "sdpa": "sdpa",
+    "plain": "plain",
+    "flash_attn": "flash_attn",
 }
 
 
@@ -109,7 +110,7 @@ class LlamaConfig:
             kv_heads=self.kv_heads,
             head_dim=self.features_of_head,
             qkv_bias=self.attention_bias,
-            attention=BACKENDS[self.attn_implementation],
+            attention=BACKENDS.get(self.attn_implementation, "auto"),
             rope_theta=self.rope_theta,
             rope_scaling=self.rope_scaling,
             rope_interleaved=self.rope_interleaved,
