@@ -1,6 +1,7 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.attention import Attention
+from kenotron_models.compiled import compile_layers
 from kenotron_models.config import LlamaConfig
 from kenotron_models.config_mistral import MistralConfig
 from kenotron_models.config_qwen2 import Qwen2Config
@@ -40,6 +41,7 @@ __all__ = [
     "RopeScaling",
     "Starcoder2Config",
     "build_decoder",
+    "compile_layers",
     "config_from_json",
     "forward_flops",
     "generate",
