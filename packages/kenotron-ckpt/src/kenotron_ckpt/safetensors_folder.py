@@ -7,10 +7,12 @@ So a rank reads its slices only, and nothing of the folder is ever copied first.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Protocol
 
 from kenotron_ckpt.cut import Tensors, blocks_of, dtype_name, problems_of
 from kenotron_ckpt.index import Piece, Record, Shape
@@ -29,6 +31,23 @@ Run = tuple[str, int, int, int]
 """(tensor of the folder, its first row, the first row in the record, number of rows)."""
 
 
+class Assembled(Protocol):
+    """A tensor that rows of a folder's tensors make."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        ...
+
+    def sources(self) -> Mapping[str, Shape]:
+        """Shapes of the tensors that it is made of, by name."""
+        ...
+
+    def runs(self) -> Iterable[Run]:
+        """Where its rows come from; they cover it exactly once."""
+        ...
+
+
 @dataclass(frozen=True)
 class SafetensorsFolder:
     """A folder whose headers were read. Made by ``open_safetensors``."""
@@ -37,61 +56,53 @@ class SafetensorsFolder:
     tensors: Mapping[str, Stored]
     """By name."""
 
-    def check(self, due: Mapping[str, Shape], may_be: Callable[[str], bool]) -> None:
-        """Raise ValueError, naming each, for tensors that are missing, strange or misshapen.
+    def records(
+        self, ours: Mapping[str, Assembled], may_be: Callable[[str], bool] = lambda _: False
+    ) -> dict[str, Record]:
+        """Our tensors as records: blocks of rows of the folder's tensors. Nothing is read.
 
-        Arguments: the tensors that must be there; which others may be there besides.
+        Arguments: our tensors by name; which tensors may be there though none of ours needs them.
+
+        Raises ValueError, naming each, for tensors that are missing, strange or misshapen, and for
+        one of ours that is made of several dtypes.
         """
+        due = {name: shape for whole in ours.values() for name, shape in whole.sources().items()}
+        if lines := self._problems(due, may_be):
+            more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+            begin = f"{self.path}: its tensors are not those of its config.json:"
+            raise ValueError("\n  ".join([begin, *lines[:_MOST], *more]))
+        return {name: self._record(name, whole) for name, whole in ours.items()}
+
+    def _problems(self, due: Mapping[str, Shape], may_be: Callable[[str], bool]) -> list[str]:
         missing = [name for name in due if name not in self.tensors]
         strange = [name for name in self.tensors if name not in due and not may_be(name)]
         lines = [f"{name} is missing" for name in missing]
         for name in strange:
             near = get_close_matches(name, missing, n=1)
             lines.append(f"{name} is none of the model's" + (f"; is it {near[0]}?" if near else ""))
-        lines += [
+        return lines + [
             f"{name} has shape {list(found.shape)}, but the model makes it {list(due[name])}"
             for name, found in self.tensors.items()
             if name in due and found.shape != due[name]
         ]
-        if lines:
-            more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-            raise ValueError(
-                "\n  ".join(
-                    [f"{self.path}: its tensors are not those of its config.json:", *lines[:_MOST]]
-                    + more
-                )
-            )
 
-    def record(self, name: str, shape: Shape, runs: Iterable[Run]) -> Record:
-        """A tensor of ours as a record: blocks of rows of the folder's tensors.
-
-        Raises ValueError when those have several dtypes.
-        """
-        pieces, dtypes = [], {}
-        for theirs, row, first, rows in runs:
+    def _record(self, name: str, whole: Assembled) -> Record:
+        columns = whole.shape[1:]
+        pieces = []
+        for theirs, row, first, rows in whole.runs():
             stored = self.tensors[theirs]
-            dtypes[stored.dtype] = theirs
-            size = stored.dtype.itemsize
-            for n in shape[1:]:
-                size *= n
-            begin = (first, *(0 for _ in shape[1:]))
-            pieces.append(
-                Piece(
-                    stored.file,
-                    theirs,
-                    begin,
-                    (rows, *shape[1:]),
-                    stored.offset + row * size,
-                    rows * size,
-                )
-            )
+            size = math.prod(columns) * stored.dtype.itemsize  # of a row
+            start, shape = (first, *(0 for _ in columns)), (rows, *columns)
+            begin = stored.offset + row * size
+            pieces.append(Piece(stored.file, theirs, start, shape, begin, rows * size))
+        dtypes = {dtype_name(self.tensors[theirs].dtype): theirs for theirs in whole.sources()}
         if len(dtypes) > 1:
             said = ", ".join(f"{theirs} is {dtype}" for dtype, theirs in dtypes.items())
             raise ValueError(
                 f"{self.path}: {name} is made of tensors of several dtypes ({said}): save the "
                 "model in one dtype"
             )
-        return Record(shape, dtype_name(next(iter(dtypes))), tuple(pieces))
+        return Record(whole.shape, *dtypes, tuple(pieces))
 
     def load(self, records: Mapping[str, Record], wanted: Tensors, mesh: Mesh) -> None:
         """Fill tensors in place from records of this folder; values are cast to their dtype.

@@ -5,8 +5,10 @@ Each architecture has a page (``hf_llama`` and so on). transformers is not neede
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 from kenotron_models.hf_family import Family, shared_to_hf
@@ -29,8 +31,10 @@ __all__ = [
     "differences",
     "hf_tensors",
     "is_superfluous",
+    "read_hf_config",
 ]
 
+CONFIG = "config.json"
 ARCHITECTURES = {each.model_type: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2)}
 """By ``model_type``; a model is written as the first that can say it, after its own."""
 OF_THE_RUN = ("attention", "separate_documents", "z_loss")
@@ -62,6 +66,26 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
     if wrong:
         raise ValueError("\n".join(wrong))
     return family.read(filled)
+
+
+def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
+    """Our config of the model in a folder of Hugging Face, and what its config.json says.
+
+    Raises ValueError, naming the file and the key; OSError.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{folder} is no model of Hugging Face: it has no {CONFIG}")
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: a {type(values).__name__} was found; it must be a mapping")
+    try:
+        return config_from_hf(values), values
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def config_to_hf(config: AnyConfig) -> dict[str, Any]:

@@ -75,6 +75,10 @@ class Whole:
     shape: Shape
     parts: tuple[Part, ...]
 
+    def sources(self) -> dict[str, Shape]:
+        """Shapes of theirs that it is made of, by name."""
+        return {part.name: part.shape for part in self.parts}
+
     def runs(self) -> Iterator[Run]:
         """Where all its rows come from."""
         for part in self.parts:
