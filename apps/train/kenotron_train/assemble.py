@@ -67,7 +67,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         spec,
         tp,
         mode=config.parallelism.mode,
-        recompute=config.parallelism.recompute_layer,
+        recompute=[config.parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)],
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
@@ -87,6 +87,9 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         seed=config.general.seed,
         initializer=standard_init(spec, *config.draws),
     )
+    if config.model.compile:
+        for layer in stack:
+            layer.compile(dynamic=False)  # in place: names of parameters stay
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]
     pipeline = Pipeline(own, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))

@@ -6,12 +6,16 @@ K features of a head; ``/t`` is divided by tp size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk
 from kenotron_models.context import Context
+from kenotron_models.recompute import between
 from kenotron_models.rope import rotary_angles, rotate
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
@@ -68,12 +72,17 @@ class Attention(nn.Module):
             dtype=dtype,
         )
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones of its row."""
+    def forward(
+        self, x: Tensor, context: Context, *, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones of its row.
+
+        ``norm`` is applied to x first, and its result is not kept for the backward.
+        """
         batch, sequence = context.positions_BS.shape
-        qkv = self.qkv(x, tokens=batch * sequence).view(
-            batch, sequence, self.heads + 2 * self.kv_heads, -1
-        )
+        read = partial(self.qkv, tokens=batch * sequence)
+        qkv = read(x) if norm is None else between(norm, x, read)
+        qkv = qkv.view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
         qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
         spec = self.spec
         cos, sin = rotary_angles(
