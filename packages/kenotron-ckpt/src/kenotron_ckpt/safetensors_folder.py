@@ -102,7 +102,7 @@ class SafetensorsFolder:
                 f"{self.path}: {name} is made of tensors of several dtypes ({said}): save the "
                 "model in one dtype"
             )
-        return Record(whole.shape, *dtypes, tuple(pieces))
+        return Record(whole.shape, next(iter(dtypes)), tuple(pieces))
 
     def load(self, records: Mapping[str, Record], wanted: Tensors, mesh: Mesh) -> None:
         """Fill tensors in place from records of this folder; values are cast to their dtype.

@@ -88,21 +88,20 @@ class Whole:
 def tensors_of(spec: DecoderSpec, layer: Mapping[str, tuple[str, ...]]) -> dict[str, Whole]:
     """Our tensors by name, in the order of the model; ``layer``: what replaces parts of LAYER."""
     width, vocabulary = spec.hidden_size, (spec.vocab_size, spec.hidden_size)
-    norm_bias = spec.norm == "layer_norm"
     modules = {**LAYER, **layer}
     found = {EMBEDDING: _plain("model.embed_tokens.weight", vocabulary)}
     for i in range(spec.num_hidden_layers):
         for module, (outs, ins, bias) in _modules(spec).items():
             there = [f"model.layers.{i}.{name}" for name in modules[module]]
-            interleaved = spec.rope_interleaved and module in _TURNED and spec.rotates(i)
-            heads = _TURNED.get(module, 0) if interleaved else 0
-            for kind in ("weight", "bias") if bias else ("weight",):
-                shapes = [(n, ins) if ins and kind == "weight" else (n,) for n in outs]
-                names = [f"{name}.{kind}" for name in there]
-                turned = [spec.head_dim if at < heads else 0 for at in range(len(outs))]
-                found[f"layers.{i}.{module}.{kind}"] = _fused(names, shapes, turned)
+            heads = _TURNED.get(module, 0) if spec.rope_interleaved and spec.rotates(i) else 0
+            for kind, columns in [("weight", ins), ("bias", ())][: 1 + bias]:
+                found[f"layers.{i}.{module}.{kind}"] = _fused(
+                    [f"{name}.{kind}" for name in there],
+                    [(rows, *columns) for rows in outs],
+                    [spec.head_dim if at < heads else 0 for at in range(len(outs))],
+                )
     found["norm.weight"] = _plain("model.norm.weight", (width,))
-    if norm_bias:
+    if spec.norm == "layer_norm":
         found["norm.bias"] = _plain("model.norm.bias", (width,))
     if not spec.tie_word_embeddings:
         found[HEAD] = _plain(HF_HEAD, vocabulary)
@@ -113,20 +112,29 @@ _TURNED = {"attention.qkv": 2, "attention.q_norm": 1, "attention.k_norm": 1}
 """Modules whose rows are features that are turned: so many of their first parts."""
 
 
-def _modules(spec: DecoderSpec) -> dict[str, tuple[tuple[int, ...], int, bool]]:
-    """Modules of a layer: rows of each of their parts, columns (0: none), whether with bias."""
+_Sizes = tuple[Shape, Shape, bool]
+"""Rows of each part of a module's matrix; its columns, empty for a vector; whether it has a bias."""
+
+
+def _modules(spec: DecoderSpec) -> dict[str, _Sizes]:
+    """The modules of a layer."""
     width, wide, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
     heads, kv = spec.num_attention_heads * head, spec.kv_heads * head
-    norm = ((width,), 0, spec.norm == "layer_norm")
-    found = {"attention_norm": norm, "attention.qkv": ((heads, kv, kv), width, spec.qkv_bias)}
+    norm: _Sizes = ((width,), (), spec.norm == "layer_norm")
+    found: dict[str, _Sizes] = {
+        "attention_norm": norm,
+        "attention.qkv": ((heads, kv, kv), (width,), spec.qkv_bias),
+        "attention.out": ((width,), (heads,), spec.out_bias),
+        "mlp_norm": norm,
+        "mlp.down": ((width,), (wide,), spec.mlp_bias),
+    }
     if spec.qk_norm:
-        found |= {f"attention.{name}": ((head,), 0, False) for name in ("q_norm", "k_norm")}
-    found |= {"attention.out": ((width,), heads, spec.out_bias), "mlp_norm": norm}
+        found |= {f"attention.{name}": ((head,), (), False) for name in ("q_norm", "k_norm")}
     if spec.gated:
-        found["mlp.gate_up"] = ((wide, wide), width, spec.mlp_bias)
+        found["mlp.gate_up"] = ((wide, wide), (width,), spec.mlp_bias)
     else:
-        found["mlp.up"] = ((wide,), width, spec.mlp_bias)
-    return found | {"mlp.down": ((width,), wide, spec.mlp_bias)}
+        found["mlp.up"] = ((wide,), (width,), spec.mlp_bias)
+    return found
 
 
 def is_superfluous(name: str, spec: DecoderSpec) -> bool:
