@@ -6,7 +6,7 @@ Each architecture has a page (``hf_llama`` and so on). transformers is not neede
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -115,15 +115,17 @@ def hf_tensors(config: AnyConfig | DecoderSpec) -> dict[str, Whole]:
     return tensors_of(spec, layer)
 
 
-def differences(ours: DecoderSpec, theirs: DecoderSpec) -> list[str]:
+def differences(
+    ours: DecoderSpec, theirs: DecoderSpec, but: Collection[str] = ("rope_interleaved",)
+) -> list[str]:
     """Fields that say what weights mean, and in which two models differ: ``name: a and b``.
 
-    Interleaved rotary positions do not count: rows of tensors can make up for them.
+    ``but``: fields that do not count; rows of tensors can make up for interleaved positions.
     """
     return [
         f"{each.name}: {getattr(ours, each.name)!r} and {getattr(theirs, each.name)!r}"
         for each in fields(DecoderSpec)
-        if each.name not in (*OF_THE_RUN, "rope_interleaved")
+        if each.name not in (*OF_THE_RUN, *but)
         and getattr(ours, each.name) != getattr(theirs, each.name)
     ]
 

@@ -113,7 +113,7 @@ _TURNED = {"attention.qkv": 2, "attention.q_norm": 1, "attention.k_norm": 1}
 
 
 _Sizes = tuple[Shape, Shape, bool]
-"""Rows of each part of a module's matrix; its columns, empty for a vector; whether it has a bias."""
+"""Rows of each part of a module's weight; its columns, none for a vector; whether with bias."""
 
 
 def _modules(spec: DecoderSpec) -> dict[str, _Sizes]:
