@@ -28,14 +28,8 @@ from kenotron_train.init_sections import ExistingCheckpointInitConfig
 from kenotron_train.initial import load_initial
 
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]
+INTERLEAVED = ("llama", "qwen2-tied", "qwen3")
 TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text")
-    parity.write_text(path)
-    return path
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,24 +54,12 @@ def test_every_bit_and_every_key_come_back(case, tmp_path):
 
 
 def logits(mesh: Mesh, folder: Path) -> torch.Tensor | None:
-    """Logits (B, S, V) of a checkpoint on this mesh; None but on the last stage's first rank."""
-    described = describe(folder)
+    """Logits (B, S, V/t) of a checkpoint on this mesh; None but on the last stage."""
     positions = torch.arange(TOKENS.shape[1]).expand(TOKENS.shape)
     with torch.no_grad():
-        found = load_model(described, mesh).forward([TOKENS.flatten()], [Context(positions)])
+        pipeline = load_model(describe(folder), mesh)
+        found = pipeline.forward([TOKENS.flatten()], [Context(positions)])
     return found[0] if found else None
-
-
-@pytest.mark.parametrize("case", hf_cases.CASES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_logits_equal_transformers(case, layout, tmp_path):
-    model = hf_cases.save(case, tmp_path / "hf")
-    import_hf(tmp_path / "hf", tmp_path / "ours")
-    ranks = spawn(logits, tmp_path / "ours", pp=layout.pp, tp=layout.tp)
-    ours = torch.cat([part for part in ranks if part is not None], -1)[:, : model.vocab_size]
-    with torch.no_grad():
-        theirs = model(TOKENS).logits.flatten(0, 1)
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def configure(layout: Layout, text: Path, source: Path, **changes: object) -> Config:
@@ -89,9 +71,18 @@ def configure(layout: Layout, text: Path, source: Path, **changes: object) -> Co
 
 
 def first_gradients(mesh: Mesh, config: Config) -> tuple[float, list[parity.Piece]]:
+    """Loss and gradient of the first step."""
     training = build_training(config, mesh)
     load_initial(training)
     return parity.gradients_of(training)
+
+
+def measure(mesh: Mesh, work: dict[str, tuple[Path | None, Config]]) -> dict[str, tuple]:
+    """Logits (where a checkpoint is given), first loss and gradients of many models."""
+    return {
+        name: (folder and logits(mesh, folder), *first_gradients(mesh, config))
+        for name, (folder, config) in work.items()
+    }
 
 
 def in_their_names(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -105,25 +96,56 @@ def in_their_names(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.
     }
 
 
-CHANGES = [(case, {}) for case in hf_cases.CASES]
-CHANGES += [("llama", {"rope_interleaved": True}), ("qwen2-tied", {"rope_interleaved": True})]
-CHANGES += [("qwen3", {"rope_interleaved": True})]
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def measured(request, tmp_path_factory) -> tuple[dict[str, Config], list[dict[str, tuple]]]:
+    """What every rank of a layout measured, of all models: processes start once."""
+    layout, folder = request.param, tmp_path_factory.mktemp("hf")
+    parity.write_text(folder)
+    work = {}
+    for case in hf_cases.CASES:
+        hf_cases.save(case, folder / case)
+        import_hf(folder / case, folder / f"{case}-ours")
+        work[case] = (folder / f"{case}-ours", configure(layout, folder, folder / case))
+    for case in INTERLEAVED:
+        config = configure(layout, folder, folder / case, rope_interleaved=True)
+        work[f"{case}-interleaved"] = (None, config)
+    ranks = spawn(measure, work, pp=layout.pp, tp=layout.tp)
+    return {name: config for name, (_, config) in work.items()}, ranks
 
 
-@pytest.mark.parametrize(("case", "changes"), CHANGES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_training_begins_with_the_loss_and_gradients_of_transformers(
-    case, changes, layout, text, tmp_path
-):
-    model = hf_cases.save(case, tmp_path / "hf")
-    config = configure(layout, text, tmp_path / "hf", **changes)
-    ranks = spawn(first_gradients, config, pp=layout.pp, tp=layout.tp)
-    ours = in_their_names(config, parity.assemble(ranks))
-    tokens, labels = map(torch.from_numpy, spawn(parity.rows, config)[0])
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of the first step, the same for all models and layouts."""
+    folder = tmp_path_factory.mktemp("batch")
+    parity.write_text(folder)
+    tokens, labels = spawn(parity.rows, parity.configure(Layout(), folder))[0]
+    return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+@pytest.mark.parametrize("case", hf_cases.CASES)
+def test_logits_equal_transformers(case, measured):
+    _, ranks = measured
+    parts = [rank[case][0] for rank in ranks if rank[case][0] is not None]
+    model = hf_cases.make(case)
+    ours = torch.cat(parts, -1)[:, : model.vocab_size]
+    with torch.no_grad():
+        theirs = model(TOKENS).logits.flatten(0, 1)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", [*hf_cases.CASES, *(f"{each}-interleaved" for each in INTERLEAVED)]
+)
+def test_training_begins_with_the_loss_and_gradients_of_transformers(name, measured, batch):
+    configs, ranks = measured
+    ours = parity.assemble([rank[name][1:] for rank in ranks])
+    ours = in_their_names(configs[name], ours)
+    model = hf_cases.make(name.removesuffix("-interleaved"))
+    tokens, labels = batch
     loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
-    assert ranks[-1][0] == pytest.approx(loss.item(), rel=1e-6)
+    assert [rank[name][1] for rank in ranks] == pytest.approx([loss.item()] * len(ranks), rel=1e-6)
     assert ours.keys() == theirs.keys()
-    for name, grad in theirs.items():
-        assert np.abs(ours[name] - grad).max() <= 1e-4 * np.abs(grad).max(), name
+    for tensor, grad in theirs.items():
+        assert np.abs(ours[tensor] - grad).max() <= 1e-4 * np.abs(grad).max(), tensor
