@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ def _foreign(folder: Path) -> Description:
     )
 
 
-def _tokenizer(folder: Path, state: dict[str, Any]) -> str | None:
+def _tokenizer(folder: Path, state: Mapping[str, Any]) -> str | None:
     """What a checkpoint names, or the files that a conversion has put beside its steps."""
     named = state.get("tokenizer")
     if named:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
-from kenotron_dist.init import initialize
+from kenotron_dist.init import Constant, initialize
 from kenotron_models import (
     LayerStack,
     build_decoder,
@@ -64,7 +64,8 @@ class Training:
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """Build all layers on meta, keep this stage's, fill them from the seed.
+    """Build all layers on meta, keep this stage's, fill them from the seed; with zeros where their
+    weights are read later.
 
     Collective over the mesh only where groups are made later; no communication here.
     """
@@ -85,13 +86,14 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
     stack.to_empty(device=mesh.device)
     tie_storages(stack)
+    draws = config.draws
     initialize(
         stack,
         layouts,
         mesh.sizes,
         mesh.coords,
         seed=config.general.seed,
-        initializer=standard_init(spec, *config.draws),
+        initializer=standard_init(spec, *draws) if draws else lambda _: Constant(0.0),
     )
     if config.model.compile:
         compile_layers(stack)

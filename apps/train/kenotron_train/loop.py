@@ -43,7 +43,8 @@ def train(
     _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
-    remark = remark or earlier_run(config)
+    if config.checkpoints.resume_checkpoint_path is None:
+        remark = "; ".join(filter(None, (remark, earlier_run(config))))
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
         Report(config, mesh, progress.step + 1) as report,
