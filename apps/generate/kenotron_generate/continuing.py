@@ -50,7 +50,8 @@ class Result:
     prompt: Prompt
     completion: str
     prompt_tokens: int
-    new_tokens: int
+    tokens: list[int]
+    """The new ones."""
     finish: str
     """``eos``, ``stop`` (a string), or ``length``."""
 
@@ -101,13 +102,14 @@ class _Run:
         request, words = self.request, self.words
         texts = [words.read(prompt, template=request.template) for prompt in prompts]
         writers = [Writer(words.to_text, text, request.stop) for text in texts]
-        counts, finish = [0] * len(texts), ["length"] * len(texts)
+        new: list[list[int]] = [[] for _ in texts]
+        finish = ["length"] * len(texts)
         shown = alone and self.mesh.rank == 0 and request.jsonl is None
         if shown:
             _show(prompts[0] if isinstance(prompts[0], str) else "")
 
         def ends(text: int, token: int) -> bool:
-            counts[text] += 1
+            new[text].append(token)
             if token in words.ends:
                 finish[text] = "eos"
                 return True
@@ -137,7 +139,7 @@ class _Run:
             if shown:
                 _show(said + "\n")
         return [
-            Result(first + i, prompts[i], writers[i].text, len(texts[i]), counts[i], finish[i])
+            Result(first + i, prompts[i], writers[i].text, len(texts[i]), new[i], finish[i])
             for i in range(len(prompts))
         ]
 
@@ -163,7 +165,7 @@ def _tell(results: list[Result], jsonl: str | None) -> None:
 
 
 def _report(results: list[Result], seconds: float) -> None:
-    new = sum(result.new_tokens for result in results)
+    new = sum(len(result.tokens) for result in results)
     print(
         f"{new} tokens for {len(results)} prompt{'s' * (len(results) != 1)} in {seconds:.2f} s: "
         f"{new / seconds:.1f} tokens/s",
