@@ -51,6 +51,8 @@ class Exported:
     """Step folder that it was made from."""
     deviation: float | None
     """Of the logits, in units of the largest; None: they were not compared."""
+    passed_over: list[str]
+    """Why each checkpoint that would have been preferred was not read; a sentence each."""
 
 
 def export_hf(
@@ -92,7 +94,7 @@ def export_hf(
         _rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(folder, checkpoint.folder, deviation)
+    return Exported(folder, checkpoint.folder, deviation, checkpoint.passed_over)
 
 
 def _is_weight(name: str) -> bool:
