@@ -28,7 +28,6 @@ from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_dist import Mesh
 from kenotron_models import config_from_json
 from kenotron_models.hf import (
-    EMBEDDING,
     Part,
     Whole,
     config_from_hf,
@@ -36,6 +35,7 @@ from kenotron_models.hf import (
     differences,
     hf_tensors,
 )
+from kenotron_models.hf_tensors import EMBEDDING
 from kenotron_models.registry import AnyConfig
 
 SHARD_BYTES = 5 * 10**9

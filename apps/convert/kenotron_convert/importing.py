@@ -15,7 +15,8 @@ from torch import Tensor
 from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config
+from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
+from kenotron_models.hf_tensors import EMBEDDING
 from kenotron_models.registry import AnyConfig
 
 GENERATION = "generation_config.json"

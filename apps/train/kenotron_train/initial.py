@@ -10,13 +10,12 @@ from kenotron_dist import Mesh
 from kenotron_models import DecoderSpec, config_from_json
 from kenotron_models.hf import (
     CONFIG,
-    EMBEDDING,
-    HEAD,
     differences,
     hf_tensors,
     is_superfluous,
     read_hf_config,
 )
+from kenotron_models.hf_tensors import EMBEDDING, HEAD
 from kenotron_train.assemble import Records, Training, model_records
 from kenotron_train.init_sections import ExistingCheckpointInitConfig
 
