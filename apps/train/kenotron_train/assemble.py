@@ -9,7 +9,13 @@ from torch import Tensor
 
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.init import Constant, initialize
-from kenotron_models import LayerStack, build_decoder, layer_costs, standard_init
+from kenotron_models import (
+    LayerStack,
+    build_decoder,
+    compile_layers,
+    layer_costs,
+    standard_init,
+)
 from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,
@@ -90,8 +96,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         initializer=standard_init(spec, *draws) if draws else lambda _: Constant(0.0),
     )
     if config.model.compile:
-        for layer in stack:
-            layer.compile(dynamic=False)  # in place: names of parameters stay
+        compile_layers(stack)
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]
     pipeline = Pipeline(own, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))

@@ -1,6 +1,7 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.attention import Attention
+from kenotron_models.compiled import compile_layers
 from kenotron_models.config import LlamaConfig
 from kenotron_models.config_mistral import MistralConfig
 from kenotron_models.config_qwen2 import Qwen2Config
@@ -11,7 +12,8 @@ from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.decoder_layer import DecoderLayer
 from kenotron_models.embedding import Embedding
 from kenotron_models.flops import forward_flops, parameter_count, training_flops
-from kenotron_models.generate import generate
+from kenotron_models.generate import Sampling, generate
+from kenotron_models.kv_cache import KVCache
 from kenotron_models.mlp import MLP
 from kenotron_models.norm import LayerNorm, RMSNorm
 from kenotron_models.parametrization import layer_costs, standard_init
@@ -29,6 +31,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderSpec",
     "Embedding",
+    "KVCache",
     "LayerNorm",
     "LayerStack",
     "LlamaConfig",
@@ -37,9 +40,11 @@ __all__ = [
     "Qwen3Config",
     "RMSNorm",
     "Recompute",
+    "Sampling",
     "RopeScaling",
     "Starcoder2Config",
     "build_decoder",
+    "compile_layers",
     "config_from_json",
     "forward_flops",
     "generate",

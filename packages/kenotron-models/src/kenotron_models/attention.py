@@ -90,11 +90,17 @@ class Attention(nn.Module):
         )
         qk = rotate(qk, cos, sin, interleaved=spec.rope_interleaved)  # both at once
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        k, v, mask = k.transpose(1, 2), v.transpose(1, 2), None  # (B, G/t, S, K)
+        cache = context.cache
+        if cache is not None:
+            k, v = cache.extend(self.layer, k, v, context.positions_BS)
+            mask = context.once("seen", lambda: cache.seen(context.positions_BS, None))
         mixed = F.scaled_dot_product_attention(
             q.transpose(1, 2),  # (B, H/t, S, K)
-            k.transpose(1, 2),  # (B, G/t, S, K)
-            v.transpose(1, 2),
-            is_causal=True,
+            k,
+            v,
+            mask,
+            is_causal=cache is None,
             enable_gqa=self.heads != self.kv_heads,
         )
         return self.out(mixed.transpose(1, 2).reshape(batch * sequence, -1))

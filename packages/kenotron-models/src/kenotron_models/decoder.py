@@ -35,10 +35,15 @@ class Head(ColumnParallelLinear):
         tokens: int | None = None,
         sequence_parallel: bool | None = None,
     ) -> Tensor:
-        """(T, D) -> (T, V/t); the context tells T where it is not said."""
+        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; it tells T where nobody says."""
         if tokens is None and context is not None:
             tokens = context.tokens
-        return super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
+        outputs = None if context is None else context.outputs
+        cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        if outputs is not None and not cut:
+            return super().forward(x[outputs], sequence_parallel=False)
+        logits = super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
+        return logits if outputs is None else logits[outputs]
 
 
 class LayerStack(nn.Module):

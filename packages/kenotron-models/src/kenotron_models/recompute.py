@@ -39,7 +39,7 @@ def between(
     ``function`` must be cheap, pure and without communication: the backward computes it twice, for
     the product's weight and for its own gradient. ``x`` must not change in between.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler does the same
         return product(function(x))
     y = whole(function, x)
     storage = y.untyped_storage().data_ptr()
