@@ -67,7 +67,7 @@ def export_hf(
     """Write a model folder that transformers loads, from a checkpoint of any layout.
 
     Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
-    the one that came with the checkpoint, if any; most bytes of a file; whether logits are compared
+    the one that the checkpoint names or came with, if it is there; most bytes of a file; whether logits are compared
     before the folder gets its name; whether an older export may be replaced.
 
     Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
@@ -87,9 +87,8 @@ def export_hf(
         _write_weights(checkpoint, ours, draft, shard_bytes)
         _write_json(draft / CONFIG, values)
         _write_json(draft / GENERATION, _generation_config(checkpoint, values))
-        kept = checkpoint.folder.parent / TOKENIZER
-        if tokenizer is not None or tokenizer_files(kept):
-            copy_tokenizer(tokenizer or kept, draft)
+        if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
+            copy_tokenizer(words, draft)
         deviation = check_export(checkpoint, config.decoder, draft) if check else None
         _rename(draft, folder)
     finally:
@@ -156,6 +155,13 @@ def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dic
     tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
     made = {key: values[key] for key in tokens if values.get(key) is not None}
     return came_with or {"_from_model_config": True, **made}
+
+
+def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
+    """Where the tokenizer lies that the checkpoint names, or that came with it; None: nowhere."""
+    named = (checkpoint.manifest.state.get("tokenizer") or {}).get("name")
+    places = [*([Path(named)] if named else []), checkpoint.folder.parent / TOKENIZER]
+    return next((place for place in places if tokenizer_files(place)), None)
 
 
 def _write_weights(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
+from kenotron_ckpt import Record, Source, latest_step, open_safetensors, read_box, save_streamed
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
 from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
@@ -35,14 +35,13 @@ def import_hf(
 
     Raises ValueError, naming the file and the key or the tensors, when the folder is no model that
     can be said here, or holds other tensors than its config.json says, or when there is a
-    checkpoint of step 0; OSError. Nothing is written then.
+    run or a checkpoint; OSError. Nothing is written then.
     """
     config, values = read_hf_config(hf)
     records = open_safetensors(hf).records(
         hf_tensors(config), lambda name: is_superfluous(name, config.decoder)
     )
-    if (folder / str(STEP)).exists() and not overwrite:
-        raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
+    _check_free(folder, overwrite)
     sources = {
         name: Source(
             record.shape,
@@ -59,6 +58,14 @@ def import_hf(
         (folder / TOKENIZER).mkdir()
         copy_tokenizer(hf, folder / TOKENIZER)
     return written
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    newest = latest_step(folder) if folder.is_dir() else None
+    if newest not in (None, STEP):
+        raise ValueError(f"{folder} is the folder of a run (step {newest}): give --out a new one")
+    if (folder / str(STEP)).exists() and not overwrite:
+        raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
 
 
 def _read(folder: Path, record: Record, dtype: torch.dtype | None) -> Tensor:

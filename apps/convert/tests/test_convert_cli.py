@@ -141,6 +141,25 @@ def test_a_file_that_is_there_is_kept_unless_told_otherwise(hf, capsys):
     assert left_in(hf.parent) == ["hf", "out", "run"]
 
 
+def test_the_folder_of_a_run_is_not_written_to(hf, capsys):
+    assert imported(hf) == 0
+    (hf.parent / "run/0").rename(hf.parent / "run/7")
+    manifest = (hf.parent / "run/7/manifest.json").read_text()
+    assert imported(hf, "--overwrite") == 1
+    assert "run is the folder of a run (step 7)" in capsys.readouterr().err
+    assert (hf.parent / "run/7/manifest.json").read_text() == manifest
+
+
+def test_the_tokenizer_that_a_checkpoint_names_is_taken(hf):
+    assert imported(hf) == 0
+    write_tokenizer(hf.parent / "words")
+    manifest = read_manifest(hf.parent / "run")
+    manifest.state["tokenizer"] = {"name": str(hf.parent / "words")}
+    (hf.parent / "run/0/manifest.json").write_text(manifest.to_json())
+    assert exported(hf) == 0
+    assert AutoTokenizer.from_pretrained(hf.parent / "out")("c")["input_ids"] == [3]
+
+
 def test_an_export_that_says_something_else_is_not_kept(hf, capsys, monkeypatch):
     assert imported(hf) == 0
     right = exporting.write_safetensors

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from kenotron_ckpt import TensorSize, open_safetensors, read_box, write_safetensors
+from kenotron_ckpt import TensorSize, open_safetensors, read_box, reader, write_safetensors
 from kenotron_ckpt.safetensors_file import read_header
 from kenotron_dist import Mesh, Shard, TensorLayout, spawn
 
@@ -95,17 +95,26 @@ def test_rows_of_several_files_make_a_tensor(write_folder, tmp_path):
     assert torch.equal(read_box(tmp_path, records["own"], (0,), (5,)), VALUES["c"])
 
 
-def load_rows(mesh: Mesh, folder: str) -> torch.Tensor:
+def load_rows(mesh: Mesh, folder: str) -> tuple[torch.Tensor, int]:
+    """A rank's rows, and how many bytes were read for them."""
+    read, into = [], reader._into
+
+    def counted(handle, target, begin):
+        read.append(target.numel() * target.element_size())
+        into(handle, target, begin)
+
+    reader._into = counted
     layout = TensorLayout("fused", (10, 4), (Shard("tp", 0),))
     rows = torch.full((5, 4), -1.0, dtype=torch.bfloat16)
     opened = open_safetensors(folder)
     opened.load(opened.records(OURS), {"x": (rows, layout)}, mesh)
-    return rows
+    return rows, sum(read)
 
 
-def test_each_rank_gets_its_rows_in_its_dtype(tmp_path):
+def test_each_rank_reads_its_rows_only_and_gets_them_in_its_dtype(tmp_path):
     ranks = spawn(load_rows, str(several(tmp_path)), tp=2)
-    assert torch.equal(torch.cat(ranks), FUSED.bfloat16())
+    assert torch.equal(torch.cat([rows for rows, _ in ranks]), FUSED.bfloat16())
+    assert [read for _, read in ranks] == [5 * 4 * 4, 5 * 4 * 4]
 
 
 def test_a_tensor_that_does_not_fit_is_refused_and_nothing_is_changed(tmp_path):
