@@ -67,8 +67,8 @@ def export_hf(
     """Write a model folder that transformers loads, from a checkpoint of any layout.
 
     Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
-    the one that the checkpoint names or came with, if it is there; most bytes of a file; whether logits are compared
-    before the folder gets its name; whether an older export may be replaced.
+    the one that the checkpoint names or came with, if it is there; most bytes of a file; whether
+    logits are compared before the folder gets its name; whether an older export may be replaced.
 
     Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
     model that no architecture of Hugging Face can say; damaged bytes; logits that differ; a folder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Record, Source, latest_step, open_safetensors, read_box, save_streamed
+from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
 from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
@@ -61,9 +61,11 @@ def import_hf(
 
 
 def _check_free(folder: Path, overwrite: bool) -> None:
-    newest = latest_step(folder) if folder.is_dir() else None
-    if newest not in (None, STEP):
-        raise ValueError(f"{folder} is the folder of a run (step {newest}): give --out a new one")
+    steps = {each.name for each in folder.glob("[0-9]*") if each.is_dir()} - {str(STEP)}
+    if steps:
+        raise ValueError(
+            f"{folder} is the folder of a run (step {min(steps)}): give --out a new one"
+        )
     if (folder / str(STEP)).exists() and not overwrite:
         raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
 
