@@ -84,6 +84,25 @@ def test_weights_are_those_of_the_source(kind, folder, tmp_path):
     assert len(found["embedding.weight"]) > config.decoder.vocab_size
 
 
+def masters(mesh: Mesh, config: Config) -> dict[str, torch.Tensor]:
+    """First masters of a data rank's slices, by name."""
+    training = build_training(config, mesh)
+    load_initial(training)
+    return {name: tensor.clone() for name, (tensor, _) in training.optimizer.state().items()}
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("kind", ["ours", "hugging face"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_masters_keep_every_bit_of_the_source(kind, dtype, dp, folder, tmp_path):
+    source = folder / "checkpoints" if kind == "ours" else as_hf(folder, tmp_path / "hf")
+    config = configure(tmp_path, source, model__dtype=dtype, parallelism__dp=dp)
+    ranks = spawn(masters, config, dp=dp)
+    for name, value in saved(folder).items():
+        parts = [rank[f"optimizer.master.{name}"].flatten() for rank in ranks]
+        assert torch.equal(torch.cat(parts), value.flatten()), name
+
+
 def test_a_tied_model_begins_an_untied_one_and_not_the_other_way_round(folder, tmp_path):
     tied = as_hf(folder, tmp_path / "tied", tie_word_embeddings=True)
     found, _ = spawn(begun, configure(tmp_path, tied))[0]
