@@ -10,13 +10,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk
+from kenotron_models.attend import attend, check_backend, prepare
+from kenotron_models.attend_plain import dropout_of
 from kenotron_models.context import Context
+from kenotron_models.norm import RMSNorm
 from kenotron_models.recompute import between
 from kenotron_models.rope import rotary_angles, rotate
+from kenotron_models.sight import Sight
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
@@ -25,8 +28,9 @@ class Attention(nn.Module):
     """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
 
     ``forward``: x (T, D), context -> (T, D); tokens are cut, (T/t, D), under
-    ``sequence_parallel``. Raises ValueError when the axis does not divide the query heads, or kv
-    heads and axis do not divide one another.
+    ``sequence_parallel``. ``layer``: its number in the model, from 0; windows, positions and
+    dropout depend on it. Raises ValueError when the axis does not divide the query heads, kv heads
+    and axis do not divide one another, or the ordered back end is not installed.
     """
 
     def __init__(
@@ -47,8 +51,9 @@ class Attention(nn.Module):
                 f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
                 "choose a tensor-parallel size that divides num_attention_heads"
             )
+        check_backend(spec.attention)
         self.spec: DecoderSpec = spec
-        self.layer = layer
+        self.layer, self.axis = layer, axis
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
         kv = Chunk(kv_heads * width, parts=kv_heads)
@@ -72,35 +77,77 @@ class Attention(nn.Module):
             dtype=dtype,
         )
 
+        if spec.qk_norm:
+            self.q_norm, self.k_norm = (
+                RMSNorm(  # (K,): each rank norms other heads, so gradients are partial
+                    width, spec.norm_eps, axis, sequence_parallel=True, device=device, dtype=dtype
+                )
+                for _ in range(2)
+            )
+
+    def prepare(self, context: Context) -> None:
+        """Make what all layers read of the micro-batch, unless it is there; ``forward`` does it.
+
+        To be called before a compiled ``forward``, which is then the same code for all layers.
+        """
+        if self.spec.rotates(self.layer):
+            self._angles(context)
+        prepare(self._sight(context), self.spec.attention, context.positions_BS.device)
+
     def forward(
         self, x: Tensor, context: Context, *, norm: Callable[[Tensor], Tensor] | None = None
     ) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones of its row.
+        """(T, D) -> (T, D): every token sees itself and the earlier ones that it may.
 
-        ``norm`` is applied to x first, and its result is not kept for the backward.
+        ``norm`` is applied to x first; then neither its result nor turned queries and keys are kept
+        for the backward.
         """
         batch, sequence = context.positions_BS.shape
         read = partial(self.qkv, tokens=batch * sequence)
         qkv = read(x) if norm is None else between(norm, x, read)
         qkv = qkv.view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        spec = self.spec
-        cos, sin = rotary_angles(
-            context.positions_BS, spec.head_dim, spec.rope_theta, spec.rope_scaling
-        )
-        qk = rotate(qk, cos, sin, interleaved=spec.rope_interleaved)  # both at once
+        turn, mix = partial(self._turn, context=context), partial(self._mix, qkv, context=context)
+        mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
+        return self.out(mixed.reshape(batch * sequence, -1))
+
+    def _turn(self, qkv: Tensor, context: Context) -> Tensor:
+        """Queries and keys (B, S, H/t + G/t, K), normed and turned."""
+        qk = qkv[:, :, : self.heads + self.kv_heads]
+        if self.spec.qk_norm:
+            q, k = qk.split((self.heads, self.kv_heads), dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        if self.spec.rotates(self.layer):
+            cos, sin = self._angles(context)
+            qk = rotate(qk, cos, sin, interleaved=self.spec.rope_interleaved)  # both at once
+        return qk.to(qkv.dtype)
+
+    def _mix(self, qkv: Tensor, qk: Tensor, context: Context) -> Tensor:
+        """Values (B, S, H/t, K), mixed as queries and keys say."""
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
-        k, v, mask = k.transpose(1, 2), v.transpose(1, 2), None  # (B, G/t, S, K)
-        cache = context.cache
+        v, spec, cache = qkv[:, :, self.heads + self.kv_heads :], self.spec, context.cache
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v, context.positions_BS)
-            mask = context.once("seen", lambda: cache.seen(context.positions_BS, None))
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # (B, H/t, S, K)
+            cache.extend(self.layer, k, v, context.positions_BS)
+            if cache.used > q.shape[1]:
+                return cache.attend(self.layer, q, context, spec.window_of(self.layer), spec.scale)
+        first_head = self.axis.rank * self.heads
+        return attend(
+            q,
             k,
             v,
-            mask,
-            is_causal=cache is None,
-            enable_gqa=self.heads != self.kv_heads,
+            self._sight(context),
+            scale=spec.scale,
+            backend=spec.attention,
+            dropout=dropout_of(context, spec.attention_dropout, self.layer, first_head),
         )
-        return self.out(mixed.transpose(1, 2).reshape(batch * sequence, -1))
+
+    def _angles(self, context: Context) -> tuple[Tensor, Tensor]:
+        width, theta, scaling = self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling
+        if theta is None:
+            raise ValueError(f"layer {self.layer} turns nothing: its model has no rope_theta")
+        return context.once(
+            ("angles", width, theta, scaling),
+            lambda: rotary_angles(context.positions_BS, width, theta, scaling),
+        )
+
+    def _sight(self, context: Context) -> Sight:
+        return Sight(context, self.spec.window_of(self.layer), self.spec.separate_documents)

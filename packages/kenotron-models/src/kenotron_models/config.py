@@ -8,14 +8,16 @@ from kenotron_models.spec import AttentionBackend, DecoderSpec
 ROTARY_PARTS = 2  # a rotary embedding turns pairs of features
 ATTENTIONS = (
     "sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring",
-    "llama3_ring_attention", "flash_attn", "plain",
+    "llama3_ring_attention", "auto", "flash_attn", "blocked", "plain",
 )  # fmt: skip
-"""What may compute attention: Nanotron's names, then those that are no wishes but orders."""
+"""What may compute attention: Nanotron's names and ours; those of BACKENDS are orders."""
 BACKENDS: dict[str, AttentionBackend] = {
     "sdpa": "sdpa",
     "plain": "plain",
     "flash_attn": "flash_attn",
+    "blocked": "blocked",
 }
+"""All other names mean auto."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +72,9 @@ class LlamaConfig:
     """Token numbers that exist, without padding."""
     attention_bias: bool = False
     """True: queries, keys and values have a bias."""
-    attn_implementation: str = "sdpa"
-    """What computes attention, one of ATTENTIONS; they differ in speed only. `flash_attn` must be
-    there, `flash_attention_2` and the like are taken where they are, sdpa is everywhere."""
+    attn_implementation: str = "auto"
+    """What computes attention, one of ATTENTIONS; they differ in speed only. `sdpa`, `flash_attn`,
+    `blocked` and `plain` are orders; all others mean the fastest that is there."""
     head_dim: int | None = None
     """Features of one head; None: hidden_size over num_attention_heads."""
     z_loss_enabled: bool = False

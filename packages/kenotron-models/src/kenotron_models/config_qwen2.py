@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kenotron_models.config import LlamaConfig
+from kenotron_models.config import BACKENDS, LlamaConfig
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import DecoderSpec
 
@@ -141,9 +141,9 @@ def _window_problems(config: Qwen2Config) -> list[str]:
         return []
     if size < 1:
         return [f"sliding_window_size: {size} was given; it must be at least 1, or null"]
-    if config.attn_implementation not in (*SLIDING, "sdpa"):
+    if config.attn_implementation not in (*SLIDING, *BACKENDS, "auto"):
         return [
             f"sliding_window_size: {size} was given; {config.attn_implementation} has no window; "
-            "choose attn_implementation sdpa or " + ", ".join(SLIDING)
+            "choose attn_implementation auto or " + ", ".join(SLIDING)
         ]
     return []

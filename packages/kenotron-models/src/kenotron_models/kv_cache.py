@@ -6,8 +6,14 @@ is divided by tp size.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from kenotron_models.context import Context
 
 
 class KVCache:
@@ -36,30 +42,39 @@ class KVCache:
             )
         self.used, self.alike = used, alike
 
-    def extend(
-        self, layer: int, k_BGSK: Tensor, v_BGSK: Tensor, positions_BS: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Keep what is new, and return all that is kept: (B, G/t, used, K) each, views."""
+    def extend(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, positions_BS: Tensor) -> None:
+        """Keep what is new."""
+        batch, new, heads, width = k_BSGK.shape
         if layer not in self._layers:
-            batch, heads, _, width = k_BGSK.shape
-            room = [x.new_zeros(batch, heads, self.length, width) for x in (k_BGSK, v_BGSK)]
+            room = [x.new_zeros(batch, heads, self.length, width) for x in (k_BSGK, v_BSGK)]
             self._layers[layer] = (room[0], room[1])
-        new = k_BGSK.shape[2]
-        for kept, coming in zip(self._layers[layer], (k_BGSK, v_BGSK), strict=True):
+        for kept, coming in zip(self._layers[layer], (k_BSGK, v_BSGK), strict=True):
             if self.alike or new == self.used:
-                kept[:, :, self.used - new : self.used] = coming
+                kept[:, :, self.used - new : self.used] = coming.transpose(1, 2)
             else:
-                rows = torch.arange(len(coming), device=coming.device)[:, None]
-                kept.transpose(1, 2)[rows, positions_BS] = coming.transpose(1, 2)
-        keys, values = self._layers[layer]
-        return keys[:, :, : self.used], values[:, :, : self.used]
+                rows = torch.arange(batch, device=coming.device)[:, None]
+                kept.transpose(1, 2)[rows, positions_BS] = coming
 
-    def seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
-        """Which slots each new token sees, bool (B, 1, S, used); None: all of them.
+    def attend(
+        self, layer: int, q_BSHK: Tensor, context: Context, window: int | None, scale: float
+    ) -> Tensor:
+        """``softmax(scale * q k^T) v`` over what is kept: (B, S, H, K).
 
         A window counts the token itself.
         """
-        if self.alike and window is None and positions_BS.shape[1] == 1:
+        keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])
+        mask = context.once(("seen", window), lambda: self._seen(context.positions_BS, window))
+        q = q_BSHK.transpose(1, 2)
+        grouped = q.shape[1] != keys.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, mask, scale=scale, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2)
+
+    def _seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
+        """Which slots each new token sees, bool (B, 1, S, used); None: all of them."""
+        every = self.alike and positions_BS.shape[1] == 1
+        if every and (window is None or window >= self.used):
             return None
         slots = torch.arange(self.used, device=positions_BS.device)
         place = positions_BS[:, None, :, None]

@@ -18,30 +18,63 @@ def rotary_angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine (B, S, 1, K/2) fp32 of every position's angles.
 
-    Arguments: positions, int64; K; the base of the wave lengths; how they are stretched.
+    Arguments: positions, int64; K; the base of the wave lengths; how they are stretched. Under
+    yarn both are multiplied with its attention factor.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_BS.device)
     frequencies = 1.0 / theta ** (exponents / head_dim)
+    factor = 1.0
     if scaling is not None:
-        frequencies = stretched(frequencies, scaling)
+        frequencies = stretched(frequencies, scaling, theta)
+        factor = attention_factor(scaling)
     angles = positions_BS[:, :, None, None].float() * frequencies
-    return angles.cos(), angles.sin()
+    if factor == 1:
+        return angles.cos(), angles.sin()
+    return angles.cos() * factor, angles.sin() * factor
 
 
-def stretched(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def attention_factor(scaling: RopeScaling) -> float:
+    """What queries and keys are multiplied with: yarn's 0.1 ln(factor) + 1, or as given."""
+    if scaling.rope_type != "yarn":
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    return 0.1 * math.log(max(scaling.factor, 1.0)) + 1.0
+
+
+def stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
     """Frequencies (K/2,) after stretching.
 
     ``linear`` divides all by the factor (Chen et al., arXiv 2306.15595); ``llama3`` those of waves
     longer than the original text over ``low_freq_factor``, none of those shorter than it over
-    ``high_freq_factor``, and goes from one to the other between (Llama 3.1).
+    ``high_freq_factor``, and goes from one to the other between (Llama 3.1); ``yarn`` those that
+    turn less than ``beta_slow`` times over the original text, none of those that turn more than
+    ``beta_fast`` times, and goes between by their number (Peng et al., arXiv 2309.00071).
     """
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    length = scaling.original_max_position_embeddings
-    turns = length * frequencies / (2 * math.pi)  # of a wave over the original text
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    if scaling.rope_type == "yarn":
+        kept = _kept_by_yarn(frequencies, scaling, theta)
+    else:
+        turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
+
+
+def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Shares (K/2,) of the frequencies that stay, falling from 1 to 0 between two whole numbers."""
+    features = 2 * len(frequencies)
+    length = scaling.original_max_position_embeddings
+
+    def number(turns: float) -> float:
+        """Of the frequency that turns so often over the original text."""
+        return features * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(number(scaling.beta_fast)), 0)
+    last = min(math.ceil(number(scaling.beta_slow)), features - 1)
+    numbers = torch.arange(len(frequencies), device=frequencies.device)
+    return 1 - ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
 
 
 def rotate(x_BSHK: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

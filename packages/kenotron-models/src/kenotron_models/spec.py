@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from kenotron_models.rope_scaling import RopeScaling
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-AttentionBackend = Literal["auto", "sdpa", "flash_attn", "plain"]
+AttentionBackend = Literal["auto", "sdpa", "flash_attn", "blocked", "plain"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class DecoderSpec:
     """Layers without the window."""
     separate_documents: bool = False
     """A token sees its own document only: documents begin where positions do not go on by one."""
-    attention: AttentionBackend = "sdpa"
+    attention: AttentionBackend = "auto"
     """What computes attention; the numbers differ by rounding only. auto: flash_attn where it is
-    installed and can run, else sdpa."""
+    installed and can run, blocked on the CPU where it is faster, else sdpa."""
 
     rope_theta: float | None = 10000.0
     """Base of the rotary wave lengths; None: positions do not turn anything."""

@@ -1,0 +1,111 @@
+"""Attention of queries to the keys that they see, by one of several back ends.
+
+Shapes: B rows, S tokens of a row, H query heads, G key and value heads (G divides H, and head h
+uses h // (H / G)), K features of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron_models.attend_blocks import attend_blocks
+from kenotron_models.attend_flash import attend_flash, check_installed, flash_runs
+from kenotron_models.attend_plain import Dropout, attend_plain
+from kenotron_models.sight import Sight
+from kenotron_models.spec import AttentionBackend
+
+BLOCKS_SEQUENCE = 256
+"""Tokens of a row from which blocks are faster on the CPU, measured by bench_attention.py."""
+BLOCKS_WIDTH = 64
+"""Features of a head up to which they are so without a mask, too, in bfloat16."""
+Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
+"""(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K)."""
+
+
+def attend(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    sight: Sight,
+    *,
+    scale: float,
+    backend: AttentionBackend = "auto",
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` over the keys that each query sees: (B, S, H, K).
+
+    With ``dropout`` the plain back end computes, whatever was chosen. Raises ValueError when an
+    ordered back end cannot run on these tensors.
+    """
+    if dropout is not None:
+        return attend_plain(q_BSHK, k_BSGK, v_BSGK, sight, scale, dropout)
+    if backend == "auto":
+        return chosen(q_BSHK, sight)(q_BSHK, k_BSGK, v_BSGK, sight, scale)
+    return BACKENDS[backend](q_BSHK, k_BSGK, v_BSGK, sight, scale)
+
+
+def check_backend(backend: AttentionBackend) -> None:
+    """Raise ValueError for a back end that is not installed."""
+    if backend == "flash_attn":
+        check_installed()
+
+
+def prepare(sight: Sight, backend: AttentionBackend, device: torch.device) -> None:
+    """Make what the back end reads of ``sight`` once for the micro-batch, not in a compiled layer.
+
+    The blocked and flash back ends are never part of one.
+    """
+    masked = sight.first_BS is not None
+    if backend == "plain":
+        _ = sight.full_mask_BSS
+    elif backend == "sdpa" or (backend == "auto" and not (masked and blocks_win(sight, device))):
+        _ = sight.mask_BSS
+
+
+def chosen(q_BSHK: Tensor, sight: Sight) -> Attend:
+    """What ``auto`` means for these queries."""
+    if flash_runs(q_BSHK):
+        return attend_flash
+    small = q_BSHK.dtype == torch.bfloat16 and q_BSHK.shape[-1] <= BLOCKS_WIDTH
+    if blocks_win(sight, q_BSHK.device) and (small or not sight.whole):
+        return attend_blocks
+    return attend_sdpa
+
+
+def blocks_win(sight: Sight, device: torch.device) -> bool:
+    """Whether blocks are faster than torch's own attention under a mask."""
+    return device.type == "cpu" and sight.sequence >= BLOCKS_SEQUENCE
+
+
+def attend_sdpa(
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
+) -> Tensor:
+    """torch's own attention, with a mask only if there is more to hide than the future."""
+    mask = sight.mask_BSS
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
+    grouped = q.shape[1] != k.shape[1]
+    if grouped and mask is not None and q.is_cuda:  # no fused kernel takes a mask and groups
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
+    mixed = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=None if mask is None else mask[:, None],
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=grouped,
+    )
+    return mixed.transpose(1, 2)
+
+
+BACKENDS: dict[AttentionBackend, Attend] = {
+    "sdpa": attend_sdpa,
+    "flash_attn": attend_flash,
+    "blocked": attend_blocks,
+    "plain": attend_plain,
+}

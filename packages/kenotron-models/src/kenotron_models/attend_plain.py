@@ -1,0 +1,78 @@
+"""Attention as the formula has it, and dropout of its probabilities.
+
+Shapes: B rows, S tokens of a row, H query heads, G key and value heads, K features of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kenotron_dist.rng import counter_key, uniform
+from kenotron_models.context import Context
+from kenotron_models.sight import Sight
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which probabilities are dropped: a function of key, sample, head, query's and key's place."""
+
+    p: float
+    """Share that is dropped, in (0, 1)."""
+    key: int
+    """``counter_key`` of the step and the layer."""
+    samples_B: Tensor
+    """Global numbers of the rows' samples, int64."""
+    first_head: int
+    """Global number of the first query head held here."""
+
+    def keep(self, head: int, sequence: int) -> Tensor:
+        """Bool (B, S, S): what is kept of a head, by its number among those held here."""
+        places = torch.arange(sequence, device=self.samples_B.device)
+        rows, whose = self.samples_B[:, None, None], torch.full_like(places, self.first_head + head)
+        return uniform(self.key, rows, whose, places[:, None], places) >= self.p
+
+
+def dropout_of(context: Context, p: float, layer: int, first_head: int) -> Dropout | None:
+    """What a layer drops of this micro-batch; None: nothing.
+
+    Raises ValueError when the context has a key and no sample numbers.
+    """
+    if p == 0 or context.dropout_key is None:
+        return None
+    if context.samples_B is None:
+        raise ValueError(
+            f"attention_dropout {p}: the context has a dropout_key and no samples_B: give the "
+            "global number of every row's sample"
+        )
+    key = counter_key(context.dropout_key, "attention", layer)
+    return Dropout(p, key, context.samples_B, first_head)
+
+
+def attend_plain(
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    sight: Sight,
+    scale: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Scores, softmax and sum in fp32 (fp64 for fp64): (B, S, H, K) in the dtype of q.
+
+    Memory grows with S^2 for each head.
+    """
+    wide = torch.promote_types(q_BSHK.dtype, torch.float32)
+    sequence, heads = q_BSHK.shape[1:3]
+    q, k, v = (
+        x.to(wide).transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
+        for x in (q_BSHK, k_BSGK, v_BSGK)
+    )
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (q @ k.transpose(-1, -2)) * scale
+        shares = scores.masked_fill(~sight.full_mask_BSS[:, None], -torch.inf).softmax(-1)
+        if dropout is not None:
+            kept = torch.stack([dropout.keep(head, sequence) for head in range(heads)], 1)
+            shares = shares * kept * (1 / (1 - dropout.p))
+        return (shares @ v).transpose(1, 2).to(q_BSHK.dtype)
