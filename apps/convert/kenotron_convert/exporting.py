@@ -21,7 +21,7 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.importing import GENERATION, TOKENIZER
+from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.probe import check_export
 from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
@@ -152,8 +152,7 @@ def _config_json(checkpoint: Checkpoint, config: AnyConfig) -> dict[str, Any]:
 
 def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
     came_with = checkpoint.manifest.state.get("imported", {}).get("generation_config")
-    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
-    made = {key: values[key] for key in tokens if values.get(key) is not None}
+    made = {key: values[key] for key in TOKENS if values.get(key) is not None}
     return came_with or {"_from_model_config": True, **made}
 
 

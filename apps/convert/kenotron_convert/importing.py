@@ -20,6 +20,8 @@ from kenotron_models.hf_tensors import EMBEDDING
 from kenotron_models.registry import AnyConfig
 
 GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a text begins, ends and is padded with, in a config.json."""
 TOKENIZER = "tokenizer"
 """Folder beside the steps that keeps the tokenizer's files."""
 STEP = 0
@@ -51,7 +53,7 @@ def import_hf(
         for name, record in records.items()
     }
     kept = dtype or getattr(torch, records[EMBEDDING].dtype)
-    imported = {"from": str(hf), "config": values, **_generation(hf)}
+    imported = {"from": str(hf), "config": values, **_generation(hf, values)}
     written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     if tokenizer_files(hf):
@@ -75,11 +77,15 @@ def _read(folder: Path, record: Record, dtype: torch.dtype | None) -> Tensor:
     return values if dtype is None else values.to(dtype)
 
 
-def _generation(hf: Path) -> dict[str, Any]:
-    """What the folder says of generation, kept for an export. Raises ValueError, OSError."""
+def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What the folder says of generation, kept for an export and for all tokens that end a text.
+
+    Raises ValueError, OSError.
+    """
     path = hf / GENERATION
     if not path.is_file():
-        return {}
+        tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
+        return {"generation_config": {"_from_model_config": True, **tokens}}
     try:
         return {"generation_config": json.loads(path.read_text(encoding="utf-8"))}
     except ValueError as error:

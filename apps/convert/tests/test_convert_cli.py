@@ -160,6 +160,15 @@ def test_the_tokenizer_that_a_checkpoint_names_is_taken(hf):
     assert AutoTokenizer.from_pretrained(hf.parent / "out")("c")["input_ids"] == [3]
 
 
+def test_all_tokens_that_end_a_text_come_back(hf):
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": [7, 8]}
+    (hf / "config.json").write_text(json.dumps(config))
+    (hf / "generation_config.json").unlink()
+    assert imported(hf) == exported(hf) == 0
+    model = AutoModelForCausalLM.from_pretrained(hf.parent / "out")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == [7, 8]
+
+
 def test_an_export_that_says_something_else_is_not_kept(hf, capsys, monkeypatch):
     assert imported(hf) == 0
     right = exporting.write_safetensors
