@@ -149,3 +149,23 @@ def test_training_begins_with_the_loss_and_gradients_of_transformers(name, measu
     assert ours.keys() == theirs.keys()
     for tensor, grad in theirs.items():
         assert np.abs(ours[tensor] - grad).max() <= 1e-4 * np.abs(grad).max(), tensor
+
+
+def test_what_four_ranks_trained_is_exported(tmp_path):
+    model = hf_cases.save("llama-tied-llama3", tmp_path / "hf")
+    parity.write_text(tmp_path)
+    config = configure(Layout(pp=2, tp=2), tmp_path, tmp_path / "hf", rope_interleaved=True)
+    config = replace(
+        config,
+        tokens=replace(config.tokens, train_steps=2),
+        checkpoints=replace(
+            config.checkpoints, save_final_state=True, checkpoints_path=str(tmp_path / "run")
+        ),
+    )
+    spawn(parity.trace, config, pp=2, tp=2)
+    done = export_hf(tmp_path / "run", tmp_path / "out", shard_bytes=60_000)
+    assert done.deviation <= 1e-5
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert trained.config.rope_parameters == model.config.rope_parameters
+    pairs = zip(model.parameters(), trained.parameters(), strict=True)
+    assert not any(torch.equal(before, after) for before, after in pairs)

@@ -26,7 +26,6 @@ HUGGING_FACE = [
     "kenotron_data/sft.py",
     "kenotron_data/tokenizer.py",
     "kenotron_data/train_bpe.py",
-    "kenotron_models/hf.py",
 ]
 ROOMS = {  # a module, or a name in one: the files that may use it (paths start below src/)
     "torch.distributed": ["kenotron_dist/*"],
@@ -37,9 +36,9 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "os.putenv": ["kenotron_dist/launch.py", "apps/*"],
     "flash_attn": ["kenotron_models/attention.py", "kenotron_cp/*"],
     "triton": ["*/ops/*"],
-    "safetensors": ["kenotron_ckpt/*", "kenotron_models/hf.py"],
+    "safetensors": ["kenotron_ckpt/*"],
     "datasets": HUGGING_FACE,
-    "transformers": HUGGING_FACE,
+    "transformers": [*HUGGING_FACE, "apps/convert/*"],
     "tokenizers": HUGGING_FACE,
     "yaml": ["apps/*"],
     "pydantic": ["apps/*"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +12,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from parity import Layout
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron_dist import spawn
 from kenotron_models import RopeScaling
-
-NAMES = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.out.weight": "self_attn.o_proj.weight",
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    "mlp.down.weight": "mlp.down_proj.weight",
-}
-FUSED = {
-    "attention.qkv.weight": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.qkv.bias": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "mlp.gate_up.weight": ["mlp.gate_proj", "mlp.up_proj"],
-}
-OUTER = {
-    "embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
+from kenotron_models.hf import config_to_hf, hf_tensors
+from kenotron_train.config import Config
 
 
-def split_fused(name: str, value: np.ndarray, heads: int, kv_heads: int) -> list[np.ndarray]:
-    """q, k, v or gate, up."""
-    if "qkv" in name:
-        unit = len(value) // (heads + 2 * kv_heads)
-        return np.split(value, [heads * unit, (heads + kv_heads) * unit])
-    return np.split(value, 2)
-
-
-def to_transformers(ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def to_transformers(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same tensors under transformers' names."""
-    found = {}
-    for name, value in ours.items():
-        if name in OUTER:
-            found[OUTER[name]] = value
-            continue
-        _, index, inner = name.split(".", 2)
-        prefix = f"model.layers.{index}."
-        if inner in NAMES:
-            found[prefix + NAMES[inner]] = value
-        else:
-            parts = split_fused(inner, value, heads=8, kv_heads=2)
-            for module, part in zip(FUSED[inner], parts, strict=True):
-                found[f"{prefix}{module}.{inner.rsplit('.', 1)[1]}"] = part
-    return found
+    return {
+        part.name: ours[name][part.first : part.first + part.shape[0]]
+        for name, whole in hf_tensors(config.model.model_config).items()
+        for part in whole.parts
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +59,13 @@ def test_loss_and_every_gradient_equal_transformers(
         config,
         model=replace(config.model, model_config=replace(config.model.model_config, **change)),
     )
-    weights = to_transformers(spawn(parity.parameters, config)[0])
+    weights = to_transformers(config, spawn(parity.parameters, config)[0])
     tokens, labels = map(torch.from_numpy, spawn(parity.rows, config)[0])
     ranks = spawn(parity.gradients, config)
-    ours = to_transformers(parity.assemble(ranks))
+    ours = to_transformers(config, parity.assemble(ranks))
 
-    llama = config.model.model_config
-    rope = {"rope_type": "default"} if llama.rope_scaling is None else asdict(llama.rope_scaling)
-    if rope["rope_type"] == "linear":
-        rope = {name: rope[name] for name in ("rope_type", "factor")}
-    # Qwen2 is a Llama with biases for queries, keys and values.
-    kinds = (Qwen2Config, Qwen2ForCausalLM) if llama.attention_bias else ()
-    make_config, make_model = kinds or (LlamaConfig, LlamaForCausalLM)
-    model = make_model(
-        make_config(
-            vocab_size=llama.vocab_size,
-            hidden_size=llama.hidden_size,
-            intermediate_size=llama.intermediate_size,
-            num_hidden_layers=llama.num_hidden_layers,
-            num_attention_heads=llama.num_attention_heads,
-            num_key_value_heads=llama.kv_heads,
-            max_position_embeddings=llama.max_position_embeddings,
-            rms_norm_eps=llama.rms_norm_eps,
-            rope_parameters={**rope, "rope_theta": llama.rope_theta},
-            tie_word_embeddings=tied,
-        )
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config_to_hf(config.model.model_config))
     )
     if tied:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]

@@ -47,6 +47,8 @@ def _export(arguments: argparse.Namespace) -> str:
         check=arguments.check,
         overwrite=arguments.overwrite,
     )
+    for reason in done.passed_over:
+        print(f"passed over {reason}", file=sys.stderr)
     compared = (
         "logits were not compared"
         if done.deviation is None

@@ -21,14 +21,13 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.importing import GENERATION, TOKENIZER
+from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.probe import check_export
 from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_dist import Mesh
 from kenotron_models import config_from_json
 from kenotron_models.hf import (
-    EMBEDDING,
     Part,
     Whole,
     config_from_hf,
@@ -36,6 +35,7 @@ from kenotron_models.hf import (
     differences,
     hf_tensors,
 )
+from kenotron_models.hf_tensors import EMBEDDING
 from kenotron_models.registry import AnyConfig
 
 SHARD_BYTES = 5 * 10**9
@@ -51,6 +51,8 @@ class Exported:
     """Step folder that it was made from."""
     deviation: float | None
     """Of the logits, in units of the largest; None: they were not compared."""
+    passed_over: list[str]
+    """Why each checkpoint that would have been preferred was not read; a sentence each."""
 
 
 def export_hf(
@@ -65,8 +67,8 @@ def export_hf(
     """Write a model folder that transformers loads, from a checkpoint of any layout.
 
     Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
-    the one that came with the checkpoint, if any; most bytes of a file; whether logits are compared
-    before the folder gets its name; whether an older export may be replaced.
+    the one that the checkpoint names or came with, if it is there; most bytes of a file; whether
+    logits are compared before the folder gets its name; whether an older export may be replaced.
 
     Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
     model that no architecture of Hugging Face can say; damaged bytes; logits that differ; a folder
@@ -85,14 +87,13 @@ def export_hf(
         _write_weights(checkpoint, ours, draft, shard_bytes)
         _write_json(draft / CONFIG, values)
         _write_json(draft / GENERATION, _generation_config(checkpoint, values))
-        kept = checkpoint.folder.parent / TOKENIZER
-        if tokenizer is not None or tokenizer_files(kept):
-            copy_tokenizer(tokenizer or kept, draft)
+        if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
+            copy_tokenizer(words, draft)
         deviation = check_export(checkpoint, config.decoder, draft) if check else None
         _rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(folder, checkpoint.folder, deviation)
+    return Exported(folder, checkpoint.folder, deviation, checkpoint.passed_over)
 
 
 def _is_weight(name: str) -> bool:
@@ -151,9 +152,15 @@ def _config_json(checkpoint: Checkpoint, config: AnyConfig) -> dict[str, Any]:
 
 def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
     came_with = checkpoint.manifest.state.get("imported", {}).get("generation_config")
-    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
-    made = {key: values[key] for key in tokens if values.get(key) is not None}
+    made = {key: values[key] for key in TOKENS if values.get(key) is not None}
     return came_with or {"_from_model_config": True, **made}
+
+
+def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
+    """Where the tokenizer lies that the checkpoint names, or that came with it; None: nowhere."""
+    named = (checkpoint.manifest.state.get("tokenizer") or {}).get("name")
+    places = [*([Path(named)] if named else []), checkpoint.folder.parent / TOKENIZER]
+    return next((place for place in places if tokenizer_files(place)), None)
 
 
 def _write_weights(

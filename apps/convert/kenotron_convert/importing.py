@@ -15,10 +15,13 @@ from torch import Tensor
 from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config
+from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
+from kenotron_models.hf_tensors import EMBEDDING
 from kenotron_models.registry import AnyConfig
 
 GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a text begins, ends and is padded with, in a config.json."""
 TOKENIZER = "tokenizer"
 """Folder beside the steps that keeps the tokenizer's files."""
 STEP = 0
@@ -34,14 +37,13 @@ def import_hf(
 
     Raises ValueError, naming the file and the key or the tensors, when the folder is no model that
     can be said here, or holds other tensors than its config.json says, or when there is a
-    checkpoint of step 0; OSError. Nothing is written then.
+    run or a checkpoint; OSError. Nothing is written then.
     """
     config, values = read_hf_config(hf)
     records = open_safetensors(hf).records(
         hf_tensors(config), lambda name: is_superfluous(name, config.decoder)
     )
-    if (folder / str(STEP)).exists() and not overwrite:
-        raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
+    _check_free(folder, overwrite)
     sources = {
         name: Source(
             record.shape,
@@ -51,7 +53,7 @@ def import_hf(
         for name, record in records.items()
     }
     kept = dtype or getattr(torch, records[EMBEDDING].dtype)
-    imported = {"from": str(hf), "config": values, **_generation(hf)}
+    imported = {"from": str(hf), "config": values, **_generation(hf, values)}
     written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     if tokenizer_files(hf):
@@ -60,16 +62,30 @@ def import_hf(
     return written
 
 
+def _check_free(folder: Path, overwrite: bool) -> None:
+    steps = {each.name for each in folder.glob("[0-9]*") if each.is_dir()} - {str(STEP)}
+    if steps:
+        raise ValueError(
+            f"{folder} is the folder of a run (step {min(steps)}): give --out a new one"
+        )
+    if (folder / str(STEP)).exists() and not overwrite:
+        raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
+
+
 def _read(folder: Path, record: Record, dtype: torch.dtype | None) -> Tensor:
     values = read_box(folder, record, (0,) * len(record.shape), record.shape)
     return values if dtype is None else values.to(dtype)
 
 
-def _generation(hf: Path) -> dict[str, Any]:
-    """What the folder says of generation, kept for an export. Raises ValueError, OSError."""
+def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """What the folder says of generation, kept for an export and for all tokens that end a text.
+
+    Raises ValueError, OSError.
+    """
     path = hf / GENERATION
     if not path.is_file():
-        return {}
+        tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
+        return {"generation_config": {"_from_model_config": True, **tokens}}
     try:
         return {"generation_config": json.loads(path.read_text(encoding="utf-8"))}
     except ValueError as error:

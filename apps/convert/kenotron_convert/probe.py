@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import torch
@@ -33,7 +32,7 @@ def check_export(checkpoint: Checkpoint, spec: DecoderSpec, folder: Path) -> flo
     when it is above BOUND, or transformers is not there.
     """
     try:
-        transformers = importlib.import_module("transformers")
+        from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
             f"the export is compared by transformers, which cannot be imported ({error}): pip "
@@ -41,7 +40,7 @@ def check_export(checkpoint: Checkpoint, spec: DecoderSpec, folder: Path) -> flo
         ) from error
     tokens = probe_tokens(spec)
     ours = our_logits(checkpoint, spec, tokens)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         theirs = model.eval()(tokens).logits
     deviation = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=1e-30))

@@ -10,13 +10,12 @@ from kenotron_dist import Mesh
 from kenotron_models import DecoderSpec, config_from_json
 from kenotron_models.hf import (
     CONFIG,
-    EMBEDDING,
-    HEAD,
     differences,
     hf_tensors,
     is_superfluous,
     read_hf_config,
 )
+from kenotron_models.hf_tensors import EMBEDDING, HEAD
 from kenotron_train.assemble import Records, Training, model_records
 from kenotron_train.init_sections import ExistingCheckpointInitConfig
 
@@ -38,15 +37,28 @@ def load_initial(training: Training) -> str:
     method = config.model.init_method
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
-    path, spec, wanted = Path(method.path), config.decoder, model_records(training.model)
+    path, spec, wanted = Path(method.path), config.decoder, _wanted(training)
     read = _read_hf if (path / CONFIG).is_file() else _read_checkpoint
     try:
         with mesh.pulse.busy("reading the first weights"):
             source = read(path, spec, wanted, mesh)
     except ValueError as error:
         raise ValueError(f"model.init_method.path: {error}") from error
-    training.optimizer.reload()
+    if config.model.dtype == "float32":
+        training.optimizer.reload()
     return f"The first weights are those of {source}"
+
+
+def _wanted(training: Training) -> Records:
+    """This rank's parameters, and the masters of narrower ones: those get every bit of the source.
+
+    All have the names of their parameters in their layouts.
+    """
+    found = model_records(training.model)
+    if training.config.model.dtype != "float32":
+        for key, (tensor, layout) in training.optimizer.wanted(started=False).items():
+            found[f"optimizer.{key}"] = (tensor, layout.renamed(layout.name.split(".", 2)[2]))
+    return found
 
 
 def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
@@ -78,7 +90,7 @@ def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh)
 def _untied(wanted: Records) -> Records:
     """The head asks for the matrix of the embedding: in a tied checkpoint it is both."""
     return {
-        name: (tensor, layout.renamed(EMBEDDING) if name == HEAD else layout)
+        name: (tensor, layout.renamed(EMBEDDING) if layout.name == HEAD else layout)
         for name, (tensor, layout) in wanted.items()
     }
 

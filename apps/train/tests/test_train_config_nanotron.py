@@ -183,7 +183,6 @@ SECTIONS = [
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
     ("metrics_logging", {"log_level": 1, "log_detail_interval": 5}),
     ("general.benchmark_csv_path", "speeds.csv"),
-    ("model.init_method", {"path": "a/checkpoint"}),
     ("model.init_method", {"use_mup": True}),
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.expert_parallel_size", 2),

@@ -90,7 +90,9 @@ def write_safetensors(
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for (name, size), value in zip(sizes.items(), values, strict=True):
+        made = iter(values)
+        for name, size in sizes.items():
+            value = next(made)  # zip would keep it while the next one is made
             if tuple(value.shape) != size.shape or value.dtype != size.dtype:
                 raise ValueError(
                     f"{path}: {name} is {value.dtype} {list(value.shape)}; its header says "

@@ -17,13 +17,11 @@ from kenotron_models.hf_mistral import MISTRAL
 from kenotron_models.hf_qwen2 import QWEN2
 from kenotron_models.hf_qwen3 import QWEN3
 from kenotron_models.hf_starcoder2 import STARCODER2
-from kenotron_models.hf_tensors import EMBEDDING, HEAD, Part, Whole, is_superfluous, tensors_of
+from kenotron_models.hf_tensors import Part, Whole, is_superfluous, tensors_of
 from kenotron_models.registry import AnyConfig
 from kenotron_models.spec import DecoderSpec
 
 __all__ = [
-    "EMBEDDING",
-    "HEAD",
     "Part",
     "Whole",
     "config_from_hf",

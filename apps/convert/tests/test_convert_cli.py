@@ -1,0 +1,330 @@
+"""The conversion app as a user starts it, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from kenotron_ckpt import read_box, read_manifest, read_record
+from kenotron_convert import exporting, importing, probe
+from kenotron_convert.cli import main
+from kenotron_convert.shards import deal, parse_size
+
+UP = "model.layers.0.mlp.up_proj"
+APP = Path(__file__).parents[1]
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def hf(tmp_path) -> Path:
+    """A tiny Llama with random weights."""
+    torch.manual_seed(0)
+    folder = tmp_path / "hf"
+    AutoModelForCausalLM.from_config(LlamaConfig(**TINY)).save_pretrained(folder)
+    return folder
+
+
+def imported(hf: Path, *flags: str) -> int:
+    return main(["hf-to-kenotron", "--hf", str(hf), "--out", str(hf.parent / "run"), *flags])
+
+
+def exported(hf: Path, *flags: str) -> int:
+    run, out = hf.parent / "run", hf.parent / "out"
+    return main(["kenotron-to-hf", "--ckpt", str(run), "--out", str(out), *flags])
+
+
+def left_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_tokenizer(folder: Path) -> None:
+    words = {word: i for i, word in enumerate(["[UNK]", "a", "b", "c"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def test_the_program_goes_both_ways(hf):
+    def start(*flags: str) -> str:
+        command = [sys.executable, str(APP), *flags]
+        done = subprocess.run(command, cwd=hf.parent, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert start("hf-to-kenotron", "--hf", "hf", "--out", "run") == "wrote run/0\n"
+    said = start("kenotron-to-hf", "--ckpt", "run/0", "--out", "out", "--max-shard-size", "20KB")
+    assert said.startswith("wrote out from run/0; its logits are ours to ")
+    files = [name for name in left_in(hf.parent / "out") if name.startswith("model-")]
+    index = json.loads((hf.parent / "out/model.safetensors.index.json").read_text())
+    assert files == sorted({*index["weight_map"].values()})
+    assert len(files) > 2
+    assert left_in(hf.parent) == ["hf", "out", "run"]
+
+
+def test_a_tokenizer_travels_both_ways(hf):
+    write_tokenizer(hf)
+    assert imported(hf) == exported(hf) == 0
+    tokenizer = AutoTokenizer.from_pretrained(hf.parent / "out")
+    assert tokenizer("b c a")["input_ids"] == [2, 3, 1]
+
+
+def test_a_tokenizer_can_be_given(hf, capsys):
+    assert imported(hf) == 0
+    assert exported(hf, "--tokenizer", str(hf)) == 1
+    assert "hf has no tokenizer: give a folder with tokenizer.json" in capsys.readouterr().err
+    write_tokenizer(hf.parent / "words")
+    assert exported(hf, "--tokenizer", str(hf.parent / "words/tokenizer.json")) == 0
+    assert AutoTokenizer.from_pretrained(hf.parent / "out")("c")["input_ids"] == [3]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_weights_keep_their_dtype_unless_another_is_asked_for(hf, dtype):
+    model = AutoModelForCausalLM.from_pretrained(hf, dtype=getattr(torch, dtype))
+    model.save_pretrained(hf)
+    assert imported(hf) == 0
+    manifest = read_manifest(hf.parent / "run")
+    assert {each.dtype for each in manifest.records.values()} == {dtype}
+    assert manifest.state["dtype"] == dtype
+    assert exported(hf) == 0
+    assert json.loads((hf.parent / "out/config.json").read_text())["dtype"] == dtype
+    values = load_file(hf.parent / "out/model.safetensors")
+    assert all(torch.equal(values[n], v) for n, v in load_file(hf / "model.safetensors").items())
+    assert imported(hf, "--dtype", "float32", "--overwrite") == 0
+    assert read_manifest(hf.parent / "run").state["dtype"] == "float32"
+    assert exported(hf, "--overwrite") == 0
+    assert json.loads((hf.parent / "out/config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_changed_model_gets_a_config_of_its_own(hf):
+    assert imported(hf) == 0
+    path = hf.parent / "run/0/manifest.json"
+    manifest = read_manifest(hf.parent / "run")
+    manifest.state["model_config"]["rope_theta"] = 777.0
+    path.write_text(manifest.to_json())
+    assert exported(hf) == 0
+    assert AutoModelForCausalLM.from_pretrained(hf.parent / "out").config.rope_parameters == {
+        "rope_theta": 777.0,
+        "rope_type": "default",
+    }
+
+
+def test_a_file_that_is_there_is_kept_unless_told_otherwise(hf, capsys):
+    assert imported(hf) == exported(hf) == 0
+    before = (hf.parent / "out/model.safetensors").stat().st_mtime_ns
+    assert imported(hf) == exported(hf) == 1
+    said = capsys.readouterr().err
+    assert said.count("is there: give --overwrite to replace it") == 2
+    assert (hf.parent / "out/model.safetensors").stat().st_mtime_ns == before
+    assert imported(hf, "--overwrite") == exported(hf, "--overwrite") == 0
+    assert (hf.parent / "out/model.safetensors").stat().st_mtime_ns != before
+    (hf.parent / "out/config.json").unlink()
+    assert exported(hf, "--overwrite") == 1
+    assert "out is no model of Hugging Face" in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf", "out", "run"]
+
+
+def test_the_folder_of_a_run_is_not_written_to(hf, capsys):
+    assert imported(hf) == 0
+    (hf.parent / "run/0").rename(hf.parent / "run/7")
+    manifest = (hf.parent / "run/7/manifest.json").read_text()
+    assert imported(hf, "--overwrite") == 1
+    assert "run is the folder of a run (step 7)" in capsys.readouterr().err
+    assert (hf.parent / "run/7/manifest.json").read_text() == manifest
+
+
+def test_the_tokenizer_that_a_checkpoint_names_is_taken(hf):
+    assert imported(hf) == 0
+    write_tokenizer(hf.parent / "words")
+    manifest = read_manifest(hf.parent / "run")
+    manifest.state["tokenizer"] = {"name": str(hf.parent / "words")}
+    (hf.parent / "run/0/manifest.json").write_text(manifest.to_json())
+    assert exported(hf) == 0
+    assert AutoTokenizer.from_pretrained(hf.parent / "out")("c")["input_ids"] == [3]
+
+
+def test_all_tokens_that_end_a_text_come_back(hf):
+    config = json.loads((hf / "config.json").read_text()) | {"eos_token_id": [7, 8]}
+    (hf / "config.json").write_text(json.dumps(config))
+    (hf / "generation_config.json").unlink()
+    assert imported(hf) == exported(hf) == 0
+    model = AutoModelForCausalLM.from_pretrained(hf.parent / "out")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == [7, 8]
+
+
+def test_an_export_that_says_something_else_is_not_kept(hf, capsys, monkeypatch):
+    assert imported(hf) == 0
+    right = exporting.write_safetensors
+
+    def wrong(path, sizes, values):
+        right(path, sizes, (value * 1.01 for value in values))
+
+    monkeypatch.setattr(exporting, "write_safetensors", wrong)
+    assert exported(hf) == 1
+    assert "logits of the exported model differ from ours by " in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf", "run"]
+    assert exported(hf, "--no-check") == 0
+    assert "logits were not compared" in capsys.readouterr().out
+
+
+def test_without_transformers_the_check_says_what_to_do(hf, capsys, monkeypatch):
+    assert imported(hf) == 0
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert exported(hf) == 1
+    assert "pip install 'kenotron-convert[check]', or give --no-check" in capsys.readouterr().err
+    assert exported(hf, "--no-check") == 0
+
+
+def test_the_probe_is_longer_than_a_short_window():
+    class Spec:
+        window, max_position_embeddings, vocab_size = 100, 4096, 50
+
+    tokens = probe.probe_tokens(Spec)
+    assert tokens.shape == (2, 116)
+    assert 0 <= tokens.min() < tokens.max() < 50
+
+
+def spoilt(hf: Path, change) -> None:
+    values = load_file(hf / "model.safetensors")
+    change(values)
+    save_file(values, hf / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda v: v.update({"model.layers.0.mlp.up_proj.weigth": v.pop(f"{UP}.weight")}),
+            f"{UP}.weight is missing",
+        ),
+        (lambda v: v.update(extra=torch.ones(1)), "extra is none of the model's"),
+        (
+            lambda v: v.update({f"{UP}.weight": torch.ones(2, 32)}),
+            f"{UP}.weight has shape [2, 32], but the model makes it [48, 32]",
+        ),
+        (
+            lambda v: v.update({f"{UP}.weight": v[f"{UP}.weight"].half()}),
+            "layers.0.mlp.gate_up.weight is made of tensors of several dtypes",
+        ),
+    ],
+)
+def test_tensors_that_are_not_the_models_are_named_and_nothing_is_written(
+    hf, change, sentence, capsys
+):
+    spoilt(hf, change)
+    assert imported(hf) == 1
+    assert sentence in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf"]
+
+
+def test_pickles_and_folders_that_are_no_models_are_refused(hf, capsys):
+    (hf / "model.safetensors").rename(hf / "pytorch_model.bin")
+    assert imported(hf) == 1
+    assert "which can run any code when they are opened" in capsys.readouterr().err
+    (hf / "config.json").unlink()
+    assert imported(hf) == 1
+    assert "it has no config.json" in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf"]
+
+
+def test_a_checkpoint_of_something_else_is_refused(hf, capsys):
+    assert exported(hf) == 1
+    assert imported(hf) == 0
+    manifest = read_manifest(hf.parent / "run")
+    del manifest.records["norm.weight"], manifest.state["imported"]
+    (hf.parent / "run/0/manifest.json").write_text(manifest.to_json())
+    assert exported(hf) == 1
+    assert "norm.weight is missing" in capsys.readouterr().err
+    del manifest.state["model_config"]
+    (hf.parent / "run/0/manifest.json").write_text(manifest.to_json())
+    assert exported(hf) == 1
+    assert "does not describe a model" in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf", "run"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(hf, capsys):
+    assert imported(hf) == 0
+    shard = next((hf.parent / "run/0").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 1
+    shard.write_bytes(data)
+    assert exported(hf, "--no-check") == 1
+    assert "norm.weight@0 are not those that were written" in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf", "run"]
+
+
+def test_the_head_of_a_tied_model_may_be_in_the_file_and_is_not_read(hf):
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    assert imported(hf) == 0
+    manifest = read_manifest(hf.parent / "run")
+    assert "head.weight" not in manifest.records
+    embedding = load_file(hf / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(read_record(hf.parent / "run/0", manifest, "embedding.weight"), embedding)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 kb", 1500), ("2GiB", 2 << 30), ("12", 12), ("7B", 7)],
+)
+def test_sizes_are_read_with_their_units(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "0GB", "-1GB", "5 apples", "1e9"])
+def test_a_size_that_is_none_is_refused(text, hf, capsys):
+    with pytest.raises(ValueError, match="as 5GB, 500MB or 2GiB"):
+        parse_size(text)
+
+
+def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():
+    sizes = [(str(i), exporting.TensorSize((n,), torch.uint8)) for i, n in enumerate((3, 3, 9, 1))]
+    assert [[*each] for each in deal(sizes, 6).values()] == [["0", "1"], ["2"], ["3"]]
+    assert [*deal(sizes, 16)] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+def test_one_tensor_is_in_memory_at_a_time_both_ways(hf, size, monkeypatch):
+    alive = []
+
+    def read(*arguments):
+        assert all(each() is None for each in alive)
+        made = read_box(*arguments)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(importing, "read_box", read)
+    monkeypatch.setattr(exporting, "read_box", read)
+    assert imported(hf) == 0
+    assert len(alive) == len(read_manifest(hf.parent / "run").records)
+    alive.clear()
+    assert exported(hf, "--no-check", "--max-shard-size", size) == 0
+    assert len(alive) == len(load_file(hf / "model.safetensors"))
+
+
+def test_an_interrupted_export_leaves_nothing(hf, monkeypatch):
+    assert imported(hf) == 0
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "check_export", stop)
+    assert exported(hf) == 130
+    assert left_in(hf.parent) == ["hf", "run"]

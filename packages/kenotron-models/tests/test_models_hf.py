@@ -1,0 +1,233 @@
+"""Hugging Face's config.json and tensor names: what can be said here, and what is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kenotron_models import (
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RopeScaling,
+    Starcoder2Config,
+)
+from kenotron_models.hf import (
+    config_from_hf,
+    config_to_hf,
+    differences,
+    hf_tensors,
+    is_superfluous,
+    read_hf_config,
+)
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+    "max_position_embeddings": 64,
+}
+OURS = dict(SIZES, num_key_value_heads=2)
+GIVEN = {**OURS, "model_type": "llama"}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+
+
+def said(**keys):
+    return config_from_hf({**GIVEN, **keys})
+
+
+CONFIGS = [
+    LlamaConfig(**OURS),
+    LlamaConfig(**OURS, head_dim=16, tie_word_embeddings=True, bos_token_id=None),
+    LlamaConfig(**OURS, rope_scaling=RopeScaling(factor=8.0), rope_theta=5e5),
+    LlamaConfig(**OURS, rope_scaling=RopeScaling(factor=2.0, rope_type="linear")),
+    LlamaConfig(
+        **OURS, rope_scaling=RopeScaling(factor=2.0, rope_type="yarn", attention_factor=1.5)
+    ),
+    LlamaConfig(**OURS, rope_interleaved=True),
+    MistralConfig(**OURS, sliding_window_size=7),
+    MistralConfig(**OURS, sliding_window_size=None),
+    Qwen2Config(**OURS, attention_bias=True),
+    Qwen2Config(**OURS, attention_bias=True, sliding_window_size=5, full_attention_layers=(0, 1)),
+    Qwen2Config(**OURS, attention_bias=True, sliding_window_size=5, full_attention_layers=(1,)),
+    Qwen3Config(**OURS, sliding_window_size=9, full_attention_layers=(0,)),
+    Starcoder2Config(**SIZES, grouped_query=True, num_kv_heads=2, sliding_window_size=9),
+    Starcoder2Config(**SIZES, multi_query=True, tie_word_embeddings=False, embd_pdrop=0.0),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_what_is_written_is_read_as_the_same_model(config):
+    values = json.loads(json.dumps(config_to_hf(config)))
+    read = config_from_hf(values)
+    assert type(read) is type(config)
+    assert differences(read.decoder, config.decoder) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LlamaConfig(**OURS, attention_bias=True), "qwen2"),
+        (Qwen2Config(**OURS), "llama"),
+        (Qwen2Config(**OURS, sliding_window_size=5), "mistral"),
+        (Qwen2Config(**OURS, full_attention_layers=(0,)), "llama"),
+    ],
+)
+def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
+    assert config_to_hf(config)["model_type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (Qwen2Config(**OURS, no_rope_layer=2), "no_rope_every: 2 and None"),
+        (
+            Starcoder2Config(**SIZES, use_position_embeddings=True, use_rotary_embeddings=False),
+            "learned_positions: True and False",
+        ),
+        (Starcoder2Config(**SIZES, scale_attn_weights=False), "attention_scale: 1.0 and None"),
+        (
+            Starcoder2Config(**SIZES, sliding_window_size=3, global_attn_layers=(1,)),
+            r"full_attention_layers: \(1,\) and \(\)",
+        ),
+    ],
+)
+def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field):
+    with pytest.raises(ValueError, match=f"(?s)cannot say this model.*\n.*{field}"):
+        config_to_hf(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "field", "value"),
+    [
+        ({"rope_theta": 5e5}, "rope_theta", 5e5),
+        ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, "rope_theta", 3e4),
+        ({"num_key_value_heads": None}, "kv_heads", 4),
+        ({"eos_token_id": [7, 8]}, "eos_token_id", 7),
+        ({"eos_token_id": None}, "eos_token_id", None),
+        ({"head_dim": 24}, "head_dim", 24),
+        ({"attention_bias": None, "rope_scaling": None}, "qkv_bias", False),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling",
+            RopeScaling(factor=2, rope_type="linear"),
+        ),
+        (
+            {"rope_scaling": YARN},
+            "rope_scaling",
+            RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=64),
+        ),
+        (
+            {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+            "rope_scaling",
+            RopeScaling(
+                factor=4.0,
+                rope_type="yarn",
+                original_max_position_embeddings=64,
+                attention_factor=1.0,
+            ),
+        ),
+        ({"model_type": "mistral"}, "window", 4096),
+        ({"model_type": "mistral", "sliding_window": None}, "window", None),
+        ({"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": False}, "window", None),
+        (
+            {
+                "model_type": "qwen2",
+                "sliding_window": 3,
+                "use_sliding_window": True,
+                "max_window_layers": 3,
+            },
+            "full_attention_layers",
+            (0, 1, 2),
+        ),
+        ({"model_type": "qwen3"}, "head_dim", 128),
+        ({"model_type": "starcoder2"}, "tie_word_embeddings", True),
+    ],
+)
+def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
+    assert getattr(said(**keys).decoder, field) == value
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"model_type": "gpt2"}, "model_type: 'gpt2' was given; it must be one of llama"),
+        ({"hidden_size": None}, "hidden_size: None was given; it must be a whole number"),
+        ({"attention_bias": True}, "attention_bias: True was given; a llama must have False"),
+        ({"mlp_bias": True}, "mlp_bias: True"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' was given; a llama must have 'silu'"),
+        ({"attention_dropout": 0.1}, "attention_dropout: 0.1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type: 'dynamic'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: nothing"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: false"),
+        ({"rope_scaling": {**YARN, "short_factor": [1]}}, "rope_scaling.short_factor"),
+        ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: .* one mapping"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 4},
+            "layer_types: sliding_attention was given, but use_sliding_window",
+        ),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "layer_types: "),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "4 times"),
+        ({"model_type": "starcoder2", "use_bias": False}, "use_bias: False"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_by_its_key(keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        said(**keys)
+
+
+def test_all_rows_of_ours_come_from_one_place_and_go_back():
+    for config in CONFIGS:
+        for name, whole in hf_tensors(config).items():
+            rows = torch.zeros(whole.shape[0])
+            theirs = {}
+            for source, row, first, count in whole.runs():
+                rows[first : first + count] += 1
+                values = theirs.setdefault(source, torch.full(whole.sources()[source][:1], -1.0))
+                values[row : row + count] = torch.arange(first, first + count).float()
+            assert (rows == 1).all(), name
+            ours = torch.arange(whole.shape[0]).float()
+            for part in whole.parts:
+                column = replace(part, shape=part.shape[:1])
+                made = column.from_ours(ours[part.first : part.first + part.shape[0]])
+                assert torch.equal(made, theirs[part.name]), name
+
+
+def test_neighbours_here_are_halves_there():
+    config = LlamaConfig(**OURS, rope_interleaved=True)
+    whole = hf_tensors(config)["layers.0.attention.qkv.weight"]
+    places = {(name, row): first for name, row, first, _ in whole.runs()}
+    q, k, v = (f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv")
+    assert [places[q, row] for row in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert [places[k, row] for row in range(8, 16)] == [40, 42, 44, 46, 41, 43, 45, 47]
+    assert places[v, 0] == 48
+
+
+def test_old_buffers_and_the_head_of_tied_models_may_lie_in_a_file():
+    untied, tied = (LlamaConfig(**OURS, tie_word_embeddings=each).decoder for each in (0, 1))
+    assert is_superfluous("model.layers.3.self_attn.rotary_emb.inv_freq", untied)
+    assert is_superfluous("lm_head.weight", tied)
+    assert not is_superfluous("lm_head.weight", untied)
+    assert not is_superfluous("model.layers.3.self_attn.q_proj.bias", tied)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "it has no config.json"),
+        ("{", "config.json is not JSON"),
+        ("[]", "config.json: a list was found"),
+        ('{"model_type": "bert"}', "config.json: model_type: 'bert'"),
+    ],
+)
+def test_errors_of_a_folder_name_the_file(text, sentence, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        read_hf_config(tmp_path)
