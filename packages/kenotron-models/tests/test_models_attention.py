@@ -145,9 +145,9 @@ def test_auto_takes_blocks_where_they_are_faster() -> None:
         q = torch.zeros(1, sequence, 2, width, dtype=dtype)
         return chosen(q, sight_of(torch.arange(sequence)[None], window)).__name__
 
-    assert of(255, 3, torch.float32) == of(512, None, torch.float32) == "attend_sdpa"
-    assert of(512, None, torch.bfloat16, 128) == "attend_sdpa"
-    assert of(512, None, torch.bfloat16) == of(256, 3, torch.float32) == "attend_blocks"
+    assert of(511, 3, torch.float32) == of(512, None, torch.float32) == "attend_sdpa"
+    assert of(255, None, torch.bfloat16) == of(512, None, torch.bfloat16, 128) == "attend_sdpa"
+    assert of(256, None, torch.bfloat16) == of(512, 3, torch.float32) == "attend_blocks"
 
 
 def test_an_ordered_back_end_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

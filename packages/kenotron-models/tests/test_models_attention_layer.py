@@ -145,6 +145,7 @@ def test_checkpointing_changes_nothing(backend: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' .grad
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("backend", ["sdpa", "blocked"])
 def test_a_compiled_layer_computes_the_same(backend: str, prepared: bool) -> None:

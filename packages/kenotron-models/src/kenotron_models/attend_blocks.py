@@ -77,7 +77,7 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         """Gradients of q, k and v; those of k and v are added up in fp32 at least."""
         (grad_BSHK,), (q_BSHK, k_BSGK, v_BSGK) = grads, ctx.saved_tensors
         sight, scale = ctx.sight, ctx.scale
