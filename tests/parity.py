@@ -172,7 +172,12 @@ def rows(mesh: Mesh, config: Config) -> tuple[np.ndarray, np.ndarray]:
 
 def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
     """Loss and gradient of the first step, before clipping: this rank's pieces."""
-    training = build_training(config, mesh)
+    return gradients_of(build_training(config, mesh))
+
+
+def gradients_of(training: Training) -> tuple[float, list[Piece]]:
+    """``gradients`` of a training that is built."""
+    mesh = training.mesh
     loss = first_backward(training)
     slices = training.grads.finish()
     pieces = []

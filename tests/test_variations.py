@@ -11,7 +11,8 @@ import pytest
 from parity import BOUND, Layout, Trace
 
 from kenotron_dist import spawn
-from kenotron_models import RopeScaling
+from kenotron_models import Recompute, RopeScaling, Starcoder2Config
+from kenotron_models.registry import AnyConfig
 
 PRELOAD = ("torch._dynamo", "kenotron_train.loop")
 STEPS = 6
@@ -27,13 +28,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(layout: Layout, folder: Path, model: dict[str, Any], recompute: bool = False) -> Trace:
-    """The trace of a layout of a changed model."""
+def run(
+    layout: Layout,
+    folder: Path,
+    model: dict[str, Any] | AnyConfig,
+    recompute: Recompute = "none",
+    compiled: bool = False,
+) -> Trace:
+    """The trace of a layout of a changed model, or of another one."""
     config = parity.configure(layout, folder, STEPS)
+    sizes = replace(config.model.model_config, **model) if isinstance(model, dict) else model
     config = replace(
         config,
-        model=replace(config.model, model_config=replace(config.model.model_config, **model)),
-        parallelism=replace(config.parallelism, recompute_layer=recompute),
+        model=replace(config.model, model_config=sizes, compile=compiled),
+        parallelism=replace(config.parallelism, recompute=recompute),
     )
     sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
     traces = spawn(parity.trace, config, **sizes, preload=PRELOAD)
@@ -58,10 +66,71 @@ def test_a_variation_gives_the_same_numbers_on_eight_ranks(
     assert one != run(Layout(tied=True), folder, {})
 
 
+STARCODER = Starcoder2Config(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=5,
+    num_attention_heads=8,
+    grouped_query=True,
+    num_kv_heads=2,
+    vocab_size=257,
+    max_position_embeddings=16,
+    attn_pdrop=0.0,
+)
+FAMILIES = {
+    "starcoder2": STARCODER,
+    "learned positions": replace(
+        STARCODER, use_position_embeddings=True, use_rotary_embeddings=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_gives_the_same_numbers_on_eight_ranks(name: str, folder: Path) -> None:
+    many = replace(MANY, pp=2, dp=1, tp=4)
+    traces = [run(layout, folder, FAMILIES[name]) for layout in (Layout(), MANY, many)]
+    for trace in traces[1:]:
+        losses = parity.deviation(trace.losses, traces[0].losses)
+        norms = parity.deviation(trace.norms, traces[0].norms)
+        print(f"\n{name}: loss {losses:.1e} norm {norms:.1e}", end="")
+        assert max(losses, norms) <= BOUND
+
+
+def test_dropout_is_the_same_wherever_layers_lie(folder: Path) -> None:
+    one = run(Layout(), folder, STARCODER)
+    assert run(Layout(pp=2, engine="zb-h1"), folder, STARCODER) == one
+    assert run(Layout(), folder, replace(STARCODER, resid_pdrop=0.0)) != one
+    assert run(Layout(), folder, replace(STARCODER, embd_pdrop=0.0)) != one
+
+
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("engine", ["1f1b", "zb-h1"])
-def test_computing_activations_again_changes_no_bit(engine: str, folder: Path) -> None:
+@pytest.mark.parametrize("model", [{}, STARCODER], ids=["llama", "starcoder2"])
+def test_computing_activations_again_changes_no_bit(
+    model: dict[str, Any] | AnyConfig, engine: str, recompute: Recompute, folder: Path
+) -> None:
     layout = Layout(pp=2, tp=2, tied=True, engine=engine, sequence_parallel=True)
-    assert run(layout, folder, {}, recompute=True) == run(layout, folder, {})
+    assert run(layout, folder, model, recompute) == run(layout, folder, model)
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        (Layout(tp=2, tied=True, sequence_parallel=True), "selective"),
+        (Layout(tp=2, overlap=True), "full"),
+        (Layout(pp=2, engine="zb-h1"), "none"),
+    ],
+    ids=str,
+)
+def test_compiled_layers_compute_the_same(
+    layout: Layout, recompute: Recompute, folder: Path
+) -> None:
+    compiled = run(layout, folder, {}, recompute, compiled=True)
+    plain = run(layout, folder, {})
+    losses = parity.deviation(compiled.losses, plain.losses)
+    norms = parity.deviation(compiled.norms, plain.norms)
+    print(f"\ncompiled, {recompute}: loss {losses:.1e} norm {norms:.1e}", end="")
+    assert max(losses, norms) <= BOUND
 
 
 def test_the_reported_loss_is_the_cross_entropy_alone(folder: Path) -> None:

@@ -3,72 +3,85 @@
 from __future__ import annotations
 
 import argparse
-import io
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from kenotron_ckpt import passed_over
-from kenotron_data import decode, encode, printable
-from kenotron_dist import (
-    STALLED,
-    Mesh,
-    MeshConfig,
-    PeerLost,
-    RankError,
-    first_to_say,
-    start,
-)
-from kenotron_generate.load import Description, describe, load_model
-from kenotron_models import generate
+from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist.launch import launcher
+from kenotron_generate.continuing import Request, continue_prompts
+from kenotron_generate.load import Description, describe
+from kenotron_generate.prompts import FROM_STDIN, read_prompts, read_stdin
+from kenotron_models import Sampling
 
+AXES = ("pp", "tp", "dp")
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to generate."""
-
-    prompt: str
-    max_new_tokens: int
-    temperature: float
-    seed: int
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the continuation of a prompt; the exit status."""
+    """Print what a model adds to prompts; the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
     arguments = _parser().parse_args(argv)
-    request = Request(
-        arguments.prompt, arguments.max_new_tokens, arguments.temperature, arguments.seed
-    )
-    if not request.prompt or request.max_new_tokens < 0:
-        given = f"--prompt {request.prompt!r} --max-new-tokens {request.max_new_tokens}"
-        return _fail(f"{given}: give a text to continue and a number of tokens from 0")
     try:
+        request = _request(arguments)
         described = describe(arguments.ckpt_path)
-        if described.folder != Path(arguments.ckpt_path):
-            newer = passed_over(described.folder)
-            more = (
-                f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
-            )
-            print(f"reading {described.folder}{more}", file=sys.stderr)
-        pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
-        start(continue_text, described, request, config=MeshConfig(pp=pp, tp=tp))
+        _say_which(described, Path(arguments.ckpt_path))
+        pp, tp, dp = (
+            _size(name, getattr(arguments, name), described) for name in ("pp", "tp", "dp")
+        )
+        start(continue_prompts, described, request, config=MeshConfig(pp=pp, dp=dp, tp=tp))
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except PeerLost as error:
         return _fail(str(error), STALLED)
     except RankError as error:
-        known = error.is_any(ValueError, OSError, PeerLost) or not error.trace
+        known = error.is_any(ValueError, OSError, ImportError, PeerLost) or not error.trace
         return _fail(str(error) if known else error.trace, error.code)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         return _fail(str(error))
     return 0
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    """What the flags ask for. Raises ValueError, OSError."""
+    for name in ("max_new_tokens", "batch_size"):
+        if (given := getattr(arguments, name)) < (least := int(name == "batch_size")):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {given}: give a number from {least} on")
+    if "" in arguments.stop:
+        raise ValueError("--stop '': an empty text ends every other; leave it out")
+    prompts = read_prompts(arguments.prompt, arguments.prompt_file)
+    if prompts is None and launcher() == "none":
+        prompts = read_stdin()  # the processes that are started have none
+    return Request(
+        prompts=prompts,
+        max_new_tokens=arguments.max_new_tokens,
+        batch_size=arguments.batch_size,
+        sampling=Sampling(
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            repetition_penalty=arguments.repetition_penalty,
+            seed=arguments.seed,
+        ),
+        stop=arguments.stop,
+        template=arguments.chat_template,
+        special=arguments.special_tokens,
+        cached=arguments.cache,
+        tokenizer=arguments.tokenizer,
+        jsonl=arguments.jsonl,
+    )
+
+
+def _say_which(described: Description, given: Path) -> None:
+    if described.folder == given:
+        return
+    newer = passed_over(described.folder)
+    more = f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
+    print(f"reading {described.folder}{more}", file=sys.stderr)
 
 
 def _fail(text: str, code: int = 1) -> int:
@@ -77,54 +90,61 @@ def _fail(text: str, code: int = 1) -> int:
     return code
 
 
-def continue_text(mesh: Mesh, described: Description, request: Request) -> None:
-    """Print the prompt and what the model adds to it. Collective over the mesh.
-
-    Raises ValueError for an empty prompt.
-    """
-    pipeline = load_model(described, mesh)
-
-    def forward(tokens: Tensor, context: Any) -> Tensor | None:
-        logits = pipeline.forward([tokens], [context])
-        return logits[0] if logits else None
-
-    vocab_size = described.model.vocab_size
-    prompt = encode([request.prompt], 256).tolist()
-    stop = described.model.eos_token_id
-    new = generate(
-        forward,
-        prompt,
-        mesh,
-        window=described.sequence_length,
-        vocab_size=vocab_size,
-        max_new_tokens=request.max_new_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        stop=stop if stop is not None and stop >= 256 else None,  # below, it is a byte of text
-    )
-    text = decode([*prompt, *new])
-    if mesh.rank == 0:
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")
-        print(printable(text) if sys.stdout.isatty() else text, flush=True)
-
-
 def _size(name: str, given: int, described: Description) -> int:
     if given < 0:
         raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
-    return given or described.sizes.get(name, 1)
+    return given or (1 if name == "dp" else described.sizes.get(name, 1))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python apps/generate", description="Continue a prompt from a checkpoint."
+        prog="python apps/generate",
+        description="Continue prompts from a checkpoint or a model folder of Hugging Face.",
     )
-    parser.add_argument("--ckpt-path", required=True, help="a step folder or a run folder")
-    parser.add_argument("--prompt", default="def ", help="text to continue")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=0.7, help="0: likeliest token")
-    parser.add_argument("--seed", type=int, default=42)
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
-    parser.add_argument("--dp", type=int, default=1, choices=[1], help="must be 1")
-    return parser
+    add = parser.add_argument
+    add("--ckpt-path", required=True, help="a step folder, a run folder, or an HF model folder")
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help=f"text to continue; may be given several times; {FROM_STDIN}: standard input",
+    )
+    add("--prompt-file", metavar="FILE", help="a prompt a line, or JSON lines (.jsonl)")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
+    add("--top-k", type=int, help="draw among the k likeliest tokens")
+    add("--top-p", type=float, help="draw among the likeliest tokens of this share")
+    add("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was there")
+    add("--seed", type=int, default=42)
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this text, which is not printed; may be given several times",
+    )
+    add("--batch-size", type=int, default=8, help="prompts that are continued together")
+    add("--jsonl", metavar="FILE", help="write results as JSON lines; -: to standard output")
+    add(
+        "--tokenizer",
+        metavar="NAME",
+        help="instead of the checkpoint's: a folder, a "
+        "tokenizer.json, a name that transformers knows, or bytes",
+    )
+    flag = argparse.BooleanOptionalAction
+    add(
+        "--chat-template",
+        action=flag,
+        default=True,
+        help="texts are turns of a chat, where the tokenizer has a template",
+    )
+    add(
+        "--special-tokens",
+        action=flag,
+        help="the tokenizer's special tokens around a prompt (default: as the model was trained)",
+    )
+    add("--cache", action=flag, default=True, help="keep keys and values between tokens")
+    add("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
+    add("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
+    add("--dp", type=int, default=1, help="groups of ranks that share the prompts")
+    return parser  # fmt: skip

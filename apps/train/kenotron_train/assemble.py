@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
-from kenotron_dist.init import initialize
-from kenotron_models import LayerStack, build_decoder, layer_costs, standard_init
+from kenotron_dist.init import Constant, initialize
+from kenotron_models import (
+    LayerStack,
+    build_decoder,
+    compile_layers,
+    layer_costs,
+    standard_init,
+)
 from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,
@@ -58,7 +64,8 @@ class Training:
 
 
 def build_model(config: Config, mesh: Mesh) -> Model:
-    """Build all layers on meta, keep this stage's, fill them from the seed.
+    """Build all layers on meta, keep this stage's, fill them from the seed; with zeros where their
+    weights are read later.
 
     Collective over the mesh only where groups are made later; no communication here.
     """
@@ -67,7 +74,7 @@ def build_model(config: Config, mesh: Mesh) -> Model:
         spec,
         tp,
         mode=config.parallelism.mode,
-        recompute=config.parallelism.recompute_layer,
+        recompute=[config.parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)],
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
@@ -79,14 +86,17 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
     stack.to_empty(device=mesh.device)
     tie_storages(stack)
+    draws = config.draws
     initialize(
         stack,
         layouts,
         mesh.sizes,
         mesh.coords,
         seed=config.general.seed,
-        initializer=standard_init(spec, *config.draws),
+        initializer=standard_init(spec, *draws) if draws else lambda _: Constant(0.0),
     )
+    if config.model.compile:
+        compile_layers(stack)
     chunks = [[layer for _, layer in chunk] for chunk in stages.chunks(layers, mesh["pp"].rank)]
     own = chunks if schedule.chunks > 1 else chunks[0]
     pipeline = Pipeline(own, mesh["pp"], schedule, mesh.device, mesh.twin("pp"))

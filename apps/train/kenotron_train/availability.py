@@ -8,7 +8,7 @@ from kenotron_data.config import DatasetStageConfig, NanosetDatasetsConfig, Pret
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_models.config_qwen2 import Qwen2Config
 from kenotron_train.config import Config
-from kenotron_train.init_sections import RandomInitConfig
+from kenotron_train.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
 from kenotron_train.sections import ModelConfig, ParallelismConfig
 
 TRAINING_DTYPES = ("float32", "bfloat16")
@@ -50,8 +50,8 @@ def _model(section: ModelConfig) -> _Lines:
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
     elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:
         yield f"{path}.moe_config", "experts were given; they are", "set it to null"
-    if not isinstance(section.init_method, RandomInitConfig):
-        yield "model.init_method", "weights that are not drawn normally are", "give std"
+    if not isinstance(section.init_method, RandomInitConfig | ExistingCheckpointInitConfig):
+        yield "model.init_method", "weights that are not drawn normally are", "give std or path"
     if section.dtype not in TRAINING_DTYPES:
         advice = f"set it to {' or '.join(TRAINING_DTYPES)}"
         yield "model.dtype", f"{section.dtype} was given; that is", advice

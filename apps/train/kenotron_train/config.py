@@ -13,7 +13,7 @@ from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
 from kenotron_train.eval_sections import DoReMiConfig, LightEvalConfig
-from kenotron_train.init_sections import RandomInitConfig
+from kenotron_train.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
 from kenotron_train.sections import (
     GeneralConfig,
     LoggingConfig,
@@ -108,9 +108,13 @@ class Config:
         return sizes.decoder
 
     @property
-    def draws(self) -> tuple[float, str]:
-        """Standard deviation of the initial weights, and what scales those of residual outputs."""
+    def draws(self) -> tuple[float, str] | None:
+        """Standard deviation of the initial weights, and what scales those of residual outputs;
+        None: weights are read.
+        """
         method = self.model.init_method
+        if isinstance(method, ExistingCheckpointInitConfig):
+            return None
         if not isinstance(method, RandomInitConfig):
             raise ValueError(f"model.init_method: {type(method).__name__} is not available yet")
         return method.std, method.scaling_method

@@ -45,10 +45,11 @@ class SpectralMupInitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ExistingCheckpointInitConfig:
-    """Weights of a checkpoint; nothing else of it counts."""
+    """Weights of a model that is there; nothing else of it counts, and the run begins at step 0."""
 
     path: str
-    """Folder of the checkpoint."""
+    """A model folder of Hugging Face (config.json and safetensors), a step folder or a run folder;
+    what model_config says must be what the weights were trained with."""
 
     def __post_init__(self) -> None:
         """Check the field."""

@@ -13,7 +13,7 @@ from kenotron_ckpt import Saver, latest_step
 from kenotron_data import Cursor, Loader, decode, encode, printable
 from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
 from kenotron_dist.hashing import key
-from kenotron_models import generate, parameter_count
+from kenotron_models import Sampling, generate, parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
@@ -43,7 +43,8 @@ def train(
     _check_same(config, mesh)
     training = build_training(config, mesh)
     progress, remark = resume(training)
-    remark = remark or earlier_run(config)
+    if config.checkpoints.resume_checkpoint_path is None:
+        remark = "; ".join(filter(None, (remark, earlier_run(config))))
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
         Report(config, mesh, progress.step + 1) as report,
@@ -182,16 +183,15 @@ def _show_sample(training: Training, report: Report) -> None:
     prompt = encode([SAMPLE_PROMPT], 256).tolist()
     new = generate(
         forward,
-        prompt,
+        [prompt],
         mesh,
         window=config.tokens.sequence_length,
         vocab_size=vocab_size,
         max_new_tokens=SAMPLE_TOKENS,
-        temperature=0.7,
-        seed=config.general.seed,
+        sampling=Sampling(temperature=0.7, seed=config.general.seed),
         source=training.model.pipeline.last_rank,
     )
-    text = decode([*prompt, *new])
+    text = decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])
     folder = Path(config.checkpoints.checkpoints_path)
     step = latest_step(folder)
     report.say(f"A sample of the model:\n{printable(text)}")

@@ -62,7 +62,6 @@ def stage_sizes(config: Config) -> list[StageSize]:
         spec,
         axis,
         mode=parallel.mode,
-        recompute=parallel.recompute_layer,
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
         dtype=getattr(torch, config.model.dtype),
     )
@@ -72,10 +71,11 @@ def stage_sizes(config: Config) -> list[StageSize]:
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        decoders = sum(name.startswith("layers.") for name, _ in own)
+        decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
         live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
+        kept = sum(_layer_activation(config, i) for i in decoders)
         nbytes = _state_bytes(config, count)
-        nbytes["activations"] = int(live * decoders * _layer_activation(config))
+        nbytes["activations"] = int(live * kept)
         if any(name == "head" for name, _ in own):
             nbytes["logits"] = 2 * 4 * _microbatch_tokens(config) * spec.vocab_size // parallel.tp
         found.append(StageSize([name for name, _ in own], count, nbytes))
@@ -115,21 +115,27 @@ def _microbatch_tokens(config: Config) -> int:
     return config.tokens.micro_batch_size * config.tokens.sequence_length
 
 
-def _layer_activation(config: Config) -> int:
+def _layer_activation(config: Config, layer: int) -> int:
     """Bytes that one decoder layer keeps of a micro-batch: inputs of its products and norms.
 
     Six tensors of the hidden size, of which four are cut under sequence parallelism, queries, keys
-    and values, and three of the feed-forward's width, which tp cuts; with recompute its own input.
+    and values, and three of the feed-forward's width, which tp cuts. Computed again in full: its
+    input alone; selectively: two tensors of the hidden size and what matrix products make.
     """
     spec, parallel = config.decoder, config.parallelism
     width = getattr(torch, config.model.dtype).itemsize
-    if parallel.recompute_layer:
+    again = parallel.recompute_of(layer)
+    if again == "full":
         whole = _microbatch_tokens(config) * spec.hidden_size * width
         return whole // (parallel.tp if parallel.mode.sequence_parallel else 1)
     cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
     heads = spec.num_attention_heads + 2 * spec.kv_heads
+    inner = (3 if spec.gated else 2) * spec.intermediate_size
     features = 6 * spec.hidden_size / cut
-    features += (heads * spec.head_dim + 3 * spec.intermediate_size) / parallel.tp
+    if again == "selective":
+        features = 2 * spec.hidden_size / (parallel.tp if parallel.mode.sequence_parallel else 1)
+        inner -= spec.intermediate_size
+    features += (heads * spec.head_dim + inner) / parallel.tp
     return int(_microbatch_tokens(config) * features * width)
 
 

@@ -20,6 +20,7 @@ from kenotron_data import Cursor
 from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
+from kenotron_train.initial import load_initial
 from kenotron_train.upload import Uploads, local_copy
 from kenotron_train.yaml_config import dump_config
 
@@ -113,15 +114,18 @@ def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
 def resume(training: Training) -> tuple[Progress, str]:
     """Load the checkpoint that the config names; how far it is, and a sentence about it.
 
-    Collective over the mesh. Raises FileNotFoundError or ValueError when there is none, when it is
-    damaged, of another model, or not of a training run.
+    Where there is none, the weights that ``model.init_method`` may name are loaded. Collective over
+    the mesh. Raises FileNotFoundError or ValueError when there is none, when it is damaged, of
+    another model, or not of a training run.
     """
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
     given, fetched = local_copy(config, mesh)
     if given is None:
-        return Progress(), ""
+        return Progress(), load_initial(training)
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
-        return Progress(), f"No checkpoint in {given} yet: the run starts afresh"
+        begun = load_initial(training)
+        afresh = f"No checkpoint in {given} yet: the run starts afresh"
+        return Progress(), afresh + (f"; {begun}" if begun else "")
     try:
         with mesh.pulse.busy("verifying a checkpoint"):
             checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))

@@ -9,6 +9,7 @@ from kenotron_models.config_mistral import MistralConfig
 from kenotron_models.config_qwen2 import Qwen2Config
 from kenotron_models.config_qwen3 import Qwen3Config
 from kenotron_models.config_starcoder2 import Starcoder2Config
+from kenotron_models.recompute import Recompute
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 from kenotron_train.init_sections import InitMethod
@@ -74,6 +75,11 @@ class ParallelismConfig:
     """Communication over tp travels while pieces are multiplied; the numbers are the same."""
     recompute_layer: bool = False
     """True: activations are computed again in the backward instead of being kept."""
+    recompute: Recompute | None = None
+    """What decoder layers compute again: none; full, all but their input; selective, what is cheap
+    between matrix products. None: full with recompute_layer, else none."""
+    recompute_layers: int | None = None
+    """How many decoder layers do so, from the first one on; None: all."""
     tp_recompute_allgather: bool = True
     """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
     expert_parallel_size: int = 1
@@ -88,6 +94,12 @@ class ParallelismConfig:
         found = []
         for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
             found += _below(name, getattr(self, name), 1)
+        if self.recompute_layer and self.recompute not in (None, "full"):
+            found.append(
+                f"recompute: {self.recompute} was given; recompute_layer: true means full; keep one"
+            )
+        if self.recompute_layers is not None:
+            found += _below("recompute_layers", self.recompute_layers, 0)
         try:
             schedule_named(self.pp_engine, self.pp_chunks)
         except ValueError as error:
@@ -98,6 +110,12 @@ class ParallelismConfig:
     def schedule(self) -> Schedule:
         """The order of the pipeline that `pp_engine` and `pp_chunks` name."""
         return schedule_named(self.pp_engine, self.pp_chunks)
+
+    def recompute_of(self, layer: int) -> Recompute:
+        """What a decoder layer computes again in the backward."""
+        if self.recompute_layers is not None and layer >= self.recompute_layers:
+            return "none"
+        return self.recompute or ("full" if self.recompute_layer else "none")
 
     @property
     def world_size(self) -> int:
@@ -126,6 +144,8 @@ class ModelConfig:
     """Number format of parameters and activations; float32 or bfloat16."""
     make_vocab_size_divisible_by: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
+    compile: bool = False
+    """True: torch.compile makes one program of each layer's work between communications."""
     ddp_bucket_cap_mb: int = 25
     """Size of the buckets that gradients are reduced in, in MiB; the numbers are the same."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from kenotron_dist import Axis, Mesh, RankError, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
 from kenotron_dist.init import Constant, Normal, initialize
 from kenotron_models import (
     Context,
@@ -14,7 +13,6 @@ from kenotron_models import (
     LlamaConfig,
     build_decoder,
     forward_flops,
-    generate,
     layer_costs,
     parameter_count,
     standard_init,
@@ -129,49 +127,3 @@ def test_logits_over_tp_are_those_of_one_process(tp: int, mode: TPMode) -> None:
     ranks = spawn(logits, mode, tp=tp)
     got = torch.cat([torch.tensor(rank) for rank in ranks], -1)[:, :29]
     torch.testing.assert_close(got, torch.tensor(want), rtol=1e-5, atol=1e-5)
-
-
-def continued(mesh: Mesh, prompt: list[int], window: int, temperature: float, stop: int | None):
-    stack = build(mesh, TINY)
-
-    def forward(tokens: Tensor, context: Context) -> Tensor:
-        return stack(tokens, context)
-
-    return list(
-        generate(
-            forward, prompt, mesh, window=window, vocab_size=256, max_new_tokens=8,
-            temperature=temperature, seed=3, stop=stop,
-        )
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_is_continued_alike_on_every_layout(temperature: float) -> None:
-    rest = ([1, 2, 3], 16, temperature, None)
-    [want] = spawn(continued, *rest)
-    assert len(want) == 8
-    assert spawn(continued, *rest, tp=2) == [want, want]
-    assert spawn(continued, *rest, tp=4) == [want] * 4
-
-
-def test_right_padding_is_invisible_and_the_window_slides() -> None:
-    [short], [exact] = (
-        spawn(continued, [1, 2, 3], 32, 0.0, None),
-        spawn(continued, [1, 2, 3], 11, 0.0, None),
-    )
-    assert short == exact
-    assert len(spawn(continued, [1, 2, 3], 2, 0.0, None)[0]) == 8
-
-
-def test_the_stop_token_ends_the_text() -> None:
-    [text] = spawn(continued, [1, 2, 3], 16, 0.0, None)
-    [cut] = spawn(continued, [1, 2, 3], 16, 0.0, text[2])
-    assert cut == text[: text.index(text[2]) + 1]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "message"), [([], "a prompt of 0 tokens: give at least one"), ([256], "with 256")]
-)
-def test_prompts_that_cannot_be_continued(prompt: list[int], message: str) -> None:
-    with pytest.raises(RankError, match=message):
-        spawn(continued, prompt, 8, 0.0, None)

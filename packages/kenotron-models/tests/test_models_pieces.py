@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kenotron_dist import Axis
 from kenotron_models import (
+    MLP,
     Attention,
     Context,
-    GatedMLP,
     LlamaConfig,
     RMSNorm,
     rotary_angles,
@@ -78,8 +78,8 @@ def test_attention_equals_the_formula(kv_heads: int) -> None:
     torch.testing.assert_close(layer(x, Context(positions)), want, rtol=1e-5, atol=1e-5)
 
 
-def test_gated_mlp_equals_the_formula() -> None:
-    layer, x = GatedMLP(24, 40, ONE), torch.randn(9, 24)
+def test_a_gated_feed_forward_equals_the_formula() -> None:
+    layer, x = MLP(LlamaConfig(**SIZES), ONE), torch.randn(9, 24)
     gate, up = layer.gate_up.weight.chunk(2)
     want = F.linear(F.silu(x @ gate.T) * (x @ up.T), layer.down.weight)
     torch.testing.assert_close(layer(x), want)

@@ -10,16 +10,26 @@ from kenotron_ckpt.nanotron import NanotronCheckpoint, read_nanotron
 from kenotron_ckpt.nanotron_import import import_nanotron
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
-from kenotron_ckpt.reader import read_record
+from kenotron_ckpt.reader import read_box, read_record
 from kenotron_ckpt.remote import RemoteError, is_url
 from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
 from kenotron_ckpt.s3_config import S3UploadConfig
+from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
+from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
+from kenotron_ckpt.streamed import Source, save_streamed
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [
+    "write_safetensors",
+    "save_streamed",
+    "read_box",
+    "open_safetensors",
+    "TensorSize",
+    "Source",
+    "SafetensorsFolder",
     "BlockingSaver",
     "Checkpoint",
     "CheckpointsConfig",

@@ -79,13 +79,24 @@ def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
     not compared.
     """
     record = manifest.records[name]
-    whole = torch.empty(record.shape, dtype=getattr(torch, record.dtype))
+    return read_box(step_folder, record, (0,) * len(record.shape), record.shape)
+
+
+def read_box(folder: Path, record: Record, start: Shape, shape: Shape) -> Tensor:
+    """A block of a record, on the CPU, in the dtype it was saved in; nothing else is read.
+
+    Arguments: where the record's files are; first index and extent along every dimension. Raises
+    OSError when a file cannot be read. Checksums are not compared.
+    """
+    whole = torch.empty(shape, dtype=getattr(torch, record.dtype))
     reads = []
     for piece in record.pieces:
-        everything = tuple(slice(0, size) for size in piece.shape)
-        target = whole[_within((0,) * whole.ndim, piece.start, piece.shape)]
-        reads.append(Read(piece, whole.dtype, everything, target))
-    fill(step_folder, reads)
+        shared = overlap((start, shape), (piece.start, piece.shape))
+        if shared:
+            begin, extent = shared
+            target = whole[_within(start, begin, extent)]
+            reads.append(Read(piece, whole.dtype, _within(piece.start, begin, extent), target))
+    fill(folder, reads)
     return whole
 
 

@@ -6,6 +6,9 @@ K features of a head; ``/t`` is divided by tp size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -14,6 +17,7 @@ from kenotron_models.attend import attend, check_backend, prepare
 from kenotron_models.attend_plain import dropout_of
 from kenotron_models.context import Context
 from kenotron_models.norm import RMSNorm
+from kenotron_models.recompute import between
 from kenotron_models.rope import rotary_angles, rotate
 from kenotron_models.sight import Sight
 from kenotron_models.spec import Architecture, DecoderSpec
@@ -90,38 +94,51 @@ class Attention(nn.Module):
             self._angles(context)
         prepare(self._sight(context), self.spec.attention, context.positions_BS.device)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """(T, D) -> (T, D): every token sees itself and the earlier ones that it may."""
+    def forward(
+        self, x: Tensor, context: Context, *, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones that it may.
+
+        ``norm`` is applied to x first; then neither its result nor turned queries and keys are kept
+        for the backward.
+        """
         batch, sequence = context.positions_BS.shape
-        qkv = self.qkv(x, tokens=batch * sequence).view(
-            batch, sequence, self.heads + 2 * self.kv_heads, -1
-        )
-        qk, v = qkv.split((self.heads + self.kv_heads, self.kv_heads), dim=2)
-        q, k = self._positioned(qk, context)
-        spec = self.spec
+        read = partial(self.qkv, tokens=batch * sequence)
+        qkv = read(x) if norm is None else between(norm, x, read)
+        qkv = qkv.view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
+        turn, mix = partial(self._turn, context=context), partial(self._mix, qkv, context=context)
+        mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
+        return self.out(mixed.reshape(batch * sequence, -1))
+
+    def _turn(self, qkv: Tensor, context: Context) -> Tensor:
+        """Queries and keys (B, S, H/t + G/t, K), normed and turned."""
+        qk = qkv[:, :, : self.heads + self.kv_heads]
+        if self.spec.qk_norm:
+            q, k = qk.split((self.heads, self.kv_heads), dim=2)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+        if self.spec.rotates(self.layer):
+            cos, sin = self._angles(context)
+            qk = rotate(qk, cos, sin, interleaved=self.spec.rope_interleaved)  # both at once
+        return qk.to(qkv.dtype)
+
+    def _mix(self, qkv: Tensor, qk: Tensor, context: Context) -> Tensor:
+        """Values (B, S, H/t, K), mixed as queries and keys say."""
+        q, k = qk.split((self.heads, self.kv_heads), dim=2)
+        v, spec, cache = qkv[:, :, self.heads + self.kv_heads :], self.spec, context.cache
+        if cache is not None:
+            cache.extend(self.layer, k, v, context.positions_BS)
+            if cache.used > q.shape[1]:
+                return cache.attend(self.layer, q, context, spec.window_of(self.layer), spec.scale)
         first_head = self.axis.rank * self.heads
-        mixed = attend(
-            q.to(v.dtype),
-            k.to(v.dtype),
+        return attend(
+            q,
+            k,
             v,
             self._sight(context),
             scale=spec.scale,
             backend=spec.attention,
             dropout=dropout_of(context, spec.attention_dropout, self.layer, first_head),
         )
-        return self.out(mixed.reshape(batch * sequence, -1))
-
-    def _positioned(self, qk: Tensor, context: Context) -> tuple[Tensor, Tensor]:
-        """Queries (B, S, H/t, K) and keys (B, S, G/t, K), normed and turned."""
-        heads = (self.heads, self.kv_heads)
-        if self.spec.qk_norm:
-            q, k = qk.split(heads, dim=2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        if self.spec.rotates(self.layer):
-            cos, sin = self._angles(context)
-            qk = rotate(qk, cos, sin, interleaved=self.spec.rope_interleaved)  # both at once
-        q, k = qk.split(heads, dim=2)
-        return q, k
 
     def _angles(self, context: Context) -> tuple[Tensor, Tensor]:
         width, theta, scaling = self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling

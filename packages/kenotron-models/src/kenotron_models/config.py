@@ -30,9 +30,9 @@ class LlamaConfig:
         ValueError: one line for each problem: field, value given, what is needed.
     """
 
-    bos_token_id: int = 1
+    bos_token_id: int | None = 1
     """Token number of the beginning of a text; recorded for export, no layer reads it."""
-    eos_token_id: int = 2
+    eos_token_id: int | None = 2
     """Token number of the end of a text; generation stops on it, no layer reads it."""
     hidden_act: str = "silu"
     """Activation of the gated feed-forward; only `silu` is known."""

@@ -73,6 +73,8 @@ class Qwen2Config(LlamaConfig):
     """What a token sees besides the causal rule, under flex_attention's names."""
     sliding_window_size: int | None = None
     """Tokens back that a token sees; None: all."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers without the window, counted from 0."""
     no_rope_layer: int | None = None
     """Every so-manieth layer has no rotary positions; None: all have."""
     fused_rotary_emb: bool = True
@@ -127,6 +129,7 @@ class Qwen2Config(LlamaConfig):
             super().decoder,
             rope_scaling=linear or self.rope_scaling,
             window=self.sliding_window_size,
+            full_attention_layers=self.full_attention_layers,
             no_rope_every=self.no_rope_layer,
             separate_documents=self.use_doc_masking or "document" in mask,
         )

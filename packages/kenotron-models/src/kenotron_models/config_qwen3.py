@@ -22,6 +22,8 @@ class Qwen3Config(LlamaConfig):
     """Features of one head; None: hidden_size over num_attention_heads."""
     sliding_window_size: int | None = None
     """Tokens that a token sees, itself counted; None: all before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers without the window, counted from 0."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -30,4 +32,9 @@ class Qwen3Config(LlamaConfig):
     @property
     def decoder(self) -> DecoderSpec:
         """What the names above mean."""
-        return replace(super().decoder, qk_norm=True, window=self.sliding_window_size)
+        return replace(
+            super().decoder,
+            qk_norm=True,
+            window=self.sliding_window_size,
+            full_attention_layers=self.full_attention_layers,
+        )

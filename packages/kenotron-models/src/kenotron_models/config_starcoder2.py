@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import Activation, DecoderSpec
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -25,11 +26,11 @@ class Starcoder2Config:
     """No effect: the softmax is always computed in float32."""
     attn_pdrop: float = 0.1
     """Share of attention's probabilities that is dropped in training."""
-    bos_token_id: int = 49152
+    bos_token_id: int | None = 49152
     """Token number of the beginning of a text."""
     embd_pdrop: float = 0.1
     """Share of embedded features that is dropped in training."""
-    eos_token_id: int = 49152
+    eos_token_id: int | None = 49152
     """Token number of the end of a text."""
     global_attn_layers: tuple[int, ...] = ()
     """Layers without the sliding window."""
@@ -58,6 +59,8 @@ class Starcoder2Config:
     """Key and value heads of grouped_query."""
     resid_pdrop: float = 0.1
     """Share of what a block adds that is dropped in training."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of rotary positions; None: none."""
     rope_theta: float = 10000.0
     """Base of the rotary wave lengths."""
     scale_attention_softmax_in_fp32: bool = True
@@ -66,6 +69,8 @@ class Starcoder2Config:
     """True: scores are divided by the root of the features of a head."""
     sliding_window_size: int | None = None
     """Tokens back that a token sees; None: all."""
+    tie_word_embeddings: bool = True
+    """True: the head is the embedding's own matrix."""
     use_position_embeddings: bool = False
     """True: positions have learned embeddings."""
     use_rotary_embeddings: bool = True
@@ -114,7 +119,7 @@ class Starcoder2Config:
             num_hidden_layers=self.num_hidden_layers,
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
-            tie_word_embeddings=True,
+            tie_word_embeddings=self.tie_word_embeddings,
             num_attention_heads=self.num_attention_heads,
             kv_heads=self.kv_heads,
             head_dim=self.hidden_size // self.num_attention_heads,
@@ -124,6 +129,7 @@ class Starcoder2Config:
             window=self.sliding_window_size,
             full_attention_layers=self.global_attn_layers,
             rope_theta=self.rope_theta if self.use_rotary_embeddings else None,
+            rope_scaling=self.rope_scaling if self.use_rotary_embeddings else None,
             learned_positions=self.use_position_embeddings,
             norm="layer_norm",
             norm_eps=self.layer_norm_epsilon,

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from kenotron_models.kv_cache import KVCache
+
 
 @dataclass(frozen=True, eq=False)
 class Context:
@@ -19,6 +21,10 @@ class Context:
     """Global number of every row's sample, int64; dropout needs it."""
     dropout_key: int | None = None
     """``kenotron_dist.counter_key`` of seed and step; None: nothing is dropped."""
+    outputs: Tensor | None = None
+    """Numbers of the tokens, among T, whose logits are wanted, int64; None: all."""
+    cache: KVCache | None = None
+    """Where keys and values of a text that goes on are kept; None: nowhere."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

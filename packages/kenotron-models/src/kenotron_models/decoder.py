@@ -13,98 +13,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from kenotron_dist import Axis, Shard, Tie
-from kenotron_models.attention import Attention
 from kenotron_models.context import Context
-from kenotron_models.mlp import GatedMLP
-from kenotron_models.norm import RMSNorm
+from kenotron_models.decoder_layer import DecoderLayer
+from kenotron_models.embedding import Embedding
+from kenotron_models.norm import residual_norm
+from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
-from kenotron_tp import (
-    ColumnParallelLinear,
-    TPMode,
-    VocabParallelEmbedding,
-    vocabulary_chunk,
-)
-
-
-class Embedding(VocabParallelEmbedding):
-    """Tokens (T,) int64 -> (T, D)."""
-
-    def forward(
-        self,
-        ids: Tensor,
-        context: Context | None = None,
-        *,
-        sequence_parallel: bool | None = None,
-    ) -> Tensor:
-        """(T,) -> (T, D), (T/t, D) under sequence parallelism."""
-        return super().forward(ids, sequence_parallel=sequence_parallel)
-
-
-class DecoderLayer(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``: (T, D) -> (T, D).
-
-    ``recompute``: only x is kept for backward, which computes the rest again.
-    """
-
-    def __init__(
-        self,
-        config: Architecture,
-        axis: Axis,
-        *,
-        mode: TPMode = TPMode(),
-        layer: int = 0,
-        recompute: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        spec = config.decoder
-
-        def norm() -> RMSNorm:
-            return RMSNorm(
-                spec.hidden_size,
-                spec.norm_eps,
-                axis,
-                sequence_parallel=mode.sequence_parallel,
-                device=device,
-                dtype=dtype,
-            )
-
-        self.recompute = recompute
-        self.attention_norm = norm()
-        self.attention = Attention(spec, axis, layer=layer, mode=mode, device=device, dtype=dtype)
-        self.mlp_norm = norm()
-        self.mlp = GatedMLP(
-            spec.hidden_size,
-            spec.intermediate_size,
-            axis,
-            mode=mode,
-            device=device,
-            dtype=dtype,
-        )
-
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """(T, D) -> (T, D)."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._layer, x, context, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._layer(x, context)
-
-    def _layer(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), context)
-        return x + self.mlp(self.mlp_norm(x), context.tokens)
-
-
-class FinalNorm(RMSNorm):
-    """The norm before the head: (T, D) -> (T, D)."""
-
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(T, D) -> (T, D)."""
-        return super().forward(x)
+from kenotron_tp import ColumnParallelLinear, TPMode, vocabulary_chunk
 
 
 class Head(ColumnParallelLinear):
@@ -118,10 +35,15 @@ class Head(ColumnParallelLinear):
         tokens: int | None = None,
         sequence_parallel: bool | None = None,
     ) -> Tensor:
-        """(T, D) -> (T, V/t); the context tells T where it is not said."""
+        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; it tells T where nobody says."""
         if tokens is None and context is not None:
             tokens = context.tokens
-        return super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
+        outputs = None if context is None else context.outputs
+        cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        if outputs is not None and not cut:
+            return super().forward(x[outputs], sequence_parallel=False)
+        logits = super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
+        return logits if outputs is None else logits[outputs]
 
 
 class LayerStack(nn.Module):
@@ -161,47 +83,40 @@ def build_decoder(
     axis: Axis,
     *,
     mode: TPMode = TPMode(),
-    recompute: bool = False,
+    recompute: Recompute | Sequence[Recompute] = "none",
     vocab_divisible_by: int = 1,
     device: torch.device | str | None = "meta",
     dtype: torch.dtype | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """All layers of a Llama decoder by name, in order: embedding, layers.i, norm, head.
+    """All layers of a decoder by name, in order: embedding, layers.i, norm, head.
 
-    Arguments: sizes; the tp axis; how cut layers communicate over it; whether decoder layers
-    compute their activations again in backward instead of keeping them; vocabulary rows per rank
-    are a multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take
-    no memory: keep your own layers, ``to_empty`` and initialise them).
+    Arguments: what it is made of; the tp axis; how cut layers communicate over it; what decoder
+    layers compute again in the backward, all or one by one; vocabulary rows per rank are a
+    multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take no
+    memory: keep your own layers, ``to_empty`` and initialise them).
 
-    Raises ValueError when heads or widths do not divide by the axis.
+    Raises ValueError when heads or widths do not divide by the axis, or ``recompute`` does not name
+    one thing a layer.
     """
     spec = config.decoder
-    width, vocab = spec.hidden_size, spec.vocab_size
+    depth, vocab = spec.num_hidden_layers, spec.vocab_size
+    again = [recompute] * depth if isinstance(recompute, str) else list(recompute)
+    if len(again) != depth:
+        raise ValueError(f"recompute names {len(again)} layers, but the model has {depth}")
     embedding = Embedding(
-        vocab,
-        width,
-        axis,
-        **mode.embedding,
-        divisible_by=vocab_divisible_by,
-        device=device,
-        dtype=dtype,
+        spec, axis, mode=mode, divisible_by=vocab_divisible_by, device=device, dtype=dtype
     )
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
-    for i in range(spec.num_hidden_layers):
+    for i, what in enumerate(again):
         layer = DecoderLayer(
-            spec, axis, layer=i, mode=mode, recompute=recompute, device=device, dtype=dtype
+            spec, axis, layer=i, mode=mode, recompute=what, device=device, dtype=dtype
         )
         layers.append((f"layers.{i}", layer))
-    norm = FinalNorm(
-        width,
-        spec.norm_eps,
-        axis,
-        sequence_parallel=mode.sequence_parallel,
-        device=device,
-        dtype=dtype,
+    norm = residual_norm(
+        spec, axis, sequence_parallel=mode.sequence_parallel, device=device, dtype=dtype
     )
     head = Head(
-        width,
+        spec.hidden_size,
         vocab,
         axis,
         **mode.column,

@@ -23,6 +23,7 @@ def choose_tokens(
     top_p: float | None = None,
     seed: int = 0,
     step: int = 0,
+    rows_B: Tensor | None = None,
 ) -> Tensor:
     """One token for every row: the likeliest at temperature 0, else a sample of the softmax.
 
@@ -35,8 +36,9 @@ def choose_tokens(
         top_p: sample among the likeliest tokens only, as few as amount to this share of the
             softmax (of what top_k leaves, at this temperature), and those equal to the last.
             Like top_k it changes nothing at temperature 0.
-        seed, step: the sample is a function of these, of the row and of the probabilities, and
-            the same for every tp size.
+        seed, step: the sample is a function of these, of the row's number and of the
+            probabilities, and the same for every tp size.
+        rows_B: (B,) int64, numbers of the rows; None: 0, 1, ...
 
     Returns int64 (B,), the same on every rank. The sample is the argmax of logits plus Gumbel
     noise (Gumbel-max), and each rank knows its own best: two numbers a row and rank are gathered,
@@ -52,12 +54,13 @@ def choose_tokens(
     ids_V = torch.arange(width, device=x_BV.device) + axis.rank * width
     alive_BV = (x_BV != -torch.inf) & (ids_V < vocab_size)
     scores_BV = x_BV.double()
+    rows_B = torch.arange(len(x_BV), device=x_BV.device) if rows_B is None else rows_B
     if temperature > 0:
         odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
         alive_BV = survivors(
             logits_BV, odds_BV, alive_BV, axis, vocab_size=vocab_size, top_k=top_k, top_p=top_p
         )
-        scores_BV = odds_BV + _gumbel(ids_V, len(x_BV), seed, step)
+        scores_BV = odds_BV + _gumbel(ids_V, rows_B, seed, step)
     return _winners(scores_BV.masked_fill(~alive_BV, -torch.inf), ids_V, axis)
 
 
@@ -91,10 +94,9 @@ def _winners(scores_BV: Tensor, ids_V: Tensor, axis: Axis) -> Tensor:
     return found[:, 1].gather(0, winner[None])[0].long()
 
 
-def _gumbel(ids_V: Tensor, rows: int, seed: int, step: int) -> Tensor:
-    """Standard Gumbel noise, fp64 (rows, V/t), of the token and not of where its column lies."""
+def _gumbel(ids_V: Tensor, rows_B: Tensor, seed: int, step: int) -> Tensor:
+    """Standard Gumbel noise, fp64 (B, V/t), of the token and not of where its column lies."""
     base = counter_key(seed, "sample", step)
-    rows_B = torch.arange(rows, device=ids_V.device)
     noise_BV = uniform(base, rows_B[:, None], ids_V[None, :], dtype=torch.float64)
     return -torch.log(-torch.log(noise_BV))
 

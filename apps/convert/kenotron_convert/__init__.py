@@ -1,0 +1,1 @@
+"""Take models over from Hugging Face, and give them back."""

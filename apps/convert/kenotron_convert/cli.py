@@ -1,0 +1,82 @@
+"""The command line of the conversion app."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from kenotron_convert.exporting import export_hf
+from kenotron_convert.importing import import_hf
+from kenotron_convert.shards import parse_size
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert a model; the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(arguments.run(arguments), flush=True)
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _import(arguments: argparse.Namespace) -> str:
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    written = import_hf(arguments.hf, arguments.out, dtype=dtype, overwrite=arguments.overwrite)
+    return f"wrote {written}"
+
+
+def _export(arguments: argparse.Namespace) -> str:
+    done = export_hf(
+        arguments.ckpt,
+        arguments.out,
+        tokenizer=arguments.tokenizer,
+        shard_bytes=parse_size(arguments.max_shard_size),
+        check=arguments.check,
+        overwrite=arguments.overwrite,
+    )
+    compared = (
+        "logits were not compared"
+        if done.deviation is None
+        else f"its logits are ours to {done.deviation:.1e} of the largest"
+    )
+    return f"wrote {done.folder} from {done.source}; {compared}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python apps/convert",
+        description="Models between Hugging Face's folders and training checkpoints.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    importer = commands.add_parser("hf-to-kenotron", help="a checkpoint from a model folder")
+    importer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    importer.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
+    importer.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
+    importer.set_defaults(run=_import)
+
+    exporter = commands.add_parser("kenotron-to-hf", help="a model folder from a checkpoint")
+    exporter.add_argument("--ckpt", type=Path, required=True, help="a step folder or a run folder")
+    exporter.add_argument("--out", type=Path, required=True, help="folder to make")
+    exporter.add_argument("--tokenizer", type=Path, help="folder of one, or a tokenizer.json")
+    exporter.add_argument("--max-shard-size", default="5GB", help="of a file, as 5GB or 500MB")
+    exporter.add_argument(
+        "--no-check", dest="check", action="store_false", help="do not compare logits"
+    )
+    exporter.set_defaults(run=_export)
+    for command in (importer, exporter):
+        command.add_argument("--overwrite", action="store_true", help="replace what is there")
+    return parser

@@ -1,0 +1,199 @@
+"""From a checkpoint to a model folder of Hugging Face, one tensor at a time in memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kenotron_ckpt import (
+    Checkpoint,
+    Record,
+    TensorSize,
+    open_checkpoint,
+    read_box,
+    write_safetensors,
+)
+from kenotron_convert.importing import GENERATION, TOKENIZER
+from kenotron_convert.probe import check_export
+from kenotron_convert.shards import deal
+from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
+from kenotron_dist import Mesh
+from kenotron_models import config_from_json
+from kenotron_models.hf import (
+    EMBEDDING,
+    Part,
+    Whole,
+    config_from_hf,
+    config_to_hf,
+    differences,
+    hf_tensors,
+)
+from kenotron_models.registry import AnyConfig
+
+SHARD_BYTES = 5 * 10**9
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    folder: Path
+    source: Path
+    """Step folder that it was made from."""
+    deviation: float | None
+    """Of the logits, in units of the largest; None: they were not compared."""
+
+
+def export_hf(
+    ckpt: Path,
+    folder: Path,
+    *,
+    tokenizer: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    check: bool = True,
+    overwrite: bool = False,
+) -> Exported:
+    """Write a model folder that transformers loads, from a checkpoint of any layout.
+
+    Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
+    the one that came with the checkpoint, if any; most bytes of a file; whether logits are compared
+    before the folder gets its name; whether an older export may be replaced.
+
+    Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
+    model that no architecture of Hugging Face can say; damaged bytes; logits that differ; a folder
+    that is there. OSError. No folder of that name is made, or changed, then.
+    """
+    _check_free(folder, overwrite)
+    checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
+    config = _config_of(checkpoint)
+    ours = hf_tensors(config)
+    _check_records(checkpoint, ours)
+    values = _config_json(checkpoint, config)
+    draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    try:
+        _write_weights(checkpoint, ours, draft, shard_bytes)
+        _write_json(draft / CONFIG, values)
+        _write_json(draft / GENERATION, _generation_config(checkpoint, values))
+        kept = checkpoint.folder.parent / TOKENIZER
+        if tokenizer is not None or tokenizer_files(kept):
+            copy_tokenizer(tokenizer or kept, draft)
+        deviation = check_export(checkpoint, config.decoder, draft) if check else None
+        _rename(draft, folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return Exported(folder, checkpoint.folder, deviation)
+
+
+def _is_weight(name: str) -> bool:
+    return not name.startswith("optimizer.")
+
+
+def _check_free(folder: Path, overwrite: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"{folder} is there: give --overwrite to replace it")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is no model of Hugging Face ({CONFIG} is missing): remove it")
+
+
+def _config_of(checkpoint: Checkpoint) -> AnyConfig:
+    state = checkpoint.manifest.state
+    if "model_config" not in state:
+        raise ValueError(
+            f"{checkpoint.folder} does not describe a model (model_config is missing): was it "
+            "written by apps/train or apps/convert?"
+        )
+    try:
+        return config_from_json(state["model_config"])
+    except ValueError as error:
+        raise ValueError(f"{checkpoint.folder}: {error}") from None
+
+
+def _check_records(checkpoint: Checkpoint, ours: Mapping[str, Whole]) -> None:
+    records = checkpoint.manifest.records
+    lines = [f"{name} is missing" for name in ours if name not in records]
+    lines += [f"{n} is none of its" for n in records if _is_weight(n) and n not in ours]
+    lines += [
+        f"{name} has shape {list(records[name].shape)}, its model_config makes it "
+        f"{list(whole.shape)}"
+        for name, whole in ours.items()
+        if name in records and records[name].shape != whole.shape
+    ]
+    if lines:
+        where = f"{checkpoint.folder}: its tensors are not those of its model_config:"
+        raise ValueError("\n  ".join([where, *lines[:20]]))
+
+
+def _config_json(checkpoint: Checkpoint, config: AnyConfig) -> dict[str, Any]:
+    """The config.json that the model came with, where it still says what the model is."""
+    dtype = checkpoint.manifest.records[EMBEDDING].dtype
+    came_with = checkpoint.manifest.state.get("imported", {}).get("config")
+    try:
+        same = came_with and not differences(config_from_hf(came_with).decoder, config.decoder)
+    except ValueError:
+        same = False
+    if not same:
+        return config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
+    return came_with | {key: dtype for key in ("dtype", "torch_dtype") if key in came_with}
+
+
+def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:
+    came_with = checkpoint.manifest.state.get("imported", {}).get("generation_config")
+    tokens = ("bos_token_id", "eos_token_id", "pad_token_id")
+    made = {key: values[key] for key in tokens if values.get(key) is not None}
+    return came_with or {"_from_model_config": True, **made}
+
+
+def _write_weights(
+    checkpoint: Checkpoint, ours: Mapping[str, Whole], draft: Path, shard_bytes: int
+) -> None:
+    places = {part.name: (name, part) for name, whole in ours.items() for part in whole.parts}
+    records = checkpoint.manifest.records
+    sizes = [
+        (theirs, TensorSize(part.shape, getattr(torch, records[name].dtype)))
+        for theirs, (name, part) in places.items()
+    ]
+    files = deal(sizes, shard_bytes)
+    for file, own in files.items():
+        parts = ((records[places[n][0]], places[n][1]) for n in own)
+        write_safetensors(draft / file, own, _made(checkpoint.folder, parts))
+    if len(files) > 1:
+        total = sum(size.nbytes for _, size in sizes)
+        weight_map = {name: file for file, own in files.items() for name in own}
+        _write_json(
+            draft / INDEX,
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+
+def _made(folder: Path, parts: Iterator[tuple[Record, Part]]) -> Iterator[Tensor]:
+    for record, part in parts:
+        start = (part.first, *(0 for _ in part.shape[1:]))
+        yield part.from_ours(read_box(folder, record, start, part.shape))
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _rename(draft: Path, folder: Path) -> None:
+    """Give the folder its name; an older one of that name goes last."""
+    if not folder.exists():
+        draft.rename(folder)
+        return
+    older = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    folder.rename(older)
+    draft.rename(folder)
+    shutil.rmtree(older)

@@ -1,0 +1,173 @@
+"""Continue prompts on a mesh, and say what came of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kenotron_data import printable
+from kenotron_dist import Mesh, broadcast_object, gather_objects
+from kenotron_generate.load import Description, load_model
+from kenotron_generate.prompts import Prompt, read_stdin
+from kenotron_generate.words import Words, Writer, open_words
+from kenotron_models import Sampling, generate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What to generate."""
+
+    prompts: list[Prompt] | None
+    """None: what rank 0 finds on standard input."""
+    max_new_tokens: int
+    batch_size: int
+    """Texts that are continued together on one dp rank."""
+    sampling: Sampling
+    stop: list[str]
+    template: bool
+    """Texts are turns of a chat where the tokenizer has a template."""
+    special: bool | None
+    """Prompts get the tokens that the tokenizer puts around a text; None: Hugging Face's do."""
+    cached: bool
+    tokenizer: str | None
+    """Name of the tokenizer; None: the checkpoint's."""
+    jsonl: str | None
+    """A file for the results; ``-``: standard output."""
+
+
+@dataclass
+class Result:
+    """What came of one prompt."""
+
+    index: int
+    prompt: Prompt
+    completion: str
+    prompt_tokens: int
+    tokens: list[int]
+    """The new ones."""
+    finish: str
+    """``eos``, ``stop`` (a string), or ``length``."""
+
+
+def continue_prompts(mesh: Mesh, described: Description, request: Request) -> None:
+    """Print what the model adds to the prompts. Collective over the mesh.
+
+    Every dp rank continues every so-manieth prompt. Raises ValueError for bad input, OSError.
+    """
+    prompts = request.prompts
+    if prompts is None:
+        prompts = broadcast_object(read_stdin() if mesh.rank == 0 else None, mesh.world)
+    name = described.tokenizer if request.tokenizer is None else request.tokenizer
+    special = described.hub if request.special is None else request.special
+    words = open_words(name, described.ends, special=special)
+    pipeline = load_model(described, mesh)
+
+    def forward(tokens: Tensor, context: Any) -> Tensor | None:
+        logits = pipeline.forward([tokens], [context])
+        return logits[0] if logits else None
+
+    run = _Run(mesh, described, request, words, forward)
+    started = time.perf_counter()
+    share = -(-len(prompts) // mesh.sizes["dp"])  # consecutive, so that numbers follow one another
+    first = mesh["dp"].rank * share
+    own = prompts[first : first + share]
+    results: list[Result] = []
+    for begin in range(0, len(own), request.batch_size):
+        batch = own[begin : begin + request.batch_size]
+        results += run.batch(first + begin, batch, alone=len(prompts) == 1)
+    gathered = gather_objects([asdict(result) for result in results], mesh["dp"])
+    if mesh.rank == 0:
+        whole = [Result(**values) for part in gathered for values in part]
+        _tell(whole, request.jsonl)
+        _report(whole, time.perf_counter() - started)
+
+
+@dataclass
+class _Run:
+    mesh: Mesh
+    described: Description
+    request: Request
+    words: Words
+    forward: Callable[[Tensor, Any], Tensor | None]
+
+    def batch(self, first: int, prompts: Sequence[Prompt], *, alone: bool) -> list[Result]:
+        """Continue some prompts together; one that is alone is shown while it grows."""
+        request, words = self.request, self.words
+        texts = [words.read(prompt, template=request.template) for prompt in prompts]
+        writers = [Writer(words.to_text, text, request.stop) for text in texts]
+        new: list[list[int]] = [[] for _ in texts]
+        finish = ["length"] * len(texts)
+        shown = alone and self.mesh.rank == 0 and request.jsonl is None
+        if shown:
+            _show(prompts[0] if isinstance(prompts[0], str) else "")
+
+        def ends(text: int, token: int) -> bool:
+            new[text].append(token)
+            if token in words.ends:
+                finish[text] = "eos"
+                return True
+            said = writers[text].add(token)
+            if shown:
+                _show(said)
+            if writers[text].stopped:
+                finish[text] = "stop"
+            return writers[text].stopped
+
+        steps = generate(
+            self.forward,
+            texts,
+            self.mesh,
+            window=self.described.sequence_length,
+            vocab_size=self.described.model.vocab_size,
+            max_new_tokens=request.max_new_tokens,
+            sampling=request.sampling,
+            ends=ends,
+            cached=request.cached,
+            first_text=first,
+        )
+        for _ in steps:
+            pass
+        for writer in writers:
+            said = writer.rest()
+            if shown:
+                _show(said + "\n")
+        return [
+            Result(first + i, prompts[i], writers[i].text, len(texts[i]), new[i], finish[i])
+            for i in range(len(prompts))
+        ]
+
+
+def _show(text: str) -> None:
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def _tell(results: list[Result], jsonl: str | None) -> None:
+    """Write the results down, where they have not been shown."""
+    if jsonl is not None:
+        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
+        if jsonl == "-":
+            print(lines, end="", flush=True)
+        else:
+            Path(jsonl).write_text(lines, encoding="utf-8")
+        return
+    if len(results) == 1:
+        return
+    for result in results:
+        begin = result.prompt if isinstance(result.prompt, str) else ""
+        _show(f"--- {result.index} ({result.finish})\n{begin}{result.completion}\n")
+
+
+def _report(results: list[Result], seconds: float) -> None:
+    new = sum(len(result.tokens) for result in results)
+    print(
+        f"{new} tokens for {len(results)} prompt{'s' * (len(results) != 1)} in {seconds:.2f} s: "
+        f"{new / seconds:.1f} tokens/s",
+        file=sys.stderr,
+    )

@@ -1,0 +1,65 @@
+"""Texts of every family: those of transformers, on every layout, from folders and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+from kenotron_generate.cli import main
+
+PROMPT, COUNT = "def main(argv): ", 24
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny.write_model(folder / name, name) for name in tiny.configs()}
+
+
+def run(folder: Path, out: Path, *flags: str) -> list[dict[str, Any]]:
+    given = ["--ckpt-path", str(folder), "--max-new-tokens", str(COUNT), "--jsonl", str(out)]
+    assert main([*given, "--temperature", "0", *flags]) == 0
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", tiny.configs())
+def test_greedy_texts_are_those_of_transformers(
+    name: str, sizes: tuple[int, int], models: dict[str, Path], tmp_path: Path
+) -> None:
+    tp, pp = map(str, sizes)
+    flags = ["--prompt", PROMPT, "--tp", tp, "--pp", pp]
+    [result] = run(models[name], tmp_path / "out.jsonl", *flags)
+    text, tokens = tiny.continued(models[name], PROMPT, COUNT)
+    assert result["tokens"] == tokens
+    assert result["completion"] == text
+
+
+@pytest.mark.parametrize("name", tiny.configs())
+def test_prompts_of_different_lengths_go_on_as_if_alone(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    prompts = ["a", "the second is longer", "in", "the fourth, longest of all of them"]
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    together = run(models[name], tmp_path / "out.jsonl", *flags, "--batch-size", "3", "--dp", "2")
+    assert [result["index"] for result in together] == [0, 1, 2, 3]
+    for prompt, result in zip(prompts, together, strict=True):
+        assert result["prompt"] == prompt
+        assert result["tokens"] == tiny.continued(models[name], prompt, COUNT)[1]
+
+
+def test_draws_are_the_same_on_every_layout(models: dict[str, Path], tmp_path: Path) -> None:
+    drawn = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--prompt", PROMPT]
+    more = [*drawn, "--prompt", "b", "--repetition-penalty", "1.1", "--seed", "5"]
+    layouts = [["--tp", "1"], ["--tp", "2", "--pp", "2"], ["--dp", "2"], ["--no-cache"]]
+    found = [
+        [result["tokens"] for result in run(models["llama"], tmp_path / "out", *more, *layout)]
+        for layout in layouts
+    ]
+    assert found == [found[0]] * len(layouts)
+    other = run(models["llama"], tmp_path / "out", *more, "--seed", "6")
+    assert [result["tokens"] for result in other] != found[0]

@@ -1,0 +1,82 @@
+"""Tiny models of Hugging Face with a tokenizer, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96,
+    "bos_token_id": 256, "eos_token_id": 257, "initializer_range": 0.4,
+}  # fmt: skip
+ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def configs() -> dict[str, PretrainedConfig]:
+    """One model of each family."""
+    return {
+        "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=ROPE),
+        "mistral": MistralConfig(**SIZES, sliding_window=5),
+        "qwen2": Qwen2Config(**SIZES),
+        "qwen3": Qwen3Config(**SIZES, head_dim=16),
+        "starcoder2": Starcoder2Config(**SIZES, sliding_window=6),
+    }
+
+
+def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
+    """Ids of bytes, a token that begins every text and one that ends it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(alphabet)}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens(["<s>", "</s>"])
+    inner.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>")
+    if chat:
+        made.chat_template = TEMPLATE
+    return made
+
+
+def write_model(folder: Path, name: str, *, chat: bool = False, seed: int = 0) -> Path:
+    """A model with random weights and its tokenizer."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(configs()[name])
+    model.generation_config = GenerationConfig(bos_token_id=256, eos_token_id=257)
+    model.save_pretrained(folder)
+    byte_tokenizer(chat).save_pretrained(folder)
+    return folder
+
+
+def continued(folder: Path, prompt: str, count: int) -> tuple[str, list[int]]:
+    """What transformers adds greedily: text and tokens."""
+    from transformers import AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt")
+    with torch.no_grad():
+        out = model.generate(**ids, max_new_tokens=count, do_sample=False)
+    new = out[0, ids["input_ids"].shape[1] :].tolist()
+    return tokenizer.decode(new, skip_special_tokens=True), new

@@ -1,0 +1,96 @@
+"""First weights that are there already: of a model of Hugging Face, or of a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kenotron_ckpt import open_checkpoint, open_safetensors
+from kenotron_dist import Mesh
+from kenotron_models import DecoderSpec, config_from_json
+from kenotron_models.hf import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    differences,
+    hf_tensors,
+    is_superfluous,
+    read_hf_config,
+)
+from kenotron_train.assemble import Records, Training, model_records
+from kenotron_train.init_sections import ExistingCheckpointInitConfig
+
+FREE = (
+    "tie_word_embeddings", "max_position_embeddings", "bos_token_id", "eos_token_id",
+    "embedding_dropout", "attention_dropout", "residual_dropout",
+)  # fmt: skip
+"""What may differ from the model that the weights are of; the first is a matter of its own."""
+
+
+def load_initial(training: Training) -> str:
+    """Fill this rank's weights from what ``model.init_method`` names; a sentence about it.
+
+    Empty when weights are drawn. Each rank reads its slices only; the optimizer begins anew.
+    Collective over the mesh. Raises ValueError, naming the file and the key or the tensors: there
+    is no model, it is damaged, or of other sizes or constants than ``model.model_config``; OSError.
+    """
+    config, mesh = training.config, training.mesh
+    method = config.model.init_method
+    if not isinstance(method, ExistingCheckpointInitConfig):
+        return ""
+    path, spec, wanted = Path(method.path), config.decoder, model_records(training.model)
+    read = _read_hf if (path / CONFIG).is_file() else _read_checkpoint
+    try:
+        with mesh.pulse.busy("reading the first weights"):
+            source = read(path, spec, wanted, mesh)
+    except ValueError as error:
+        raise ValueError(f"model.init_method.path: {error}") from error
+    training.optimizer.reload()
+    return f"The first weights are those of {source}"
+
+
+def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+    """Fill from a folder of Hugging Face; where a head's features have another order, reorder."""
+    theirs = read_hf_config(path)[0].decoder
+    _check_same(spec, theirs, path / CONFIG, (*FREE, "rope_interleaved"))
+    source = replace(theirs, rope_interleaved=spec.rope_interleaved)
+    folder = open_safetensors(path)
+    records = folder.records(hf_tensors(source), lambda name: is_superfluous(name, source))
+    if theirs.tie_word_embeddings:
+        records[HEAD] = records[EMBEDDING]
+    folder.load(records, wanted, mesh)
+    return str(path)
+
+
+def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+    """Fill from a checkpoint of any layout; the step that was read."""
+    checkpoint = open_checkpoint(path, mesh, select=lambda name: not name.startswith("optimizer."))
+    state = checkpoint.manifest.state
+    if "model_config" not in state:
+        raise ValueError(f"{checkpoint.folder} does not describe a model: model_config is missing")
+    theirs = config_from_json(state["model_config"]).decoder
+    _check_same(spec, theirs, checkpoint.folder, FREE)
+    checkpoint.load(_untied(wanted) if theirs.tie_word_embeddings else wanted)
+    passed = "".join(f"; passed over {reason}" for reason in checkpoint.passed_over)
+    return f"{checkpoint.folder}{passed}"
+
+
+def _untied(wanted: Records) -> Records:
+    """The head asks for the matrix of the embedding: in a tied checkpoint it is both."""
+    return {
+        name: (tensor, layout.renamed(EMBEDDING) if name == HEAD else layout)
+        for name, (tensor, layout) in wanted.items()
+    }
+
+
+def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple[str, ...]) -> None:
+    if ours.tie_word_embeddings and not theirs.tie_word_embeddings:
+        raise ValueError(
+            f"{where} has a head of its own, and model.model_config.tie_word_embeddings is true: "
+            "it would be lost; set it to false"
+        )
+    if changed := differences(ours, theirs, free):
+        raise ValueError(
+            f"{where} is of another model than model.model_config; first what the config says, "
+            "then what the weights were trained with:\n  " + "\n  ".join(changed)
+        )

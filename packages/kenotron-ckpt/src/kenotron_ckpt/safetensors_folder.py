@@ -1,0 +1,172 @@
+"""A folder of safetensors that another program wrote: whole tensors, in one file or several.
+
+Its tensors become records like those of a checkpoint: blocks of rows of ours, each in some file.
+So a rank reads its slices only, and nothing of the folder is ever copied first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Protocol
+
+from kenotron_ckpt.cut import Tensors, blocks_of, dtype_name, problems_of
+from kenotron_ckpt.index import Piece, Record, Shape
+from kenotron_ckpt.reader import fill, plan_reads
+from kenotron_ckpt.safetensors_file import Stored, read_header
+from kenotron_ckpt.together import on_all
+from kenotron_dist import Mesh
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pth", "consolidated.*.pt")
+_MOST = 20
+"""So many tensors are named in one error."""
+
+Run = tuple[str, int, int, int]
+"""(tensor of the folder, its first row, the first row in the record, number of rows)."""
+
+
+class Assembled(Protocol):
+    """A tensor that rows of a folder's tensors make."""
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        ...
+
+    def sources(self) -> Mapping[str, Shape]:
+        """Shapes of the tensors that it is made of, by name."""
+        ...
+
+    def runs(self) -> Iterable[Run]:
+        """Where its rows come from; they cover it exactly once."""
+        ...
+
+
+@dataclass(frozen=True)
+class SafetensorsFolder:
+    """A folder whose headers were read. Made by ``open_safetensors``."""
+
+    path: Path
+    tensors: Mapping[str, Stored]
+    """By name."""
+
+    def records(
+        self, ours: Mapping[str, Assembled], may_be: Callable[[str], bool] = lambda _: False
+    ) -> dict[str, Record]:
+        """Our tensors as records: blocks of rows of the folder's tensors. Nothing is read.
+
+        Arguments: our tensors by name; which tensors may be there though none of ours needs them.
+
+        Raises ValueError, naming each, for tensors that are missing, strange or misshapen, and for
+        one of ours that is made of several dtypes.
+        """
+        due = {name: shape for whole in ours.values() for name, shape in whole.sources().items()}
+        if lines := self._problems(due, may_be):
+            more = [f"and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+            begin = f"{self.path}: its tensors are not those of its config.json:"
+            raise ValueError("\n  ".join([begin, *lines[:_MOST], *more]))
+        return {name: self._record(name, whole) for name, whole in ours.items()}
+
+    def _problems(self, due: Mapping[str, Shape], may_be: Callable[[str], bool]) -> list[str]:
+        missing = [name for name in due if name not in self.tensors]
+        strange = [name for name in self.tensors if name not in due and not may_be(name)]
+        lines = [f"{name} is missing" for name in missing]
+        for name in strange:
+            near = get_close_matches(name, missing, n=1)
+            lines.append(f"{name} is none of the model's" + (f"; is it {near[0]}?" if near else ""))
+        return lines + [
+            f"{name} has shape {list(found.shape)}, but the model makes it {list(due[name])}"
+            for name, found in self.tensors.items()
+            if name in due and found.shape != due[name]
+        ]
+
+    def _record(self, name: str, whole: Assembled) -> Record:
+        columns = whole.shape[1:]
+        pieces = []
+        for theirs, row, first, rows in whole.runs():
+            stored = self.tensors[theirs]
+            size = math.prod(columns) * stored.dtype.itemsize  # of a row
+            start, shape = (first, *(0 for _ in columns)), (rows, *columns)
+            begin = stored.offset + row * size
+            pieces.append(Piece(stored.file, theirs, start, shape, begin, rows * size))
+        dtypes = {dtype_name(self.tensors[theirs].dtype): theirs for theirs in whole.sources()}
+        if len(dtypes) > 1:
+            said = ", ".join(f"{theirs} is {dtype}" for dtype, theirs in dtypes.items())
+            raise ValueError(
+                f"{self.path}: {name} is made of tensors of several dtypes ({said}): save the "
+                "model in one dtype"
+            )
+        return Record(whole.shape, next(iter(dtypes)), tuple(pieces))
+
+    def load(self, records: Mapping[str, Record], wanted: Tensors, mesh: Mesh) -> None:
+        """Fill tensors in place from records of this folder; values are cast to their dtype.
+
+        Collective over the mesh. Padding is left untouched. Raises ValueError on every rank, before
+        any tensor is changed, when one contradicts its layout or its record; OSError.
+        """
+        on_all(mesh, lambda: self._check_wanted(records, wanted, mesh))
+        blocks = blocks_of(wanted, mesh.sizes, mesh.coords)
+        reads = on_all(mesh, lambda: plan_reads(records, blocks))
+        on_all(mesh, lambda: fill(self.path, reads))
+
+    def _check_wanted(self, records: Mapping[str, Record], wanted: Tensors, mesh: Mesh) -> None:
+        problems = problems_of(wanted, mesh.sizes, mesh.coords)
+        for _, layout in wanted.values():
+            record = records.get(layout.name)
+            if record is None:
+                problems.append(f"{layout.name}: nothing in the folder is made into it")
+            elif record.shape != layout.shape:
+                problems.append(
+                    f"{layout.name}: the folder makes it {list(record.shape)}, the model "
+                    f"{list(layout.shape)}"
+                )
+        if problems:
+            raise ValueError("\n  ".join([f"cannot load {self.path}:", *problems]))
+
+
+def open_safetensors(path: str | Path) -> SafetensorsFolder:
+    """Read the headers of ``model.safetensors``, or of the files that its index names.
+
+    Raises ValueError, naming the file and the rule that it breaks: there is neither; pickles
+    instead; an index that disagrees with its files; a file that is damaged. OSError.
+    """
+    folder = Path(path)
+    if (folder / INDEX).is_file():
+        return SafetensorsFolder(folder, _indexed(folder))
+    if (folder / SINGLE).is_file():
+        return SafetensorsFolder(folder, read_header(folder / SINGLE))
+    pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder} has its weights as pickles ({pickles[0]}), which can run any code when they "
+            "are opened: save the model as safetensors (save_pretrained of transformers does)"
+        )
+    raise ValueError(f"{folder} has no weights: neither {INDEX} nor {SINGLE} is there")
+
+
+def _indexed(folder: Path) -> dict[str, Stored]:
+    try:
+        index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        weight_map = dict(index["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / INDEX}: it has no weight_map: {error!r}") from None
+    headers: dict[str, dict[str, Stored]] = {}
+    for name in sorted({*weight_map.values()}):
+        if Path(name).name != name or not (folder / name).is_file():
+            raise ValueError(f"{folder / INDEX} names {name}, which is no file beside it")
+        headers[name] = read_header(folder / name)
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise ValueError(f"{folder / INDEX} says that {name} is in {file}, but it is not")
+    strange = {n: f for f, header in headers.items() for n in header if weight_map.get(n) != f}
+    for name, file in strange.items():
+        raise ValueError(
+            f"{folder / file} has {name}, which {INDEX} does not say: two models are mixed"
+        )
+    return {name: headers[file][name] for name, file in weight_map.items()}

@@ -1,0 +1,89 @@
+"""From tokens to the residual stream.
+
+Shapes: B rows of S tokens, T = B * S, D hidden; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron_dist import Axis, Partial
+from kenotron_models.context import Context
+from kenotron_models.dropout import drop_features
+from kenotron_models.spec import Architecture
+from kenotron_tp import TPMode, VocabParallelEmbedding
+
+
+class Embedding(VocabParallelEmbedding):
+    """Tokens (T,) int64 -> (T, D), with learned positions and dropout where the model has them.
+
+    ``positions`` (P, D), P the longest text, is whole on every tp rank.
+    """
+
+    def __init__(
+        self,
+        config: Architecture,
+        axis: Axis,
+        *,
+        mode: TPMode = TPMode(),
+        divisible_by: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        spec = config.decoder
+        super().__init__(
+            spec.vocab_size,
+            spec.hidden_size,
+            axis,
+            **mode.embedding,
+            divisible_by=divisible_by,
+            device=device,
+            dtype=dtype,
+        )
+        self.dropout = spec.embedding_dropout
+        self.positions: nn.Parameter | None = None
+        if spec.learned_positions:
+            table = torch.empty(
+                spec.max_position_embeddings, spec.hidden_size, device=device, dtype=dtype
+            )
+            self.positions = nn.Parameter(table if table.is_meta else nn.init.normal_(table))
+            if mode.sequence_parallel:
+                self.placements["positions"] = Partial(axis.name)
+
+    def forward(
+        self,
+        ids: Tensor,
+        context: Context | None = None,
+        *,
+        sequence_parallel: bool | None = None,
+    ) -> Tensor:
+        """(T,) -> (T, D), (T/t, D) under sequence parallelism.
+
+        Raises IndexError for a position outside the table of learned ones.
+        """
+        x = super().forward(ids, sequence_parallel=sequence_parallel)
+        if context is None:
+            return x
+        cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
+        if self.positions is not None:
+            x = x + self._places(context, len(x) if cut else None)
+        return drop_features(
+            x, self.dropout, context, "embedding", self.axis, sequence_parallel=cut
+        )
+
+    def _places(self, context: Context, rows: int | None) -> Tensor:
+        """Learned positions (T, D), or those of this rank's ``rows`` tokens."""
+        assert self.positions is not None
+        places = context.positions_BS.flatten()
+        most = len(self.positions)
+        if places.device.type == "cpu" and (last := int(places.max())) >= most:
+            raise IndexError(
+                f"position {last} is outside the model's {most} learned ones "
+                "(max_position_embeddings): give shorter texts"
+            )
+        if rows is not None:
+            places = F.pad(places, (0, rows * self.axis.size - len(places)))
+            places = places[self.axis.rank * rows : (self.axis.rank + 1) * rows]
+        return F.embedding(places.clamp(min=0), self.positions)

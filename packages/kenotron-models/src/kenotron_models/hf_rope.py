@@ -1,0 +1,102 @@
+"""Rotary positions in a config.json of Hugging Face: both spellings, and what we make of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.spec import DecoderSpec
+
+THETA = 10000.0
+"""The base where a config.json says none."""
+_OWN = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"
+    ),
+}  # fmt: skip
+"""What each kind reads, under the same names as ours."""
+_KIND = ("rope_type", "type", "rope_theta")
+_READ = {*_KIND, "partial_rotary_factor", "truncate", "mscale", "mscale_all_dim"}
+
+
+def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Base and stretching, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
+
+    Raises ValueError, naming the key, for kinds and values that cannot be computed here.
+    """
+    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    given = values.get(where) or {}
+    if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
+        raise ValueError(f"{where}: {given!r} was given; one mapping for all layers is needed")
+    theta = given.get("rope_theta") or values.get("rope_theta") or THETA
+    share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    if share != 1:
+        raise ValueError(
+            f"partial_rotary_factor: {share} was given; whole heads are turned here, so it must "
+            "be 1"
+        )
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default":
+        return float(theta), None
+    if kind not in _OWN:
+        raise ValueError(
+            f"{where}.rope_type: {kind!r} was given; it must be one of default, {', '.join(_OWN)}"
+        )
+    own = {name: given[name] for name in _OWN[kind] if given.get(name) is not None}
+    if "factor" not in own:
+        raise ValueError(f"{where}.factor: nothing was given; {kind} needs a number")
+    if "original_max_position_embeddings" in _OWN[kind]:
+        own.setdefault("original_max_position_embeddings", _first_length(values))
+    if kind == "yarn":
+        _check_yarn(given, where)
+        own |= _scores(given, float(own["factor"]))
+    strange = [
+        name
+        for name, value in given.items()
+        if value is not None
+        and name not in {*_READ, *(n for names in _OWN.values() for n in names)}
+    ]
+    if strange:
+        raise ValueError(f"{where}.{strange[0]}: {given[strange[0]]!r} was given; {kind} has none")
+    return float(theta), RopeScaling(rope_type=kind, **own)
+
+
+def rope_to_hf(spec: DecoderSpec) -> dict[str, Any]:
+    """The keys of both spellings: readers of either find theirs."""
+    scaling, theta = spec.rope_scaling, spec.rope_theta
+    own: dict[str, Any] = {"rope_type": "default"}
+    if scaling is not None:
+        found = {name: getattr(scaling, name) for name in _OWN[scaling.rope_type]}
+        own = {"rope_type": scaling.rope_type}
+        own |= {name: value for name, value in found.items() if value is not None}
+    return {
+        "rope_parameters": {"rope_theta": theta, **own},
+        "rope_theta": theta,
+        "rope_scaling": None if scaling is None else own,
+    }
+
+
+def _first_length(values: Mapping[str, Any]) -> Any:
+    """Longest text of the first training, where the mapping itself does not say."""
+    return values.get("original_max_position_embeddings") or values["max_position_embeddings"]
+
+
+def _check_yarn(given: Mapping[str, Any], where: str) -> None:
+    if given.get("truncate") is False:
+        raise ValueError(
+            f"{where}.truncate: false was given; the bounds of yarn are whole numbers here, so it "
+            "must be true, or be left out"
+        )
+
+
+def _scores(given: Mapping[str, Any], factor: float) -> dict[str, float]:
+    """The factor of queries and keys where two shares of its logarithm say it (DeepSeek)."""
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    if given.get("attention_factor") is not None or not above or not below:
+        return {}
+    log = 0.1 * math.log(factor) if factor > 1 else 0.0
+    return {"attention_factor": (above * log + 1.0) / (below * log + 1.0)}

@@ -1,0 +1,82 @@
+"""Keys and values of a text that goes on, kept in memory of fixed size.
+
+Shapes: B texts, S new tokens of each, L the longest text, G kv heads, K features of a head; ``/t``
+is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kenotron_models.context import Context
+
+
+class KVCache:
+    """Keys and values of all layers of this rank, slot i of a text for its token i.
+
+    Each layer's memory is made when it first comes: 2 (B, G/t, L, K). What lies in slots after a
+    token's place is never read, so shorter texts of a batch may be padded on their right.
+
+    Arguments: L.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.used = 0
+        """Slots in use by the longest text."""
+        self.alike = True
+        """Whether all texts of the batch are equally long."""
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, used: int, *, alike: bool) -> None:
+        """Say how many slots are in use after the coming tokens. Raises ValueError beyond L."""
+        if used > self.length:
+            raise ValueError(
+                f"the cache has room for texts of {self.length} tokens, and {used} are to be kept: "
+                "make it longer"
+            )
+        self.used, self.alike = used, alike
+
+    def extend(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, positions_BS: Tensor) -> None:
+        """Keep what is new."""
+        batch, new, heads, width = k_BSGK.shape
+        if layer not in self._layers:
+            room = [x.new_zeros(batch, heads, self.length, width) for x in (k_BSGK, v_BSGK)]
+            self._layers[layer] = (room[0], room[1])
+        for kept, coming in zip(self._layers[layer], (k_BSGK, v_BSGK), strict=True):
+            if self.alike or new == self.used:
+                kept[:, :, self.used - new : self.used] = coming.transpose(1, 2)
+            else:
+                rows = torch.arange(batch, device=coming.device)[:, None]
+                kept.transpose(1, 2)[rows, positions_BS] = coming
+
+    def attend(
+        self, layer: int, q_BSHK: Tensor, context: Context, window: int | None, scale: float
+    ) -> Tensor:
+        """``softmax(scale * q k^T) v`` over what is kept: (B, S, H, K).
+
+        A window counts the token itself.
+        """
+        keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])
+        mask = context.once(("seen", window), lambda: self._seen(context.positions_BS, window))
+        q = q_BSHK.transpose(1, 2)
+        grouped = q.shape[1] != keys.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            q, keys, values, mask, scale=scale, enable_gqa=grouped
+        )
+        return mixed.transpose(1, 2)
+
+    def _seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
+        """Which slots each new token sees, bool (B, 1, S, used); None: all of them."""
+        every = self.alike and positions_BS.shape[1] == 1
+        if every and (window is None or window >= self.used):
+            return None
+        slots = torch.arange(self.used, device=positions_BS.device)
+        place = positions_BS[:, None, :, None]
+        mask = slots <= place
+        return mask if window is None else mask & (slots > place - window)

@@ -1,0 +1,60 @@
+"""Activations that are computed again in the backward instead of being kept.
+
+``full`` keeps a layer's input; ``selective`` keeps the results of matrix products and of attention
+and computes again what is cheap between them (Korthikanti et al., arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+Recompute = Literal["none", "full", "selective"]
+"""What a layer computes again."""
+
+
+class _View(NamedTuple):
+    """A kept tensor that is a view of what can be computed again."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+def whole(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+    """``function(*inputs)``, of which only the inputs are kept."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def between(
+    function: Callable[[Tensor], Tensor], x: Tensor, product: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``product(function(x))`` without keeping ``function(x)`` or anything inside it.
+
+    ``function`` must be cheap, pure and without communication: the backward computes it twice, for
+    the product's weight and for its own gradient. ``x`` must not change in between.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler does the same
+        return product(function(x))
+    y = whole(function, x)
+    storage = y.untyped_storage().data_ptr()
+
+    def pack(kept: Tensor) -> Tensor | _View:
+        if kept.dtype != y.dtype or kept.untyped_storage().data_ptr() != storage:
+            return kept
+        return _View(kept.size(), kept.stride(), int(kept.storage_offset()))
+
+    def unpack(kept: Tensor | _View) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        with torch.no_grad():
+            again = function(x)
+        return again.as_strided(kept.size, kept.stride, kept.offset)
+
+    with saved_tensors_hooks(pack, unpack):
+        return product(y)

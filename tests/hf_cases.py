@@ -1,0 +1,85 @@
+"""Tiny models of Hugging Face with random weights, one for each variation that we can say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+
+SIZES = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "rope_theta": 500000.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "rope_theta": 10000.0,
+}
+TIED = {"tie_word_embeddings": True}
+
+CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "llama-tied-llama3": (LlamaConfig, {**TIED, "rope_parameters": LLAMA3}),
+    "llama-mqa-linear": (LlamaConfig, {"num_key_value_heads": 1, "rope_parameters": LINEAR}),
+    "llama-head-dim": (LlamaConfig, {"head_dim": 12}),
+    "llama-yarn": (LlamaConfig, {"rope_parameters": YARN}),
+    "mistral-window": (MistralConfig, {"sliding_window": 5}),
+    "mistral-tied": (MistralConfig, {**TIED, "sliding_window": None}),
+    "qwen2-tied": (Qwen2Config, TIED),
+    "qwen2-window": (
+        Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
+    "qwen3-tied-yarn": (Qwen3Config, {**TIED, "head_dim": 8, "rope_parameters": YARN}),
+    "starcoder2": (Starcoder2Config, {**TIED, "sliding_window": 7}),
+    "starcoder2-mqa-untied": (Starcoder2Config, {"num_key_value_heads": 1}),
+}
+
+
+def make(case: str, **more: Any) -> PreTrainedModel:
+    """A model of a case whose every weight, bias and norm is random."""
+    kind, changes = CASES[case]
+    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **changes, **more}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            draws = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * draws if "norm.weight" in name else 0.1 * draws)
+    return model
+
+
+def save(case: str, folder: Path, **options: Any) -> PreTrainedModel:
+    """The model of a case, which is written to a folder too."""
+    model = make(case)
+    model.save_pretrained(folder, **options)
+    return model

@@ -1,0 +1,151 @@
+"""Models of Hugging Face here and back: logits, gradients, every bit, on several layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import hf_cases
+import numpy as np
+import parity
+import pytest
+import torch
+import torch.nn.functional as F
+from parity import Layout
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from kenotron_convert.exporting import export_hf
+from kenotron_convert.importing import import_hf
+from kenotron_dist import Mesh, spawn
+from kenotron_generate.load import describe, load_model
+from kenotron_models import Context
+from kenotron_models.hf import hf_tensors, read_hf_config
+from kenotron_train.assemble import build_training
+from kenotron_train.config import Config
+from kenotron_train.init_sections import ExistingCheckpointInitConfig
+from kenotron_train.initial import load_initial
+
+LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]
+INTERLEAVED = ("llama", "qwen2-tied", "qwen3")
+TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = folder.glob("*.safetensors")
+    return {name: value for file in files for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", hf_cases.CASES)
+def test_every_bit_and_every_key_come_back(case, tmp_path):
+    hf_cases.save(case, tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "ours")
+    done = export_hf(tmp_path / "ours", tmp_path / "back", shard_bytes=60_000)
+    assert done.deviation <= 1e-5
+    before, after = weights(tmp_path / "hf"), weights(tmp_path / "back")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    for name in ("config.json", "generation_config.json"):
+        texts = [json.loads((tmp_path / side / name).read_text()) for side in ("hf", "back")]
+        assert texts[0] == texts[1]
+    assert len([*(tmp_path / "back").glob("model-*.safetensors")]) > 3
+    AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+
+
+def logits(mesh: Mesh, folder: Path) -> torch.Tensor | None:
+    """Logits (B, S, V/t) of a checkpoint on this mesh; None but on the last stage."""
+    positions = torch.arange(TOKENS.shape[1]).expand(TOKENS.shape)
+    with torch.no_grad():
+        pipeline = load_model(describe(folder), mesh)
+        found = pipeline.forward([TOKENS.flatten()], [Context(positions)])
+    return found[0] if found else None
+
+
+def configure(layout: Layout, text: Path, source: Path, **changes: object) -> Config:
+    """The parity run, begun with the weights of a folder of Hugging Face."""
+    config = parity.configure(layout, text)
+    sizes = replace(read_hf_config(source)[0], **changes)
+    method = ExistingCheckpointInitConfig(path=str(source))
+    return replace(config, model=replace(config.model, model_config=sizes, init_method=method))
+
+
+def first_gradients(mesh: Mesh, config: Config) -> tuple[float, list[parity.Piece]]:
+    """Loss and gradient of the first step."""
+    training = build_training(config, mesh)
+    load_initial(training)
+    return parity.gradients_of(training)
+
+
+def measure(mesh: Mesh, work: dict[str, tuple[Path | None, Config]]) -> dict[str, tuple]:
+    """Logits (where a checkpoint is given), first loss and gradients of many models."""
+    return {
+        name: (folder and logits(mesh, folder), *first_gradients(mesh, config))
+        for name, (folder, config) in work.items()
+    }
+
+
+def in_their_names(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of ours under the names of Hugging Face."""
+    return {
+        part.name: part.from_ours(
+            torch.from_numpy(ours[name])[part.first : part.first + part.shape[0]]
+        ).numpy()
+        for name, whole in hf_tensors(config.model.model_config).items()
+        for part in whole.parts
+    }
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def measured(request, tmp_path_factory) -> tuple[dict[str, Config], list[dict[str, tuple]]]:
+    """What every rank of a layout measured, of all models: processes start once."""
+    layout, folder = request.param, tmp_path_factory.mktemp("hf")
+    parity.write_text(folder)
+    work = {}
+    for case in hf_cases.CASES:
+        hf_cases.save(case, folder / case)
+        import_hf(folder / case, folder / f"{case}-ours")
+        work[case] = (folder / f"{case}-ours", configure(layout, folder, folder / case))
+    for case in INTERLEAVED:
+        config = configure(layout, folder, folder / case, rope_interleaved=True)
+        work[f"{case}-interleaved"] = (None, config)
+    ranks = spawn(measure, work, pp=layout.pp, tp=layout.tp)
+    return {name: config for name, (_, config) in work.items()}, ranks
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels of the first step, the same for all models and layouts."""
+    folder = tmp_path_factory.mktemp("batch")
+    parity.write_text(folder)
+    tokens, labels = spawn(parity.rows, parity.configure(Layout(), folder))[0]
+    return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+@pytest.mark.parametrize("case", hf_cases.CASES)
+def test_logits_equal_transformers(case, measured):
+    _, ranks = measured
+    parts = [rank[case][0] for rank in ranks if rank[case][0] is not None]
+    model = hf_cases.make(case)
+    ours = torch.cat(parts, -1)[:, : model.vocab_size]
+    with torch.no_grad():
+        theirs = model(TOKENS).logits.flatten(0, 1)
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", [*hf_cases.CASES, *(f"{each}-interleaved" for each in INTERLEAVED)]
+)
+def test_training_begins_with_the_loss_and_gradients_of_transformers(name, measured, batch):
+    configs, ranks = measured
+    ours = parity.assemble([rank[name][1:] for rank in ranks])
+    ours = in_their_names(configs[name], ours)
+    model = hf_cases.make(name.removesuffix("-interleaved"))
+    tokens, labels = batch
+    loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    assert [rank[name][1] for rank in ranks] == pytest.approx([loss.item()] * len(ranks), rel=1e-6)
+    assert ours.keys() == theirs.keys()
+    for tensor, grad in theirs.items():
+        assert np.abs(ours[tensor] - grad).max() <= 1e-4 * np.abs(grad).max(), tensor
