@@ -111,9 +111,9 @@ def test_blocks_keep_no_scores() -> None:
 
 
 def test_documents_begin_where_positions_do_not_go_on() -> None:
-    places = torch.tensor([[3, 4, 5, 0, 1, 9, 10, 10], [0, 1, 2, 3, 4, 5, 6, 7]])
+    places = torch.tensor([[3, 4, 5, 0, 1, 9, 10, 10], [4, 0, 1, 1, 2, 3, 4, 3], [*range(8)]])
     starts = document_starts(sight_of(places).context)
-    assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5, 7], [0] * 8]
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5, 7], [0, 1, 1, 3, 3, 3, 3, 7], [0] * 8]
 
 
 def test_masks_are_made_once_and_only_where_something_is_hidden() -> None:
