@@ -34,7 +34,7 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "os.environb": ["kenotron_dist/launch.py", "apps/*"],
     "os.getenv": ["kenotron_dist/launch.py", "apps/*"],
     "os.putenv": ["kenotron_dist/launch.py", "apps/*"],
-    "flash_attn": ["kenotron_models/attention.py", "kenotron_cp/*"],
+    "flash_attn": ["kenotron_models/attend_flash.py", "kenotron_cp/*"],
     "triton": ["*/ops/*"],
     "safetensors": ["kenotron_ckpt/*"],
     "datasets": HUGGING_FACE,

@@ -18,10 +18,12 @@ from kenotron_models.attend_plain import Dropout, attend_plain
 from kenotron_models.sight import Sight
 from kenotron_models.spec import AttentionBackend
 
-BLOCKS_SEQUENCE = 256
-"""Tokens of a row from which blocks are faster on the CPU, measured by bench_attention.py."""
+MASKED_BLOCKS = 512
+"""Tokens of a row from which blocks are faster on the CPU where more than the future is hidden."""
+CAUSAL_BLOCKS = 256
+"""The same where it is not, in bfloat16, for heads of at most BLOCKS_WIDTH features."""
 BLOCKS_WIDTH = 64
-"""Features of a head up to which they are so without a mask, too, in bfloat16."""
+"""All measured by benchmarks/bench_attention.py."""
 Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
 """(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K)."""
 
@@ -59,10 +61,10 @@ def prepare(sight: Sight, backend: AttentionBackend, device: torch.device) -> No
 
     The blocked and flash back ends are never part of one.
     """
-    masked = sight.first_BS is not None
+    _ = sight.first_BS
     if backend == "plain":
         _ = sight.full_mask_BSS
-    elif backend == "sdpa" or (backend == "auto" and not (masked and blocks_win(sight, device))):
+    elif backend == "sdpa" or (backend == "auto" and not blocks_beat_masks(sight, device)):
         _ = sight.mask_BSS
 
 
@@ -70,15 +72,17 @@ def chosen(q_BSHK: Tensor, sight: Sight) -> Attend:
     """What ``auto`` means for these queries."""
     if flash_runs(q_BSHK):
         return attend_flash
-    small = q_BSHK.dtype == torch.bfloat16 and q_BSHK.shape[-1] <= BLOCKS_WIDTH
-    if blocks_win(sight, q_BSHK.device) and (small or not sight.whole):
-        return attend_blocks
-    return attend_sdpa
+    if sight.whole:
+        fast = q_BSHK.dtype == torch.bfloat16 and q_BSHK.shape[-1] <= BLOCKS_WIDTH
+        wins = fast and q_BSHK.device.type == "cpu" and sight.sequence >= CAUSAL_BLOCKS
+    else:
+        wins = blocks_beat_masks(sight, q_BSHK.device)
+    return attend_blocks if wins else attend_sdpa
 
 
-def blocks_win(sight: Sight, device: torch.device) -> bool:
+def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
     """Whether blocks are faster than torch's own attention under a mask."""
-    return device.type == "cpu" and sight.sequence >= BLOCKS_SEQUENCE
+    return device.type == "cpu" and sight.sequence >= MASKED_BLOCKS
 
 
 def attend_sdpa(

@@ -77,9 +77,9 @@ class BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_BSHK: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         """Gradients of q, k and v; those of k and v are added up in fp32 at least."""
-        q_BSHK, k_BSGK, v_BSGK = ctx.saved_tensors
+        (grad_BSHK,), (q_BSHK, k_BSGK, v_BSGK) = grads, ctx.saved_tensors
         sight, scale = ctx.sight, ctx.scale
         ratio = q_BSHK.shape[2] // k_BSGK.shape[2]
         q, grad = by_head(q_BSHK, ratio), by_head(grad_BSHK, ratio)

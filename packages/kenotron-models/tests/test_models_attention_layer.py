@@ -1,0 +1,167 @@
+"""The layer's own variations: norms of queries and keys, positions, biases, scale, reuse."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_cases import formula, positions, seen
+from torch import Tensor
+
+import kenotron_models.attention as attention_module
+from kenotron_dist import Axis
+from kenotron_models import (
+    Attention,
+    Context,
+    DecoderLayer,
+    DecoderSpec,
+    RopeScaling,
+    rotary_angles,
+    rotate,
+)
+
+ONE = Axis.solo("tp")
+SPEC = DecoderSpec(
+    hidden_size=20, intermediate_size=16, num_hidden_layers=4, vocab_size=32,
+    max_position_embeddings=64, num_attention_heads=4, kv_heads=2, head_dim=6,
+)  # fmt: skip
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+CHANGES = {
+    "qk_norm": {"qk_norm": True, "norm_eps": 1e-3},
+    "biases": {"qkv_bias": True, "out_bias": True},
+    "scale": {"attention_scale": 1 / 6},
+    "no positions": {"rope_theta": None},
+    "no positions here": {"no_rope_every": 3},
+    "interleaved": {"rope_interleaved": True, "rope_theta": 500.0},
+    "yarn": {"rope_scaling": YARN},
+    "window": {"window": 3},
+    "full layer": {"window": 3, "full_attention_layers": (2,)},
+    "documents": {"separate_documents": True},
+    "everything": {
+        "qk_norm": True, "out_bias": True, "window": 4, "separate_documents": True,
+        "rope_scaling": YARN, "no_rope_every": 2,
+    },
+}  # fmt: skip
+
+
+def expected(layer: Attention, spec: DecoderSpec, x: Tensor, places: Tensor, index: int) -> Tensor:
+    """The layer written out from its spec."""
+    parts = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(*places.shape, 8, 6)
+    q, k, v = parts.split((4, 2, 2), 2)
+    if spec.qk_norm:
+        eps = spec.norm_eps
+        q, k = (
+            y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight
+            for y, norm in ((q, layer.q_norm), (k, layer.k_norm))
+        )
+    turned = spec.rope_theta is not None and (index + 1) % (spec.no_rope_every or 99) != 0
+    if turned:
+        angles = rotary_angles(places, 6, spec.rope_theta or 0, spec.rope_scaling)
+        q, k = (rotate(y, *angles, interleaved=spec.rope_interleaved) for y in (q, k))
+    window = None if index in spec.full_attention_layers else spec.window
+    mask = seen(places, window, spec.separate_documents)
+    mixed = formula(q, k, v, mask, spec.attention_scale or 6**-0.5).float()
+    return F.linear(mixed.flatten(0, 1).flatten(1), layer.out.weight, layer.out.bias)
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_variation_is_what_it_says(name: str) -> None:
+    spec = replace(SPEC, **CHANGES[name])
+    layer, places, x = Attention(spec, ONE, layer=2), positions(15), torch.randn(45, 20)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    got = layer(x, Context(places))
+    torch.testing.assert_close(got, expected(layer, spec, x, places, 2), rtol=2e-5, atol=2e-4)
+    plain = Attention(SPEC, ONE, layer=2)
+    plain.load_state_dict(layer.state_dict(), strict=False)
+    same = torch.allclose(got, plain(x, Context(places)), rtol=1e-3, atol=1e-3)
+    assert same == (name == "full layer")
+
+
+def test_norms_of_queries_and_keys_are_partial() -> None:
+    layer = Attention(replace(SPEC, qk_norm=True), Axis("tp", 1, (0, 1)), device="meta")
+    for norm in (layer.q_norm, layer.k_norm):
+        assert norm.weight.shape == (6,)
+        assert [p.axis for p in norm.placements.values()] == ["tp"]  # type: ignore[union-attr]
+
+
+def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
+    scaling = RopeScaling(rope_type="yarn", factor=8.0, original_max_position_embeddings=256)
+    place = torch.tensor([[1]])
+    cos, sin = (x[0, 0, 0] for x in rotary_angles(place, 64, 1e4, scaling))
+    assert torch.hypot(cos, sin).tolist() == pytest.approx([0.1 * math.log(8) + 1] * 32)
+    plain = torch.atan2(*(x[0, 0, 0] for x in reversed(rotary_angles(place, 64, 1e4))))
+    ratio = torch.atan2(sin, cos) / plain
+    torch.testing.assert_close(ratio[0], torch.tensor(1.0))
+    torch.testing.assert_close(ratio[-1], torch.tensor(1 / 8))
+    assert (ratio.diff() <= 1e-6).all()
+    given = replace(scaling, attention_factor=1.0)
+    cos, sin = rotary_angles(place, 64, 1e4, given)
+    torch.testing.assert_close(torch.hypot(cos, sin), torch.ones_like(cos))
+
+
+def layers(**changes: object) -> list[DecoderLayer]:
+    torch.manual_seed(0)
+    spec = replace(SPEC, qk_norm=True, separate_documents=True, **changes)
+    return [DecoderLayer(spec, ONE, layer=i) for i in range(4)]
+
+
+def numbers(stack: list[DecoderLayer], run: list) -> list[Tensor]:
+    """Output and all gradients of a fixed input."""
+    x, context = torch.arange(900.0).view(45, 20).sin().requires_grad_(), Context(positions(15))
+    y = x
+    for function in run:
+        y = function(y, context)
+    parameters = [p for layer in stack for p in layer.parameters()]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [x, *parameters])]
+
+
+def test_angles_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, made = [], attention_module.rotary_angles
+    monkeypatch.setattr(attention_module, "rotary_angles", lambda *a: calls.append(a) or made(*a))
+    stack = layers(window=4)
+    numbers(stack, stack)
+    assert len(calls) == 1
+    stack[0].attention.prepare(context := Context(positions(15)))
+    before = dict(context._made)
+    stack[3](torch.randn(45, 20), context)
+    assert context._made.keys() == before.keys()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocked", "plain"])
+def test_checkpointing_changes_nothing(backend: str) -> None:
+    stack = layers(window=4, attention=backend)
+    want = numbers(stack, stack)
+
+    def again(layer: DecoderLayer):
+        return lambda x, context: torch.utils.checkpoint.checkpoint(
+            layer, x, context, use_reentrant=False
+        )
+
+    for a, b in zip(numbers(stack, [again(layer) for layer in stack]), want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' .grad
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("backend", ["sdpa", "blocked"])
+def test_a_compiled_layer_computes_the_same(backend: str, prepared: bool) -> None:
+    stack = layers(window=4, attention=backend, no_rope_every=2)
+    want = numbers(stack, stack)
+    compiled = [torch.compile(layer, backend="aot_eager") for layer in stack]
+
+    def call(index: int):
+        def run(x: Tensor, context: Context) -> Tensor:
+            if prepared:
+                stack[index].attention.prepare(context)
+            return compiled[index](x, context)
+
+        return run
+
+    for _ in range(2):  # the second micro-batch has a context of its own
+        got = numbers(stack, [call(i) for i in range(4)])
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
