@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_data import decode, encode
-from kenotron_data.tokenizer import BYTES, open_transformers
+from kenotron_data.tokenizer import BYTES, open_tokenizer, open_transformers
 from kenotron_data.tokens import END_OF_DOCUMENT
 from kenotron_generate.prompts import Prompt
 
@@ -72,17 +72,13 @@ def open_words(name: str | None, eos: Sequence[int], *, special: bool) -> Words:
 
 
 def _tokenizer_file(path: Path, eos: Sequence[int], *, special: bool) -> Words:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ImportError(f"tokenizer {path}: install tokenizers") from error
-    if not path.is_file():
-        raise ValueError(f"tokenizer {path}: there is no such file")
-    opened = Tokenizer.from_file(str(path))
+    opened: Any = open_tokenizer(str(path), end_of_document=None)
+    inner = opened.backend
+    own = [] if opened.end is None else [opened.end]
     return Words(
-        lambda text: list(opened.encode(text, add_special_tokens=special).ids),
-        lambda ids: opened.decode(list(ids), skip_special_tokens=True),
-        frozenset(eos),
+        lambda text: list(inner.encode(text, add_special_tokens=special).ids),
+        lambda ids: inner.decode(list(ids), skip_special_tokens=True),
+        frozenset([*eos, *own]),
     )
 
 

@@ -128,7 +128,9 @@ class Attention(nn.Module):
         if cache is not None:
             cache.extend(self.layer, k, v, context.positions_BS)
             if cache.used > q.shape[1]:
-                return cache.attend(self.layer, q, context, spec.window_of(self.layer), spec.scale)
+                window, places = spec.window_of(self.layer), context.positions_BS
+                seen = context.once(("seen", window), lambda: cache.seen(places, window))
+                return cache.attend(self.layer, q, seen, spec.scale)
         first_head = self.axis.rank * self.heads
         return attend(
             q,

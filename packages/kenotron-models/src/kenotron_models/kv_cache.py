@@ -6,14 +6,9 @@ is divided by tp size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from kenotron_models.context import Context
 
 
 class KVCache:
@@ -55,15 +50,9 @@ class KVCache:
                 rows = torch.arange(batch, device=coming.device)[:, None]
                 kept.transpose(1, 2)[rows, positions_BS] = coming
 
-    def attend(
-        self, layer: int, q_BSHK: Tensor, context: Context, window: int | None, scale: float
-    ) -> Tensor:
-        """``softmax(scale * q k^T) v`` over what is kept: (B, S, H, K).
-
-        A window counts the token itself.
-        """
+    def attend(self, layer: int, q_BSHK: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """``softmax(scale * q k^T) v`` over what is kept and ``seen``: (B, S, H, K)."""
         keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])
-        mask = context.once(("seen", window), lambda: self._seen(context.positions_BS, window))
         q = q_BSHK.transpose(1, 2)
         grouped = q.shape[1] != keys.shape[1]
         mixed = F.scaled_dot_product_attention(
@@ -71,8 +60,11 @@ class KVCache:
         )
         return mixed.transpose(1, 2)
 
-    def _seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
-        """Which slots each new token sees, bool (B, 1, S, used); None: all of them."""
+    def seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
+        """Which slots each new token sees, bool (B, 1, S, used); None: all of them.
+
+        A window counts the token itself.
+        """
         every = self.alike and positions_BS.shape[1] == 1
         if every and (window is None or window >= self.used):
             return None
