@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_data.config import HubDatasetsConfig, PretrainDatasetsConfig
+from kenotron_data.builtin import BuiltinText
+from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
 from kenotron_data.pieces import Piece, first_rows
 from kenotron_data.sources import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
@@ -129,7 +130,8 @@ def data_pieces(
     """List the pieces of one data set.
 
     Args:
-        name: a path to files, to a folder of `save_to_disk`, or a name of the hub.
+        name: a path to files, to a folder of `save_to_disk`, a name of the hub, or
+            `python-stdlib`.
         columns: columns that are read.
         split: which split; of the hub also a stretch such as `train[:10%]`.
         config_name: configuration of a data set that has several; it needs `datasets`.
@@ -139,6 +141,10 @@ def data_pieces(
         ValueError: the data set, the split or the configuration does not exist.
     """
     path = Path(name)
+    if name == EMBEDDED_CORPUS:
+        if split != "train":
+            raise ValueError(f"{name!r} has no split {split!r}: all of it is 'train'")
+        return [BuiltinText()]
     saved = any((path / file).is_file() for file in _SAVED)
     if path.is_file() or (path.is_dir() and not saved and not config_name and "[" not in split):
         return file_pieces(path, columns, split=split)
