@@ -13,8 +13,11 @@ from rich.console import Console
 from kenotron_ckpt import SaveFailed
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_train.availability import check_available
+from kenotron_train.corpus import prepare
 from kenotron_train.loop import train
+from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
@@ -24,10 +27,11 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     """Train from a YAML file, or the embedded default; the exit status.
 
-    End the process with ``kenotron_dist.shutdown``.
+    ``loader`` is data of one's own for stages whose config says ``dataset: null``, see
+    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
     """
     arguments = _parser().parse_args(argv)
     if arguments.json_schema:
@@ -37,11 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             return _show(preview(config))
         check_available(config)
+        check_hook(config, loader)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+        check_vocabulary(config)
+        prepare(config)
         sizes = config.parallelism
         start(
             train,
             config,
             arguments.config_file is None,
+            loader,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )

@@ -17,6 +17,7 @@ from kenotron_ckpt import (
     open_checkpoint,
 )
 from kenotron_data import Cursor
+from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
@@ -49,7 +50,7 @@ class Progress:
             self.step + 1,
             cursor,
             self.samples + config.global_batch_size,
-            self.tokens + config.global_batch_tokens,
+            self.tokens + config.batch_tokens(cursor.stage),
             schedule_start=self.schedule_start,
         )
 
@@ -98,7 +99,8 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "consumed_tokens": progress.tokens,
         "model_config": asdict(config.model.model_config),
         "dtype": config.model.dtype,
-        "sequence_length": config.tokens.sequence_length,
+        "sequence_length": config.longest_sequence,
+        "tokenizer": tokenizer_state(config),
         "reading": _reading(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):
@@ -231,10 +233,31 @@ def _reading(config: Config) -> dict[str, Any]:
         "global_batch_size": config.global_batch_size,
         "sequence_length": config.tokens.sequence_length,
         "held_out": config.tokens.limit_val_batches > 0,
-        "data_stages": [
-            {"seed": stage.data.seed, "dataset": stage.data.dataset and asdict(stage.data.dataset)}
-            for stage in config.data_stages
-        ],
+        "data_stages": [_stage_reading(stage) for stage in config.data_stages],
+        "tokenizer": tokenizer_state(config),
+    }
+
+
+def _stage_reading(stage: DatasetStageConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"seed": stage.data.seed, "dataset": None}
+    if stage.data.dataset is not None:
+        found["dataset"] = asdict(stage.data.dataset)
+    if stage.sequence_length is not None:
+        found["sequence_length"] = stage.sequence_length
+    return found
+
+
+def tokenizer_state(config: Config) -> dict[str, Any] | None:
+    """What a checkpoint says of its tokenizer; None: bytes. A local path is made absolute."""
+    section = config.tokenizer
+    name = section.tokenizer_name_or_path
+    if name is None:
+        return None
+    here = Path(name)
+    return {
+        "name": str(here.resolve()) if here.exists() else name,
+        "revision": section.tokenizer_revision,
+        "max_length": section.tokenizer_max_length,
     }
 
 
