@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,8 @@ class Description:
     """Tokens the model was trained to see at once."""
     sizes: dict[str, int]
     """Mesh it was trained on."""
+    tokenizer: dict[str, Any] | None = None
+    """Name and revision of its tokenizer; None: bytes, or the checkpoint does not say."""
 
 
 def describe(path: str | Path) -> Description:
@@ -43,7 +46,12 @@ def describe(path: str | Path) -> Description:
         )
     model = LlamaConfig.from_dict(state["model_config"])
     return Description(
-        folder, model, state["dtype"], int(state["sequence_length"]), dict(manifest.mesh)
+        folder,
+        model,
+        state["dtype"],
+        int(state["sequence_length"]),
+        dict(manifest.mesh),
+        state.get("tokenizer"),
     )
 
 
