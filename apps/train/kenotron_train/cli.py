@@ -11,8 +11,18 @@ from datetime import timedelta
 from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
-from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist import (
+    STALLED,
+    Mesh,
+    MeshConfig,
+    PeerLost,
+    RankError,
+    first_to_say,
+    start,
+)
+from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
+from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.loop import train
 from kenotron_train.own_data import Hook, check_hook
@@ -43,14 +53,17 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         check_available(config)
         check_hook(config, loader)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
-        check_vocabulary(config)
-        prepare(config)
+        is_program = launcher() == "none"
+        if is_program:  # and not one of many ranks
+            check_vocabulary(config)
+            prepare(config)
         sizes = config.parallelism
         start(
-            train,
+            _train,
             config,
             arguments.config_file is None,
             loader,
+            is_program,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
@@ -64,6 +77,17 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     except USER_ERRORS as error:
         return _fail(str(error))
     return 0
+
+
+def _train(
+    mesh: Mesh, config: Config, sample: bool, loader: Hook | None, is_prepared: bool
+) -> None:
+    """What every rank does. Where no program came before them, ranks make the cache themselves."""
+    if not is_prepared:
+        with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
+            check_vocabulary(config)
+            prepare(config)
+    train(mesh, config, sample, loader)
 
 
 def _show(text: str) -> int:

@@ -216,6 +216,11 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
         f"samples, {short(config.batch_tokens(0))} tokens | steps: {config.tokens.train_steps}"
     )
+    stages = config.data_stages
+    report.say(
+        f"[Training Plan] There are {len(stages)} training stages\n"
+        + "\n".join(f"[Stage {s.name}] start from step {s.start_training_step}" for s in stages)
+    )
     report.say(
         f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
         + describe(training.groups, training.model.layouts, training.grads.whole)

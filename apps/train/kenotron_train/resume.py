@@ -28,6 +28,9 @@ NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pr
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
 NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
 
+HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+"""Fields of a data set that change neither its samples nor their order."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -261,10 +264,23 @@ def tokenizer_state(config: Config) -> dict[str, Any] | None:
     }
 
 
+def _order(reading: dict[str, Any]) -> dict[str, Any]:
+    """The part of a reading that samples and their order follow from."""
+    stages = [
+        stage
+        | {
+            "dataset": stage["dataset"]
+            and {k: v for k, v in stage["dataset"].items() if k not in HOW_IT_IS_MADE}
+        }
+        for stage in reading["data_stages"]
+    ]
+    return reading | {"data_stages": stages}
+
+
 def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
-    now = _reading(config)
-    for name, before in state["reading"].items():
+    now = _order(_reading(config))
+    for name, before in _order(state["reading"]).items():
         if now.get(name) != before:
             remark += f"; {name} changes from {before} to {now.get(name)}"
             if name != "global_batch_size":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import own_runs
 import pytest
@@ -13,7 +14,7 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, named_parameters, spawn
 from kenotron_train.assemble import build_training
 from kenotron_train.corpus import open_corpus, open_loader
-from kenotron_train.step import NO_TARGET, training_step
+from kenotron_train.step import NO_TARGET, global_count, loss_fn, training_step
 from kenotron_train.yaml_config import ConfigError
 
 PAIRS = [{"prompt": f"what is {i} ", "completion": f"it is {i * i % 17}"} for i in range(60)]
@@ -127,3 +128,49 @@ def test_what_is_wrong_with_examples_names_the_key(tmp_path, bpe):
         open_corpus(configure(tmp_path, section(chats), changes), 0)
     with pytest.raises(ConfigError, match="answers are read as bytes and ended by 256"):
         configure(tmp_path, section(chats), {"model.model_config.vocab_size": 256})
+
+
+def masked(mesh: Mesh, config) -> dict[str, float]:
+    """Losses of one batch under several masks, and with tokens changed."""
+    training = build_training(config, mesh)
+    with open_loader(config, mesh, open_corpus(config, 0), Cursor()) as loader:
+        batch = next(loader)
+
+    def loss(labels, tokens=batch.tokens_MBS) -> float:
+        changed = replace(batch, labels_MBS=labels, tokens_MBS=tokens)
+        count = global_count(changed, mesh, 1)
+        inputs = [micro.tokens_BS.flatten() for micro in changed]
+        whole = loss_fn(training, changed, count)
+        return float(training.model.pipeline.evaluate(inputs, whole, list(changed)))
+
+    labels, learned = batch.labels_MBS, batch.labels_MBS != NO_TARGET
+    which = learned.flatten().nonzero()[:, 0]
+
+    def only(places: torch.Tensor) -> torch.Tensor:
+        kept = torch.full_like(labels.flatten(), NO_TARGET)
+        kept[places] = labels.flatten()[places]
+        return kept.view_as(labels)
+
+    pads = batch.documents_MBS == -1
+    first = batch.tokens_MBS.clone()
+    first[..., 0] += 1
+    found = {
+        "all": loss(labels),
+        "half": loss(only(which[::2])),
+        "one": loss(only(which[:1])),
+        "other padding": loss(labels, batch.tokens_MBS.masked_fill(pads, 7)),
+        "other prompt": loss(labels, first),
+        "padding": float(pads.sum()),
+    }
+    with pytest.raises(ValueError, match="no position of the global batch has a target"):
+        loss(only(which[:0]))
+    return found
+
+
+def test_masks_and_tokens_count_and_padding_does_not(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", PAIRS)
+    (found,) = spawn(masked, configure(tmp_path, section(path)), preload=own_runs.PRELOAD)
+    assert found["padding"] > 0
+    for name in ("half", "one", "other prompt"):
+        assert abs(found[name] - found["all"]) > 1e-6
+    assert found["other padding"] == pytest.approx(found["all"], rel=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import own_runs
@@ -242,3 +243,22 @@ def test_the_program_says_so_before_it_starts_ranks(tmp_path: Path) -> None:
     done = runs.train(tmp_path, *flags)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {DATASET}.hf_dataset_or_datasets: no data at 'gone.txt'")
+
+
+def test_ranks_that_a_launcher_started_make_the_cache_once(tmp_path, texts, cache):
+    flags = runs.arguments(tmp_path, tokens__train_steps=1, parallelism__dp=2)
+    section = f"{{hf_dataset_or_datasets: [{texts}], dataset_overwrite_cache: true}}"
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(runs.APP))
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    kept = [part for pair in pairs if "hf_dataset" not in pair[1] for part in pair]
+    done = runs.start(
+        sys.executable, *command, *kept, "--set", f"{DATASET}={section}", cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    (folder,) = [path for path in (cache / "tokens").iterdir() if path.is_dir()]
+    assert f"kept in {folder}" in done.stdout
+    assert len(runs.metrics(tmp_path)) == 1
+    broken = f"{DATASET}={{hf_dataset_or_datasets: gone.txt}}"
+    done = runs.start(sys.executable, *command, *kept, "--set", broken, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("error: data_stages.0") == 1
