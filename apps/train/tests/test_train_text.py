@@ -182,6 +182,10 @@ def test_a_checkpoint_names_its_tokenizer(tmp_path, bpe, texts, monkeypatch):
     whole = run(tmp_path / "1", section, changes)
     state = read_manifest(tmp_path / "1/checkpoints/4").state
     assert state["tokenizer"] == {"name": str(bpe), "revision": None, "max_length": None}
+    generate = runs.APP.parent / "generate"
+    given = ("--ckpt-path", str(tmp_path / "1/checkpoints/4"), "--prompt", "the")
+    done = runs.start(sys.executable, str(generate), *given, cwd=tmp_path)
+    assert (done.returncode, f"trained with the tokenizer {bpe}" in done.stderr) == (1, True)
     resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
     assert run(tmp_path / "2", section, changes | resumed) == whole[2:]
     monkeypatch.chdir(bpe.parent)

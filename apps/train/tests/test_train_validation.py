@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import runs
@@ -26,8 +27,9 @@ def section(tmp_path):
     return {"hf_dataset_or_datasets": [str(words), str(jsonl(tmp_path / "d.jsonl", digits))]}
 
 
-def both(mesh: Mesh, config) -> tuple[Validation, dict[str, float], float]:
+def both(mesh: Mesh, config, cache) -> tuple[Validation, dict[str, float], float]:
     """The validation of a fresh model, and its losses by hand of all that is held out."""
+    os.environ["KENOTRON_CACHE"] = cache
     training = build_training(config, mesh)
     held = open_corpus(config, 0).validation
     losses, total, count = {}, 0.0, 0
@@ -56,11 +58,10 @@ def training_batch(row):
     )
 
 
-def test_each_source_has_the_mean_over_its_own_targets(tmp_path, section, monkeypatch):
-    monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
+def test_each_source_has_the_mean_over_its_own_targets(tmp_path, section):
     config = configure(tmp_path / "1", section, {"tokens.limit_val_batches": 1000})
-    open_corpus(config, 0)
-    ((found, by_hand, overall),) = spawn(both, config, preload=PRELOAD)
+    cache = str(tmp_path / "cache")
+    ((found, by_hand, overall),) = spawn(both, config, cache, preload=PRELOAD)
     assert len(by_hand) == 2
     assert found.sources == pytest.approx(by_hand, rel=1e-5)
     assert found.loss == pytest.approx(overall, rel=1e-5)
