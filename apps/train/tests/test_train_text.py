@@ -266,3 +266,17 @@ def test_ranks_that_a_launcher_started_make_the_cache_once(tmp_path, texts, cach
     done = runs.start(sys.executable, *command, *kept, "--set", broken, cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("error: data_stages.0") == 1
+
+
+def test_the_program_tokenises_with_several_processes_and_then_starts_ranks(tmp_path, cache):
+    text = " ".join(documents(200)) * 10
+    path = jsonl(tmp_path / "big.jsonl", [{"text": text}] * (9_500_000 // len(text)))
+    flags = runs.arguments(tmp_path, tokens__train_steps=1, parallelism__dp=2)
+    pairs = zip(flags[::2], flags[1::2], strict=True)
+    kept = [part for pair in pairs if "hf_dataset" not in pair[1] for part in pair]
+    section = f"{{hf_dataset_or_datasets: {path}, dataset_processing_num_proc_per_process: 2}}"
+    given = ("--set", f"{DATASET}={section}")
+    done = runs.start(sys.executable, str(runs.APP), *kept, *given, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(list(cache.glob("tokens/*/*.ds"))) == 3
+    assert len(runs.metrics(tmp_path)) == 1
