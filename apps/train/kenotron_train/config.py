@@ -6,7 +6,7 @@ from typing import Any
 
 from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_ckpt.s3_config import S3UploadConfig
-from kenotron_data.config import DatasetStageConfig
+from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
 from kenotron_models.config import LlamaConfig
 from kenotron_optim.config import OptimizerConfig
 from kenotron_train.checks import Sections, cross_problems
@@ -188,6 +188,11 @@ def ignored_keys(config: Config) -> list[str]:
     for number, stage in enumerate(config.data_stages):
         for path, why in STAGE_WITHOUT_EFFECT.items():
             found += [f"data_stages.{number}.{line}" for line in _ignored(stage, path, why)]
+        if isinstance(stage.data.dataset, SFTDatasetsConfig):
+            why = "every rank reads examples itself and keeps them in memory"
+            for name in ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
+                lines = _ignored(stage, f"data.dataset.{name}", why)
+                found += [f"data_stages.{number}.{line}" for line in lines]
     if config.tokenizer.tokenizer_name_or_path is None:
         why = "without a tokenizer text is read as bytes"
         found += _ignored(config, "tokenizer.tokenizer_revision", why)

@@ -58,11 +58,13 @@ def prepare(config: Config) -> None:
     For programs, before ranks are started; without it the first rank to read makes them, alone.
     Raises ValueError naming the key.
     """
+    made: list[PretrainDatasetsConfig] = []
     for number, stage in enumerate(config.data_stages):
         section = stage.data.dataset
-        if isinstance(section, PretrainDatasetsConfig):
+        if isinstance(section, PretrainDatasetsConfig) and section not in made:
             with _naming(number, "hf_dataset_or_datasets"):
                 make_cache(config, section)
+            made.append(section)
 
 
 def open_corpus(config: Config, stage: int, hook: Hook | None = None) -> Corpus:

@@ -62,8 +62,8 @@ def cache_folder() -> Path:
 def make_cache(config: Config, section: PretrainDatasetsConfig) -> None:
     """Tokenise the data sets of a section that are kept in the cache, with all its processes.
 
-    ``dataset_overwrite_cache`` is obeyed here alone: call it once, in the program and not in each
-    rank. Raises as ``cached_tokens`` does.
+    ``dataset_overwrite_cache`` is obeyed here alone: call it once for a training, before ranks
+    start or on all of them together. Raises as ``cached_tokens`` does.
     """
     if _is_in_memory(config, section):
         return
@@ -190,7 +190,10 @@ def _cached(
 def _is_in_memory(config: Config, section: PretrainDatasetsConfig) -> bool:
     """Whether a section is one corpus of plain text that is read as bytes."""
     name = section.hf_dataset_or_datasets
-    if config.tokenizer != type(config.tokenizer)() or not isinstance(name, str):
+    tokenizer = config.tokenizer
+    if tokenizer.tokenizer_name_or_path or tokenizer.tokenizer_max_length:
+        return False
+    if not isinstance(name, str):
         return False
     if section.splits != ("train",) or section.hf_dataset_config_name is not None:
         return False

@@ -81,12 +81,11 @@ def _is_bytes(name: str | None) -> bool:
 def _named(config: Config) -> TextTokenizer:
     section = config.tokenizer
     name = section.tokenizer_name_or_path
-    ends = None
-    if _is_bytes(name):
-        ends = config.model.model_config.vocab_size > END_OF_BYTES
+    has_room = config.model.model_config.vocab_size > END_OF_BYTES
+    if name is None:
+        return open_tokenizer(BYTES, end_of_document=has_room)
+    ends = has_room if name == BYTES else None
     try:
-        return open_tokenizer(
-            name or BYTES, revision=section.tokenizer_revision, end_of_document=ends
-        )
+        return open_tokenizer(name, revision=section.tokenizer_revision, end_of_document=ends)
     except (ImportError, ValueError) as error:
         raise ValueError(f"{KEY}: {error}") from error

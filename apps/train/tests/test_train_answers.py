@@ -13,6 +13,7 @@ from own_runs import DATASET, LAYOUTS, configure, jsonl, run
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, named_parameters, spawn
 from kenotron_train.assemble import build_training
+from kenotron_train.config import ignored_keys
 from kenotron_train.corpus import open_corpus, open_loader
 from kenotron_train.step import NO_TARGET, global_count, loss_fn, training_step
 from kenotron_train.yaml_config import ConfigError
@@ -113,6 +114,12 @@ def test_samples_are_counted_over_all_sets_and_long_examples_left_out(tmp_path):
     fits = [p for p in PAIRS if len(p["prompt"] + p["completion"]) + 1 <= 18]
     assert 0 < len(found.training) == len(fits) < 60
     assert f"{60 - len(fits)} too long" in found.about
+
+
+def test_keys_of_the_cache_are_ignored_aloud(tmp_path):
+    config = configure(tmp_path, section("a.jsonl", dataset_overwrite_cache=True))
+    (line,) = ignored_keys(config)
+    assert line.startswith(f"{DATASET}.dataset_overwrite_cache: true has no effect: every rank")
 
 
 def test_what_is_wrong_with_examples_names_the_key(tmp_path, bpe):

@@ -14,6 +14,7 @@ from own_runs import DATASET, configure, documents, jsonl, run
 from kenotron_ckpt import read_manifest
 from kenotron_data import TokenFolder, open_tokenizer
 from kenotron_dist import RankError
+from kenotron_train.config import ignored_keys
 from kenotron_train.corpus import Corpus, open_corpus, prepare
 from kenotron_train.resume import tokenizer_state
 from kenotron_train.vocabulary import check_vocabulary, text_tokenizer
@@ -141,7 +142,11 @@ def test_processes_tokenise_in_the_program_and_overwriting_happens_once(tmp_path
         "dataset_processing_num_proc_per_process": 2,
         "dataset_overwrite_cache": True,
     }
-    config = configure(tmp_path, section)
+    twice = [
+        {"name": name, "start_training_step": step, "data": {"seed": 1, "dataset": section}}
+        for name, step in (("one", 1), ("two", 3))
+    ]
+    config = configure(tmp_path, None, {"data_stages": json.dumps(twice)})
     prepare(config)
     (note,) = (cache / "tokens").glob("*/tokenize.json")
     before = note.stat().st_mtime_ns
@@ -171,6 +176,21 @@ def test_documents_are_cut_at_tokenizer_max_length(tmp_path, texts):
 def test_a_tokenizer_without_an_end_is_used_without(tmp_path):
     name = own_runs.tokenizer(tmp_path / "t", eos=None)
     assert text_tokenizer(configure(tmp_path, None, {NAME: name})).end is None
+
+
+def test_bytes_end_documents_where_the_vocabulary_has_room(tmp_path):
+    for name in ("bytes", "null"):
+        for size, end in ((256, None), (257, 256)):
+            changes = {NAME: name, VOCABULARY: size}
+            assert text_tokenizer(configure(tmp_path, None, changes)).end == end
+
+
+def test_a_revision_without_a_name_is_ignored_aloud(tmp_path, texts):
+    section = {"hf_dataset_or_datasets": str(texts)}
+    config = configure(tmp_path, section, {"tokenizer.tokenizer_revision": "v1"})
+    (line,) = ignored_keys(config)
+    assert line.startswith("tokenizer.tokenizer_revision: v1 has no effect")
+    assert len(open_corpus(config, 0).training) > 0
 
 
 def test_a_checkpoint_names_its_tokenizer(tmp_path, bpe, texts, monkeypatch):
