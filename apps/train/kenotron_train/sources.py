@@ -40,6 +40,7 @@ from kenotron_train.vocabulary import answer_tokenizer, text_tokenizer
 
 HELD_OUT = 0.1
 """Share of a corpus, its tail, that validation keeps when there is any and no split is named."""
+CACHE_ADVICE = "set KENOTRON_CACHE to a folder that can be written"
 FILE_ORDER = 42
 """Seed of the order of files, where it is asked for: Nanotron's."""
 
@@ -54,9 +55,19 @@ class Sources:
 
 
 def cache_folder() -> Path:
-    """Where tokens of text are kept: below KENOTRON_CACHE, or ~/.cache/kenotron."""
+    """Where tokens of text are kept: below KENOTRON_CACHE, or ~/.cache/kenotron; it is made.
+
+    Raises ValueError where it cannot be written.
+    """
     named = os.environ.get("KENOTRON_CACHE")
-    return (Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens"
+    folder = (Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"tokens cannot be kept in {folder}: {error}; {CACHE_ADVICE}") from error
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"tokens cannot be kept in {folder}: no right to write; {CACHE_ADVICE}")
+    return folder
 
 
 def make_cache(config: Config, section: PretrainDatasetsConfig) -> None:

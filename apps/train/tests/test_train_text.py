@@ -156,6 +156,15 @@ def test_processes_tokenise_in_the_program_and_overwriting_happens_once(tmp_path
     assert note.stat().st_mtime_ns > before
 
 
+def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path, texts, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KENOTRON_CACHE", f"{tmp_path}/file")
+    config = configure(tmp_path, {"hf_dataset_or_datasets": str(texts)})
+    for read in (prepare, lambda config: open_corpus(config, 0)):
+        with pytest.raises(ValueError, match="cannot be kept in .*set KENOTRON_CACHE to a folder"):
+            read(config)
+
+
 def test_keys_of_the_cache_have_no_effect_in_memory_and_it_is_said(tmp_path):
     section = {
         "hf_dataset_or_datasets": str(runs.write_text(tmp_path)),
