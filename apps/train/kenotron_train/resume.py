@@ -22,6 +22,7 @@ from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.upload import Uploads, local_copy
+from kenotron_train.vocabulary import BYTES
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -254,27 +255,25 @@ def tokenizer_state(config: Config) -> dict[str, Any] | None:
     """What a checkpoint says of its tokenizer; None: bytes. A local path is made absolute."""
     section = config.tokenizer
     name = section.tokenizer_name_or_path
-    if name is None:
+    if name is None and section.tokenizer_max_length is None:
         return None
-    here = Path(name)
+    here = Path(name or BYTES)
     return {
-        "name": str(here.resolve()) if here.exists() else name,
-        "revision": section.tokenizer_revision,
+        "name": str(here.resolve()) if name and here.exists() else name or BYTES,
+        "revision": section.tokenizer_revision if name else None,
         "max_length": section.tokenizer_max_length,
     }
 
 
 def _order(reading: dict[str, Any]) -> dict[str, Any]:
-    """The part of a reading that samples and their order follow from."""
-    stages = [
-        stage
-        | {
-            "dataset": stage["dataset"]
-            and {k: v for k, v in stage["dataset"].items() if k not in HOW_IT_IS_MADE}
-        }
-        for stage in reading["data_stages"]
-    ]
-    return reading | {"data_stages": stages}
+    """The part of a reading, ours or an imported one, that samples and their order follow from."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(v) for key, v in value.items() if key not in HOW_IT_IS_MADE}
+        return [kept(each) for each in value] if isinstance(value, list) else value
+
+    return kept(reading)
 
 
 def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:

@@ -13,10 +13,11 @@ from own_runs import DATASET, configure, documents, jsonl, run
 
 from kenotron_ckpt import read_manifest
 from kenotron_data import TokenFolder, open_tokenizer
-from kenotron_dist import RankError
+from kenotron_dist import RankError, spawn
+from kenotron_train.assemble import build_training
 from kenotron_train.config import ignored_keys
 from kenotron_train.corpus import Corpus, open_corpus, prepare
-from kenotron_train.resume import tokenizer_state
+from kenotron_train.resume import resume, tokenizer_state
 from kenotron_train.vocabulary import check_vocabulary, text_tokenizer
 
 NAME = "tokenizer.tokenizer_name_or_path"
@@ -309,3 +310,23 @@ def test_the_program_tokenises_with_several_processes_and_then_starts_ranks(tmp_
     assert done.returncode == 0, done.stderr
     assert len(list(cache.glob("tokens/*/*.ds"))) == 3
     assert len(runs.metrics(tmp_path)) == 1
+
+
+def remark(mesh, config) -> str:
+    return resume(build_training(config, mesh))[1]
+
+
+def test_how_tokens_are_made_is_no_change_of_the_data(tmp_path, texts):
+    section = {"hf_dataset_or_datasets": str(texts)}
+    run(tmp_path / "1", section, {"checkpoints.checkpoint_interval": 2})
+    folder = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
+    several = section | {"dataset_processing_num_proc_per_process": 4}
+    for given, change, twice in (
+        (several, {}, False),
+        (section, {"tokenizer.tokenizer_max_length": 900}, True),
+        (section, {"data_stages.0.data.seed": 1}, True),
+    ):
+        config = configure(tmp_path / "2", given, folder | change)
+        (said,) = spawn(remark, config, preload=own_runs.PRELOAD)
+        assert said.startswith("Resumed after step 2")
+        assert ("samples may come twice" in said) == twice
