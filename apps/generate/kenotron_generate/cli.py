@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
             )
             print(f"reading {described.folder}{more}", file=sys.stderr)
-        _check_bytes(described)
         pp, tp = (_size(name, getattr(arguments, name), described) for name in ("pp", "tp"))
         start(continue_text, described, request, config=MeshConfig(pp=pp, tp=tp))
     except KeyboardInterrupt:
@@ -108,16 +107,6 @@ def continue_text(mesh: Mesh, described: Description, request: Request) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         print(printable(text) if sys.stdout.isatty() else text, flush=True)
-
-
-def _check_bytes(described: Description) -> None:
-    """Refuse a model whose ids are no bytes with a ValueError naming its tokenizer."""
-    name = (described.tokenizer or {}).get("name", "bytes")
-    if name != "bytes":
-        raise ValueError(
-            f"{described.folder} was trained with the tokenizer {name}, which is not available "
-            "here yet: only models of bytes continue text"
-        )
 
 
 def _size(name: str, given: int, described: Description) -> int:

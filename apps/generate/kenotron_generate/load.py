@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,8 +25,6 @@ class Description:
     """Tokens the model was trained to see at once."""
     sizes: dict[str, int]
     """Mesh it was trained on."""
-    tokenizer: dict[str, Any] | None = None
-    """Name and revision of its tokenizer; None: bytes, or the checkpoint does not say."""
 
 
 def describe(path: str | Path) -> Description:
@@ -46,12 +43,7 @@ def describe(path: str | Path) -> Description:
         )
     model = LlamaConfig.from_dict(state["model_config"])
     return Description(
-        folder,
-        model,
-        state["dtype"],
-        int(state["sequence_length"]),
-        dict(manifest.mesh),
-        state.get("tokenizer"),
+        folder, model, state["dtype"], int(state["sequence_length"]), dict(manifest.mesh)
     )
 
 

@@ -40,7 +40,6 @@ from kenotron_train.vocabulary import answer_tokenizer, text_tokenizer
 
 HELD_OUT = 0.1
 """Share of a corpus, its tail, that validation keeps when there is any and no split is named."""
-CACHE_ADVICE = "set KENOTRON_CACHE to a folder that can be written"
 FILE_ORDER = 42
 """Seed of the order of files, where it is asked for: Nanotron's."""
 
@@ -55,18 +54,18 @@ class Sources:
 
 
 def cache_folder() -> Path:
-    """Where tokens of text are kept: below KENOTRON_CACHE, or ~/.cache/kenotron; it is made.
+    """Where tokens of text are kept: below KENOTRON_CACHE, or ~/.cache/kenotron.
 
     Raises ValueError where it cannot be written.
     """
     named = os.environ.get("KENOTRON_CACHE")
     folder = (Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"tokens cannot be kept in {folder}: {error}; {CACHE_ADVICE}") from error
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"tokens cannot be kept in {folder}: no right to write; {CACHE_ADVICE}")
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ValueError(
+            f"tokens cannot be kept in {folder}: {there} is no folder that can be written; set "
+            "KENOTRON_CACHE to one"
+        )
     return folder
 
 

@@ -162,7 +162,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path, texts, monkey
     monkeypatch.setenv("KENOTRON_CACHE", f"{tmp_path}/file")
     config = configure(tmp_path, {"hf_dataset_or_datasets": str(texts)})
     for read in (prepare, lambda config: open_corpus(config, 0)):
-        with pytest.raises(ValueError, match="cannot be kept in .*set KENOTRON_CACHE to a folder"):
+        with pytest.raises(ValueError, match="cannot be kept in .*set KENOTRON_CACHE to one"):
             read(config)
 
 
@@ -212,10 +212,6 @@ def test_a_checkpoint_names_its_tokenizer(tmp_path, bpe, texts, monkeypatch):
     whole = run(tmp_path / "1", section, changes)
     state = read_manifest(tmp_path / "1/checkpoints/4").state
     assert state["tokenizer"] == {"name": str(bpe), "revision": None, "max_length": None}
-    generate = runs.APP.parent / "generate"
-    given = ("--ckpt-path", str(tmp_path / "1/checkpoints/4"), "--prompt", "the")
-    done = runs.start(sys.executable, str(generate), *given, cwd=tmp_path)
-    assert (done.returncode, f"trained with the tokenizer {bpe}" in done.stderr) == (1, True)
     resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
     assert run(tmp_path / "2", section, changes | resumed) == whole[2:]
     monkeypatch.chdir(bpe.parent)
