@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kenotron_data.config import DatasetStageConfig, NanosetDatasetsConfig, PretrainDatasetsConfig
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_models.config_qwen2 import Qwen2Config
 from kenotron_train.config import Config
@@ -21,8 +20,6 @@ def unavailable(config: Config) -> list[str]:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
     found = [*_parallelism(config.parallelism), *_model(config.model), *_sections(config)]
-    for number, stage in enumerate(config.data_stages):
-        found += _data(stage, f"data_stages.{number}")
     return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
 
 
@@ -60,9 +57,6 @@ def _model(section: ModelConfig) -> _Lines:
 def _sections(config: Config) -> _Lines:
     if config.general.benchmark_csv_path is not None:
         yield "general.benchmark_csv_path", "a table of speeds is", "set it to null"
-    if config.tokenizer.tokenizer_name_or_path is not None:
-        advice = "set it to null: text is read as bytes"
-        yield "tokenizer.tokenizer_name_or_path", "a tokenizer is", advice
     for name, what in (
         ("profiler", "profiles are"),
         ("lighteval", "evaluations are"),
@@ -72,28 +66,3 @@ def _sections(config: Config) -> _Lines:
             yield name, what, "remove the section"
     if config.metrics_logging is not None and config.metrics_logging.log_level > 0:
         yield "metrics_logging.log_level", "figures of layers are", "set it to 0"
-
-
-def _data(stage: DatasetStageConfig, path: str) -> _Lines:
-    if stage.sequence_length is not None:
-        advice = "set it to null: tokens.sequence_length is that of all stages"
-        yield f"{path}.sequence_length", "a stage's own length is", advice
-    section, path = stage.data.dataset, f"{path}.data.dataset"
-    if section is None:
-        return
-    if isinstance(section, NanosetDatasetsConfig):
-        return
-    if not isinstance(section, PretrainDatasetsConfig):
-        name = type(section).__name__.removesuffix("DatasetsConfig")
-        yield path, f"a {name} was given; that is", "give text as hf_dataset_or_datasets"
-        return
-    if not isinstance(section.hf_dataset_or_datasets, str):
-        yield f"{path}.hf_dataset_or_datasets", "a mixture is", "give one local path"
-    for name, known in (
-        ("hf_dataset_splits", "train"),
-        ("hf_dataset_config_name", None),
-        ("text_column_name", "text"),
-    ):
-        if (given := getattr(section, name)) != known:
-            advice = f"set it to {'null' if known is None else known} or leave it out"
-            yield f"{path}.{name}", f"{given!r} was given; choosing one is", advice

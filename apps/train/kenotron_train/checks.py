@@ -4,7 +4,12 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict
 
-from kenotron_data.config import DatasetStageConfig
+from kenotron_data.config import (
+    DatasetStageConfig,
+    NanosetDatasetsConfig,
+    PretrainDatasetsConfig,
+    SFTDatasetsConfig,
+)
 from kenotron_models.config import LlamaConfig
 from kenotron_models.config_experimental import MambaModelConfig
 from kenotron_models.config_starcoder2 import Starcoder2Config
@@ -44,6 +49,7 @@ def cross_problems(sections: Sections) -> list[str]:
         found += _stage_order(stages)
     if model and stages:
         found += _vocabulary(model, stages, sections.get("tokenizer"))
+        found += _ids_of_folders(model, stages)
     if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
         found += _profile(tokens, profiler)
     return found
@@ -110,11 +116,29 @@ def _vocabulary(
     size = model.model_config.vocab_size
     if tokenizer is not None and tokenizer.tokenizer_name_or_path is not None:
         return []
-    if size >= BYTE_TOKENS or all(stage.data.dataset is None for stage in stages):
+    kinds = {type(stage.data.dataset) for stage in stages}
+    path = "model.model_config.vocab_size"
+    if SFTDatasetsConfig in kinds and size <= BYTE_TOKENS:
+        return [
+            f"{path}: {size} was given; answers are read as bytes and ended by {BYTE_TOKENS}, so "
+            f"at least {BYTE_TOKENS + 1} are needed"
+        ]
+    if size >= BYTE_TOKENS or PretrainDatasetsConfig not in kinds:
         return []
     return [
-        f"model.model_config.vocab_size: {size} was given; text is read as bytes and needs at "
-        f"least {BYTE_TOKENS}; {BYTE_TOKENS + 1} also marks where documents end"
+        f"{path}: {size} was given; text is read as bytes and needs at least {BYTE_TOKENS}; "
+        f"{BYTE_TOKENS + 1} also marks where documents end"
+    ]
+
+
+def _ids_of_folders(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+    size = model.model_config.vocab_size
+    return [
+        f"data_stages.{number}.data.dataset.vocab_size: {section.vocab_size} was given; "
+        f"model.model_config.vocab_size is {size}, which must be at least as many"
+        for number, stage in enumerate(stages)
+        if isinstance(section := stage.data.dataset, NanosetDatasetsConfig)
+        and (section.vocab_size or 0) > size
     ]
 
 

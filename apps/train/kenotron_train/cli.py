@@ -11,10 +11,23 @@ from datetime import timedelta
 from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
-from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist import (
+    STALLED,
+    Mesh,
+    MeshConfig,
+    PeerLost,
+    RankError,
+    first_to_say,
+    start,
+)
+from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
+from kenotron_train.config import Config
+from kenotron_train.corpus import prepare
 from kenotron_train.loop import train
+from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
@@ -24,10 +37,11 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     """Train from a YAML file, or the embedded default; the exit status.
 
-    End the process with ``kenotron_dist.shutdown``.
+    ``loader`` is data of one's own for stages whose config says ``dataset: null``, see
+    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
     """
     arguments = _parser().parse_args(argv)
     if arguments.json_schema:
@@ -37,11 +51,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             return _show(preview(config))
         check_available(config)
+        check_hook(config, loader)
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+        is_program = launcher() == "none"
+        if is_program:  # and not one of many ranks
+            check_vocabulary(config)
+            prepare(config)
         sizes = config.parallelism
         start(
-            train,
+            _train,
             config,
             arguments.config_file is None,
+            loader,
+            is_program,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
@@ -55,6 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         return _fail(str(error))
     return 0
+
+
+def _train(
+    mesh: Mesh, config: Config, sample: bool, loader: Hook | None, is_prepared: bool
+) -> None:
+    """What every rank does. Where no program came before them, ranks make the cache themselves."""
+    if not is_prepared:
+        with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
+            check_vocabulary(config)
+            prepare(config)
+    train(mesh, config, sample, loader)
 
 
 def _show(text: str) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kenotron_ckpt.config import CheckpointsConfig
 from kenotron_ckpt.s3_config import S3UploadConfig
-from kenotron_data.config import DatasetStageConfig
+from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
 from kenotron_models import DecoderSpec
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
 from kenotron_optim.config import OptimizerConfig
@@ -39,10 +39,7 @@ WITHOUT_EFFECT = {
     "tokens.limit_test_batches": "there is no test beside the validation",
 }
 STAGE_WITHOUT_EFFECT = {
-    "data.num_loading_workers": "the training process reads the tokens itself",
-    "data.dataset.dataset_processing_num_proc_per_process": "text is made into tokens "
-    "by one process",
-    "data.dataset.dataset_overwrite_cache": "no cache is kept",
+    "data.dataset.tokenizer_name": "the files hold ids already",
     "data.dataset.skip_in_stream": "any sample is found at once",
     "data.dataset.pad_samples_to_global_batch_size": "epochs follow one another within a batch",
     "data.dataset.use_old_brrr_dataloader": "there is one loader",
@@ -133,8 +130,55 @@ class Config:
 
     @property
     def global_batch_tokens(self) -> int:
-        """Tokens of one update, over all ranks."""
+        """Tokens of one update, over all ranks, in stages without a length of their own."""
         return self.global_batch_size * self.tokens.sequence_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a sample in the stage that has the longest ones."""
+        return max(self.sequence_of(stage) for stage in range(len(self.data_stages)))
+
+    def sequence_of(self, stage: int) -> int:
+        """Tokens of a sample in a stage."""
+        return self.data_stages[stage].sequence_length or self.tokens.sequence_length
+
+    def batch_tokens(self, stage: int) -> int:
+        """Tokens of one update in a stage, over all ranks."""
+        return self.global_batch_size * self.sequence_of(stage)
+
+    def stage_at(self, step: int) -> int:
+        """Index of the data stage that a step, counted from 1, reads."""
+        return sum(stage.start_training_step <= step for stage in self.data_stages) - 1
+
+    def steps_of(self, stage: int) -> int:
+        """Steps of the training that read a stage."""
+        starts = [each.start_training_step for each in self.data_stages]
+        ends = [*(start - 1 for start in starts[1:]), self.tokens.train_steps]
+        return max(0, min(ends[stage], self.tokens.train_steps) - starts[stage] + 1)
+
+
+def cautions(config: Config) -> list[str]:
+    """Name what can be run and is likely a mistake.
+
+    Args:
+        config: the config of a training.
+
+    Returns:
+        One line for each, `key.path: value was given; what is odd`.
+    """
+    known = getattr(config.model.model_config, "max_position_embeddings", None)
+    if known is None:
+        return []
+    keys = {"tokens.sequence_length": config.tokens.sequence_length}
+    for number, stage in enumerate(config.data_stages):
+        if stage.sequence_length is not None:
+            keys[f"data_stages.{number}.sequence_length"] = stage.sequence_length
+    return [
+        f"{key}: {length} was given; that is beyond model.model_config.max_position_embeddings "
+        f"({known}): nothing is cut, but other programs may refuse the model at this length"
+        for key, length in keys.items()
+        if length > known
+    ]
 
 
 def ignored_keys(config: Config) -> list[str]:
@@ -150,6 +194,14 @@ def ignored_keys(config: Config) -> list[str]:
     for number, stage in enumerate(config.data_stages):
         for path, why in STAGE_WITHOUT_EFFECT.items():
             found += [f"data_stages.{number}.{line}" for line in _ignored(stage, path, why)]
+        if isinstance(stage.data.dataset, SFTDatasetsConfig):
+            why = "every rank reads examples itself and keeps them in memory"
+            for name in ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
+                lines = _ignored(stage, f"data.dataset.{name}", why)
+                found += [f"data_stages.{number}.{line}" for line in lines]
+    if config.tokenizer.tokenizer_name_or_path is None:
+        why = "without a tokenizer text is read as bytes"
+        found += _ignored(config, "tokenizer.tokenizer_revision", why)
     return found
 
 

@@ -1,11 +1,10 @@
-"""What a stage of training reads: text made into tokens, folders of tokens, or made-up tokens."""
+"""What a stage of training reads: text, folders of tokens, data of one's own, or made-up tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -14,28 +13,30 @@ from kenotron_data import (
     Concatenated,
     Cursor,
     Dataset,
+    IterableLoader,
     Loader,
     Mixture,
-    Nanoset,
-    PackedTokens,
     RandomTokens,
-    Subset,
-    TokenFolder,
-    builtin_documents,
-    encode,
-    hold_out_each,
-    split,
-    text_documents,
+    hold_out,
     validation_batches,
 )
-from kenotron_data.config import EMBEDDED_CORPUS, NanosetDatasetsConfig
+from kenotron_data.config import (
+    NanosetDatasetsConfig,
+    PretrainDatasetsConfig,
+    SFTDatasetsConfig,
+)
 from kenotron_dist import Mesh
 from kenotron_train.config import Config
+from kenotron_train.own_data import Hook, own_data
+from kenotron_train.sources import (
+    HELD_OUT,
+    Sources,
+    answer_sources,
+    folder_sources,
+    make_cache,
+    text_sources,
+)
 
-HELD_OUT = 0.1
-"""Share of a corpus, its tail, that validation keeps when there is any."""
-FILE_ORDER = 42
-"""Seed of the order of files, where it is asked for: Nanotron's."""
 MaskTargets = Callable[[Tensor, int], Any]
 
 
@@ -43,34 +44,47 @@ MaskTargets = Callable[[Tensor, int], Any]
 class Corpus:
     """The data sets of one stage of training."""
 
-    training: Dataset
-    validation: Dataset | None
+    training: Dataset | Iterable[Any]
+    """An iterable has no index: it is read once, in its order."""
+    validation: Mapping[str, Dataset] = field(default_factory=dict)
+    """What is held out, by the name of its source."""
     about: str = ""
     """What the log says of it."""
 
 
-def open_corpus(config: Config, stage: int) -> Corpus:
-    """Open the data of a stage; text is read whole, folders of tokens are mapped.
+def prepare(config: Config) -> None:
+    """Make the tokens that stages keep in the cache, with as many processes as they ask for.
 
-    Raises ValueError that names the key when a path is missing, is damaged, or holds too little.
+    For programs, before ranks are started; without it the first rank to read makes them, alone.
+    Raises ValueError naming the key.
     """
-    source = config.data_stages[stage].data
-    path = f"data_stages.{stage}.data.dataset"
-    if source.dataset is None:
-        return _made_up(config, source.seed)
-    if isinstance(source.dataset, NanosetDatasetsConfig):
-        try:
-            return _folders(config, source.dataset)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}.dataset_folder: {error}") from error
-    name = getattr(source.dataset, "hf_dataset_or_datasets", None)
-    try:
-        return _text(config, name if isinstance(name, str) else "")
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}.hf_dataset_or_datasets: {error}; give a local text file, a folder of them, or "
-            f"{EMBEDDED_CORPUS} (data sets are not downloaded)"
-        ) from error
+    made: list[PretrainDatasetsConfig] = []
+    for number, stage in enumerate(config.data_stages):
+        section = stage.data.dataset
+        if isinstance(section, PretrainDatasetsConfig) and section not in made:
+            with _naming(number, "hf_dataset_or_datasets"):
+                make_cache(config, section)
+            made.append(section)
+
+
+def open_corpus(config: Config, stage: int, hook: Hook | None = None) -> Corpus:
+    """Open the data of a stage: files are mapped; bytes of text and examples are kept in memory.
+
+    ``hook`` is what a stage without a data set reads.
+
+    Raises ValueError that names the key when something is missing, is damaged, or holds too little.
+    """
+    section = config.data_stages[stage].data.dataset
+    sequence = config.sequence_of(stage)
+    if section is None:
+        return _without_section(config, stage, hook)
+    if isinstance(section, NanosetDatasetsConfig):
+        with _naming(stage, "dataset_folder"):
+            return _of_folders(section, folder_sources(config, section, sequence))
+    with _naming(stage, "hf_dataset_or_datasets"):
+        if isinstance(section, SFTDatasetsConfig):
+            return _one_after_the_other(answer_sources(config, section, sequence))
+        return _one_after_the_other(text_sources(config, section, sequence))
 
 
 def open_loader(
@@ -79,20 +93,51 @@ def open_loader(
     corpus: Corpus,
     cursor: Cursor,
     target_mask: MaskTargets | None = None,
-) -> Loader:
+) -> Loader | IterableLoader:
     """This data rank's batches of a stage from ``cursor`` on."""
-    return Loader(
-        corpus.training,
-        **_rows(config, mesh),
-        seed=config.data_stages[cursor.stage].data.seed,
-        cursor=cursor,
-        target_mask=target_mask,
+    data = config.data_stages[cursor.stage].data
+    sizes = _rows(config, mesh)
+    if has_index(corpus.training):
+        return Loader(
+            corpus.training,
+            seed=data.seed,
+            cursor=cursor,
+            target_mask=target_mask,
+            workers=data.num_loading_workers,
+            **sizes,
+        )
+    stream: Any = corpus.training
+    ahead = 2 if data.num_loading_workers else 0
+    name = config.data_stages[cursor.stage].name
+    return IterableLoader(
+        stream, cursor=cursor, target_mask=target_mask, prefetch=ahead, name=name, **sizes
     )
 
 
 def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Batch]:
-    """This data rank's part of the held-out samples, in order."""
+    """This data rank's part of held-out samples, in order."""
     return validation_batches(dataset, **_rows(config, mesh))
+
+
+def has_index(data: Dataset | Iterable[Any]) -> TypeGuard[Dataset]:
+    """Whether samples are found by their number."""
+    return hasattr(data, "sample")
+
+
+class _naming:
+    """A context whose errors become ValueErrors that name a stage's key."""
+
+    def __init__(self, stage: int, key: str) -> None:
+        self._path = f"data_stages.{stage}.data.dataset.{key}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError | ValueError | ImportError):
+            text = str(error)
+            named = text.startswith(("tokenizer.", "model."))
+            raise ValueError(text if named else f"{self._path}: {text}") from error
 
 
 def _rows(config: Config, mesh: Mesh) -> dict[str, Any]:
@@ -102,59 +147,42 @@ def _rows(config: Config, mesh: Mesh) -> dict[str, Any]:
         "microbatches": config.tokens.batch_accumulation_per_replica,
         "dp_rank": mesh["dp"].rank,
         "dp_size": mesh["dp"].size,
-        "vocab_size": config.decoder.vocab_size,
+        "vocab_size": config.model.model_config.vocab_size,
     }
 
 
-def _made_up(config: Config, seed: int) -> Corpus:
-    vocab, sequence = config.decoder.vocab_size, config.tokens.sequence_length
-    held = RandomTokens(vocab, sequence, seed + 1, samples=config.global_batch_size)
-    training = RandomTokens(vocab, sequence, seed)
-    return Corpus(training, held if config.tokens.limit_val_batches else None)
+def _without_section(config: Config, stage: int, hook: Hook | None) -> Corpus:
+    """Data of one's own, or made-up tokens."""
+    validates = config.tokens.limit_val_batches > 0
+    name, seed = config.data_stages[stage].name, config.data_stages[stage].data.seed
+    own = own_data(hook, name)
+    if own is None:
+        vocab, sequence = config.model.model_config.vocab_size, config.sequence_of(stage)
+        held = RandomTokens(vocab, sequence, seed + 1, samples=config.global_batch_size)
+        return Corpus(RandomTokens(vocab, sequence, seed), {"random": held} if validates else {})
+    if not has_index(own):
+        about = "data of one's own without an index: read once, in its order"
+        return Corpus(own, about=about + "; nothing is held out" * validates)
+    if not validates:
+        return Corpus(own, about=f"data of one's own: {len(own):,} samples")
+    training, held = hold_out(own, HELD_OUT)
+    about = f"data of one's own: {len(training):,} samples, {len(held or ()):,} held out"
+    return Corpus(training, {name: held} if held else {}, about)
 
 
-def _text(config: Config, name: str) -> Corpus:
-    documents = builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))
-    tokens = encode(documents, config.decoder.vocab_size)
-    sequence = config.tokens.sequence_length
-    if not config.tokens.limit_val_batches:
-        return Corpus(PackedTokens(tokens, sequence), None)
-    training, held_out = split(tokens, HELD_OUT)
-    return Corpus(PackedTokens(training, sequence), PackedTokens(held_out, sequence))
+def _one_after_the_other(sources: Sources) -> Corpus:
+    parts = list(sources.training.values())
+    training = parts[0] if len(parts) == 1 else Concatenated(sources.training)
+    return Corpus(training, sources.held_out, "\n".join(sources.about))
 
 
-def _folders(config: Config, section: NanosetDatasetsConfig) -> Corpus:
-    """One folder, or a mixture of several; positions start anew with each document if asked."""
-    sources: dict[str, Dataset] = {}
-    limits = section.dataset_max_tokens or [0] * len(section.folders)
-    for name, limit in zip(section.folders, limits, strict=True):
-        sources[name] = _folder(config, section, _read_from(section, name), limit)
-    held: dict[str, Dataset] = {}
-    if config.tokens.limit_val_batches:
-        sources, held = hold_out_each(sources, HELD_OUT)
-    names = list(sources)
+def _of_folders(section: NanosetDatasetsConfig, sources: Sources) -> Corpus:
+    """One folder, or a mixture of several."""
+    names = list(sources.training)
     if len(names) == 1:
-        return Corpus(sources[names[0]], held.get(names[0]))
+        return Corpus(sources.training[names[0]], sources.held_out)
     weights = section.weights
-    mixture = Mixture(sources, None if weights is None else dict(zip(names, weights, strict=True)))
-    shares = ", ".join(f"{name} {share:.4g}" for name, share in mixture.shares.items())
-    return Corpus(mixture, Concatenated(held) if held else None, f"mixture of {shares}")
-
-
-def _folder(
-    config: Config, section: NanosetDatasetsConfig, folder: str, most_tokens: int
-) -> Dataset:
-    order = FILE_ORDER if section.shuffle_files else None
-    tokens = TokenFolder(folder, section.token_size_in_bytes, shuffle_files=order)
-    sequence = config.tokens.sequence_length
-    samples = Nanoset(tokens, sequence, separate_documents=section.return_positions)
-    wanted = most_tokens // (sequence + 1)
-    return Subset(samples, 0, wanted) if 0 < wanted < len(samples) else samples
-
-
-def _read_from(section: NanosetDatasetsConfig, folder: str) -> str:
-    """The copy of a folder to read, where one is named and there."""
-    if section.read_paths is None:
-        return folder
-    copy = section.read_paths[section.folders.index(folder)]
-    return copy if Path(copy).is_dir() else folder
+    shares = None if weights is None else dict(zip(names, weights, strict=True))
+    mixture = Mixture(sources.training, shares)
+    said = ", ".join(f"{name} {share:.4g}" for name, share in mixture.shares.items())
+    return Corpus(mixture, sources.held_out, f"mixture of {said}")

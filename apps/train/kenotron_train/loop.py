@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +10,22 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Saver, latest_step
-from kenotron_data import Cursor, Loader, decode, encode, printable
+from kenotron_data import Batch, Cursor, IterableLoader, Loader, decode, encode, printable
 from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
 from kenotron_dist.hashing import key
 from kenotron_models import Sampling, generate, parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
-from kenotron_train.config import Config, ignored_keys
-from kenotron_train.corpus import Corpus, MaskTargets, open_corpus, open_loader, open_validation
+from kenotron_train.config import Config, cautions, ignored_keys
+from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
+from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.report import Report, short
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
-from kenotron_train.step import StepResult, evaluate, training_step
+from kenotron_train.step import StepResult, training_step
 from kenotron_train.upload import Uploads
+from kenotron_train.validation import Validation, validate
+from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
@@ -30,17 +33,25 @@ SAMPLE_TOKENS = 160
 
 
 def train(
-    mesh: Mesh, config: Config, sample: bool = False, *, target_mask: MaskTargets | None = None
+    mesh: Mesh,
+    config: Config,
+    sample: bool = False,
+    loader: Hook | None = None,
+    *,
+    target_mask: MaskTargets | None = None,
 ) -> list[StepResult]:
     """Train as the config says; returns what every step reported.
 
     Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
-    generated sample and a hint what to try next; a mask of targets for tests (see
-    ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or FileNotFoundError for
-    bad input.
+    generated sample and a hint what to try next; data of one's own for stages whose config says
+    ``dataset: null`` (see ``own_data.Hook``; without it they read made-up tokens); a mask of
+    targets for tests (see ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or
+    FileNotFoundError for bad input.
     """
     check_available(config)
+    check_hook(config, loader)
     _check_same(config, mesh)
+    check_vocabulary(config)
     training = build_training(config, mesh)
     progress, remark = resume(training)
     if config.checkpoints.resume_checkpoint_path is None:
@@ -55,11 +66,15 @@ def train(
         uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
             save_run(saver, training, progress)
-        results = _steps(training, saver, uploads, report, progress, target_mask)
+        data = _Data(training, report, loader, target_mask)
+        try:
+            results = _steps(training, data, saver, uploads, report, progress)
+        finally:
+            data.close()
         saver.finish()
         _say_saved(saver, report)
         uploads.finish()
-        if sample:
+        if sample and config.tokenizer.tokenizer_name_or_path is None:
             _show_sample(training, report)
     return results
 
@@ -74,59 +89,105 @@ def _check_same(config: Config, mesh: Mesh) -> None:
         )
 
 
+class _Data:
+    """The stage that is read: its corpus and its loader."""
+
+    def __init__(
+        self, training: Training, report: Report, hook: Hook | None, target_mask: MaskTargets | None
+    ) -> None:
+        self._training, self._report = training, report
+        self._hook, self._target_mask = hook, target_mask
+        self._open: _Stage | None = None
+
+    def stage(self, progress: Progress) -> _Stage:
+        """The stage of the next step, opened where the progress stands."""
+        number = self._training.config.stage_at(progress.step + 1)
+        if self._open is None or self._open.number != number:
+            self.close()
+            self._open = self._enter(number, progress)
+        return self._open
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if self._open is not None:
+            self._open.loader.close()
+        self._open = None
+
+    def _enter(self, number: int, progress: Progress) -> _Stage:
+        config, mesh = self._training.config, self._training.mesh
+        with mesh.pulse.busy("reading the corpus"):
+            corpus = open_corpus(config, number, self._hook)
+        cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
+        if not progress.epoch_known and has_index(corpus.training):
+            epoch = cursor.consumed // len(corpus.training)
+            cursor = Cursor(number, epoch, cursor.consumed)
+        loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
+        self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
+        if corpus.about:
+            self._report.say(corpus.about)
+        return _Stage(number, corpus, loader, config.sequence_of(number))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    number: int
+    corpus: Corpus
+    loader: Loader | IterableLoader
+    sequence: int
+
+    def next_batch(self, step: int) -> Batch:
+        """The batch of a step. Raises ValueError at the end of the data, or for another length."""
+        batch = next(self.loader, None)
+        if batch is None:
+            raise ValueError(
+                f"data_stages.{self.number}: the data ended after {self.loader.cursor.consumed} "
+                f"samples, before step {step} had its {self.loader.global_batch}: give more, or "
+                "lower tokens.train_steps"
+            )
+        width = batch.tokens_MBS.shape[-1]
+        if width != self.sequence:
+            raise ValueError(
+                f"data_stages.{self.number}: samples have {width + 1} ids, but sequence_length "
+                f"{self.sequence} needs {self.sequence + 1}"
+            )
+        return batch
+
+
 def _steps(
     training: Training,
+    data: _Data,
     saver: Saver,
     uploads: Uploads,
     report: Report,
     progress: Progress,
-    target_mask: MaskTargets | None,
 ) -> list[StepResult]:
     """All steps that are left."""
     config, mesh = training.config, training.mesh
     results: list[StepResult] = []
-    corpus: Corpus | None = None
-    loader: Loader | None = None
     while progress.step < config.tokens.train_steps:
-        stage = _stage_at(config, progress.step + 1)
-        if corpus is None or loader is None or loader.cursor.stage != stage:
-            if loader is not None:
-                loader.close()
-            with mesh.pulse.busy("reading the corpus"):
-                corpus = open_corpus(config, stage)
-            cursor = progress.cursor if progress.cursor.stage == stage else Cursor(stage=stage)
-            if not progress.epoch_known:
-                cursor = Cursor(stage, cursor.consumed // len(corpus.training), cursor.consumed)
-            loader = open_loader(config, mesh, corpus, cursor, target_mask)
-            report.say(f"[Training Stage: {config.data_stages[stage].name}]")
-            if corpus.about:
-                report.say(corpus.about)
+        stage = data.stage(progress)
         report.start_step()
-        batch = next(loader).to(mesh.device)
         step = progress.step + 1
+        batch = stage.next_batch(step).to(mesh.device)
         start = progress.schedule_start
         results.append(training_step(training, batch, step, saver.wait, start))
         report.end_step()
-        progress = progress.after(config, loader.cursor)
-        validation = _validate(training, progress.step, corpus)
-        report.step(progress.step, results[-1], progress.tokens, validation)
-        if _is_due(config, progress.step):
+        progress = progress.after(config, stage.loader.cursor)
+        report.step(step, results[-1], progress.tokens, _validate(training, step, stage.corpus))
+        if _is_due(config, step):
             save_run(saver, training, progress)
         _say_saved(saver, report)
         uploads.say()
-    if loader is not None:
-        loader.close()
     return results
 
 
-def _validate(training: Training, step: int, corpus: Corpus) -> float | None:
+def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:
     """Loss on held-out samples, where the config asks for it after this step."""
     tokens = training.config.tokens
     every, last = tokens.val_check_interval, step == tokens.train_steps
-    if corpus.validation is None or not (last or (every > 0 and step % every == 0)):
+    if not (last or (every > 0 and step % every == 0)):
         return None
-    batches = open_validation(training.config, training.mesh, corpus.validation)
-    return evaluate(training, itertools.islice(batches, tokens.limit_val_batches))
+    return validate(training, corpus.validation)
 
 
 def _say_saved(saver: Saver, report: Report) -> None:
@@ -147,12 +208,6 @@ def _is_due(config: Config, step: int) -> bool:
     return last or step % checkpoints.checkpoint_interval == 0
 
 
-def _stage_at(config: Config, step: int) -> int:
-    """Index of the data stage that a step reads."""
-    starts = [stage.start_training_step for stage in config.data_stages]
-    return sum(start <= step for start in starts) - 1
-
-
 def _introduce(training: Training, report: Report, remark: str) -> None:
     config = training.config
     sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
@@ -160,12 +215,19 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
     count = parameter_count(config.decoder)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
-        f"samples, {short(config.global_batch_tokens)} tokens | steps: {config.tokens.train_steps}"
+        f"samples, {short(config.batch_tokens(0))} tokens | steps: {config.tokens.train_steps}"
+    )
+    stages = config.data_stages
+    report.say(
+        f"[Training Plan] There are {len(stages)} training stages\n"
+        + "\n".join(f"[Stage {s.name}] start from step {s.start_training_step}" for s in stages)
     )
     report.say(
         f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
         + describe(training.groups, training.model.layouts, training.grads.whole)
     )
+    for line in cautions(config):
+        report.say(line, "warning")
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")
     if remark:

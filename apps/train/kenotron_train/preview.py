@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
+from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis
 from kenotron_models import build_decoder, layer_costs, parameter_count
 from kenotron_optim import MuonConfig, SGDConfig
 from kenotron_pp import Stages, simulate
 from kenotron_train.availability import unavailable
-from kenotron_train.config import Config, ignored_keys
+from kenotron_train.config import Config, cautions, ignored_keys
 from kenotron_train.report import short
 from kenotron_train.yaml_config import dump_config
 
@@ -43,7 +44,7 @@ def preview(config: Config) -> str:
     if not problems:
         sections.append(_memory(config))
     sections += _notes("Ignored", ignored_keys(config))
-    sections += _notes("Warning", missing_paths(config))
+    sections += _notes("Warning", [*cautions(config), *missing_paths(config)])
     sections += _notes("Cannot be run", problems)
     return "\n\n".join(sections)
 
@@ -85,15 +86,27 @@ def stage_sizes(config: Config) -> list[StageSize]:
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    places = [(key, path) for key, path in named.items() if path is not None]
+    tokenizer = config.tokenizer.tokenizer_name_or_path
+    if tokenizer is not None and _is_path(tokenizer):
+        places.append(("tokenizer.tokenizer_name_or_path", tokenizer))
     for number, stage in enumerate(config.data_stages):
-        source = getattr(stage.data.dataset, "hf_dataset_or_datasets", None)
-        if isinstance(source, str) and ("/" in source or "." in source):
-            named[f"data_stages.{number}.data.dataset.hf_dataset_or_datasets"] = source
+        key, section = f"data_stages.{number}.data.dataset", stage.data.dataset
+        if isinstance(section, HubDatasetsConfig):
+            key += ".hf_dataset_or_datasets"
+            places += [(key, name) for name in section.fractions if _is_path(name)]
+        elif isinstance(section, NanosetDatasetsConfig):
+            places += [(f"{key}.dataset_folder", name) for name in section.folders]
     return [
         f"{key}: {path} does not exist here"
-        for key, path in named.items()
-        if path and "://" not in path and not Path(path).exists()
+        for key, path in places
+        if "://" not in path and not Path(path).exists()
     ]
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is that of a file or folder rather than one of the hub."""
+    return "/" in name or "." in name
 
 
 def _state_bytes(config: Config, count: int) -> dict[str, int]:
@@ -112,7 +125,7 @@ def _state_bytes(config: Config, count: int) -> dict[str, int]:
 
 
 def _microbatch_tokens(config: Config) -> int:
-    return config.tokens.micro_batch_size * config.tokens.sequence_length
+    return config.tokens.micro_batch_size * config.longest_sequence
 
 
 def _layer_activation(config: Config, layer: int) -> int:
@@ -140,13 +153,14 @@ def _layer_activation(config: Config, layer: int) -> int:
 
 
 def _layout(config: Config) -> str:
-    sizes = config.parallelism
+    sizes, stages = config.parallelism, range(len(config.data_stages))
+    batches = " or ".join(f"{n:,}" for n in sorted({config.batch_tokens(s) for s in stages}))
+    total = sum(config.steps_of(stage) * config.batch_tokens(stage) for stage in stages)
     lines = [
         f"Layout: {config.world_size} processes = dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}; "
         f"rank = (pp * {sizes.dp} + dp) * {sizes.tp} + tp",
-        f"Global batch: {config.global_batch_size} samples, {config.global_batch_tokens:,} tokens; "
-        f"{config.tokens.train_steps:,} steps, "
-        f"{short(config.global_batch_tokens * config.tokens.train_steps)} tokens in all",
+        f"Global batch: {config.global_batch_size} samples, {batches} tokens; "
+        f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
     ]
     return "\n".join(lines)
 

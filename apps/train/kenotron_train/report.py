@@ -18,6 +18,7 @@ from kenotron_dist import Mesh
 from kenotron_models import training_flops
 from kenotron_train.config import Config
 from kenotron_train.step import StepResult
+from kenotron_train.validation import Validation, perplexity
 
 LEVELS = ("debug", "info", "warning", "error", "critical", "passive")
 
@@ -89,13 +90,13 @@ class Report:
         step: int,
         result: StepResult,
         consumed_tokens: int,
-        validation_loss: float | None = None,
+        validation: Validation | None = None,
     ) -> None:
         """Report a finished step: one metrics object, and a line at the configured interval."""
         if not self._speaks or self._file is None:
             return
         seconds = self._seconds
-        speed = self._config.global_batch_tokens / seconds
+        speed = self._config.batch_tokens(self._config.stage_at(step)) / seconds
         metrics: dict[str, Any] = {
             "step": step,
             "lm_loss": _or_null(result.loss),
@@ -107,24 +108,23 @@ class Report:
         if result.nonfinite is not None:
             metrics |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
             self.say(f"step {step}: {_outcome(result)}: {result.nonfinite}", "warning")
-        if validation_loss is not None:
-            metrics["validation_loss"] = _or_null(validation_loss)
+        if validation is not None:
+            metrics |= _validation_metrics(validation)
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         last = self._config.tokens.train_steps
         if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
             self.say(self._line(step, result, consumed_tokens, seconds))
-        if validation_loss is not None:
-            self.say(f"validation: {step} / {last} | val_loss: {short(validation_loss)}")
+        if validation is not None:
+            self.say(f"validation: {step} / {last} | {_validation_line(validation)}")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{result.loss:.3f}")
 
     def _line(self, step: int, result: StepResult, consumed_tokens: int, seconds: float) -> str:
         config = self._config
-        speed = config.global_batch_tokens / seconds
-        flops = training_flops(
-            config.decoder, config.global_batch_size, config.tokens.sequence_length
-        )
+        stage = config.stage_at(step)
+        speed = config.batch_tokens(stage) / seconds
+        flops = training_flops(config.decoder, config.global_batch_size, config.sequence_of(stage))
         tflops = flops / seconds / self._world / 1e12
         fields = {
             "consumed_tokens": short(consumed_tokens),
@@ -166,6 +166,33 @@ class Report:
 
 def _outcome(result: StepResult) -> str:
     return "skipped" if result.skipped else "made all the same"
+
+
+def _validation_metrics(validation: Validation) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "validation_loss": _or_null(validation.loss),
+        "validation_perplexity": _or_null(validation.perplexity),
+    }
+    if len(validation.sources) > 1:
+        found["validation_sources"] = {
+            name: {"loss": _or_null(loss), "perplexity": _or_null(perplexity(loss))}
+            for name, loss in validation.sources.items()
+        }
+    return found
+
+
+def _validation_line(validation: Validation) -> str:
+    """Loss and perplexity over all, then those of each of several sources."""
+    parts = [
+        f"val_loss: {short(validation.loss)}",
+        f"val_perplexity: {short(validation.perplexity)}",
+    ]
+    if len(validation.sources) > 1:
+        parts += [
+            f"{name}: {short(loss)} ({short(perplexity(loss))})"
+            for name, loss in validation.sources.items()
+        ]
+    return " | ".join(parts)
 
 
 def _or_null(value: float) -> float | None:

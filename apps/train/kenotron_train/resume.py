@@ -17,16 +17,21 @@ from kenotron_ckpt import (
     open_checkpoint,
 )
 from kenotron_data import Cursor
+from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.initial import load_initial
 from kenotron_train.upload import Uploads, local_copy
+from kenotron_train.vocabulary import BYTES
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
 NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
+
+HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+"""Fields of a data set that change neither its samples nor their order."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Progress:
             self.step + 1,
             cursor,
             self.samples + config.global_batch_size,
-            self.tokens + config.global_batch_tokens,
+            self.tokens + config.batch_tokens(cursor.stage),
             schedule_start=self.schedule_start,
         )
 
@@ -99,7 +104,8 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "consumed_tokens": progress.tokens,
         "model_config": asdict(config.model.model_config),
         "dtype": config.model.dtype,
-        "sequence_length": config.tokens.sequence_length,
+        "sequence_length": config.longest_sequence,
+        "tokenizer": tokenizer_state(config),
         "reading": _reading(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):
@@ -235,17 +241,49 @@ def _reading(config: Config) -> dict[str, Any]:
         "global_batch_size": config.global_batch_size,
         "sequence_length": config.tokens.sequence_length,
         "held_out": config.tokens.limit_val_batches > 0,
-        "data_stages": [
-            {"seed": stage.data.seed, "dataset": stage.data.dataset and asdict(stage.data.dataset)}
-            for stage in config.data_stages
-        ],
+        "data_stages": [_stage_reading(stage) for stage in config.data_stages],
+        "tokenizer": tokenizer_state(config),
     }
+
+
+def _stage_reading(stage: DatasetStageConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"seed": stage.data.seed, "dataset": None}
+    if stage.data.dataset is not None:
+        found["dataset"] = asdict(stage.data.dataset)
+    if stage.sequence_length is not None:
+        found["sequence_length"] = stage.sequence_length
+    return found
+
+
+def tokenizer_state(config: Config) -> dict[str, Any] | None:
+    """What a checkpoint says of its tokenizer; None: bytes. A local path is made absolute."""
+    section = config.tokenizer
+    name = section.tokenizer_name_or_path
+    if name is None and section.tokenizer_max_length is None:
+        return None
+    here = Path(name or BYTES)
+    return {
+        "name": str(here.resolve()) if name and here.exists() else name or BYTES,
+        "revision": section.tokenizer_revision if name else None,
+        "max_length": section.tokenizer_max_length,
+    }
+
+
+def _order(reading: dict[str, Any]) -> dict[str, Any]:
+    """The part of a reading, ours or an imported one, that samples and their order follow from."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(v) for key, v in value.items() if key not in HOW_IT_IS_MADE}
+        return [kept(each) for each in value] if isinstance(value, list) else value
+
+    return kept(reading)
 
 
 def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
-    now = _reading(config)
-    for name, before in state["reading"].items():
+    now = _order(_reading(config))
+    for name, before in _order(state["reading"]).items():
         if now.get(name) != before:
             remark += f"; {name} changes from {before} to {now.get(name)}"
             if name != "global_batch_size":

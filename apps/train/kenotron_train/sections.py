@@ -14,10 +14,7 @@ from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 from kenotron_train.init_sections import InitMethod
 
-DType = Literal[
-    "float32", "float64", "complex64", "complex128", "float16", "bfloat16",
-    "uint8", "int8", "int16", "int32", "int64", "bool",
-]  # fmt: skip
+DType = Literal["float32", "bfloat16", "float16"]
 AnyModelConfig = (
     LlamaConfig
     | Qwen2Config
@@ -161,11 +158,13 @@ class TokenizerConfig:
     """What makes tokens of text; without a name text is read as bytes."""
 
     tokenizer_name_or_path: str | None = None
-    """Name or folder of a tokenizer that transformers knows; None: bytes."""
+    """Folder or name of a tokenizer that transformers knows, a tokenizer.json, or `bytes`; None:
+    bytes."""
     tokenizer_revision: str | None = None
-    """Version of the tokenizer; None: the newest."""
+    """Branch, tag or commit of a tokenizer of the hub; None: the newest."""
     tokenizer_max_length: int | None = None
-    """Longest text, in tokens; None: no limit."""
+    """Documents are cut after this many tokens, longer examples of answers left out; None: no
+    limit."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -192,7 +191,8 @@ class TokensConfig:
     val_check_interval: int = -1
     """Training steps from one validation to the next; -1: only after the last step."""
     limit_val_batches: int = 0
-    """Global batches of one validation; above 0 the last 10 % of the corpus is held out for it."""
+    """Global batches of one validation; above 0 the last 10 % of each data set is held out for it,
+    where hf_dataset_splits names no split for that."""
     limit_test_batches: int = 0
     """No effect: there is no test beside the validation."""
 

@@ -6,7 +6,7 @@ divided by tp size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -85,22 +85,6 @@ def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
     return all_reduce(own, mesh["pp", "dp", "cp"])
 
 
-def evaluate(training: Training, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy over the targets of all ``batches``, the same on every rank."""
-    mesh = training.mesh
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    targets = 0
-    for on_host in batches:
-        batch = on_host.to(mesh.device)
-        inputs = [micro.tokens_BS.flatten() for micro in batch]
-        whole = loss_fn(training, batch, 1)
-        total += training.model.pipeline.evaluate(inputs, whole, contexts_of(batch))
-        targets += int((batch.labels_MBS != NO_TARGET).sum())
-    sums = torch.stack([total, torch.tensor(float(targets), dtype=torch.float64).to(total)])
-    total, count = all_reduce(sums, mesh["dp", "cp"])
-    return float(total / count)
-
-
 def contexts_of(batch: Batch, dropout_key: int | None = None) -> list[Context]:
     """What the layers may read of each micro-batch; without a key they drop nothing."""
     return [Context(micro.positions_BS, micro.samples_B, dropout_key) for micro in batch]
@@ -118,6 +102,13 @@ def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
     return count
 
 
+def token_losses(training: Training, logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token, (T,), 0 without target; logits (T, V/t), labels of T items."""
+    vocab_size = training.config.model.model_config.vocab_size
+    tp = training.mesh["tp"]
+    return vocab_parallel_cross_entropy(logits, labels.flatten(), tp, vocab_size=vocab_size)
+
+
 def loss_fn(
     training: Training, batch: Batch, count: int, extra: list[Tensor] | None = None
 ) -> Callable[[Tensor, int], Tensor]:
@@ -129,13 +120,14 @@ def loss_fn(
     weight = spec.z_loss
 
     def loss(logits: Tensor, microbatch: int) -> Tensor:
-        labels = batch[microbatch].labels_BS.flatten()
+        labels = batch[microbatch].labels_BS
         if extra is None or not weight:
-            per_token = vocab_parallel_cross_entropy(logits, labels, tp, vocab_size=spec.vocab_size)
+            per_token = token_losses(training, logits, labels)
         else:
             per_token, z = vocab_parallel_cross_entropy(
-                logits, labels, tp, vocab_size=spec.vocab_size, z_loss=weight, return_z_loss=True
-            )
+                logits, labels.flatten(), tp, vocab_size=spec.vocab_size, z_loss=weight,
+                return_z_loss=True,
+            )  # fmt: skip
             extra.append(z.sum() / count)
         return per_token.sum() / count
 

@@ -23,6 +23,8 @@ Report = Callable[[str, str], None]
 WRONG = object()
 """Stands for a value that has problems, which were reported."""
 SHOWN_CHARACTERS = 60
+OLD_SECTIONS = ("data", "datastates")
+"""Sections of older files, which are rewritten before anything is built."""
 MAPPING = "a mapping, 'key: value' lines"
 NEEDED = {
     "int_type": "a whole number",
@@ -133,9 +135,17 @@ def _renamed(value: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
 def _report_unknown(value: dict[str, Any], known: list[str], path: str, report: Report) -> None:
     for name in value:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            near = _nearest(name, known if path else [*known, *OLD_SECTIONS])
+            advice = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
             report(join(path, name), f"is not a known key; {advice}")
+
+
+def _nearest(name: str, known: list[str]) -> str | None:
+    """The key that a wrong one may mean: one of nearly the same letters, or one that goes on."""
+    longer = sorted((key for key in known if len(name) > 2 and key.startswith(name)), key=len)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    rough = difflib.get_close_matches(name, known, n=1)
+    return next(iter([*longer, *close, *rough]), None)
 
 
 def _chosen(

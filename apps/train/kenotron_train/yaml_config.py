@@ -165,7 +165,7 @@ def _plain(data: Any, source_name: str) -> dict[str, Any]:
 
 
 def _override(data: dict[str, Any], override: str) -> str:
-    """Change one value in place; returns its dotted path."""
+    """Change one value in place; returns the dotted path of all that is new."""
     path, equals, text = override.partition("=")
     source = f"{OVERRIDE} {override}"
     if not equals or not all(path.split(".")):
@@ -174,9 +174,11 @@ def _override(data: dict[str, Any], override: str) -> str:
     path = modern_path(path)
     *parents, name = path.split(".")
     owner: Any = data
-    for part in parents:
+    new = path
+    for depth, part in enumerate(parents, start=1):
         if isinstance(owner, dict) and owner.get(part) is None:
             owner[part] = {}
+            new = min(new, ".".join(parents[:depth]), key=len)
         owner = _item(owner, part, source)
     if isinstance(owner, list):
         _item(owner, name, source)
@@ -185,7 +187,7 @@ def _override(data: dict[str, Any], override: str) -> str:
         owner[name] = value
     else:
         raise ConfigError([f"{source}: {parents[-1]} is {shown(owner)} and has no keys to change"])
-    return path
+    return new
 
 
 def _item(owner: Any, part: str, source: str) -> Any:

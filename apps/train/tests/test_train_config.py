@@ -161,13 +161,13 @@ def test_keys_without_effect_are_named():
             "data_stages.0.data.dataset=null",
             "data_stages.1.data.num_loading_workers=4",
             "data_stages.1.data.dataset.dataset_overwrite_cache=true",
+            "tokenizer.tokenizer_revision=v1",
         )
     )
     assert [line.split(" has no effect")[0] for line in lines] == [
         "general.ignore_sanity_checks: false",
         "model.model_config.pad_token_id: 0",
-        "data_stages.1.data.num_loading_workers: 4",
-        "data_stages.1.data.dataset.dataset_overwrite_cache: true",
+        "tokenizer.tokenizer_revision: v1",
     ]
 
 

@@ -34,7 +34,8 @@ VALUES = [
     ("parallelism.recompute_layer=1", "1 was given; it must be true or false"),
     ("general.project=3", "3 was given; it must be text (quotes make text of a number)"),
     ("general.seed=-1", "-1 was given; it must be at least 0"),
-    ("model.dtype=half", "\"half\" was given; it must be 'float32', "),
+    ("model.dtype=half", "\"half\" was given; it must be 'float32', 'bfloat16' or 'float16'"),
+    ("model.dtype=int8", "\"int8\" was given; it must be 'float32', 'bfloat16' or 'float16'"),
     ("model.init_method.std=-1", "-1.0 was given; it must be finite and not negative"),
     ("model.init_method.std=.nan", "nan was given; it must be finite and not negative"),
     ("model.make_vocab_size_divisible_by=0", "0 was given; it must be at least 1"),
@@ -168,6 +169,29 @@ def test_unknown_keys_name_the_nearest_one():
     assert problems("tokenz={}") == ["--set: tokenz: is not a known key; did you mean tokens?"]
     assert problems("data_stages.1.dat=1") == [
         "--set: data_stages.1.dat: is not a known key; did you mean data?"
+    ]
+    assert problems("dat=1") == ["--set: dat: is not a known key; did you mean data?"]
+    assert problems("checkpoints.datastates.host_cache=1") == [
+        "--set: checkpoints.datastates.host_cache: is not a known key; "
+        "did you mean host_cache_size?"
+    ]
+
+
+def test_a_section_that_a_change_makes_is_the_changes_fault():
+    for change in ("nosection.x=1", "nosection.x.y=1"):
+        (problem,) = problems(change)
+        assert problem.startswith("--set: nosection: is not a known key; known are general, ")
+    both = problems("nosection.x=1", text=edited("  tp: 1\n", "  tp: 1\n  zzz: 1\n"))
+    assert sorted(line.split(":")[0] for line in both) == ["--set", "c.yaml"]
+    for problem in problems("profiler.profiler_export=1"):
+        assert problem.startswith("--set: profiler.profiler_export")
+
+
+def test_folders_of_more_ids_than_the_model_are_refused():
+    section = "{dataset_folder: a, vocab_size: 300}"
+    assert problems(f"data_stages.0.data.dataset={section}") == [
+        "--set: data_stages.0.data.dataset.vocab_size: 300 was given; "
+        "model.model_config.vocab_size is 256, which must be at least as many"
     ]
 
 

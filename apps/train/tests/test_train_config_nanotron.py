@@ -189,13 +189,6 @@ SECTIONS = [
     ("parallelism.context_parallel_size", 2),
     ("parallelism.moe_layer_recompute", True),
     ("model.dtype", "FLOAT16"),
-    ("tokenizer.tokenizer_name_or_path", "gpt2"),
-    ("data_stages.0.sequence_length", 16),
-    ("data_stages.0.data.dataset", {"hf_dataset_or_datasets": "a", "sft_dataloader": True}),
-    ("data_stages.0.data.dataset.hf_dataset_or_datasets", ["a", "b"]),
-    ("data_stages.0.data.dataset.hf_dataset_or_datasets", {"a": 0.5, "b": 1}),
-    ("data_stages.0.data.dataset.hf_dataset_splits", ["train", "test"]),
-    ("data_stages.0.data.dataset.text_column_name", "content"),
 ]  # fmt: skip
 
 
@@ -209,6 +202,24 @@ def test_what_is_not_there_yet_loads_and_says_so_in_one_sentence(path, value):
     assert f"Cannot be run: {line}" in preview(config)
     with pytest.raises(ValueError, match="not available yet"):
         train(None, config)  # before anything is built
+
+
+DATA = [
+    ("tokenizer.tokenizer_name_or_path", "gpt2"),
+    ("data_stages.0.sequence_length", 16),
+    ("data_stages.0.data.dataset", {"hf_dataset_or_datasets": "a", "sft_dataloader": True}),
+    ("data_stages.0.data.dataset.hf_dataset_or_datasets", ["a", "b"]),
+    ("data_stages.0.data.dataset.hf_dataset_or_datasets", {"a": 0.5, "b": 1}),
+    ("data_stages.0.data.dataset.hf_dataset_splits", ["train", "test"]),
+    ("data_stages.0.data.dataset.text_column_name", "content"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), DATA)
+def test_every_shape_of_data_can_be_run(path, value):
+    config = parse({path: value, "model.model_config.vocab_size": 300})
+    assert parse_config(dump_config(config), "again") == config
+    assert unavailable(config) == []
 
 
 def test_kinds_of_init_are_told_apart_by_their_keys():

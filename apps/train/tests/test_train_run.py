@@ -25,7 +25,7 @@ def test_a_run_prints_nanotrons_lines_and_writes_full_precision(tmp_path: Path) 
     steps = runs.metrics(tmp_path)
     assert [int(step) for step, _, _ in found] == [1, 2, 3, 4, 5, 6]
     assert [loss for _, loss, _ in found] == [f"{s['lm_loss']:.3g}" for s in steps]
-    assert set(steps[0]) == set(steps[-1]) - {"validation_loss"} == {
+    assert set(steps[0]) == set(steps[-1]) - {"validation_loss", "validation_perplexity"} == {
         "step", "lm_loss", "grad_norm", "lr", "consumed_tokens", "tokens_per_sec",
     }  # fmt: skip
     assert steps[-1]["consumed_tokens"] == 6 * 2 * 2 * 32

@@ -7,7 +7,7 @@ from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.cursor import Cursor
 from kenotron_data.custom import CustomSamples, IterableLoader, custom_loader
-from kenotron_data.hub import cached_tokens
+from kenotron_data.hub import cached_tokens, chosen_splits
 from kenotron_data.loader import Loader
 from kenotron_data.mixture import Mixture
 from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
@@ -17,13 +17,19 @@ from kenotron_data.prefetch import Prefetched
 from kenotron_data.rows import Dataset, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.sft import SupervisedExamples, supervised
+from kenotron_data.shortened import ShortenedTokens
 from kenotron_data.sources import file_pieces
 from kenotron_data.text import text_documents
 from kenotron_data.token_file import TokenFile, TokenMetadata
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenise import Tokenised, part_groups, tokenise
-from kenotron_data.tokenizer import TextTokenizer, open_tokenizer, wrap_tokenizer
+from kenotron_data.tokenizer import (
+    TextTokenizer,
+    open_tokenizer,
+    open_transformers,
+    wrap_tokenizer,
+)
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
 from kenotron_data.train_bpe import train_bpe
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
@@ -46,6 +52,7 @@ __all__ = [
     "Prefetched",
     "RandomTokens",
     "Rows",
+    "ShortenedTokens",
     "Subset",
     "SupervisedExamples",
     "TargetMask",
@@ -58,6 +65,7 @@ __all__ = [
     "WorkedAhead",
     "builtin_documents",
     "cached_tokens",
+    "chosen_splits",
     "custom_loader",
     "decode",
     "encode",
@@ -66,6 +74,7 @@ __all__ = [
     "hold_out_each",
     "inverse_permute",
     "open_tokenizer",
+    "open_transformers",
     "part_groups",
     "permutation_key",
     "permute",

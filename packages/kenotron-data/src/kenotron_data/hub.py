@@ -10,15 +10,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_data.config import HubDatasetsConfig, PretrainDatasetsConfig
+from kenotron_data.builtin import BuiltinText
+from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
+from kenotron_data.json_lines import is_json_lines
 from kenotron_data.pieces import Piece, first_rows
 from kenotron_data.sources import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
+from kenotron_data.text import TEXT_SUFFIXES
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.tokenise import Progress, identity_of, part_groups, tokenise
 from kenotron_data.tokenizer import TextTokenizer
 
-_SAVED = ("state.json", "dataset_dict.json")
+SAVED = ("state.json", "dataset_dict.json")
 """Files of a folder that `save_to_disk` has written."""
 
 
@@ -129,7 +132,8 @@ def data_pieces(
     """List the pieces of one data set.
 
     Args:
-        name: a path to files, to a folder of `save_to_disk`, or a name of the hub.
+        name: a path to files, to a folder of `save_to_disk`, a name of the hub, or
+            `python-stdlib`.
         columns: columns that are read.
         split: which split; of the hub also a stretch such as `train[:10%]`.
         config_name: configuration of a data set that has several; it needs `datasets`.
@@ -139,12 +143,22 @@ def data_pieces(
         ValueError: the data set, the split or the configuration does not exist.
     """
     path = Path(name)
-    saved = any((path / file).is_file() for file in _SAVED)
+    if name == EMBEDDED_CORPUS:
+        if split != "train":
+            raise ValueError(f"{name!r} has no split {split!r}: all of it is 'train'")
+        return [BuiltinText()]
+    saved = any((path / file).is_file() for file in SAVED)
     if path.is_file() or (path.is_dir() and not saved and not config_name and "[" not in split):
         return file_pieces(path, columns, split=split)
-    if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
+    if not path.exists() and _is_path(path, name):
         raise FileNotFoundError(f"no data at {name!r}: give a file, a folder or a name of the hub")
     return dataset_pieces(_loaded(name, split, config_name, saved), columns, name=f"{name} {split}")
+
+
+def _is_path(path: Path, name: str) -> bool:
+    """Whether a name can be no name of the hub."""
+    a_file = is_json_lines(path) or path.suffix.lower() in (".parquet", *TEXT_SUFFIXES)
+    return path.is_absolute() or name.startswith(".") or name.count("/") > 1 or a_file
 
 
 def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[Piece]:

@@ -80,6 +80,7 @@ class SupervisedExamples:
         pack: put several examples in a sample, by best-fit; False gives each one of its own.
         pad_token: id of padding, which is never a label.
         most: examples that are read at most; None: all.
+        longest: leave out examples of more tokens than this, too; None: S + 1 alone decides.
 
     Raises:
         ValueError: a row is wrong (it is named with the rule), S is not positive, or no example is
@@ -95,20 +96,22 @@ class SupervisedExamples:
         pack: bool = True,
         pad_token: int = 0,
         most: int | None = None,
+        longest: int | None = None,
     ) -> None:
         if sequence_length < 1:
             raise ValueError(f"sequence_length must be at least 1, but {sequence_length} was given")
         self.sequence_length, self.pad_token = sequence_length, pad_token
         self.too_long = 0
-        """Examples left out because they have more than S + 1 tokens."""
+        """Examples left out because they have too many tokens."""
         self.not_learned = 0
         """Examples left out because no token of them can be a label."""
         self._pieces = tuple(pieces)
         tokens: list[Ids] = [np.empty(0, dtype=np.uint32)]
         targets: list[NDArray[np.bool_]] = [np.empty(0, dtype=np.bool_)]
         places: list[tuple[int, int]] = []
+        room = sequence_length + 1 if longest is None else min(sequence_length + 1, longest)
         for place, (ids, learned) in _encoded(self._pieces, encoder, most):
-            if len(ids) > sequence_length + 1:
+            if len(ids) > room:
                 self.too_long += 1
             elif not learned[1:].any():
                 self.not_learned += 1
@@ -118,7 +121,7 @@ class SupervisedExamples:
                 places.append(place)
         if not places:
             raise ValueError(
-                f"no example is left: {self.too_long} have more than {sequence_length + 1} tokens, "
+                f"no example is left: {self.too_long} have more than {room} tokens, "
                 f"{self.not_learned} have nothing to learn"
             )
         lengths = np.array([len(ids) for ids in tokens[1:]], dtype=np.int64)
@@ -180,6 +183,7 @@ def supervised(
     *,
     pack: bool = True,
     validation: bool = False,
+    longest: int | None = None,
 ) -> SupervisedExamples:
     """Read the examples of a configuration.
 
@@ -192,6 +196,7 @@ def supervised(
         sequence_length: S.
         pack: see `SupervisedExamples`.
         validation: take the splits named after test or validation instead.
+        longest: see `SupervisedExamples`.
 
     Raises:
         ValueError: see `SupervisedExamples`; or a data set has neither kind of columns.
@@ -206,6 +211,7 @@ def supervised(
         pack=pack,
         pad_token=0 if pad is None else int(pad),
         most=config.debug_max_samples,
+        longest=longest,
     )
 
 

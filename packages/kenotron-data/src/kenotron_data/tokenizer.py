@@ -129,27 +129,36 @@ class SlowTokens:
 
 
 def open_tokenizer(
-    name_or_path: str, *, eos_token: str | None = None, end_of_document: bool = True
+    name_or_path: str,
+    *,
+    revision: str | None = None,
+    eos_token: str | None = None,
+    end_of_document: bool | None = True,
 ) -> TextTokenizer:
     """Open a tokenizer by its name.
 
     Args:
         name_or_path: `bytes`; the `.json` file of a tokenizer of the library `tokenizers`; a folder
             or a name of the Hugging Face hub that `transformers` knows.
+        revision: branch, tag or commit of a name of the hub; None: the newest.
         eos_token: the token that ends a document; None: the one that the tokenizer names.
-        end_of_document: whether a token ends each document.
+        end_of_document: whether a token ends each document; None: if the tokenizer names one.
 
     Raises:
         ImportError: the library that is needed is not installed.
         ValueError: there is no such tokenizer, the token is not in its vocabulary, or it names no
             token that ends a document.
     """
+    if revision is not None and (name_or_path == BYTES or name_or_path.endswith(".json")):
+        raise ValueError(
+            f"tokenizer {name_or_path!r} has no revisions, but {revision!r} was given: leave it out"
+        )
     if name_or_path == BYTES:
         if eos_token is not None:
             raise ValueError(
                 f"byte tokens end a document with id 256: leave out eos_token {eos_token!r}"
             )
-        return ByteTokens(end=END_OF_DOCUMENT if end_of_document else None)
+        return ByteTokens(end=None if end_of_document is False else END_OF_DOCUMENT)
     if Path(name_or_path).suffix == ".json":
         opened = _tokenizers_file(Path(name_or_path))
         usual = _end_beside(Path(name_or_path), opened)
@@ -159,7 +168,7 @@ def open_tokenizer(
             eos_token=eos_token or usual,
             end_of_document=end_of_document,
         )
-    opened = open_transformers(name_or_path)
+    opened = open_transformers(name_or_path, revision)
     return wrap_tokenizer(
         opened, name=name_or_path, eos_token=eos_token, end_of_document=end_of_document
     )
@@ -170,7 +179,7 @@ def wrap_tokenizer(
     *,
     name: str = "",
     eos_token: str | None = None,
-    end_of_document: bool = True,
+    end_of_document: bool | None = True,
 ) -> TextTokenizer:
     """Take a tokenizer of `transformers` or `tokenizers` that is open already.
 
@@ -189,9 +198,9 @@ def wrap_tokenizer(
         backend = tokenizer
     vocabulary = tokenizer.get_vocab()
     end = None
-    if end_of_document:
-        usual = getattr(tokenizer, "eos_token", None)
-        end = _end_id(name, vocabulary, eos_token if eos_token is not None else usual)
+    token = eos_token if eos_token is not None else getattr(tokenizer, "eos_token", None)
+    if end_of_document or (end_of_document is None and token is not None):
+        end = _end_id(name, vocabulary, token)
     size = max(vocabulary.values(), default=-1) + 1
     if backend is None:
         settings = {key: repr(value) for key, value in sorted(tokenizer.init_kwargs.items())}
@@ -224,7 +233,7 @@ def without_end(tokenizer: TextTokenizer) -> TextTokenizer:
     return replace(changed, end=None, fingerprint=f"{tokenizer.fingerprint}:without end")
 
 
-def open_transformers(name_or_path: str) -> Any:
+def open_transformers(name_or_path: str, revision: str | None = None) -> Any:
     """Open a tokenizer of `transformers`; ImportError or ValueError says why it cannot be."""
     try:
         from transformers import AutoTokenizer
@@ -234,11 +243,12 @@ def open_transformers(name_or_path: str) -> Any:
             "kenotron-data[hub]; 'bytes' and a tokenizer.json do without"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(name_or_path, revision=revision or "main")
     except Exception as error:  # any class: transformers passes on those of its back ends
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        which = f"{name_or_path!r}" + (f", revision {revision!r}" if revision else "")
         raise ValueError(
-            f"tokenizer {name_or_path!r}: transformers cannot open it ({said}); give 'bytes', a "
+            f"tokenizer {which}: transformers cannot open it ({said}); give 'bytes', a "
             "tokenizer.json, a folder, or a name of the hub"
         ) from error
 
