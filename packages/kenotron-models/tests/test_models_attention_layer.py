@@ -22,6 +22,7 @@ from kenotron_models import (
     rotary_angles,
     rotate,
 )
+from kenotron_models.recompute import Recompute
 
 ONE = Axis.solo("tp")
 SPEC = DecoderSpec(
@@ -103,10 +104,10 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
     torch.testing.assert_close(torch.hypot(cos, sin), torch.ones_like(cos))
 
 
-def layers(**changes: object) -> list[DecoderLayer]:
+def layers(recompute: Recompute = "none", **changes: object) -> list[DecoderLayer]:
     torch.manual_seed(0)
     spec = replace(SPEC, qk_norm=True, separate_documents=True, **changes)
-    return [DecoderLayer(spec, ONE, layer=i) for i in range(4)]
+    return [DecoderLayer(spec, ONE, layer=i, recompute=recompute) for i in range(4)]
 
 
 def numbers(stack: list[DecoderLayer], run: list) -> list[Tensor]:
@@ -131,17 +132,11 @@ def test_angles_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monke
     assert context._made.keys() == before.keys()
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("backend", ["sdpa", "blocked", "plain"])
-def test_checkpointing_changes_nothing(backend: str) -> None:
-    stack = layers(window=4, attention=backend)
-    want = numbers(stack, stack)
-
-    def again(layer: DecoderLayer):
-        return lambda x, context: torch.utils.checkpoint.checkpoint(
-            layer, x, context, use_reentrant=False
-        )
-
-    for a, b in zip(numbers(stack, [again(layer) for layer in stack]), want, strict=True):
+def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> None:
+    stack, again = (layers(window=4, attention=backend, recompute=r) for r in ("none", recompute))
+    for a, b in zip(numbers(again, again), numbers(stack, stack), strict=True):
         assert torch.equal(a, b)
 
 
