@@ -251,12 +251,12 @@ def _local_count() -> mock._patch:
 
 def _padding_counts() -> mock._patch:
     """Padding columns of the vocabulary take part in the softmax."""
-    from kenotron_tp import vocab_parallel_cross_entropy as right
+    from kenotron_tp import linear_cross_entropy_sum as right
 
-    def wrong(logits, labels, axis, *, vocab_size, **options):
-        return right(logits, labels, axis, **options)
+    def wrong(x, weight, labels, axis, *, vocab_size, **options):
+        return right(x, weight, labels, axis, **options)
 
-    return mock.patch("kenotron_train.step.vocab_parallel_cross_entropy", wrong)
+    return mock.patch("kenotron_train.step.linear_cross_entropy_sum", wrong)
 
 
 def _replicas_count() -> mock._patch:

@@ -10,6 +10,7 @@ from torch import Tensor
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.init import Constant, initialize
 from kenotron_models import (
+    Head,
     LayerStack,
     build_decoder,
     compile_layers,
@@ -47,6 +48,13 @@ class Model:
     kinds: dict[str, frozenset[Kind]]
     """Kinds of the whole model's logical tensors (norms, biases, embeddings)."""
     pipeline: Pipeline
+
+    @property
+    def head(self) -> Head:
+        """The last layer, on the ranks that have it."""
+        head = self.stack.get_submodule("head")
+        assert isinstance(head, Head)
+        return head
 
 
 @dataclass(frozen=True)

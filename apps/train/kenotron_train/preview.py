@@ -18,6 +18,7 @@ from kenotron_dist import Axis
 from kenotron_models import build_decoder, layer_costs, parameter_count
 from kenotron_optim import MuonConfig, SGDConfig
 from kenotron_pp import Stages, simulate
+from kenotron_tp.head_sum import LOGITS_AT_A_TIME
 from kenotron_train.availability import unavailable
 from kenotron_train.config import Config, cautions, ignored_keys
 from kenotron_train.report import short
@@ -78,7 +79,8 @@ def stage_sizes(config: Config) -> list[StageSize]:
         nbytes = _state_bytes(config, count)
         nbytes["activations"] = int(live * kept)
         if any(name == "head" for name, _ in own):
-            nbytes["logits"] = 2 * 4 * _microbatch_tokens(config) * spec.vocab_size // parallel.tp
+            logits = _microbatch_tokens(config) * spec.vocab_size // parallel.tp
+            nbytes["logits"] = 4 * min(logits, LOGITS_AT_A_TIME)
         found.append(StageSize([name for name, _ in own], count, nbytes))
     return found
 

@@ -17,7 +17,7 @@ from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_models import Context
 from kenotron_optim import NonFinite, allows_update, clip_, find_nonfinite, learning_rate
-from kenotron_tp import vocab_parallel_cross_entropy
+from kenotron_tp import linear_cross_entropy, linear_cross_entropy_sum
 from kenotron_train.assemble import Training
 
 NO_TARGET = -100
@@ -86,8 +86,13 @@ def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
 
 
 def contexts_of(batch: Batch, dropout_key: int | None = None) -> list[Context]:
-    """What the layers may read of each micro-batch; without a key they drop nothing."""
-    return [Context(micro.positions_BS, micro.samples_B, dropout_key) for micro in batch]
+    """What the layers may read of each micro-batch; without a key they drop nothing.
+
+    The head's product is left to the loss.
+    """
+    return [
+        Context(micro.positions_BS, micro.samples_B, dropout_key, to_loss=True) for micro in batch
+    ]
 
 
 def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
@@ -102,33 +107,33 @@ def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
     return count
 
 
-def token_losses(training: Training, logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token, (T,), 0 without target; logits (T, V/t), labels of T items."""
-    vocab_size = training.config.model.model_config.vocab_size
-    tp = training.mesh["tp"]
-    return vocab_parallel_cross_entropy(logits, labels.flatten(), tp, vocab_size=vocab_size)
+def token_losses(training: Training, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token, (T,), 0 without target; head's input (T, D), T labels."""
+    head, spec = training.model.head, training.config.decoder
+    return linear_cross_entropy(
+        hidden, head.weight, labels.flatten(), training.mesh["tp"], vocab_size=spec.vocab_size,
+        sequence_parallel=head.sequence_parallel,
+    )  # fmt: skip
 
 
 def loss_fn(
     training: Training, batch: Batch, count: int, extra: list[Tensor] | None = None
 ) -> Callable[[Tensor, int], Tensor]:
-    """Loss of a micro-batch from its logits (T, V/t), scaled so that the global sum is the mean.
+    """Loss of a micro-batch from the head's input, scaled so that the global sum is the mean.
 
     A z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
     """
     tp, spec = training.mesh["tp"], training.config.decoder
-    weight = spec.z_loss
+    z_loss = 0.0 if extra is None else spec.z_loss
 
-    def loss(logits: Tensor, microbatch: int) -> Tensor:
-        labels = batch[microbatch].labels_BS
-        if extra is None or not weight:
-            per_token = token_losses(training, logits, labels)
-        else:
-            per_token, z = vocab_parallel_cross_entropy(
-                logits, labels.flatten(), tp, vocab_size=spec.vocab_size, z_loss=weight,
-                return_z_loss=True,
-            )  # fmt: skip
-            extra.append(z.sum() / count)
-        return per_token.sum() / count
+    def loss(hidden: Tensor, microbatch: int) -> Tensor:
+        head = training.model.head
+        total, z = linear_cross_entropy_sum(
+            hidden, head.weight, batch[microbatch].labels_BS.flatten(), tp,
+            vocab_size=spec.vocab_size, z_loss=z_loss, sequence_parallel=head.sequence_parallel,
+        )  # fmt: skip
+        if extra is not None and z_loss:
+            extra.append(z / count)
+        return total / count
 
     return loss

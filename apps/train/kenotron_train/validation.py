@@ -83,10 +83,10 @@ def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...
 def _summing(training: Training, batch: Batch, total: Tensor) -> Callable[[Tensor, int], Tensor]:
     """A loss that adds sums and numbers of targets of each source to ``total`` (K, 2)."""
 
-    def loss(logits: Tensor, microbatch: int) -> Tensor:
+    def loss(hidden: Tensor, microbatch: int) -> Tensor:
         micro = batch[microbatch]
         labels = micro.labels_BS
-        per_row = token_losses(training, logits, labels).view_as(labels).double().sum(-1)
+        per_row = token_losses(training, hidden, labels).view_as(labels).double().sum(-1)
         seen = torch.stack([per_row, (labels != NO_TARGET).sum(-1).double()], -1)
         sources = micro.sources_B
         assert sources is not None, "validation_batches tags every row"

@@ -8,7 +8,7 @@ from kenotron_models.config_qwen2 import Qwen2Config
 from kenotron_models.config_qwen3 import Qwen3Config
 from kenotron_models.config_starcoder2 import Starcoder2Config
 from kenotron_models.context import Context
-from kenotron_models.decoder import LayerStack, build_decoder
+from kenotron_models.decoder import Head, LayerStack, build_decoder
 from kenotron_models.decoder_layer import DecoderLayer
 from kenotron_models.embedding import Embedding
 from kenotron_models.flops import forward_flops, parameter_count, training_flops
@@ -31,6 +31,7 @@ __all__ = [
     "DecoderLayer",
     "DecoderSpec",
     "Embedding",
+    "Head",
     "KVCache",
     "LayerNorm",
     "LayerStack",

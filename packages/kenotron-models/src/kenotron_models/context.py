@@ -21,6 +21,8 @@ class Context:
     """Global number of every row's sample, int64; dropout needs it."""
     dropout_key: int | None = None
     """``kenotron_dist.counter_key`` of seed and step; None: nothing is dropped."""
+    to_loss: bool = False
+    """The head hands on what it is given: the loss computes its product, a few tokens at a time."""
     outputs: Tensor | None = None
     """Numbers of the tokens, among T, whose logits are wanted, int64; None: all."""
     cache: KVCache | None = None

@@ -35,7 +35,12 @@ class Head(ColumnParallelLinear):
         tokens: int | None = None,
         sequence_parallel: bool | None = None,
     ) -> Tensor:
-        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; it tells T where nobody says."""
+        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; it tells T where nobody says.
+
+        A context with ``to_loss`` gets x itself, for ``linear_cross_entropy`` and the like.
+        """
+        if context is not None and context.to_loss:
+            return x
         if tokens is None and context is not None:
             tokens = context.tokens
         outputs = None if context is None else context.outputs

@@ -26,8 +26,8 @@ from kenotron_tp.softmax import (
     write_gradient,
 )
 
-_ELEMENTS = 2**25
-"""Logits that exist at a time where the caller does not say: 128 MB in fp32."""
+LOGITS_AT_A_TIME = 2**25
+"""Logits of a rank where the caller does not say: 128 MB in fp32."""
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
@@ -97,7 +97,7 @@ def linear_cross_entropy_sum(
     all-gather, and in backward a reduce-scatter. Raises as ``linear_cross_entropy``.
     """
     width = weight.shape[0]
-    size = max(_ELEMENTS // max(width, 1), 1) if chunk is None else chunk
+    size = max(LOGITS_AT_A_TIME // max(width, 1), 1) if chunk is None else chunk
     x = head_inputs(x, weight, labels, axis, size, sequence_parallel=sequence_parallel)
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
