@@ -49,19 +49,20 @@ def choose_tokens(
     """
     _check_shape(logits_BV, axis, vocab_size)
     _check_options(temperature, top_k, top_p, vocab_size)
-    logits_BV = logits_BV.detach()
-    x_BV, width = logits_BV.float(), logits_BV.shape[-1]
-    ids_V = torch.arange(width, device=x_BV.device) + axis.rank * width
+    logits_BV, width = logits_BV.detach(), logits_BV.shape[-1]
+    first = axis.rank * width
+    if temperature == 0:
+        return _winners(logits_BV[:, : max(vocab_size - first, 0)], first, axis)
+    x_BV = logits_BV.float()
+    ids_V = torch.arange(width, device=x_BV.device) + first
     alive_BV = (x_BV != -torch.inf) & (ids_V < vocab_size)
-    scores_BV = x_BV.double()
     rows_B = torch.arange(len(x_BV), device=x_BV.device) if rows_B is None else rows_B
-    if temperature > 0:
-        odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
-        alive_BV = survivors(
-            logits_BV, odds_BV, alive_BV, axis, vocab_size=vocab_size, top_k=top_k, top_p=top_p
-        )
-        scores_BV = odds_BV + _gumbel(ids_V, rows_B, seed, step)
-    return _winners(scores_BV.masked_fill(~alive_BV, -torch.inf), ids_V, axis)
+    odds_BV = _log_odds(x_BV, alive_BV, temperature, axis)
+    alive_BV = survivors(
+        logits_BV, odds_BV, alive_BV, axis, vocab_size=vocab_size, top_k=top_k, top_p=top_p
+    )
+    scores_BV = odds_BV + _gumbel(ids_V, rows_B, seed, step)
+    return _winners(scores_BV.masked_fill(~alive_BV, -torch.inf), first, axis)
 
 
 def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) -> Tensor:
@@ -75,13 +76,20 @@ def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) ->
     return odds_BV.masked_fill_(x_BV == largest, 0.0)  # inf - inf too
 
 
-def _winners(scores_BV: Tensor, ids_V: Tensor, axis: Axis) -> Tensor:
-    """Ids of the highest scores (fp64 (B, V/t)), the lowest of equals: int64 (B,).
+def _winners(scores_BV: Tensor, first: int, axis: Axis) -> Tensor:
+    """Ids of the highest scores (B, at most V/t), the lowest of equals: int64 (B,).
+
+    ``first``: id of this rank's first column.
 
     Gathers two numbers a row and rank. Raises ValueError where a row holds NaN or only -inf.
     """
-    best, place = scores_BV.max(-1)
-    found = all_gather(torch.stack([best, ids_V[place].double()])[None], axis)  # (t, 2, B)
+    if scores_BV.shape[-1] == 0:  # nothing but padding
+        best = scores_BV.new_full((len(scores_BV),), -torch.inf)
+        place = torch.zeros_like(best)
+    else:
+        best, place = scores_BV.max(-1)
+    own = torch.stack([best.double(), place.double() + first])
+    found = all_gather(own[None], axis)  # (t, 2, B)
     best, winner = found[:, 0].max(0)  # of the lowest rank where scores are equal
     wrong = ~(best > -torch.inf)
     if wrong.any():
