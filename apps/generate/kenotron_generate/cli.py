@@ -53,6 +53,7 @@ def _request(arguments: argparse.Namespace) -> Request:
             raise ValueError(f"--{flag} {given}: give a number from {least} on")
     if "" in arguments.stop:
         raise ValueError("--stop '': an empty text ends every other; leave it out")
+    _check_written(arguments.jsonl)
     prompts = read_prompts(arguments.prompt, arguments.prompt_file)
     if prompts is None and launcher() == "none":
         prompts = read_stdin()  # the processes that are started have none
@@ -74,6 +75,16 @@ def _request(arguments: argparse.Namespace) -> Request:
         tokenizer=arguments.tokenizer,
         jsonl=arguments.jsonl,
     )
+
+
+def _check_written(jsonl: str | None) -> None:
+    """Results are written at the end: what would fail then is said now."""
+    if jsonl is None or jsonl == "-":
+        return
+    if Path(jsonl).is_dir():
+        raise ValueError(f"--jsonl {jsonl}: this is a folder; name a file in it")
+    if not Path(jsonl).absolute().parent.is_dir():
+        raise ValueError(f"--jsonl {jsonl}: there is no folder {Path(jsonl).parent}; make it first")
 
 
 def _say_which(described: Description, given: Path) -> None:

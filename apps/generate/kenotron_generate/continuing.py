@@ -134,8 +134,10 @@ class _Run:
         )
         for _ in steps:
             pass
-        for writer in writers:
+        for text, writer in enumerate(writers):
             said = writer.rest()
+            if writer.stopped:  # also by what was held back until now
+                finish[text] = "stop"
             if shown:
                 _show(said + "\n")
         return [

@@ -27,10 +27,9 @@ def read_prompts(given: list[str], file: str | None) -> list[Prompt] | None:
         return None
     if file is None:
         return [_checked("--prompt", text) for text in given or [DEFAULT]]
-    lines = Path(file).read_text(encoding="utf-8").splitlines()
     prompts = [
         _of_json(f"{file}, line {number}", line) if file.endswith(".jsonl") else line
-        for number, line in enumerate(lines, start=1)
+        for number, line in enumerate(_lines(Path(file)), start=1)
         if line.strip()
     ]
     if not prompts:
@@ -41,6 +40,19 @@ def read_prompts(given: list[str], file: str | None) -> list[Prompt] | None:
 def read_stdin() -> list[Prompt]:
     """All of standard input as one prompt. Raises ValueError when there is nothing."""
     return [_checked("standard input", sys.stdin.read().removesuffix("\n"))]
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a file. Only line feeds end them: a prompt may hold other separators of Unicode."""
+    if not path.is_file():
+        raise ValueError(f"--prompt-file {path}: there is no such file")
+    lines: list[str] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        try:
+            lines.append(line.removesuffix(b"\r").decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not UTF-8: {error}") from None
+    return lines
 
 
 def _checked(where: str, text: str) -> str:

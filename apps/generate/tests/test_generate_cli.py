@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from kenotron_generate.cli import main
+from kenotron_generate.prompts import read_prompts
 
 APP = Path(__file__).parents[1]
 
@@ -66,6 +67,15 @@ def test_files_of_prompts_and_json_lines(model: Path, tmp_path: Path) -> None:
     assert len(second["tokens"]) == 6
 
 
+def test_only_line_feeds_end_a_line_of_prompts(tmp_path: Path) -> None:
+    lines = tmp_path / "p.jsonl"
+    lines.write_bytes('\ufeff{"prompt": "a\u2028b\u0085c"}\r\n{"prompt": "d"}\n'.encode())
+    assert read_prompts([], str(lines)) == ["a\u2028b\u0085c", "d"]
+    lines.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"p\.jsonl, line 2 is not UTF-8"):
+        read_prompts([], str(lines))
+
+
 def test_a_text_ends_at_a_token_or_at_a_string(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     flags = plain(model, "--prompt", "abc", "--jsonl", str(out), "--max-new-tokens", "40")
@@ -89,7 +99,9 @@ def test_a_text_ends_at_a_token_or_at_a_string(model: Path, tmp_path: Path) -> N
     [
         (["--prompt", ""], "--prompt is empty: give a text to continue"),
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file b: give one of them"),
-        (["--prompt-file", "not-there.txt"], "not-there.txt"),
+        (["--prompt-file", "not-there.txt"], "not-there.txt: there is no such file"),
+        (["--jsonl", "nowhere/x.jsonl"], "--jsonl nowhere/x.jsonl: there is no folder nowhere"),
+        (["--jsonl", "/"], "--jsonl /: this is a folder"),
         (["--max-new-tokens", "-1"], "--max-new-tokens -1: give a number from 0 on"),
         (["--batch-size", "0"], "--batch-size 0: give a number from 1 on"),
         (["--temperature", "-1"], "temperature -1.0 is not 0 or more"),
@@ -107,9 +119,10 @@ def test_bad_input_is_one_sentence(
     flags: list[str], message: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*plain(model), *flags]) == 1
-    said = capsys.readouterr().err
+    out, said = capsys.readouterr()
     assert message in said
     assert "Traceback" not in said
+    assert not out
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,12 @@ FREE = (
 )  # fmt: skip
 """What may differ from the model that the weights are of; the first is a matter of its own."""
 
+KEYS = {
+    "norm_eps": "rms_norm_eps (of a starcoder2: layer_norm_epsilon)",
+    "window": "sliding_window_size",
+}
+"""Fields of a model that have another name in ``model.model_config``."""
+
 
 def load_initial(training: Training) -> str:
     """Fill this rank's weights from what ``model.init_method`` names; a sentence about it.
@@ -102,7 +108,9 @@ def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple
             "it would be lost; set it to false"
         )
     if changed := differences(ours, theirs, free):
+        pairs = [line.partition(":") for line in changed]
         raise ValueError(
             f"{where} is of another model than model.model_config; first what the config says, "
-            "then what the weights were trained with:\n  " + "\n  ".join(changed)
+            "then what the weights were trained with:"
+            + "".join(f"\n  {KEYS.get(name, name)}:{values}" for name, _, values in pairs)
         )

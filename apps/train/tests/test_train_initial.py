@@ -132,6 +132,11 @@ def begin(source: Path) -> dict[str, str]:
         ({"model__model_config__rope_theta": 5000.0}, "rope_theta: 5000.0 and 10000.0"),
         ({"model__model_config__num_hidden_layers": 3}, "num_hidden_layers: 3 and 2"),
         ({"model__model_config__vocab_size": 300}, "vocab_size: 300 and 257"),
+        ({"model__model_config__rms_norm_eps": 0.5}, r"\n  rms_norm_eps .*: 0\.5 and "),
+        (
+            {"model__model_config__rope_scaling": "{rope_type: linear, factor: 2.0}"},
+            r"rope_scaling: \{factor: 2\.0, rope_type: linear, .*\} and null",
+        ),
     ],
 )
 @pytest.mark.parametrize("kind", ["ours", "hugging face"])

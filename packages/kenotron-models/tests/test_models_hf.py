@@ -84,12 +84,12 @@ def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (Qwen2Config(**OURS, no_rope_layer=2), "no_rope_every: 2 and None"),
+        (Qwen2Config(**OURS, no_rope_layer=2), "no_rope_every: 2 and null"),
         (
             Starcoder2Config(**SIZES, use_position_embeddings=True, use_rotary_embeddings=False),
             "learned_positions: True and False",
         ),
-        (Starcoder2Config(**SIZES, scale_attn_weights=False), "attention_scale: 1.0 and None"),
+        (Starcoder2Config(**SIZES, scale_attn_weights=False), "attention_scale: 1.0 and null"),
         (
             Starcoder2Config(**SIZES, sliding_window_size=3, global_attn_layers=(1,)),
             r"full_attention_layers: \(1,\) and \(\)",

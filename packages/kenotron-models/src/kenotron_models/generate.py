@@ -16,6 +16,7 @@ from kenotron_dist import Mesh, broadcast
 from kenotron_models.context import Context
 from kenotron_models.kv_cache import KVCache
 from kenotron_tp import choose_tokens
+from kenotron_tp.logits import check_sampling
 
 Forward = Callable[[Tensor, Context], Tensor | None]
 """(tokens (T,), context) -> logits (B, V/t) of the context's ``outputs`` on the last pipeline
@@ -26,7 +27,7 @@ stage, None on the others."""
 class Sampling:
     """How a token is chosen from its probabilities.
 
-    Raises ValueError for a penalty that is not positive; ``choose_tokens`` checks the rest.
+    Raises ValueError for a number out of its bounds.
     """
 
     temperature: float = 0.0
@@ -42,12 +43,13 @@ class Sampling:
     """Of the draws: text i, token n of equal seeds are drawn alike on every layout."""
 
     def __post_init__(self) -> None:
-        """Check the penalty."""
+        """Check every number."""
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(
                 f"repetition_penalty {self.repetition_penalty} is not a finite number above 0: 1 "
                 "changes nothing"
             )
+        check_sampling(self.temperature, self.top_k, self.top_p)
 
 
 def generate(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +121,21 @@ def differences(
     ``but``: fields that do not count; rows of tensors can make up for interleaved positions.
     """
     return [
-        f"{each.name}: {getattr(ours, each.name)!r} and {getattr(theirs, each.name)!r}"
+        f"{each.name}: {_said(getattr(ours, each.name))} and {_said(getattr(theirs, each.name))}"
         for each in fields(DecoderSpec)
         if each.name not in (*OF_THE_RUN, *but)
         and getattr(ours, each.name) != getattr(theirs, each.name)
     ]
+
+
+def _said(value: Any) -> str:
+    """A value as YAML has it where it is nothing, or has keys."""
+    if not is_dataclass(value):
+        return "null" if value is None else repr(value)
+    known = {each.name: getattr(value, each.name) for each in fields(value)}
+    return (
+        "{" + ", ".join(f"{key}: {said}" for key, said in known.items() if said is not None) + "}"
+    )
 
 
 def _unsaid(family: Family, values: Mapping[str, Any], spec: DecoderSpec) -> list[str]:

@@ -124,6 +124,16 @@ def _check_shape(logits: Tensor, axis: Axis, vocab_size: int) -> None:
 def _check_options(
     temperature: float, top_k: int | None, top_p: float | None, vocab_size: int
 ) -> None:
+    check_sampling(temperature, top_k, top_p)
+    if top_p is not None and vocab_size > LARGEST_VOCABULARY:
+        raise ValueError(
+            f"top_p adds up probabilities exactly for vocabularies up to {LARGEST_VOCABULARY}, "
+            f"not {vocab_size}: use top_k"
+        )
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raises ValueError for what ``choose_tokens`` refuses whatever the vocabulary is."""
     if not temperature >= 0:
         raise ValueError(
             f"temperature {temperature} is not 0 or more: 0 is greedy, 1 leaves the model"
@@ -134,8 +144,3 @@ def _check_options(
         )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p {top_p} is not within (0, 1]: 1 samples among all tokens")
-    if top_p is not None and vocab_size > LARGEST_VOCABULARY:
-        raise ValueError(
-            f"top_p adds up probabilities exactly for vocabularies up to {LARGEST_VOCABULARY}, "
-            f"not {vocab_size}: use top_k"
-        )
