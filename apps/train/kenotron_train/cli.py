@@ -28,6 +28,7 @@ from kenotron_train.loop import train
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.vocabulary import check_vocabulary
+from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             return _show(preview(config))
         check_available(config)
         check_hook(config, loader)
+        check_watching(config)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         is_program = launcher() == "none"
         if is_program:  # and not one of many ranks
