@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -71,6 +72,8 @@ class Profile:
         if self._profile is not None:
             if self._snapshots is not None:
                 self._snapshots._record_memory_history(max_entries=HISTORY)
+            # Rounds are files of their own, as wanted.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end")
             self._profile.start()
         return self
 
