@@ -147,19 +147,24 @@ def _validation(validation: Validation) -> dict[str, Any]:
     return found
 
 
-def _peak(device: torch.device) -> float | None:
+def named_peak() -> float | None:
+    """bf16 FLOP/s that the environment names. Raises ValueError unless they are above 0."""
     given = os.environ.get(PEAK_VARIABLE)
-    if given:
-        try:
-            peak = float(given) * 1e12
-        except ValueError:
-            peak = 0.0
-        if not 0 < peak < math.inf:
-            raise ValueError(
-                f"{PEAK_VARIABLE}={given}: it must be a positive number, the bf16 TFLOP/s of a "
-                "device; unset it to have known devices looked up"
-            )
-        return peak
-    if device.type == "cpu":
+    if not given:
         return None
+    try:
+        peak = float(given) * 1e12
+    except ValueError:
+        peak = 0.0
+    if not 0 < peak < math.inf:
+        raise ValueError(
+            f"{PEAK_VARIABLE}={given}: it must be a positive number, the bf16 TFLOP/s of a "
+            "device; unset it to have known devices looked up"
+        )
+    return peak
+
+
+def _peak(device: torch.device) -> float | None:
+    if (named := named_peak()) is not None or device.type == "cpu":
+        return named
     return peak_bf16_flops(torch.get_device_module(device).get_device_name(device))

@@ -11,7 +11,7 @@ from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.benchmark import STEPS, add_row, check_table, is_benchmark, table_row
 from kenotron_train.config import Config
-from kenotron_train.figures import StepFigures
+from kenotron_train.figures import StepFigures, named_peak
 from kenotron_train.layer_metrics import LayerMetrics, is_detailed
 from kenotron_train.profiling import Profile
 from kenotron_train.report import Report
@@ -25,8 +25,9 @@ Look = Callable[[Slices], None]
 
 
 def check_watching(config: Config) -> None:
-    """Raise ValueError for what a run would find out too late: no tracker, another table."""
+    """Raise ValueError for what a run would find out too late: no tracker, another table, no peak."""
     check_trackers(config)
+    named_peak()
     if config.general.benchmark_csv_path is not None:
         check_table(config.general.benchmark_csv_path)
 

@@ -127,9 +127,9 @@ def statistics_of(row: Sequence[float]) -> Statistics:
     if not count:
         return Statistics(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)
     variance = squares / max(count - 1, 1)
-    kurtosis = fourth / count / variance**2 - 3 if variance else 0.0
+    kurtosis = fourth / count / variance / variance - 3 if variance else 0.0
     return Statistics(
-        mean, math.sqrt(variance), low, high, size, math.sqrt(squares + count * mean**2),
+        mean, math.sqrt(variance), low, high, size, math.sqrt(squares + count * mean * mean),
         zeros / count, kurtosis,
     )  # fmt: skip
 
