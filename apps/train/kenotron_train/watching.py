@@ -25,7 +25,7 @@ Look = Callable[[Slices], None]
 
 
 def check_watching(config: Config) -> None:
-    """Raise ValueError for what a run would find out too late: no tracker, another table, no peak."""
+    """Raise ValueError for what a run would find out too late: tracker, table, peak."""
     check_trackers(config)
     named_peak()
     if config.general.benchmark_csv_path is not None:
