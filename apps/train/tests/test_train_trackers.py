@@ -96,6 +96,23 @@ def test_wandb_offline_has_config_and_every_step(
     assert items[-1]["validation_loss"] == steps[-1]["validation_loss"]
 
 
+def test_a_resumed_training_goes_on_in_its_wandb_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(Mesh.connect(), config_of(tmp_path))
+    train(Mesh.connect(), resumed(tmp_path))
+    files = list((tmp_path / "checkpoints/wandb").glob("offline-run-*/run-*.wandb"))
+    steps = {
+        tuple(r.history.step.num for r in wandb_records(path) if r.HasField("history"))
+        for path in files
+    }
+    (identity,) = {r.run.run_id for f in files for r in wandb_records(f) if r.HasField("run")}
+    saved = json.loads((tmp_path / "checkpoints/wandb_run.json").read_text())
+    assert saved == {"id": identity}
+    assert steps == {(1, 2, 3, 4, 5, 6), (4, 5, 6)}
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "chosen"),
     [
