@@ -55,14 +55,9 @@ def _model(section: ModelConfig) -> _Lines:
 
 
 def _sections(config: Config) -> _Lines:
-    if config.general.benchmark_csv_path is not None:
-        yield "general.benchmark_csv_path", "a table of speeds is", "set it to null"
     for name, what in (
-        ("profiler", "profiles are"),
         ("lighteval", "evaluations are"),
         ("doremi", "learned weights of domains are"),
     ):
         if getattr(config, name) is not None:
             yield name, what, "remove the section"
-    if config.metrics_logging is not None and config.metrics_logging.log_level > 0:
-        yield "metrics_logging.log_level", "figures of layers are", "set it to 0"

@@ -27,7 +27,9 @@ from kenotron_train.corpus import prepare
 from kenotron_train.loop import train
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.report_cli import report_main
 from kenotron_train.vocabulary import check_vocabulary
+from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
@@ -38,12 +40,15 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
-    """Train from a YAML file, or the embedded default; the exit status.
+    """Train from a YAML file, or the embedded default, or draw a report; the exit status.
 
     ``loader`` is data of one's own for stages whose config says ``dataset: null``, see
     ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
     """
-    arguments = _parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["report"]:
+        return report_main(words[1:])
+    arguments = _parser().parse_args(words)
     if arguments.json_schema:
         return _show(json_schema())
     try:
@@ -52,6 +57,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             return _show(preview(config))
         check_available(config)
         check_hook(config, loader)
+        check_watching(config)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         is_program = launcher() == "none"
         if is_program:  # and not one of many ranks
@@ -116,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
-        "standard library's own sources, on two local processes.",
+        "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(

@@ -36,6 +36,7 @@ WITHOUT_EFFECT = {
     "s3_upload.s5cmd_concurrency": "the training process uploads, without s5cmd",
     "s3_upload.s5cmd_path": "the training process uploads, without s5cmd",
     "logging.log_level_replica": "only the first rank prints",
+    "profiler.export_chrome_trace": "every trace can be opened in a browser",
     "tokens.limit_test_batches": "there is no test beside the validation",
 }
 STAGE_WITHOUT_EFFECT = {

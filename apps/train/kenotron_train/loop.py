@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
 from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
+from kenotron_train.figures import short
 from kenotron_train.own_data import Hook, check_hook
-from kenotron_train.report import Report, short
+from kenotron_train.report import Report
 from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, training_step
 from kenotron_train.upload import Uploads
 from kenotron_train.validation import Validation, validate
 from kenotron_train.vocabulary import check_vocabulary
+from kenotron_train.watching import Watching, check_watching
 from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
@@ -50,6 +53,7 @@ def train(
     """
     check_available(config)
     check_hook(config, loader)
+    check_watching(config)
     _check_same(config, mesh)
     check_vocabulary(config)
     training = build_training(config, mesh)
@@ -61,6 +65,7 @@ def train(
         Report(config, mesh, progress.step + 1) as report,
         Uploads(config, mesh, report) as uploads,
         open_saver(training, uploads) as saver,
+        Watching(training, report, progress.step + 1) as watching,
     ):
         _introduce(training, report, remark)
         uploads.resumed(progress.step)
@@ -68,9 +73,10 @@ def train(
             save_run(saver, training, progress)
         data = _Data(training, report, loader, target_mask)
         try:
-            results = _steps(training, data, saver, uploads, report, progress)
+            results = _steps(training, data, saver, uploads, report, watching, progress)
         finally:
             data.close()
+        watching.finish()
         saver.finish()
         _say_saved(saver, report)
         uploads.finish()
@@ -159,23 +165,26 @@ def _steps(
     saver: Saver,
     uploads: Uploads,
     report: Report,
+    watching: Watching,
     progress: Progress,
 ) -> list[StepResult]:
     """All steps that are left."""
-    config, mesh = training.config, training.mesh
+    config = training.config
     results: list[StepResult] = []
-    while progress.step < config.tokens.train_steps:
+    while progress.step < config.tokens.train_steps and not watching.is_over:
         stage = data.stage(progress)
-        report.start_step()
         step = progress.step + 1
-        batch = stage.next_batch(step).to(mesh.device)
-        start = progress.schedule_start
-        results.append(training_step(training, batch, step, saver.wait, start))
-        report.end_step()
+        with watching.step(step) as look:
+            batch = watching.batch(partial(stage.next_batch, step))
+            wait = partial(watching.saving, saver.wait)
+            start = progress.schedule_start
+            results.append(training_step(training, batch, step, wait, start, look))
         progress = progress.after(config, stage.loader.cursor)
-        report.step(step, results[-1], progress.tokens, _validate(training, step, stage.corpus))
+        validation = _validate(training, step, stage.corpus)
         if _is_due(config, step):
-            save_run(saver, training, progress)
+            watching.saving(partial(save_run, saver, training, progress))
+        consumed = progress.tokens, progress.samples
+        watching.report(step, results[-1], batch, consumed, validation)
         _say_saved(saver, report)
         uploads.say()
     return results

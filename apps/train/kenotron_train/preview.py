@@ -21,7 +21,7 @@ from kenotron_pp import Stages, simulate
 from kenotron_tp.head_sum import LOGITS_AT_A_TIME
 from kenotron_train.availability import unavailable
 from kenotron_train.config import Config, cautions, ignored_keys
-from kenotron_train.report import short
+from kenotron_train.figures import short
 from kenotron_train.yaml_config import dump_config
 
 GB = 1e9

@@ -24,6 +24,7 @@ AnyModelConfig = (
     | MambaModelConfig
     | LlaMoEConfig
 )
+TrackerName = Literal["tensorboard", "wandb"]
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
 
 
@@ -223,6 +224,9 @@ class LoggingConfig:
     """No effect: only the first rank prints."""
     iteration_step_info_interval: int = 1
     """Training steps from one printed line to the next."""
+    trackers: tuple[TrackerName, ...] | None = None
+    """Where figures go beside the log: tensorboard, wandb; None: wandb where WANDB_MODE,
+    WANDB_PROJECT or WANDB_API_KEY is set in the environment."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

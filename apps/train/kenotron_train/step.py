@@ -16,7 +16,14 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_models import Context
-from kenotron_optim import NonFinite, allows_update, clip_, find_nonfinite, learning_rate
+from kenotron_optim import (
+    NonFinite,
+    Slices,
+    allows_update,
+    clip_,
+    find_nonfinite,
+    learning_rate,
+)
 from kenotron_tp import linear_cross_entropy, linear_cross_entropy_sum
 from kenotron_train.assemble import Training
 
@@ -45,11 +52,13 @@ def training_step(
     step: int,
     before_update: Callable[[], None] = lambda: None,
     schedule_start: int = 0,
+    look: Callable[[Slices], None] = lambda _: None,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
     The learning rate is that of step ``step - schedule_start`` of its schedule.
     ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
+    ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
     FloatingPointError when loss or gradient is not finite and ``optimizer.nonfinite`` is
@@ -63,6 +72,7 @@ def training_step(
     extra: list[Tensor] = []
     loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), contexts)
     slices = training.grads.finish()
+    look(slices)
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
@@ -105,6 +115,14 @@ def global_count(batch: Batch, mesh: Mesh, step: int) -> int:
     if count == 0:
         raise ValueError(f"step {step}: no position of the global batch has a target")
     return count
+
+
+def real_tokens(batch: Batch, mesh: Mesh) -> int:
+    """Tokens of the global batch that are no padding. Collective over dp and cp."""
+    real = (batch.samples_MB >= 0)[..., None].expand_as(batch.tokens_MBS)
+    if batch.documents_MBS is not None:
+        real = real & (batch.documents_MBS >= 0)
+    return int(all_reduce(real.sum().to(mesh.device), mesh["dp", "cp"]))
 
 
 def token_losses(training: Training, hidden: Tensor, labels: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from kenotron_ckpt.folder import defect, steps_in
 from kenotron_ckpt.together import on_first, on_first_at_length
 from kenotron_dist import Mesh
 from kenotron_train.config import Config
-from kenotron_train.report import Report, short
+from kenotron_train.figures import short
+from kenotron_train.report import Report
 
 
 class Uploads:

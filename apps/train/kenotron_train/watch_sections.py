@@ -12,7 +12,7 @@ class ProfilerConfig:
     """
 
     profiler_export_path: str | None
-    """Folder of the traces."""
+    """Folder of the traces; None: `profiler` in checkpoints_path."""
     wait: int = 1
     """Steps of a round that are passed over."""
     warmup: int = 1
@@ -26,11 +26,11 @@ class ProfilerConfig:
     record_shapes: bool = False
     """Whether shapes are kept."""
     profile_memory: bool = False
-    """Whether memory is followed."""
+    """Whether memory is followed; on CUDA a snapshot is written, too."""
     with_stack: bool = True
     """Whether lines of code are kept."""
     export_chrome_trace: bool = False
-    """Whether a trace for a browser is written, too."""
+    """No effect: every trace can be opened in a browser."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

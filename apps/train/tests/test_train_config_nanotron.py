@@ -162,7 +162,6 @@ def test_old_names_of_keys_mean_the_new_ones():
 
 
 SECTIONS = [
-    ("profiler", {"profiler_export_path": "p", "wait": 1, "warmup": 1, "active": 1}),
     (
         "lighteval",
         {
@@ -181,8 +180,6 @@ SECTIONS = [
         },
     ),
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
-    ("metrics_logging", {"log_level": 1, "log_detail_interval": 5}),
-    ("general.benchmark_csv_path", "speeds.csv"),
     ("model.init_method", {"use_mup": True}),
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.expert_parallel_size", 2),
@@ -242,8 +239,30 @@ def test_stretched_positions_survive_a_checkpoint():
     assert config_from_json(saved) == config.model.model_config
 
 
-def test_sections_without_effect_at_their_level_are_no_problem():
-    assert unavailable(parse({"metrics_logging": {"log_level": 0}})) == []
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("profiler", {"profiler_export_path": "p", "wait": 1, "warmup": 1, "active": 1}),
+        ("metrics_logging", {"log_level": 1, "log_detail_interval": 5}),
+        ("metrics_logging", {"log_level": 0}),
+        ("general.benchmark_csv_path", "speeds.csv"),
+        ("logging.trackers", ["wandb", "tensorboard"]),
+    ],
+)
+def test_every_way_of_watching_can_be_run(path, value):
+    config = parse({path: value})
+    assert parse_config(dump_config(config), "again") == config
+    assert unavailable(config) == []
+
+
+def test_what_makes_no_difference_to_a_profile_is_said():
+    config = parse({"profiler": {"profiler_export_path": "p", "export_chrome_trace": True}})
+    assert ignored_keys(config) == [
+        "profiler.export_chrome_trace: true has no effect: every trace can be opened in a browser"
+    ]
+
+
+def test_weights_may_be_scaled_by_their_layer():
     assert unavailable(parse({"model.init_method.scaling_method": "layer_index"})) == []
 
 

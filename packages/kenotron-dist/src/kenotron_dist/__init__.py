@@ -38,6 +38,15 @@ from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.spawn import STALLED, RankError, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_to_say, start
+from kenotron_dist.statistics import (
+    Statistics,
+    merge,
+    moments,
+    no_moments,
+    statistics_of,
+    sum_moments,
+    tensor_moments,
+)
 from kenotron_dist.transfers import Route, receive, send, shift
 from kenotron_dist.watchdog import Watchdog, watch
 
@@ -63,6 +72,7 @@ __all__ = [
     "Route",
     "Shard",
     "StallReport",
+    "Statistics",
     "TensorLayout",
     "Tie",
     "Watchdog",
@@ -86,8 +96,11 @@ __all__ = [
     "leave",
     "local_boxes",
     "local_shape",
+    "merge",
+    "moments",
     "named_parameters",
     "named_placements",
+    "no_moments",
     "parameter_layouts",
     "receive",
     "reduce_scatter",
@@ -97,8 +110,11 @@ __all__ = [
     "shutdown",
     "spawn",
     "start",
+    "statistics_of",
     "sum_gradients",
+    "sum_moments",
     "sum_rows",
+    "tensor_moments",
     "tie_storages",
     "watch",
 ]

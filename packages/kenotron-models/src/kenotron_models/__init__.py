@@ -17,6 +17,7 @@ from kenotron_models.kv_cache import KVCache
 from kenotron_models.mlp import MLP
 from kenotron_models.norm import LayerNorm, RMSNorm
 from kenotron_models.parametrization import layer_costs, standard_init
+from kenotron_models.peak import peak_bf16_flops
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import config_from_json
 from kenotron_models.rope import rotary_angles, rotate
@@ -54,5 +55,6 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "standard_init",
+    "peak_bf16_flops",
     "training_flops",
 ]

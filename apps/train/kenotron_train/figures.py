@@ -1,0 +1,170 @@
+"""What is measured of a step: the numbers behind console lines, metrics.jsonl and trackers."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kenotron_models import peak_bf16_flops, training_flops
+from kenotron_train.config import Config
+from kenotron_train.step import StepResult
+from kenotron_train.stopwatch import StepTimes
+from kenotron_train.validation import Validation, perplexity
+
+PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
+"""Environment variable: bf16 TFLOP/s of a device that ``kenotron_models`` does not know."""
+
+
+def short(value: float) -> str:
+    """Three significant digits with K, M, G, T or P: 2.05K, 0.0123, 3e-05."""
+    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= factor:
+            return f"{value / factor:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def or_null(value: float) -> float | None:
+    """JSON has no nan and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the first rank, in GB (1e9 bytes)."""
+
+    peak: float
+    """Most that tensors took on its accelerator; of the process, on a CPU."""
+    reserved: float | None = None
+    """Most that torch took from its accelerator; None on a CPU."""
+
+    @staticmethod
+    def of(device: torch.device) -> Memory:
+        """What this process took up to now."""
+        if device.type == "cpu":
+            unit = 1 if sys.platform == "darwin" else 1024
+            return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9)
+        return Memory(
+            torch.accelerator.max_memory_allocated(device) / 1e9,
+            torch.accelerator.max_memory_reserved(device) / 1e9,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """A step and what it took. Tokens are counted without padding."""
+
+    step: int
+    result: StepResult
+    times: StepTimes
+    tokens: int
+    """Tokens of the global batch that are no padding."""
+    consumed_tokens: int
+    """Positions read since the training began, padding included."""
+    consumed_samples: int
+    validation: Validation | None = None
+    layers: dict[str, float] = field(default_factory=dict)
+    """Statistics of layers by name; empty in most steps."""
+
+
+class Meter:
+    """Works out speeds. ``peak``: bf16 FLOP/s of a device, None where it is not known.
+
+    Raises ValueError for an environment variable that is no positive number.
+    """
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self._config, self._device = config, device
+        self.peak = _peak(device) if config.model.dtype == "bfloat16" else None
+
+    def tokens_per_second(self, figures: StepFigures) -> float:
+        """Tokens a second of all ranks, padding not counted."""
+        return figures.tokens / figures.times.step
+
+    def tflops(self, figures: StepFigures, *, causal: bool = False) -> float:
+        """TFLOP/s of each rank. ``causal``: scores that no token sees are not counted."""
+        config = self._config
+        stage = config.stage_at(figures.step)
+        flops = training_flops(
+            config.decoder, config.global_batch_size, config.sequence_of(stage), causal=causal
+        )
+        useful = figures.tokens / config.batch_tokens(stage)
+        return flops * useful / figures.times.step / config.world_size / 1e12
+
+    def mfu(self, figures: StepFigures, *, causal: bool = False) -> float | None:
+        """Share of the device's dense bf16 peak; None where that is not known."""
+        return self.tflops(figures, causal=causal) * 1e12 / self.peak if self.peak else None
+
+    def metrics(self, figures: StepFigures) -> dict[str, Any]:
+        """The object that metrics.jsonl has of a step: JSON, nan and infinity as null."""
+        result, times = figures.result, figures.times
+        speed, memory = self.tokens_per_second(figures), Memory.of(self._device)
+        found: dict[str, Any] = {
+            "step": figures.step,
+            "lm_loss": or_null(result.loss),
+            "grad_norm": or_null(result.grad_norm),
+            "lr": result.lr,
+            "consumed_tokens": figures.consumed_tokens,
+            "consumed_samples": figures.consumed_samples,
+            "tokens": figures.tokens,
+            "tokens_per_sec": speed,
+            "tokens_per_sec_per_gpu": speed / self._config.world_size,
+            "step_time_s": times.step,
+            "data_wait_s": times.data_wait,
+            "save_blocked_s": times.save_blocked,
+            "model_tflops_per_gpu": self.tflops(figures),
+            "model_tflops_per_gpu_causal": self.tflops(figures, causal=True),
+            "mfu": self.mfu(figures),
+            "mfu_causal": self.mfu(figures, causal=True),
+            "memory_gb": memory.peak,
+        }
+        if memory.reserved is not None:
+            found["memory_reserved_gb"] = memory.reserved
+        if result.nonfinite is not None:
+            found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
+        if figures.validation is not None:
+            found |= _validation(figures.validation)
+        if figures.layers:
+            found["layers"] = {name: or_null(value) for name, value in figures.layers.items()}
+        return found
+
+
+def _validation(validation: Validation) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "validation_loss": or_null(validation.loss),
+        "validation_perplexity": or_null(validation.perplexity),
+    }
+    if len(validation.sources) > 1:
+        found["validation_sources"] = {
+            name: {"loss": or_null(loss), "perplexity": or_null(perplexity(loss))}
+            for name, loss in validation.sources.items()
+        }
+    return found
+
+
+def named_peak() -> float | None:
+    """bf16 FLOP/s that the environment names. Raises ValueError unless they are above 0."""
+    given = os.environ.get(PEAK_VARIABLE)
+    if not given:
+        return None
+    try:
+        peak = float(given) * 1e12
+    except ValueError:
+        peak = 0.0
+    if not 0 < peak < math.inf:
+        raise ValueError(
+            f"{PEAK_VARIABLE}={given}: it must be a positive number, the bf16 TFLOP/s of a "
+            "device; unset it to have known devices looked up"
+        )
+    return peak
+
+
+def _peak(device: torch.device) -> float | None:
+    if (named := named_peak()) is not None or device.type == "cpu":
+        return named
+    return peak_bf16_flops(torch.get_device_module(device).get_device_name(device))

@@ -1,0 +1,58 @@
+"""``metrics.jsonl``: one JSON object a step, for as long as the run lives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class Journal:
+    """Writes ``metrics.jsonl`` in a folder, line by line.
+
+    A run that goes on keeps the lines of steps before ``first_step``; what it does again is
+    dropped. Raises OSError naming the folder when it cannot be written.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = _continue(folder / "metrics.jsonl", first_step)
+        except OSError as error:
+            raise OSError(
+                f"cannot write metrics.jsonl in {folder}: {error}; change "
+                "checkpoints.checkpoints_path to a folder that can be written"
+            ) from error
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Add a line; it is with the operating system when this returns."""
+        self._file.write(json.dumps(metrics) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics.jsonl; lines that were cut off when a run died are left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            metrics = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
+            found.append(metrics)
+    return found
+
+
+def _continue(path: Path, first_step: int) -> TextIO:
+    """Open the file; keep only steps before ``first_step``."""
+    earlier = read_journal(path) if path.exists() and first_step > 1 else []
+    fresh = path.with_suffix(".new")  # renamed into place: a kill here loses nothing
+    file = fresh.open("w", encoding="utf-8")
+    file.writelines(json.dumps(step) + "\n" for step in earlier if step["step"] < first_step)
+    file.flush()
+    fresh.replace(path)
+    return file

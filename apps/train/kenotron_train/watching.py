@@ -1,0 +1,131 @@
+"""All that looks at a run beside its training: times, profiles, layers, the table of speeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from kenotron_data import Batch
+from kenotron_optim import Slices
+from kenotron_train.assemble import Training
+from kenotron_train.benchmark import STEPS, add_row, check_table, is_benchmark, table_row
+from kenotron_train.config import Config
+from kenotron_train.figures import StepFigures, named_peak
+from kenotron_train.layer_metrics import LayerMetrics, is_detailed
+from kenotron_train.profiling import Profile
+from kenotron_train.report import Report
+from kenotron_train.step import StepResult, real_tokens
+from kenotron_train.stopwatch import Stopwatch
+from kenotron_train.trackers import check_trackers
+from kenotron_train.validation import Validation
+
+Look = Callable[[Slices], None]
+"""What a step calls with the whole gradient."""
+
+
+def check_watching(config: Config) -> None:
+    """Raise ValueError for what a run would find out too late: tracker, table, peak."""
+    check_trackers(config)
+    named_peak()
+    if config.general.benchmark_csv_path is not None:
+        check_table(config.general.benchmark_csv_path)
+
+
+class Watching:
+    """Watches a run, one step after the other; a context manager. Every rank has one.
+
+    Collective over the mesh, like everything here.
+    """
+
+    def __init__(self, training: Training, report: Report, first_step: int) -> None:
+        self._training, self._report = training, report
+        self._watch, self._steps = Stopwatch(), list[StepFigures]()
+        self._layers: LayerMetrics | None = None
+        self._benchmark = is_benchmark(training.mesh)
+        self._profile = Profile(training.config, training.mesh, first_step, report.say)
+        section = training.config.metrics_logging
+        if section and section.log_level and training.config.model.compile:
+            report.say(
+                "metrics_logging: with model.compile there are no statistics of activations, only "
+                "those of parameters and gradients",
+                "warning",
+            )
+
+    def __enter__(self) -> Watching:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a run that only measures has made its steps."""
+        return self._benchmark and len(self._steps) >= STEPS
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Look]:
+        """Around all that a step's time is; gives what ``training_step`` shall show gradients."""
+        detailed = is_detailed(self._training.config, step)
+        self._layers = LayerMetrics(self._training) if detailed else None
+        self._watch.start()
+        if self._layers is None:
+            yield lambda _: None
+        else:
+            with self._layers.during():
+                yield self._layers.look
+        self._watch.stop()
+
+    def batch(self, read: Callable[[], Batch]) -> Batch:
+        """The batch that ``read`` waits for, on this rank's device."""
+        with self._watch.waiting():
+            return read().to(self._training.mesh.device)
+
+    def saving(self, wait: Callable[[], None]) -> None:
+        """Do what keeps the training waiting for a checkpoint."""
+        with self._watch.saving():
+            wait()
+
+    def report(
+        self,
+        step: int,
+        result: StepResult,
+        batch: Batch,
+        consumed: tuple[int, int],
+        validation: Validation | None,
+    ) -> None:
+        """Say what came of a step; ``consumed``: tokens and samples since the beginning."""
+        figures = StepFigures(
+            step=step,
+            result=result,
+            times=self._watch.times,
+            tokens=real_tokens(batch, self._training.mesh),
+            consumed_tokens=consumed[0],
+            consumed_samples=consumed[1],
+            validation=validation,
+            layers=self._layers.collect() if self._layers is not None else {},
+        )
+        self._steps.append(figures)
+        self._report.step(figures)
+        self._profile.step()
+
+    def finish(self) -> None:
+        """Write the table of speeds, where one is asked for."""
+        path = self._training.config.general.benchmark_csv_path
+        if not self._steps or (path is None and not self._benchmark):
+            return
+        row = table_row(self._training, self._steps)
+        listed = " | ".join(f"{column}: {value}" for column, value in row.items())
+        self._report.say(f"Benchmark: {listed}")
+        if path is None or self._training.mesh.rank:
+            return
+        try:
+            add_row(path, row)
+        except OSError as error:
+            self._report.say(f"general.benchmark_csv_path: no line in {path}: {error}", "error")

@@ -1,0 +1,139 @@
+"""``python apps/train report``: pages and pictures of runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+import runs
+
+from kenotron_train import report_cli, report_page
+from kenotron_train.charts import Line, line_chart, ticks
+from kenotron_train.cli import main
+from kenotron_train.curves import MOST_POINTS, Run, read_runs, summary
+
+
+def write_run(folder: Path, losses: list[float | None], **more: list) -> Path:
+    folder.mkdir(parents=True)
+    lines = []
+    for i, loss in enumerate(losses):
+        step = {"step": i + 1, "lm_loss": loss, "lr": 1e-3, "consumed_tokens": (i + 1) * 100}
+        step |= {"tokens_per_sec": 100.0 * (i + 1), "step_time_s": 0.5, "data_wait_s": 0.05}
+        lines.append(json.dumps(step | {key: values[i] for key, values in more.items()}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def pictures(page: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL)]
+
+
+def test_a_report_of_a_real_run(tmp_path: Path) -> None:
+    assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
+    done = runs.train(tmp_path, "report", "checkpoints")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"steps +6\b", done.stdout)
+    assert "Written: checkpoints/report.html and checkpoints/report.png" in done.stdout
+    page = (tmp_path / "checkpoints/report.html").read_text()
+    loss, rate, speed, memory = pictures(page)
+    assert [len(svg.findall("polyline")) for svg in (loss, rate, speed, memory)] == [1, 1, 1, 1]
+    assert len(loss.findall("circle")) == 1  # one validation
+    assert not re.search(r'(?:src|href)="|@import|url\(', page)
+    data = (tmp_path / "checkpoints/report.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", data[16:24]) == (1320, 825)
+
+
+def test_runs_are_compared_by_names_that_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = write_run(tmp_path / "a<b>/checkpoints", [4.0, 3.0], memory_gb=[1.0, 2.5])
+    two = write_run(tmp_path / "c/checkpoints", [5.0, 2.0, 1.0], mfu=[0.25, 0.5, 0.5])
+    assert main(["report", str(one), str(two), "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"last loss +3.0000 +1.0000", said)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "a&lt;b&gt;/checkpoints, c/checkpoints" in page
+    assert "a<b>" not in page
+    loss = pictures(page)[0]
+    curves = loss.findall("polyline")
+    assert [len(curve.get("points").split()) for curve in curves] == [2, 3]
+    assert curves[0].get("stroke") != curves[1].get("stroke")
+
+
+def test_the_table_has_what_is_known(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path / "a", [4.0, 3.0, 3.5], memory_gb=[1, 2.5, 2], validation_loss=[None, 3.2, 3.3]
+    )
+    titles, line = summary(read_runs([str(folder)]))
+    assert dict(zip(titles, line, strict=True)) == {
+        "run": "a", "steps": "3", "tokens": "300", "last loss": "3.5000",
+        "best validation": "3.2000", "tokens/s (median)": "200", "MFU (median)": "-",
+        "peak memory GB": "2.50", "hours in steps": "0.000417", "waiting for data": "10.0%",
+        "blocked by saves": "0.0%",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "has no metrics.jsonl: give a run's checkpoints_path"),
+        ("", "holds no step"),
+        ('[1]\n{"loss": 2}\nnot json\n', "holds no step"),
+    ],
+)
+def test_a_folder_without_a_run(
+    content: str | None, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    assert main(["report", str(tmp_path)]) == 1
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_without_matplotlib_there_is_the_page_and_a_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "a", [4.0, 3.0])
+    for module in (report_cli, report_page):
+        monkeypatch.setattr(module, "can_draw_png", lambda: False)
+    assert main(["report", str(folder)]) == 0
+    assert "pip install 'kenotron-train[report]'" in capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.html"}
+
+
+def test_long_curves_are_means_of_neighbours() -> None:
+    steps = [{"step": i, "lm_loss": float(i % 2)} for i in range(1, 2 * MOST_POINTS + 1)]
+    points = Run("a", steps).points("lm_loss")
+    assert points == [(2.0 * i, 0.5) for i in range(1, MOST_POINTS + 1)]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "want"),
+    [
+        (0, 10, [0, 2, 4, 6, 8, 10]),
+        (1e-4, 9e-4, [2e-4, 4e-4, 6e-4, 8e-4]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (3.1, 3.9, [3.2, 3.4, 3.6, 3.8]),
+    ],
+)
+def test_ticks_are_round_and_inside(low: float, high: float, want: list[float]) -> None:
+    assert ticks(low, high) == pytest.approx(want)
+
+
+def test_curves_stay_inside_their_chart_and_a_flat_one_is_drawn() -> None:
+    flat = Line("flat", [(1.0, 5.0), (2.0, 5.0)], "#000")
+    slope = Line("slope", [(1.0, 5.0), (2.0, -5.0), (9.0, 1.0)], "#000", dashed=True)
+    for lines in ([flat], [flat, slope], [Line("none", [], "#000")]):
+        svg = ElementTree.fromstring(line_chart("t", "step", lines))
+        for curve in svg.findall("polyline"):
+            for place in curve.get("points").split():
+                x, y = map(float, place.split(","))
+                assert 64 <= x <= 546
+                assert 30 <= y <= 266
+    assert svg.findall("text")[-1].text == "no figures"

@@ -1,0 +1,286 @@
+"""Figures of steps, the table of speeds, profiles and the progress bar."""
+
+from __future__ import annotations
+
+import csv
+import json
+import multiprocessing
+import os
+import pty
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+from kenotron_data import Batch
+from kenotron_dist import Mesh, spawn
+from kenotron_train import benchmark, figures, journal
+from kenotron_train.config import Config
+from kenotron_train.figures import Memory, Meter, StepFigures
+from kenotron_train.loop import train
+from kenotron_train.step import StepResult, real_tokens
+from kenotron_train.stopwatch import StepTimes, Stopwatch
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def config_of(folder: Path, **changes: object) -> Config:
+    return load_config(DEFAULT_CONFIG, runs.arguments(folder, **changes)[1::2])
+
+
+def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
+    given = {
+        "step": 1,
+        "result": StepResult(2.5, 1.0, 1e-3),
+        "times": StepTimes(seconds, 0.125, 0.25),
+        "tokens": tokens,
+        "consumed_tokens": 128,
+        "consumed_samples": 4,
+    }
+    return StepFigures(**(given | changes))
+
+
+def test_speeds_are_those_of_a_calculation_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden 32, feed-forward 48, 4 heads and 2 for keys of 8 features, 257 tokens, 2 layers."""
+    monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "0.001")
+    given = {"model__dtype": "bfloat16", "model__model_config__num_attention_heads": 4}
+    config = config_of(tmp_path, **given, parallelism__tp=2)
+    meter = Meter(config, torch.device("cpu"))
+    products = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
+    per_token = 2 * 2 * products + 2 * 32 * 257
+    tokens, rows, sequence = 4 * 32, 4, 32
+    full = 3 * (tokens * per_token + 2 * 4 * rows * 4 * 8 * sequence**2)
+    seen = 3 * (tokens * per_token + 2 * 4 * rows * 4 * 8 * (sequence * (sequence + 1) // 2))
+    step = figures_of(96, 0.5)  # a quarter of the 128 is padding
+    found = meter.metrics(step)
+    assert found["tokens_per_sec"] == 192.0
+    assert found["tokens_per_sec_per_gpu"] == 96.0
+    assert found["model_tflops_per_gpu"] == pytest.approx(full * 0.75 / 0.5 / 2 / 1e12)
+    assert found["model_tflops_per_gpu_causal"] == pytest.approx(seen * 0.75 / 0.5 / 2 / 1e12)
+    assert found["mfu"] == pytest.approx(full * 0.75 / 0.5 / 2 / 1e9)
+    assert found["mfu_causal"] == pytest.approx(seen * 0.75 / 0.5 / 2 / 1e9)
+    times = {"step_time_s": 0.5, "data_wait_s": 0.125, "save_blocked_s": 0.25}
+    assert found | times == found
+    assert found["memory_gb"] > 0.05
+
+
+def test_without_a_known_peak_there_is_no_mfu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KENOTRON_PEAK_TFLOPS", raising=False)
+    cpu = torch.device("cpu")
+    step = figures_of(128, 0.5)
+    bf16 = config_of(tmp_path, model__dtype="bfloat16")
+    assert Meter(bf16, cpu).metrics(step)["mfu"] is None
+    monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "1")
+    assert Meter(config_of(tmp_path), cpu).metrics(step)["mfu"] is None  # the peak is of bf16
+    monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "fast")
+    with pytest.raises(ValueError, match="KENOTRON_PEAK_TFLOPS=fast: it must be a positive"):
+        Meter(bf16, cpu)
+
+
+def padded(mesh: Mesh) -> int:
+    """Rank 0 has a padded row of two, rank 1 two tokens of padding in one row."""
+    zeros = torch.zeros(1, 2, 8, dtype=torch.int64)
+    documents = zeros.clone()
+    samples = torch.tensor([[0, 1]])
+    if mesh.coords["dp"] == 0:
+        samples[0, 1] = -1
+    else:
+        documents[0, 1, 6:] = -1
+    batch = Batch(zeros, zeros, zeros, samples, None, documents)
+    return real_tokens(batch, mesh)
+
+
+def test_padding_is_not_counted() -> None:
+    assert spawn(padded, dp=2, tp=2) == [8 + 14] * 4
+
+
+def test_a_stopwatch_keeps_waits_and_saves_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 10.0, 11.0, 13.0, 14.0, 14.5, 18.0, 20.0, 27.0, 30.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    watch = Stopwatch()
+    watch.start()
+    with watch.waiting():
+        pass
+    with watch.saving():
+        pass
+    watch.stop()
+    with watch.saving():  # after the step: no part of its time
+        pass
+    assert watch.times == StepTimes(step=8.0, data_wait=2.0, save_blocked=7.5)
+    watch.start()
+    assert watch.times.save_blocked == 0.0
+
+
+def test_a_run_writes_what_it_took(tmp_path: Path) -> None:
+    train(Mesh.connect(), config_of(tmp_path, checkpoints__checkpointing_engine="torch"))
+    steps = runs.metrics(tmp_path)
+    assert [s["consumed_samples"] for s in steps] == [4, 8, 12, 16, 20, 24]
+    assert all(s["tokens"] == 128 for s in steps)
+    assert all(0 <= s["data_wait_s"] < s["step_time_s"] for s in steps)
+    assert all(s["tokens_per_sec"] == s["tokens"] / s["step_time_s"] for s in steps)
+    saved = [s["save_blocked_s"] > 1e-3 for s in steps]
+    assert saved == [False, False, True, False, False, True]
+
+
+def test_a_journal_that_goes_on_drops_steps_done_again_and_cut_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": i, "lm_loss": i / 2}) for i in (1, 2, 3)]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "lm_')
+    book = journal.Journal(tmp_path, 3)
+    book.write({"step": 3, "lm_loss": 9.0})
+    book.close()
+    assert [(s["step"], s["lm_loss"]) for s in journal.read_journal(path)] == [
+        (1, 0.5), (2, 1.0), (3, 9.0),
+    ]  # fmt: skip
+    journal.Journal(tmp_path, 1).close()
+    assert path.read_text() == ""
+
+
+def test_the_table_has_nanotrons_columns_and_a_line_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "new/speeds.csv"
+    config = config_of(tmp_path, general__benchmark_csv_path=path)
+    train(Mesh.connect(), config)
+    spawn(train, config_of(tmp_path, general__benchmark_csv_path=path, parallelism__tp=2), tp=2)
+    with path.open() as file:
+        one, two = csv.DictReader(file)
+    head = "job_id,name,nodes,seq_len,mbs,batch_accum,gbs,mTFLOPs,hTFLOPs,tok/s/gpu,Mem Alloc (GB)"
+    assert ",".join(one).startswith(head)
+    assert (one["nodes"], one["seq_len"], one["gbs"], one["tp"], two["tp"]) == (
+        "1", "32", "4", "1", "2",
+    )  # fmt: skip
+    assert (one["Total Params"], one["dtype"], one["hidden_act"]) == ("32K", "float32", "silu")
+    steps = runs.metrics(tmp_path)[1:]
+    middle = statistics.median(s["tokens_per_sec_per_gpu"] for s in steps)
+    assert f"{middle:.2f}" == two["tok/s/gpu"]
+
+
+def test_nanotron_benchmark_ends_the_run_after_four_steps(tmp_path: Path) -> None:
+    path = tmp_path / "speeds.csv"
+    flags = runs.arguments(tmp_path, general__benchmark_csv_path=path)
+    done = subprocess.run(
+        [sys.executable, str(runs.APP), *flags], env=os.environ | {"NANOTRON_BENCHMARK": "1"},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert [s["step"] for s in runs.metrics(tmp_path)] == [1, 2, 3, 4]
+    assert "Benchmark: job_id: " in done.stdout
+    assert len(path.read_text().splitlines()) == 2
+
+
+def add_many(path: str, name: str) -> None:
+    row = dict.fromkeys(benchmark.COLUMNS, name * 50)
+    for _ in range(50):
+        benchmark.add_row(path, row)
+
+
+def test_lines_of_runs_at_once_are_whole(tmp_path: Path) -> None:
+    path = str(tmp_path / "speeds.csv")
+    context = multiprocessing.get_context("fork")
+    both = [context.Process(target=add_many, args=(path, name)) for name in "ab"]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join()
+    head, *rows = csv.reader(Path(path).read_text().splitlines())
+    assert tuple(head) == benchmark.COLUMNS
+    assert len(rows) == 100
+    assert {tuple(set(row)) for row in rows} == {("a" * 50,), ("b" * 50,)}
+
+
+def test_another_table_is_refused_before_the_training(tmp_path: Path) -> None:
+    path = tmp_path / "speeds.csv"
+    path.write_text("when,speed\n1,2\n")
+    config = config_of(tmp_path, general__benchmark_csv_path=path)
+    with pytest.raises(ValueError, match=r"benchmark_csv_path: .* has other columns \(when, speed"):
+        train(Mesh.connect(), config)
+    with pytest.raises(ValueError, match="is a folder; give a file's path"):
+        train(Mesh.connect(), config_of(tmp_path, general__benchmark_csv_path=tmp_path))
+    assert path.read_text() == "when,speed\n1,2\n"
+
+
+def test_every_rank_writes_a_trace_of_each_round(tmp_path: Path) -> None:
+    section = (
+        f"{{profiler_export_path: {tmp_path}/traces, skip_first: 1, wait: 0, warmup: 1, active: 1, "
+        "repeat: 2, record_shapes: true, profile_memory: true, with_stack: false}"
+    )
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, profiler=section, parallelism__tp=2))
+    assert done.returncode == 0, done.stderr
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == [f"rank{r}.step{n}.pt.trace.json" for r in (0, 1) for n in (3, 5)]
+    for name in found:
+        events = json.loads((tmp_path / "traces" / name).read_text())["traceEvents"]
+        products = [e for e in events if e.get("name") == "aten::mm"]
+        assert len(products) > 10
+        assert all("Input Dims" in e["args"] for e in products)
+        steps = {e["name"] for e in events if e.get("name", "").startswith("ProfilerStep")}
+        assert len(steps) == 1
+    assert done.stdout.count("there are no memory snapshots on cpu, they need CUDA") == 1
+    assert "Profile of the steps up to 5 in" in done.stdout
+
+
+def test_memory_of_a_process_is_what_the_system_says() -> None:
+    status = Path("/proc/self/status")
+    if not status.exists():
+        pytest.skip("there is no /proc")
+    peak = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024 / 1e9
+    assert Memory.of(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
+    assert figures.short(999.6) == "1e+03"
+
+
+def on_terminal(folder: Path, columns: int, **environ: str) -> str:
+    """What a run writes to a terminal of so many columns."""
+    command = [sys.executable, str(runs.APP), *runs.arguments(folder)]
+    main, side = pty.openpty()
+    given = {"COLUMNS": str(columns), "LINES": "24", "TERM": "xterm-256color"}
+    process = subprocess.Popen(
+        command, stdout=side, stderr=subprocess.STDOUT, cwd=folder, env=os.environ | given | environ
+    )
+    os.close(side)
+    written = b""
+    while True:
+        try:
+            part = os.read(main, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        written += part
+    os.close(main)
+    assert process.wait(60) == 0
+    return written.decode(errors="replace")
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_the_bar_is_one_line_of_a_terminal(columns: int, tmp_path: Path) -> None:
+    text = on_terminal(tmp_path, columns)
+    drawn = [
+        line for line in re.split(r"[\r\n]+", ESCAPES.sub("", text)) if re.match(r"\s*\d/6 ", line)
+    ]
+    assert drawn
+    assert max(map(len, drawn)) <= columns
+    last = drawn[-1]
+    assert re.match(r"\s*6/6 .*loss \d\.\d{3}", last)
+    assert columns < 80 or re.search(r"tok/s .*FLOP/s +done", last)
+    assert "\x1b[38;5;" in text or "\x1b[3" in text
+
+
+def test_no_color_means_none(tmp_path: Path) -> None:
+    text = on_terminal(tmp_path, 80, NO_COLOR="1")
+    assert "6/6" in text
+    assert not re.search(r"\x1b\[[0-9;]*(?:3[0-7]|38)[0-9;]*m", text)
+
+
+def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, tokens__train_steps=2))
+    assert "\x1b" not in done.stdout
+    assert "\r" not in done.stdout
+    assert "iteration: 2 / 2 | " in done.stdout

@@ -1,0 +1,117 @@
+"""Statistics of tensors in parts: against torch on the whole, on every kind of placement."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kenotron_dist import (
+    Chunk,
+    Mesh,
+    Shard,
+    TensorLayout,
+    local_boxes,
+    local_shape,
+    merge,
+    moments,
+    no_moments,
+    spawn,
+    statistics_of,
+    tensor_moments,
+)
+
+SHAPES = {"cut": (8, 6), "columns": (5, 12), "heads": (12, 3), "norm": (7,), "late": (4, 4)}
+
+
+def whole(name: str) -> Tensor:
+    """A tensor whose mean is large beside its spread, with zeros in it."""
+    torch.manual_seed(len(name))
+    x = 100.0 * len(name) + torch.randn(SHAPES[name])
+    return x * (torch.rand(SHAPES[name]) > 0.1)
+
+
+def expected(x: Tensor) -> dict[str, float]:
+    x = x.double()
+    std = x.std()
+    return {
+        "mean": x.mean().item(),
+        "std": std.item(),
+        "min": x.min().item(),
+        "max": x.max().item(),
+        "norm_l1": x.abs().sum().item(),
+        "norm_l2": x.norm().item(),
+        "zero_frac": (x == 0).double().mean().item(),
+        "kurtosis": (((x - x.mean()) / std) ** 4).mean().item() - 3,
+    }
+
+
+def layouts(mesh: Mesh) -> dict[str, TensorLayout]:
+    heads = Chunk(4, parts=2)
+    placements = {
+        "cut": (Shard("tp", 0, (Chunk(8, pad=8),)),),
+        "columns": (Shard("tp", 1),),
+        "heads": (Shard("tp", 0, (Chunk(8), heads)),),
+    }
+    last = mesh.sizes["pp"] - 1
+    return {
+        name: TensorLayout(
+            name, shape, placements.get(name, ()), stages=(last,) if name == "late" else (0,)
+        )
+        for name, shape in SHAPES.items()
+    }
+
+
+def measure(mesh: Mesh, sliced: bool) -> dict[str, dict[str, float]]:
+    """Each rank builds its local tensors; padding holds what nobody may count."""
+    held, found = {}, layouts(mesh)
+    for name, layout in list(found.items()):
+        if mesh.coords["pp"] not in layout.stages:
+            continue
+        local = torch.full(local_shape(layout, mesh.sizes), 1e6)
+        for box in local_boxes(layout, mesh.sizes, mesh.coords):
+            box.of_local(local).copy_(box.of_global(whole(name)))
+        if sliced:
+            size = -(-local.numel() // mesh.sizes["dp"])
+            start = min(size * mesh.coords["dp"], local.numel())
+            stop = min(start + size, local.numel())
+            found[name] = layout.sliced(start, stop)
+            local = local.flatten()[start:stop]
+        held[name] = local
+    rows = tensor_moments(held, found, list(SHAPES), mesh).tolist()
+    return {n: dataclasses.asdict(statistics_of(r)) for n, r in zip(SHAPES, rows, strict=True)}
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"dp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}, {"dp": 3}], ids=str
+)
+def test_every_layout_has_the_statistics_of_the_whole(sizes: dict, sliced: bool) -> None:
+    for found in spawn(measure, sliced, **sizes):
+        for name in SHAPES:
+            assert found[name] == pytest.approx(expected(whole(name)), rel=1e-9), name
+
+
+def test_merging_does_not_lose_a_spread_beside_a_large_mean() -> None:
+    x = 1e6 + torch.randn(1000, dtype=torch.float64)
+    row = no_moments()
+    for part in x.split([1, 299, 700]):
+        row = merge(row, moments(part))
+    assert dataclasses.asdict(statistics_of(row.tolist())) == pytest.approx(expected(x), rel=1e-6)
+
+
+def test_a_tensor_in_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron_dist.statistics._CHUNK", 7)
+    x = torch.arange(60.0).view(5, 12).t() / 7
+    assert dataclasses.asdict(statistics_of(moments(x).tolist())) == pytest.approx(expected(x))
+
+
+def test_no_element_one_element_and_equal_ones() -> None:
+    empty = statistics_of(moments(torch.empty(0, 3)).tolist())
+    assert (empty.mean, empty.zero_frac, empty.min) == (0.0, 1.0, 0.0)
+    one = statistics_of(moments(torch.tensor(3.0)).tolist())
+    assert (one.mean, one.std, one.kurtosis, one.norm_l2) == (3.0, 0.0, 0.0, 3.0)
+    same = statistics_of(moments(torch.ones(9, dtype=torch.bfloat16)).tolist())
+    assert (same.std, same.kurtosis, same.norm_l1, same.norm_l2) == (0.0, 0.0, 9.0, 3.0)
