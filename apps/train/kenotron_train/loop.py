@@ -20,8 +20,9 @@ from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
 from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
 from kenotron_train.own_data import Hook, check_hook
+from kenotron_train.progress import Progress
 from kenotron_train.report import Report, short
-from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
+from kenotron_train.resume import earlier_run, open_saver, resume, save_run
 from kenotron_train.step import StepResult, training_step
 from kenotron_train.upload import Uploads
 from kenotron_train.validation import Validation, validate
@@ -170,9 +171,10 @@ def _steps(
         step = progress.step + 1
         batch = stage.next_batch(step).to(mesh.device)
         start = progress.schedule_start
-        results.append(training_step(training, batch, step, saver.wait, start))
+        scale = progress.loss_scale
+        results.append(training_step(training, batch, step, saver.wait, start, scale))
         report.end_step()
-        progress = progress.after(config, stage.loader.cursor)
+        progress = progress.after(config, stage.loader.cursor, results[-1].loss_scale)
         report.step(step, results[-1], progress.tokens, _validate(training, step, stage.corpus))
         if _is_due(config, step):
             save_run(saver, training, progress)

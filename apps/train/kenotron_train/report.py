@@ -105,6 +105,8 @@ class Report:
             "consumed_tokens": consumed_tokens,
             "tokens_per_sec": speed,
         }
+        if result.loss_scale is not None:
+            metrics["next_loss_scale"] = result.loss_scale.factor
         if result.nonfinite is not None:
             metrics |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
             self.say(f"step {step}: {_outcome(result)}: {result.nonfinite}", "warning")
@@ -165,6 +167,8 @@ class Report:
 
 
 def _outcome(result: StepResult) -> str:
+    if result.overflow and result.loss_scale is not None:
+        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
     return "skipped" if result.skipped else "made all the same"
 
 

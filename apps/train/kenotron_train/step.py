@@ -6,6 +6,7 @@ divided by tp size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,15 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_models import Context
-from kenotron_optim import NonFinite, allows_update, clip_, find_nonfinite, learning_rate
+from kenotron_optim import (
+    LossScale,
+    NonFinite,
+    allows_update,
+    clip_,
+    find_nonfinite,
+    learning_rate,
+    unscale_,
+)
 from kenotron_tp import vocab_parallel_cross_entropy
 from kenotron_train.assemble import Training
 
@@ -37,6 +46,12 @@ class StepResult:
     """What was nan or inf; None in every ordinary step."""
     skipped: bool = False
     """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
+    loss_scale: LossScale | None = None
+    """That of the next step; None unless the run is in float16."""
+    overflow: bool = False
+    """Whether the step was left out because gradients did not fit in float16 with its scale."""
+    words: tuple[float, ...] = ()
+    """What every rank had to say in this step."""
 
 
 def training_step(
@@ -45,15 +60,20 @@ def training_step(
     step: int,
     before_update: Callable[[], None] = lambda: None,
     schedule_start: int = 0,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
     The learning rate is that of step ``step - schedule_start`` of its schedule.
     ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
+    The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
+    gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
+    smaller. What ``word`` says after the backward reaches all ranks.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
-    FloatingPointError when loss or gradient is not finite and ``optimizer.nonfinite`` is
-    ``error``: the parameters are then unchanged.
+    FloatingPointError when loss or gradient is not finite, the scale is not to blame, and
+    ``optimizer.nonfinite`` is ``error``: the parameters are then unchanged.
     """
     mesh, config = training.mesh, training.config.optimizer
     count = global_count(batch, mesh, step)
@@ -61,22 +81,52 @@ def training_step(
     training.grads.start(len(inputs))
     contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
     extra: list[Tensor] = []
-    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), contexts)
+    factor = loss_scale.factor if loss_scale else 1.0
+    own_loss = _times(loss_fn(training, batch, count, extra), factor)
+    loss = training.model.pipeline.run(inputs, own_loss, contexts) / factor
     slices = training.grads.finish()
-    norm = training.norm(slices)
+    unscale_(slices, factor)
+    norm, words = training.norm.with_words(slices, word())
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
     if training.config.decoder.z_loss:
         loss = loss - _z_loss(mesh, extra)
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
-    updates = allows_update(found, config.nonfinite, step)
+    overflow = _overflows(found, loss_scale)
+    updates = not overflow and allows_update(found, config.nonfinite, step)
     if updates:
         if config.clip_grad is not None:
             clip_(slices, config.clip_grad, norm)
         before_update()
         training.optimizer.step(slices, lr)
-    return StepResult(loss.item(), norm.item(), lr, found, not updates)
+    return StepResult(
+        loss.item(),
+        norm.item(),
+        lr,
+        found,
+        not updates,
+        _next(loss_scale, found, overflow),
+        overflow,
+        tuple(words.tolist()),
+    )
+
+
+def _times(loss: Callable[[Tensor, int], Tensor], factor: float) -> Callable[[Tensor, int], Tensor]:
+    """A loss times a factor; itself for 1."""
+    return loss if factor == 1 else lambda logits, microbatch: loss(logits, microbatch) * factor
+
+
+def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:
+    """The scale of the next step; what it is not to blame for leaves it alone."""
+    return scale if scale is None or (found and not overflow) else scale.after(overflow)
+
+
+def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
+    """Whether a smaller scale may make the gradient finite."""
+    if found is None or loss_scale is None or not loss_scale.can_shrink:
+        return False
+    return math.isfinite(found.loss)
 
 
 def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:

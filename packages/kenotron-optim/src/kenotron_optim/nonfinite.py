@@ -71,7 +71,8 @@ def find_nonfinite(
 
 
 def allows_update(found: NonFinite | None, policy: NonFinitePolicy, step: int) -> bool:
-    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone.
+    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone, and
+    so does ``rollback``: going back is up to the caller.
 
     Raises FloatingPointError naming step, parameter and rank when something was found and the
     policy is ``error``, ValueError for an unknown policy.
