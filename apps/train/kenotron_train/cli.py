@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -24,9 +26,10 @@ from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
-from kenotron_train.loop import train
+from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.stopping import STOPPED
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -44,6 +47,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
     """
     arguments = _parser().parse_args(argv)
+    deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
     try:
@@ -58,12 +62,13 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             check_vocabulary(config)
             prepare(config)
         sizes = config.parallelism
-        start(
+        stopped = start(
             _train,
             config,
             arguments.config_file is None,
             loader,
             is_program,
+            deadline,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
@@ -76,18 +81,26 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         return _fail(str(error) if known else error.trace, error.code)
     except USER_ERRORS as error:
         return _fail(str(error))
-    return 0
+    return STOPPED if stopped else 0
 
 
 def _train(
-    mesh: Mesh, config: Config, sample: bool, loader: Hook | None, is_prepared: bool
-) -> None:
-    """What every rank does. Where no program came before them, ranks make the cache themselves."""
+    mesh: Mesh,
+    config: Config,
+    sample: bool,
+    loader: Hook | None,
+    is_prepared: bool,
+    deadline: float,
+) -> str:
+    """What every rank does; why it stopped before the last step, if it did.
+
+    Where no program came before the ranks, they make the cache themselves.
+    """
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             check_vocabulary(config)
             prepare(config)
-    train(mesh, config, sample, loader)
+    return run(mesh, config, sample, loader, deadline=deadline).stopped
 
 
 def _show(text: str) -> int:
@@ -110,6 +123,20 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e7:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return value
+
+
+def _duration(text: str) -> float:
+    """Seconds in ``90``, ``1:30``, ``02:00:00`` or ``1-02:00:00`` (a day and two hours)."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    try:
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+        seconds += 86400 * int(days) if dash else 0
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf or len(parts) > 3 or "" in parts:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give seconds or HH:MM:SS, above 0")
+    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,5 +169,12 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="report a rank that lets others wait longer than this (default: 300)",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=_duration,
+        default=math.inf,
+        metavar="SECONDS or HH:MM:SS",
+        help=f"save and end before so much time is over, with exit status {STOPPED}",
     )
     return parser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,22 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Saver, latest_step
-from kenotron_data import Batch, Cursor, IterableLoader, Loader, decode, encode, printable
-from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
+from kenotron_data import decode, encode, printable
+from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
 from kenotron_models import Sampling, generate, parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
-from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
+from kenotron_train.corpus import Corpus, MaskTargets
+from kenotron_train.feed import Feed
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.progress import Progress
 from kenotron_train.report import Report, short
-from kenotron_train.resume import earlier_run, open_saver, resume, save_run
+from kenotron_train.resume import bytes_of, check_saved, going_on, open_saver, resume, save_run
 from kenotron_train.step import StepResult, training_step
+from kenotron_train.stopping import Stopper
 from kenotron_train.upload import Uploads
 from kenotron_train.validation import Validation, validate
 from kenotron_train.vocabulary import check_vocabulary
@@ -31,6 +34,28 @@ from kenotron_train.yaml_config import dump_config
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; the same on every rank."""
+
+    results: list[StepResult]
+    """What every step reported."""
+    stopped: str = ""
+    """Why it ended before its last step; empty when it did not."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of a run work with."""
+
+    training: Training
+    feed: Feed
+    saver: Saver
+    uploads: Uploads
+    report: Report
+    stopper: Stopper
 
 
 def train(
@@ -41,24 +66,41 @@ def train(
     *,
     target_mask: MaskTargets | None = None,
 ) -> list[StepResult]:
-    """Train as the config says; returns what every step reported.
+    """``run`` to the end; returns what every step reported."""
+    return run(mesh, config, sample, loader, target_mask=target_mask).results
+
+
+def run(
+    mesh: Mesh,
+    config: Config,
+    sample: bool = False,
+    loader: Hook | None = None,
+    *,
+    target_mask: MaskTargets | None = None,
+    deadline: float = math.inf,
+) -> Outcome:
+    """Train as the config says, until the last step or a signal, whichever comes first.
+
+    A run goes on where its folder has checkpoints (see ``going_on``). A signal that asks for an
+    end, on any rank, ends it after the step that all ranks are in, with a checkpoint.
 
     Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
     generated sample and a hint what to try next; data of one's own for stages whose config says
     ``dataset: null`` (see ``own_data.Hook``; without it they read made-up tokens); a mask of
-    targets for tests (see ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or
-    FileNotFoundError for bad input.
+    targets for tests (see ``kenotron_data.Loader``); when the time is over (of ``time.time``): the
+    run ends early enough to save. Collective over the mesh. Raises ValueError or FileNotFoundError
+    for bad input, SaveFailed when the checkpoint of a run that was stopped is not whole.
     """
     check_available(config)
     check_hook(config, loader)
     _check_same(config, mesh)
+    config = going_on(config, mesh)
     check_vocabulary(config)
     training = build_training(config, mesh)
     progress, remark = resume(training)
-    if config.checkpoints.resume_checkpoint_path is None:
-        remark = "; ".join(filter(None, (remark, earlier_run(config))))
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
+        listening() as signals,
         Report(config, mesh, progress.step + 1) as report,
         Uploads(config, mesh, report) as uploads,
         open_saver(training, uploads) as saver,
@@ -67,17 +109,24 @@ def train(
         uploads.resumed(progress.step)
         if config.checkpoints.save_initial_state and progress.step == 0:
             save_run(saver, training, progress)
-        data = _Data(training, report, loader, target_mask)
+        feed = Feed(training, report, loader, target_mask)
+        stopper = Stopper(signals, deadline, bytes_of(training))
+        work = _Run(training, feed, saver, uploads, report, stopper)
         try:
-            results = _steps(training, data, saver, uploads, report, progress)
+            outcome = _steps(work, progress)
         finally:
-            data.close()
+            feed.close()
         saver.finish()
-        _say_saved(saver, report)
+        _say_saved(work)
+        if outcome.stopped:
+            step = progress.step + len(outcome.results)
+            check_saved(saver, step)
+            report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
         uploads.finish()
-        if sample and config.tokenizer.tokenizer_name_or_path is None:
+        if sample and config.tokenizer.tokenizer_name_or_path is None and not outcome.stopped:
             _show_sample(training, report)
-    return results
+        barrier(mesh.world)  # a launcher ends all ranks when the first has left
+    return outcome
 
 
 def _check_same(config: Config, mesh: Mesh) -> None:
@@ -90,97 +139,29 @@ def _check_same(config: Config, mesh: Mesh) -> None:
         )
 
 
-class _Data:
-    """The stage that is read: its corpus and its loader."""
-
-    def __init__(
-        self, training: Training, report: Report, hook: Hook | None, target_mask: MaskTargets | None
-    ) -> None:
-        self._training, self._report = training, report
-        self._hook, self._target_mask = hook, target_mask
-        self._open: _Stage | None = None
-
-    def stage(self, progress: Progress) -> _Stage:
-        """The stage of the next step, opened where the progress stands."""
-        number = self._training.config.stage_at(progress.step + 1)
-        if self._open is None or self._open.number != number:
-            self.close()
-            self._open = self._enter(number, progress)
-        return self._open
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        if self._open is not None:
-            self._open.loader.close()
-        self._open = None
-
-    def _enter(self, number: int, progress: Progress) -> _Stage:
-        config, mesh = self._training.config, self._training.mesh
-        with mesh.pulse.busy("reading the corpus"):
-            corpus = open_corpus(config, number, self._hook)
-        cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
-        if not progress.epoch_known and has_index(corpus.training):
-            epoch = cursor.consumed // len(corpus.training)
-            cursor = Cursor(number, epoch, cursor.consumed)
-        loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
-        self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
-        if corpus.about:
-            self._report.say(corpus.about)
-        return _Stage(number, corpus, loader, config.sequence_of(number))
-
-
-@dataclass(frozen=True)
-class _Stage:
-    number: int
-    corpus: Corpus
-    loader: Loader | IterableLoader
-    sequence: int
-
-    def next_batch(self, step: int) -> Batch:
-        """The batch of a step. Raises ValueError at the end of the data, or for another length."""
-        batch = next(self.loader, None)
-        if batch is None:
-            raise ValueError(
-                f"data_stages.{self.number}: the data ended after {self.loader.cursor.consumed} "
-                f"samples, before step {step} had its {self.loader.global_batch}: give more, or "
-                "lower tokens.train_steps"
-            )
-        width = batch.tokens_MBS.shape[-1]
-        if width != self.sequence:
-            raise ValueError(
-                f"data_stages.{self.number}: samples have {width + 1} ids, but sequence_length "
-                f"{self.sequence} needs {self.sequence + 1}"
-            )
-        return batch
-
-
-def _steps(
-    training: Training,
-    data: _Data,
-    saver: Saver,
-    uploads: Uploads,
-    report: Report,
-    progress: Progress,
-) -> list[StepResult]:
-    """All steps that are left."""
+def _steps(run: _Run, progress: Progress) -> Outcome:
+    """All steps that are left, or until the run is stopped."""
+    training, report, stopper = run.training, run.report, run.stopper
     config, mesh = training.config, training.mesh
     results: list[StepResult] = []
-    while progress.step < config.tokens.train_steps:
-        stage = data.stage(progress)
+    while progress.step < config.tokens.train_steps and not stopper.reason:
+        stage = run.feed.stage(progress)
         report.start_step()
         step = progress.step + 1
         batch = stage.next_batch(step).to(mesh.device)
-        start = progress.schedule_start
-        scale = progress.loss_scale
-        results.append(training_step(training, batch, step, saver.wait, start, scale))
+        start, scale = progress.schedule_start, progress.loss_scale
+        result = training_step(training, batch, step, run.saver.wait, start, scale, stopper.word)
+        results.append(result)
         report.end_step()
-        progress = progress.after(config, stage.loader.cursor, results[-1].loss_scale)
-        report.step(step, results[-1], progress.tokens, _validate(training, step, stage.corpus))
-        if _is_due(config, step):
-            save_run(saver, training, progress)
-        _say_saved(saver, report)
-        uploads.say()
-    return results
+        progress = progress.after(config, stage.loader.cursor, result.loss_scale)
+        report.step(step, result, progress.tokens, _validate(training, step, stage.corpus))
+        stopper.hear(result.words)
+        if _is_due(config, step) or stopper.save or stopper.reason:
+            save_run(run.saver, training, progress)
+        _say_saved(run)
+        run.uploads.say()
+    stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
+    return Outcome(results, stopped)
 
 
 def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:
@@ -192,9 +173,11 @@ def _validate(training: Training, step: int, corpus: Corpus) -> Validation | Non
     return validate(training, corpus.validation)
 
 
-def _say_saved(saver: Saver, report: Report) -> None:
+def _say_saved(run: _Run) -> None:
     """A line for each save that has ended."""
-    for saved in saver.reports():
+    report = run.report
+    for saved in run.saver.reports():
+        run.stopper.saved(saved.durable)
         if saved.failure:
             report.say(f"{saved}; earlier checkpoints are whole", "error")
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,14 @@ from torch import Tensor
 from kenotron_ckpt import (
     BlockingSaver,
     DataStatesConfig,
+    SaveFailed,
     Saver,
     latest_step,
     open_checkpoint,
+    verify_files,
 )
-from kenotron_dist import TensorLayout, check_replicas, named_parameters
+from kenotron_ckpt.together import on_first
+from kenotron_dist import Mesh, TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.initial import load_initial
@@ -102,7 +105,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         with mesh.pulse.busy("verifying a checkpoint"):
             checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
     except ValueError as error:
-        fix = "; correct it, or set it to null to start afresh"
+        fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
         raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
@@ -137,16 +140,47 @@ def _counts(load_optimizer: bool) -> Callable[[str], bool]:
     return lambda name: load_optimizer or not name.startswith("optimizer.")
 
 
-def earlier_run(config: Config) -> str:
-    """A warning when a fresh run starts in a folder that has checkpoints; empty otherwise."""
-    folder = Path(config.checkpoints.checkpoints_path)
-    if not _has_checkpoint(folder):
-        return ""
-    return (
-        f"{folder} has checkpoints of an earlier run, up to step {latest_step(folder)}: this run "
-        "starts afresh and replaces those of the same steps; set checkpoints.checkpoints_path to "
-        "keep them apart"
+def going_on(config: Config, mesh: Mesh) -> Config:
+    """The config of a run that goes on where ``checkpoints_path`` has checkpoints of it.
+
+    So the same command starts a run and goes on with it. A checkpoint in that folder that the
+    config names counts as given: somebody goes back. Collective over the mesh.
+    """
+    checkpoints = config.checkpoints
+    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
+    inside = given is not None and folder.resolve() in (p := Path(given).resolve(), p.parent)
+    if inside or not on_first(mesh, lambda: _has_checkpoint(folder)):
+        return config
+    own = replace(
+        checkpoints,
+        resume_checkpoint_path=str(folder),
+        load_optimizer=True,
+        load_lr_scheduler=True,
     )
+    return replace(config, checkpoints=own)
+
+
+def check_saved(saver: Saver, step: int) -> None:
+    """Read back the checkpoint of a step. Collective over the mesh.
+
+    Raises SaveFailed naming each damaged file, or the checkpoint that is not there.
+    """
+    folder = saver.folder / str(step)
+
+    def faults() -> list[str]:
+        try:
+            return verify_files(folder)
+        except (OSError, ValueError) as error:
+            return [str(error)]
+
+    with saver.mesh.pulse.busy("verifying a checkpoint"):
+        if found := on_first(saver.mesh, faults):
+            raise SaveFailed(f"the checkpoint of step {step} is not whole: " + "; ".join(found))
+
+
+def bytes_of(training: Training) -> int:
+    """Bytes of this rank's part of a checkpoint."""
+    return sum(tensor.nbytes for tensor, _ in _records(training).values())
 
 
 def _has_checkpoint(folder: Path) -> bool:

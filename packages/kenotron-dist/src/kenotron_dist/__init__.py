@@ -35,6 +35,7 @@ from kenotron_dist.placement import (
     tie_storages,
 )
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
+from kenotron_dist.signals import Signals, listening
 from kenotron_dist.spawn import STALLED, RankError, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_to_say, start
@@ -62,6 +63,7 @@ __all__ = [
     "RankError",
     "Route",
     "Shard",
+    "Signals",
     "StallReport",
     "TensorLayout",
     "Tie",
@@ -84,6 +86,7 @@ __all__ = [
     "gather_rows",
     "gradient_sums",
     "leave",
+    "listening",
     "local_boxes",
     "local_shape",
     "named_parameters",
