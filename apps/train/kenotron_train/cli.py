@@ -29,6 +29,7 @@ from kenotron_train.corpus import prepare
 from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.replay import replay
 from kenotron_train.stopping import STOPPED
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             loader,
             is_program,
             deadline,
+            arguments.replay_step,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
@@ -91,6 +93,7 @@ def _train(
     loader: Hook | None,
     is_prepared: bool,
     deadline: float,
+    replayed: int | None,
 ) -> str:
     """What every rank does; why it stopped before the last step, if it did.
 
@@ -100,6 +103,9 @@ def _train(
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             check_vocabulary(config)
             prepare(config)
+    if replayed is not None:
+        replay(mesh, config, replayed, loader)
+        return ""
     return run(mesh, config, sample, loader, deadline=deadline).stopped
 
 
@@ -169,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="report a rank that lets others wait longer than this (default: 300)",
+    )
+    parser.add_argument(
+        "--replay-step",
+        type=int,
+        metavar="N",
+        help="do not train: make step N again from the checkpoint before it, and show its gradient",
     )
     parser.add_argument(
         "--time-limit",

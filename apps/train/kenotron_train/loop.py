@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kenotron_data import decode, encode, printable
 from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
 from kenotron_models import Sampling, generate, parameter_count
-from kenotron_optim import describe
+from kenotron_optim import NonFinite, describe
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
@@ -23,6 +23,7 @@ from kenotron_train.corpus import Corpus, MaskTargets
 from kenotron_train.feed import Feed
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.progress import Progress
+from kenotron_train.recovery import go_back, goes_back, record, recorded
 from kenotron_train.report import Report, short
 from kenotron_train.resume import bytes_of, check_saved, going_on, open_saver, resume, save_run
 from kenotron_train.step import StepResult, training_step
@@ -41,7 +42,9 @@ class Outcome:
     """How a run ended; the same on every rank."""
 
     results: list[StepResult]
-    """What every step reported."""
+    """What every step reported; those that were undone are not in it."""
+    step: int = 0
+    """The last step that was made."""
     stopped: str = ""
     """Why it ended before its last step; empty when it did not."""
 
@@ -119,7 +122,7 @@ def run(
         saver.finish()
         _say_saved(work)
         if outcome.stopped:
-            step = progress.step + len(outcome.results)
+            step = outcome.step
             check_saved(saver, step)
             report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
         uploads.finish()
@@ -144,24 +147,50 @@ def _steps(run: _Run, progress: Progress) -> Outcome:
     training, report, stopper = run.training, run.report, run.stopper
     config, mesh = training.config, training.mesh
     results: list[StepResult] = []
+    first = progress.step
     while progress.step < config.tokens.train_steps and not stopper.reason:
         stage = run.feed.stage(progress)
         report.start_step()
-        step = progress.step + 1
+        step, place = progress.step + 1, stage.loader.cursor
         batch = stage.next_batch(step).to(mesh.device)
+        if place in progress.left_out:
+            progress = progress.past(stage.loader.cursor)
+            continue
         start, scale = progress.schedule_start, progress.loss_scale
-        result = training_step(training, batch, step, run.saver.wait, start, scale, stopper.word)
-        results.append(result)
+        with recorded(training, batch, step, place):
+            result = training_step(
+                training, batch, step, run.saver.wait, start, scale, stopper.word
+            )
         report.end_step()
+        stopper.hear(result.words)
+        if result.nonfinite and result.skipped and not result.overflow:
+            report.say(f"step {step}: {record(training, batch, step, place, result.nonfinite)}")
+        if goes_back(training, result) and result.nonfinite:
+            progress = _return(run, replace(progress, cursor=place), result.nonfinite)
+            first = min(first, progress.step)
+            del results[progress.step - first :]
+            continue
+        results.append(result)
         progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         report.step(step, result, progress.tokens, _validate(training, step, stage.corpus))
-        stopper.hear(result.words)
-        if _is_due(config, step) or stopper.save or stopper.reason:
+        if _is_due(config, step) or stopper.save:
             save_run(run.saver, training, progress)
         _say_saved(run)
         run.uploads.say()
+    if stopper.reason and not _is_due(config, progress.step):
+        save_run(run.saver, training, progress)
     stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
-    return Outcome(results, stopped)
+    return Outcome(results, progress.step, stopped)
+
+
+def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:
+    """Go back to the newest checkpoint: model, place in the data and metrics."""
+    progress, about = go_back(run.training, run.saver, progress, found)
+    _say_saved(run)
+    run.feed.close()
+    run.report.rewind(progress.step)
+    run.report.say(about, "warning")
+    return progress
 
 
 def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:

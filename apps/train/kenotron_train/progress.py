@@ -45,6 +45,10 @@ class Progress:
             loss_scale=loss_scale,
         )
 
+    def past(self, cursor: Cursor) -> Progress:
+        """After a batch that is left out: the place in the data is another one, and no more."""
+        return replace(self, cursor=cursor)
+
     def to_state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
         return {
@@ -60,17 +64,14 @@ class Progress:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
         """Undo ``to_state``. Raises ValueError for values that make no sense."""
-        checkpoints, saved = config.checkpoints, state.get("loss_scale")
-        fresh = fresh_scale(config)
+        saved, fresh = state.get("loss_scale"), fresh_scale(config)
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
             int(state["consumed_train_samples"]),
             int(state["consumed_tokens"]),
             epoch_known="imported" not in state,
-            schedule_start=int(
-                state.get("schedule_start", 0) if checkpoints.load_lr_scheduler else state["step"]
-            ),
+            schedule_start=int(state.get("schedule_start", 0)),
             loss_scale=LossScale.from_dict(fresh.config, saved) if fresh and saved else fresh,
             left_out=tuple(map(Cursor.from_dict, state.get("left_out", ()))),
         )

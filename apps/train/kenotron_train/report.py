@@ -51,7 +51,8 @@ class Report:
         if self._speaks:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
-            self._file = _open_metrics(Path(config.checkpoints.checkpoints_path), first_step)
+            self._file_path = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
+            self._file = _open_metrics(self._file_path.parent, first_step)
             if self._console.is_terminal:
                 self._bar = self._progress(first_step)
 
@@ -121,6 +122,12 @@ class Report:
             self.say(f"validation: {step} / {last} | {_validation_line(validation)}")
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, loss=f"{result.loss:.3f}")
+
+    def rewind(self, step: int) -> None:
+        """The steps after this one are made anew: forget their metrics."""
+        if self._file is not None:
+            self._file.close()
+            self._file = _continue(self._file_path, step + 1)
 
     def _line(self, step: int, result: StepResult, consumed_tokens: int, seconds: float) -> str:
         config = self._config

@@ -102,11 +102,31 @@ def resume(training: Training) -> tuple[Progress, str]:
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
         return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
     try:
-        with mesh.pulse.busy("verifying a checkpoint"):
-            checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
-    except ValueError as error:
+        progress, remark = load_run(training, given, optimizer=checkpoints.load_optimizer)
+    except _NoCheckpoint as error:
         fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
         raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
+    if not checkpoints.load_lr_scheduler:
+        progress = replace(progress, schedule_start=progress.step)
+    return progress, remark + fetched
+
+
+class _NoCheckpoint(ValueError):
+    """There is none, or none that is whole."""
+
+
+def load_run(training: Training, path: Path, *, optimizer: bool = True) -> tuple[Progress, str]:
+    """Load a checkpoint, the newest that is right of a run folder; how far it is, and a sentence.
+
+    Without ``optimizer`` that begins afresh. Collective over the mesh. Raises ValueError when there
+    is none, when it is of another model, or not of a training run.
+    """
+    config, mesh = training.config, training.mesh
+    try:
+        with mesh.pulse.busy("verifying a checkpoint"):
+            checkpoint = open_checkpoint(path, mesh, select=_counts(optimizer))
+    except ValueError as error:
+        raise _NoCheckpoint(str(error)) from error
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)
@@ -114,7 +134,7 @@ def resume(training: Training) -> tuple[Progress, str]:
     parameters: dict[str, Any] = dict(model_records(training.model))
     wanted: dict[str, Any] = {}
     dropped = ""
-    if checkpoints.load_optimizer:
+    if optimizer:
         # Before its first update an optimizer has masters and no more.
         wanted = training.optimizer.wanted(started=steps > 0)
         names = [layout.name for _, layout in (parameters | wanted).values()]
@@ -123,13 +143,13 @@ def resume(training: Training) -> tuple[Progress, str]:
         checkpoint.load(parameters)
         if wanted:  # after the parameters: an fp32 one shares its memory with its master
             checkpoint.load(wanted)
-    if checkpoints.load_optimizer:
+    if optimizer:
         training.optimizer.steps = steps
         training.optimizer.publish()
     else:
         training.optimizer.reload()
     progress = Progress.from_state(state, config)
-    remark = _remark(progress, state, config, folder) + fetched + dropped
+    remark = _remark(progress, state, config, folder) + dropped
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark

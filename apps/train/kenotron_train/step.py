@@ -20,6 +20,7 @@ from kenotron_models import Context
 from kenotron_optim import (
     LossScale,
     NonFinite,
+    Slices,
     allows_update,
     clip_,
     find_nonfinite,
@@ -75,22 +76,9 @@ def training_step(
     FloatingPointError when loss or gradient is not finite, the scale is not to blame, and
     ``optimizer.nonfinite`` is ``error``: the parameters are then unchanged.
     """
-    mesh, config = training.mesh, training.config.optimizer
-    count = global_count(batch, mesh, step)
-    inputs = [micro.tokens_BS.flatten() for micro in batch]
-    training.grads.start(len(inputs))
-    contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
-    extra: list[Tensor] = []
-    factor = loss_scale.factor if loss_scale else 1.0
-    own_loss = _times(loss_fn(training, batch, count, extra), factor)
-    loss = training.model.pipeline.run(inputs, own_loss, contexts) / factor
-    slices = training.grads.finish()
-    unscale_(slices, factor)
-    norm, words = training.norm.with_words(slices, word())
-    # One rank's loss for all: what is decided from it cannot differ between ranks.
-    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    if training.config.decoder.z_loss:
-        loss = loss - _z_loss(mesh, extra)
+    config = training.config.optimizer
+    grad = gradient(training, batch, step, loss_scale, word)
+    slices, norm, loss = grad.slices, grad.norm, grad.loss
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
     overflow = _overflows(found, loss_scale)
@@ -108,8 +96,49 @@ def training_step(
         not updates,
         _next(loss_scale, found, overflow),
         overflow,
-        tuple(words.tolist()),
+        tuple(grad.words.tolist()),
     )
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What forward and backward of a global batch gave; all but the slices is every rank's."""
+
+    loss: Tensor
+    """Scalar fp32, without the z-loss."""
+    slices: Slices
+    """This rank's part, of the loss itself and not of its multiple."""
+    norm: Tensor
+    """2-norm of all of it, fp64."""
+    words: Tensor
+    """What every rank had to say (W,), fp64."""
+
+
+def gradient(
+    training: Training,
+    batch: Batch,
+    step: int,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
+) -> Gradient:
+    """Forward and backward of one global batch. Collective; see ``training_step``."""
+    mesh = training.mesh
+    count = global_count(batch, mesh, step)
+    inputs = [micro.tokens_BS.flatten() for micro in batch]
+    training.grads.start(len(inputs))
+    contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
+    extra: list[Tensor] = []
+    factor = loss_scale.factor if loss_scale else 1.0
+    own_loss = _times(loss_fn(training, batch, count, extra), factor)
+    loss = training.model.pipeline.run(inputs, own_loss, contexts) / factor
+    slices = training.grads.finish()
+    unscale_(slices, factor)
+    norm, words = training.norm.with_words(slices, word())
+    # One rank's loss for all: what is decided from it cannot differ between ranks.
+    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
+    if training.config.decoder.z_loss:
+        loss = loss - _z_loss(mesh, extra)
+    return Gradient(loss, slices, norm, words)
 
 
 def _times(loss: Callable[[Tensor, int], Tensor], factor: float) -> Callable[[Tensor, int], Tensor]:

@@ -17,7 +17,7 @@ from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
 from kenotron_optim.matrices import whole_matrices
-from kenotron_optim.nonfinite import NonFinite, allows_update, find_nonfinite
+from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
 from kenotron_optim.update_rule import update_rule
 from kenotron_optim.zero1 import SlicedOptimizer
 
@@ -33,6 +33,7 @@ __all__ = [
     "MuonConfig",
     "NonFinite",
     "NonFinitePolicy",
+    "NonFiniteStep",
     "OptimizerConfig",
     "ParameterGroup",
     "SGDConfig",
