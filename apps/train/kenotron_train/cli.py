@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,13 +20,16 @@ from kenotron_dist import (
     MeshConfig,
     PeerLost,
     RankError,
+    first_cause,
     first_to_say,
     start,
+    tell_launcher,
 )
 from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
+from kenotron_train.failures import noted
 from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
@@ -51,6 +55,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
+    config: Config | None = None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
         if arguments.check:
@@ -76,13 +81,11 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         )
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except PeerLost as error:
-        return _fail(str(error), STALLED)
-    except RankError as error:
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        return _fail(str(error) if known else error.trace, error.code)
-    except USER_ERRORS as error:
-        return _fail(str(error))
+    except (RankError, PeerLost, *USER_ERRORS) as error:
+        return _failed(error, config)
+    except Exception as error:
+        _again(error, config)
+        raise
     return STOPPED if stopped else 0
 
 
@@ -115,6 +118,24 @@ def _show(text: str) -> int:
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _failed(error: Exception, config: Config | None) -> int:
+    """Say what ended the run, the first cause last; the exit status."""
+    text, code = str(error), 1
+    if isinstance(error, PeerLost):
+        code = STALLED
+    elif isinstance(error, RankError):
+        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
+        text, code = (text if known else error.trace), error.code
+    return _fail("\n".join(filter(None, (text, _again(error, config)))), code)
+
+
+def _again(error: Exception, config: Config | None) -> str:
+    """Note a failure and tell the launcher; a sentence when it is the last one once more."""
+    said = noted(Path(config.checkpoints.checkpoints_path), first_cause(error)) if config else ""
+    tell_launcher("\n".join(filter(None, (first_cause(error), said))))
+    return said
 
 
 def _fail(text: str, code: int = 1) -> int:

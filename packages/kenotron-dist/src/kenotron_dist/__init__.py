@@ -15,7 +15,7 @@ from kenotron_dist.distress import Distress
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
-from kenotron_dist.launch import from_env, shutdown
+from kenotron_dist.launch import from_env, shutdown, tell_launcher
 from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
 from kenotron_dist.notes import Notes
@@ -38,7 +38,7 @@ from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.signals import Signals, listening
 from kenotron_dist.spawn import STALLED, RankError, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
-from kenotron_dist.start import first_to_say, start
+from kenotron_dist.start import first_cause, first_to_say, start
 from kenotron_dist.transfers import Route, receive, send, shift
 from kenotron_dist.watchdog import Watchdog, watch
 
@@ -79,6 +79,7 @@ __all__ = [
     "check_replicas",
     "clip_gradients",
     "deferring",
+    "first_cause",
     "first_to_say",
     "from_env",
     "gather_objects",
@@ -102,6 +103,7 @@ __all__ = [
     "start",
     "sum_gradients",
     "sum_rows",
+    "tell_launcher",
     "tie_storages",
     "watch",
 ]

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from kenotron_dist.launch import from_env, launcher
 from kenotron_dist.mesh import Mesh, MeshConfig
-from kenotron_dist.spawn import spawn
+from kenotron_dist.spawn import RankError, spawn
+from kenotron_dist.stall import PeerLost
 from kenotron_dist.watchdog import watch
 
 _BACKSTOP = timedelta(hours=1)
@@ -67,6 +68,22 @@ def first_to_say(text: str) -> bool:
         return store.add(f"kenotron-said/{text}", 1) == 1
     except RuntimeError:  # the store is gone: better twice than never
         return True
+
+
+def first_cause(error: BaseException) -> str:
+    """Which rank failed first, and of what: the same sentence from every rank, and their parent."""
+    if isinstance(error, RankError):
+        kind, rank, reason = error.kind, error.rank, error.reason
+    elif isinstance(error, PeerLost):
+        cause = error.report.cause
+        if cause.kind == "failed":
+            return cause.reason
+        return f"rank {cause.rank} was lost ({cause.kind})"
+    else:
+        kind, reason = type(error).__name__, str(error)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    first = reason.partition("\n")[0]
+    return f"rank {rank} has ended ({kind}: {first})"
 
 
 def _watched(mesh: Mesh, fn: Callable[..., Any], args: tuple[Any, ...], limit: timedelta) -> Any:
