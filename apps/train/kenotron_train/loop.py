@@ -4,37 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from kenotron_ckpt import Saver, latest_step
-from kenotron_data import decode, encode, printable
+from kenotron_ckpt import Saver
 from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
-from kenotron_models import Sampling, generate, parameter_count
+from kenotron_models import parameter_count
 from kenotron_optim import NonFinite, describe
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
 from kenotron_train.corpus import Corpus, MaskTargets
 from kenotron_train.feed import Feed
+from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.progress import Progress
 from kenotron_train.recovery import go_back, goes_back, record, recorded
 from kenotron_train.report import Report, short
 from kenotron_train.resume import bytes_of, check_saved, going_on, open_saver, resume, save_run
+from kenotron_train.sample import show_sample
+from kenotron_train.sanity import check_batch, check_state
 from kenotron_train.step import StepResult, training_step
 from kenotron_train.stopping import Stopper
 from kenotron_train.upload import Uploads
 from kenotron_train.validation import Validation, validate
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import dump_config
-
-SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 160
 
 
 @dataclass(frozen=True)
@@ -43,8 +39,6 @@ class Outcome:
 
     results: list[StepResult]
     """What every step reported; those that were undone are not in it."""
-    step: int = 0
-    """The last step that was made."""
     stopped: str = ""
     """Why it ended before its last step; empty when it did not."""
 
@@ -59,6 +53,7 @@ class _Run:
     uploads: Uploads
     report: Report
     stopper: Stopper
+    life: LifeCycle
 
 
 def train(
@@ -81,6 +76,8 @@ def run(
     *,
     target_mask: MaskTargets | None = None,
     deadline: float = math.inf,
+    model: OwnModel | None = None,
+    hooks: tuple[LifeCycle, ...] = (),
 ) -> Outcome:
     """Train as the config says, until the last step or a signal, whichever comes first.
 
@@ -91,7 +88,8 @@ def run(
     generated sample and a hint what to try next; data of one's own for stages whose config says
     ``dataset: null`` (see ``own_data.Hook``; without it they read made-up tokens); a mask of
     targets for tests (see ``kenotron_data.Loader``); when the time is over (of ``time.time``): the
-    run ends early enough to save. Collective over the mesh. Raises ValueError or FileNotFoundError
+    run ends early enough to save; layers of one's own; what is called at moments of the
+    run. Collective over the mesh. Raises ValueError or FileNotFoundError
     for bad input, SaveFailed when the checkpoint of a run that was stopped is not whole.
     """
     check_available(config)
@@ -99,7 +97,10 @@ def run(
     _check_same(config, mesh)
     config = going_on(config, mesh)
     check_vocabulary(config)
-    training = build_training(config, mesh)
+    life = Together(hooks)
+    life.pre_init(config, mesh)
+    training = build_training(config, mesh, model)
+    life.post_init(training)
     progress, remark = resume(training)
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
@@ -110,26 +111,33 @@ def run(
     ):
         _introduce(training, report, remark)
         uploads.resumed(progress.step)
-        if config.checkpoints.save_initial_state and progress.step == 0:
-            save_run(saver, training, progress)
         feed = Feed(training, report, loader, target_mask)
         stopper = Stopper(signals, deadline, bytes_of(training))
-        work = _Run(training, feed, saver, uploads, report, stopper)
+        work = _Run(training, feed, saver, uploads, report, stopper, life)
+        life.pre_training(training, progress)
+        if config.checkpoints.save_initial_state and progress.step == 0:
+            _save(work, progress)
         try:
-            outcome = _steps(work, progress)
+            outcome, progress = _steps(work, progress)
         finally:
             feed.close()
-        saver.finish()
-        _say_saved(work)
-        if outcome.stopped:
-            step = outcome.step
-            check_saved(saver, step)
-            report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
-        uploads.finish()
+        _finish(work, outcome, progress)
+        life.post_training(training, progress)
         if sample and config.tokenizer.tokenizer_name_or_path is None and not outcome.stopped:
-            _show_sample(training, report)
+            show_sample(training, report)
         barrier(mesh.world)  # a launcher ends all ranks when the first has left
     return outcome
+
+
+def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
+    """Wait until all is written; read back what a run that was stopped leaves."""
+    run.saver.finish()
+    _say_saved(run)
+    if outcome.stopped:
+        step = progress.step
+        check_saved(run.saver, step)
+        run.report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
+    run.uploads.finish()
 
 
 def _check_same(config: Config, mesh: Mesh) -> None:
@@ -142,12 +150,12 @@ def _check_same(config: Config, mesh: Mesh) -> None:
         )
 
 
-def _steps(run: _Run, progress: Progress) -> Outcome:
-    """All steps that are left, or until the run is stopped."""
+def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
+    """All steps that are left, or until the run is stopped; and how far it is then."""
     training, report, stopper = run.training, run.report, run.stopper
     config, mesh = training.config, training.mesh
     results: list[StepResult] = []
-    first = progress.step
+    first, checked = progress.step, not config.general.ignore_sanity_checks
     while progress.step < config.tokens.train_steps and not stopper.reason:
         stage = run.feed.stage(progress)
         report.start_step()
@@ -156,6 +164,8 @@ def _steps(run: _Run, progress: Progress) -> Outcome:
         if place in progress.left_out:
             progress = progress.past(stage.loader.cursor)
             continue
+        if checked:
+            check_batch(training, batch, step)
         start, scale = progress.schedule_start, progress.loss_scale
         with recorded(training, batch, step, place):
             result = training_step(
@@ -170,17 +180,25 @@ def _steps(run: _Run, progress: Progress) -> Outcome:
             first = min(first, progress.step)
             del results[progress.step - first :]
             continue
+        if checked:
+            check_state(training, result, step)
         results.append(result)
         progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         report.step(step, result, progress.tokens, _validate(training, step, stage.corpus))
+        run.life.post_train_step(training, progress, result)
         if _is_due(config, step) or stopper.save:
-            save_run(run.saver, training, progress)
+            _save(run, progress)
         _say_saved(run)
         run.uploads.say()
     if stopper.reason and not _is_due(config, progress.step):
-        save_run(run.saver, training, progress)
+        _save(run, progress)
     stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
-    return Outcome(results, progress.step, stopped)
+    return Outcome(results, stopped), progress
+
+
+def _save(run: _Run, progress: Progress) -> None:
+    run.life.pre_save_checkpoint(run.training, progress)
+    save_run(run.saver, run.training, progress)
 
 
 def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:
@@ -207,6 +225,7 @@ def _say_saved(run: _Run) -> None:
     report = run.report
     for saved in run.saver.reports():
         run.stopper.saved(saved.durable)
+        run.life.post_save_checkpoint(run.training, saved)
         if saved.failure:
             report.say(f"{saved}; earlier checkpoints are whole", "error")
         else:
@@ -246,33 +265,3 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
         report.say(f"Ignored: {line}", "warning")
     if remark:
         report.say(remark)
-
-
-def _show_sample(training: Training, report: Report) -> None:
-    config, mesh = training.config, training.mesh
-    vocab_size = config.decoder.vocab_size
-
-    def forward(tokens: Tensor, context: Any) -> Tensor | None:
-        logits = training.model.pipeline.forward([tokens], [context])
-        return logits[0] if logits else None
-
-    prompt = encode([SAMPLE_PROMPT], 256).tolist()
-    new = generate(
-        forward,
-        [prompt],
-        mesh,
-        window=config.tokens.sequence_length,
-        vocab_size=vocab_size,
-        max_new_tokens=SAMPLE_TOKENS,
-        sampling=Sampling(temperature=0.7, seed=config.general.seed),
-        source=training.model.pipeline.last_rank,
-    )
-    text = decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])
-    folder = Path(config.checkpoints.checkpoints_path)
-    step = latest_step(folder)
-    report.say(f"A sample of the model:\n{printable(text)}")
-    if step is not None:
-        report.say(
-            f"Next, try:\n  python apps/generate --ckpt-path {folder / str(step)} --prompt 'class '"
-            "\n  python apps/train --config-file apps/train/kenotron_train/default.yaml"
-        )

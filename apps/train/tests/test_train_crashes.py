@@ -51,7 +51,8 @@ def start(folder: Path, *launcher: str) -> tuple[float, str, int]:
 def test_the_cause_is_the_last_line_of_a_run_that_spawned(tmp_path: Path) -> None:
     _, stderr, code = start(tmp_path, sys.executable)
     assert code == 1
-    assert stderr.rstrip().endswith("LookupError: sample 21 is not there"), stderr
+    end = "\nLookupError: sample 21 is not there\nwhile reading sample 21 (source 'Python sources')"
+    assert stderr.rstrip().endswith(end), stderr
     assert stderr.count("Traceback") <= 2, stderr  # that of the rank, and what its data raised
     _, stderr, _ = start(tmp_path, sys.executable)
     last = stderr.rstrip().splitlines()[-1]

@@ -1,6 +1,6 @@
 """Meshes, collectives, placements and random streams: who talks to whom."""
 
-from kenotron_dist.agreement import check_replicas
+from kenotron_dist.agreement import check_equal, check_replicas
 from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
@@ -76,6 +76,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_equal",
     "check_replicas",
     "clip_gradients",
     "deferring",
