@@ -134,8 +134,9 @@ def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
     run.saver.finish()
     _say_saved(run)
     if outcome.stopped:
-        step = progress.step
-        check_saved(run.saver, step)
+        section, step = run.training.config.s3_upload, progress.step
+        if section is None or not section.remove_after_upload:  # else its copy is read back
+            check_saved(run.saver, step)
         run.report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
     run.uploads.finish()
 

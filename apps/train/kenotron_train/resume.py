@@ -169,7 +169,12 @@ def going_on(config: Config, mesh: Mesh) -> Config:
     checkpoints = config.checkpoints
     folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
     inside = given is not None and folder.resolve() in (p := Path(given).resolve(), p.parent)
-    if inside or not on_first(mesh, lambda: _has_checkpoint(folder)):
+    sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
+
+    def has_begun() -> bool:
+        return _has_checkpoint(folder) or (sent and (folder / "metrics.jsonl").exists())
+
+    if inside or not on_first(mesh, has_begun):
         return config
     own = replace(
         checkpoints,
