@@ -11,7 +11,14 @@ import pytest
 from parity import BOUND, Layout, Trace
 
 from kenotron_dist import spawn
-from kenotron_models import Recompute, RopeScaling, Starcoder2Config
+from kenotron_models import (
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Recompute,
+    RopeScaling,
+    Starcoder2Config,
+)
 from kenotron_models.registry import AnyConfig
 
 PRELOAD = ("torch._dynamo", "kenotron_train.loop")
@@ -75,14 +82,28 @@ STARCODER = Starcoder2Config(
     num_kv_heads=2,
     vocab_size=257,
     max_position_embeddings=16,
-    attn_pdrop=0.0,
+    sliding_window_size=5,
+    global_attn_layers=(1,),
 )
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 16,
+}  # fmt: skip
 FAMILIES = {
+    "mistral": MistralConfig(**SIZES, sliding_window_size=4),
+    "qwen2": Qwen2Config(
+        **SIZES, attention_bias=True, tie_word_embeddings=True, use_doc_masking=True,
+        sliding_window_size=6, no_rope_layer=3, rope_seq_len_interpolation_factor=2.0,
+    ),
+    "qwen3": Qwen3Config(
+        **SIZES, head_dim=16, rope_interleaved=True,
+        rope_scaling=RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=8),
+    ),
     "starcoder2": STARCODER,
     "learned positions": replace(
         STARCODER, use_position_embeddings=True, use_rotary_embeddings=False
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)

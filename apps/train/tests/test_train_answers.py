@@ -12,10 +12,11 @@ from own_runs import DATASET, LAYOUTS, configure, jsonl, run
 
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, named_parameters, spawn
+from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.config import ignored_keys
 from kenotron_train.corpus import open_corpus, open_loader
-from kenotron_train.step import NO_TARGET, global_count, loss_fn, training_step
+from kenotron_train.step import NO_TARGET, contexts_of, global_count, loss_fn, training_step
 from kenotron_train.yaml_config import ConfigError
 
 PAIRS = [{"prompt": f"what is {i} ", "completion": f"it is {i * i % 17}"} for i in range(60)]
@@ -53,7 +54,8 @@ def by_hand(mesh: Mesh, config, planted: int | None) -> tuple[float, float, floa
         for micro in batch:
             stack = named_parameters(training.model.stack)
             assert stack
-            logits = training.model.pipeline.forward([micro.tokens_BS.flatten()], [micro])[0]
+            tokens, context = micro.tokens_BS.flatten(), Context(micro.positions_BS)
+            logits = training.model.pipeline.forward([tokens], [context])[0]
             size = config.model.model_config.vocab_size
             logp = logits[:, :size].float().log_softmax(-1)
             labels = micro.labels_BS.flatten()
@@ -148,7 +150,7 @@ def masked(mesh: Mesh, config) -> dict[str, float]:
         count = global_count(changed, mesh, 1)
         inputs = [micro.tokens_BS.flatten() for micro in changed]
         whole = loss_fn(training, changed, count)
-        return float(training.model.pipeline.evaluate(inputs, whole, list(changed)))
+        return float(training.model.pipeline.evaluate(inputs, whole, contexts_of(changed)))
 
     labels, learned = batch.labels_MBS, batch.labels_MBS != NO_TARGET
     which = learned.flatten().nonzero()[:, 0]

@@ -199,7 +199,7 @@ def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> No
     refused = runs.start(
         sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "", cwd=tmp_path
     )
-    assert refused.returncode == 1 and "--prompt ''" in refused.stderr
+    assert refused.returncode == 1 and "--prompt is empty" in refused.stderr
     texts = [
         runs.start(
             sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "line ",

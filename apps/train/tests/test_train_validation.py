@@ -12,6 +12,7 @@ from own_runs import LAYOUTS, PRELOAD, configure, documents, jsonl, run
 from torch.nn.functional import cross_entropy
 
 from kenotron_dist import Mesh, spawn
+from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.corpus import open_corpus
 from kenotron_train.validation import Validation, perplexity, validate
@@ -39,7 +40,8 @@ def both(mesh: Mesh, config, cache) -> tuple[Validation, dict[str, float], float
             found = []
             for row in rows:
                 (micro,) = training_batch(row)
-                logits = training.model.pipeline.forward([micro.tokens_BS.flatten()], [micro])[0]
+                tokens, context = micro.tokens_BS.flatten(), Context(micro.positions_BS)
+                logits = training.model.pipeline.forward([tokens], [context])[0]
                 found.append(cross_entropy(logits, micro.labels_BS.flatten(), reduction="sum"))
             losses[name] = float(sum(found)) / rows[:, 1:].numel()
             total, count = total + float(sum(found)), count + rows[:, 1:].numel()

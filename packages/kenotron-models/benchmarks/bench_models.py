@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import platform
 import random
-import resource
 import statistics
 import subprocess
 import time
@@ -39,7 +38,7 @@ from kenotron_models import (
     compile_layers,
     generate,
 )
-from kenotron_tp import linear_cross_entropy
+from kenotron_tp import linear_cross_entropy_sum
 
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {  # sizes, rows, tokens of a row
     "small": (
@@ -78,9 +77,10 @@ def ours(size: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[Step
         x = tokens.flatten()
         for layer in layers:
             x = layer(x, context)
-        loss = linear_cross_entropy(
+        loss, _ = linear_cross_entropy_sum(
             x, head.weight, labels.flatten(), axis, vocab_size=sizes["vocab_size"]
-        ).mean()
+        )
+        loss = loss / len(x)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -163,10 +163,17 @@ def _peak(name: str, size: str, kind: str) -> float:
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     make, compiled = CONTESTANTS[name]
     step, _ = make(size, DTYPES[kind], compiled=compiled)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
     for _ in range(3):
         step()
-    return 1024.0 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    return memory("VmHWM") - before
+
+
+def memory(field: str) -> float:
+    """Bytes of this process, as Linux counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024.0 * next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
 def in_turns(steps: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -192,7 +199,7 @@ def generating(mesh: Mesh, size: str, kind: str, texts: int, rounds: int) -> lis
     ids = batch(size)[0].flatten()[: PROMPT * texts].view(texts, PROMPT)
     sizes_of = {n: p.numel() * p.element_size() for n, p in named_parameters(stack).items()}
     weights = sum(sizes_of.values()) - sizes_of["embedding.weight"]  # one row of it is read
-    memory = torch.ones(weights // 4)
+    many = torch.ones(weights // 4)
 
     def our_text() -> None:
         for _ in generate(
@@ -210,7 +217,7 @@ def generating(mesh: Mesh, size: str, kind: str, texts: int, rounds: int) -> lis
 
     def read() -> None:
         for _ in range(NEW):
-            memory.sum()
+            many.sum()
 
     seconds = in_turns({"ours": our_text, "transformers": their_text, "read": read}, rounds)
     median = {name: statistics.median(taken) for name, taken in seconds.items()}

@@ -22,6 +22,7 @@ from kenotron_models import (
     rotary_angles,
     rotate,
 )
+from kenotron_models.attend import keep_out_of_programs
 from kenotron_models.recompute import Recompute
 
 ONE = Axis.solo("tp")
@@ -142,8 +143,9 @@ def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' .grad
 @pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize("backend", ["sdpa", "blocked"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "blocked"])
 def test_a_compiled_layer_computes_the_same(backend: str, prepared: bool) -> None:
+    keep_out_of_programs()
     stack = layers(window=4, attention=backend, no_rope_every=2)
     want = numbers(stack, stack)
     compiled = [torch.compile(layer, backend="aot_eager") for layer in stack]

@@ -11,7 +11,12 @@ from tp_memory import PeakMemory
 from tp_ranks import normal, on_ranks, own_rows, part
 
 from kenotron_dist import Axis
-from kenotron_tp import linear_cross_entropy, vocab_parallel_cross_entropy, vocabulary_chunk
+from kenotron_tp import (
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+    vocab_parallel_cross_entropy,
+    vocabulary_chunk,
+)
 
 TOKENS, WIDTH, VOCAB = 13, 6, 31
 TERMS = [
@@ -84,6 +89,28 @@ def check_head(mesh, dtype, sequence, chunk, terms):
     assert_close(own_w.grad, columns(w.grad, mesh, 0), **close)
 
 
+def check_sum(mesh, dtype, sequence, chunk, terms):
+    axis, labels = mesh["tp"], labels_of()
+    x, w = normal(TOKENS, WIDTH, seed=3, dtype=dtype), normal(VOCAB, WIDTH, seed=4, dtype=dtype)
+    own = (own_rows(x, mesh) if sequence else x.clone()).requires_grad_()
+    own_w = columns(w, mesh, 0).requires_grad_()
+    options = {"vocab_size": VOCAB, "chunk": chunk, "sequence_parallel": sequence, **terms}
+    loss, z = linear_cross_entropy_sum(own, own_w, labels, axis, **options)
+    with torch.no_grad():
+        again, _ = linear_cross_entropy_sum(own, own_w, labels, axis, **options)
+    assert torch.equal(again, loss)
+    (loss * 0.5).backward()
+    x.requires_grad_()
+    w.requires_grad_()
+    expected, expected_z = reference((x @ w.t()).float(), labels, **terms)
+    (expected.sum() * 0.5).backward()
+    close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    assert_close(loss.detach(), expected.sum().detach(), **close)
+    assert_close(z, expected_z.sum().detach(), **close)
+    assert_close(own.grad, own_rows(x.grad, mesh) if sequence else x.grad, **close)
+    assert_close(own_w.grad, columns(w.grad, mesh, 0), **close)
+
+
 def check_all(mesh):
     for terms in TERMS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -91,6 +118,7 @@ def check_all(mesh):
                 check_terms(mesh, dtype, in_place, terms)
             for sequence, chunk in ((False, 1), (True, 5), (False, 64)):
                 check_head(mesh, dtype, sequence, chunk, terms)
+                check_sum(mesh, dtype, sequence, chunk, terms)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
@@ -112,6 +140,9 @@ def gradients(mesh):
         found.append(torch.autograd.grad(loss.sum(), own)[0])
         loss = linear_cross_entropy(x, w.requires_grad_(), labels, axis, chunk=2, **options)
         found += torch.autograd.grad(loss.sum(), (x, w))
+        total, _ = linear_cross_entropy_sum(x, w, labels, axis, chunk=3, **options)
+        for own_grad, each in zip(torch.autograd.grad(total, (x, w)), found[-2:], strict=True):
+            assert_close(own_grad, each, rtol=1e-12, atol=1e-12)
         if axis.size == 1:
 
             def cut(y, terms=options):
@@ -121,6 +152,7 @@ def gradients(mesh):
                 return linear_cross_entropy(x, w, labels, axis, chunk=2, **terms)
 
             torch.autograd.gradcheck(cut, own)
+
             torch.autograd.gradcheck(fused, (x, w))
     return found
 
@@ -304,3 +336,29 @@ def test_logits_that_are_gone_are_not_used_again():
     )
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
+
+
+def test_a_sum_has_one_backward():
+    x, w = normal(4, 3, seed=1).requires_grad_(), normal(5, 3, seed=2).requires_grad_()
+    loss, _ = linear_cross_entropy_sum(x, w, torch.arange(4), Axis.solo("tp"))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="has one backward: its gradients are gone"):
+        loss.backward()
+
+
+def test_gradients_that_nobody_wants_are_not_made():
+    x, w = normal(4, 3, seed=1), normal(5, 3, seed=2).requires_grad_()
+    loss, _ = linear_cross_entropy_sum(x, w, torch.arange(4), Axis.solo("tp"))
+    loss.backward()
+    want = torch.autograd.grad(F.cross_entropy(x @ w.t(), torch.arange(4), reduction="sum"), w)[0]
+    assert_close(w.grad, want)
+    assert x.grad is None
+
+
+def test_no_tokens_have_no_sum():
+    x, w = torch.empty(0, 3).requires_grad_(), normal(5, 3, seed=2).requires_grad_()
+    labels = torch.empty(0, dtype=torch.int64)
+    loss, _ = linear_cross_entropy_sum(x, w, labels, Axis.solo("tp"))
+    loss.backward()
+    assert loss == 0
+    assert torch.equal(w.grad, torch.zeros(5, 3))

@@ -46,7 +46,7 @@ def attend(
     if dropout is not None:
         return attend_plain(q_BSHK, k_BSGK, v_BSGK, sight, scale, dropout)
     if backend == "auto":
-        return chosen(q_BSHK, sight)(q_BSHK, k_BSGK, v_BSGK, sight, scale)
+        return BACKENDS[chosen(q_BSHK, sight)](q_BSHK, k_BSGK, v_BSGK, sight, scale)
     return BACKENDS[backend](q_BSHK, k_BSGK, v_BSGK, sight, scale)
 
 
@@ -56,7 +56,7 @@ def check_backend(backend: AttentionBackend) -> None:
         check_installed()
 
 
-def prepare(sight: Sight, backend: AttentionBackend, device: torch.device) -> None:
+def prepare(sight: Sight, backend: AttentionBackend) -> None:
     """Make what the back end reads of ``sight`` once for the micro-batch, not in a compiled layer.
 
     The blocked and flash back ends are never part of one.
@@ -64,20 +64,22 @@ def prepare(sight: Sight, backend: AttentionBackend, device: torch.device) -> No
     _ = sight.first_BS
     if backend == "plain":
         _ = sight.full_mask_BSS
-    elif backend == "sdpa" or (backend == "auto" and not blocks_beat_masks(sight, device)):
+    elif backend in ("sdpa", "auto"):
         _ = sight.mask_BSS
 
 
-def chosen(q_BSHK: Tensor, sight: Sight) -> Attend:
+def chosen(q_BSHK: Tensor, sight: Sight) -> AttentionBackend:
     """What ``auto`` means for these queries."""
+    if torch.compiler.is_compiling():
+        return "sdpa"  # which a program can contain
     if flash_runs(q_BSHK):
-        return attend_flash
+        return "flash_attn"
     if sight.whole:
         fast = q_BSHK.dtype == torch.bfloat16 and q_BSHK.shape[-1] <= BLOCKS_WIDTH
         wins = fast and q_BSHK.device.type == "cpu" and sight.sequence >= CAUSAL_BLOCKS
     else:
         wins = blocks_beat_masks(sight, q_BSHK.device)
-    return attend_blocks if wins else attend_sdpa
+    return "blocked" if wins else "sdpa"
 
 
 def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
@@ -113,3 +115,13 @@ BACKENDS: dict[AttentionBackend, Attend] = {
     "blocked": attend_blocks,
     "plain": attend_plain,
 }
+
+
+def keep_out_of_programs() -> None:
+    """Let ``torch.compile`` call back ends that it cannot compile instead of looking into them.
+
+    To be called before anything is compiled: loading the compiler here would cost every import a
+    second.
+    """
+    for name in ("blocked", "flash_attn"):
+        BACKENDS[name] = torch.compiler.disable(BACKENDS[name])

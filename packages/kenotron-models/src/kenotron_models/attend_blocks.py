@@ -39,7 +39,6 @@ class Block(NamedTuple):
     """First key that the last query sees."""
 
 
-@torch.compiler.disable
 def attend_blocks(
     q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
 ) -> Tensor:

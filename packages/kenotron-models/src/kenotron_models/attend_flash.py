@@ -52,10 +52,9 @@ def problem(q_BSHK: Tensor) -> str | None:
 
 def flash_runs(q_BSHK: Tensor) -> bool:
     """Whether flash-attn is installed and can compute with these queries."""
-    return installed() and problem(q_BSHK) is None
+    return problem(q_BSHK) is None and installed()
 
 
-@torch.compiler.disable
 def attend_flash(
     q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
 ) -> Tensor:

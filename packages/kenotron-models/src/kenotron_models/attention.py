@@ -92,7 +92,7 @@ class Attention(nn.Module):
         """
         if self.spec.rotates(self.layer):
             self._angles(context)
-        prepare(self._sight(context), self.spec.attention, context.positions_BS.device)
+        prepare(self._sight(context), self.spec.attention)
 
     def forward(
         self, x: Tensor, context: Context, *, norm: Callable[[Tensor], Tensor] | None = None

@@ -6,11 +6,13 @@ Shapes: T flattened tokens, D hidden; T/t under sequence parallelism.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Axis
+from kenotron_models.attend import keep_out_of_programs
 from kenotron_models.attention import Attention
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
@@ -41,6 +43,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         spec = config.decoder
         self.layer, self.axis, self.recompute = layer, axis, recompute
+        self._compiled = False
         self.dropout, self.sequence_parallel = spec.residual_dropout, mode.sequence_parallel
         cut = mode.sequence_parallel
         norm = partial(residual_norm, spec, axis, sequence_parallel=cut, device=device, dtype=dtype)
@@ -49,8 +52,20 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm()
         self.mlp = MLP(spec, axis, mode=mode, device=device, dtype=dtype)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what the layer computes; arguments are those of ``torch.compile``.
+
+        What all layers of a micro-batch share is made before, outside of the program, which is then
+        the same for all of them.
+        """
+        keep_out_of_programs()
+        self._layer = torch.compile(self._layer, *args, **kwargs)
+        self._compiled = True
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """(T, D) -> (T, D)."""
+        if self._compiled:
+            self.attention.prepare(context)
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x, context)
         return self._layer(x, context)

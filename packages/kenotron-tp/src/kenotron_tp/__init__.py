@@ -3,6 +3,7 @@
 from kenotron_tp.cross_entropy import vocab_parallel_cross_entropy
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.head import linear_cross_entropy
+from kenotron_tp.head_sum import linear_cross_entropy_sum
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logits import choose_tokens
 from kenotron_tp.mode import TPMode
@@ -16,6 +17,7 @@ __all__ = [
     "choose_tokens",
     "join_tokens",
     "linear_cross_entropy",
+    "linear_cross_entropy_sum",
     "mark_partial",
     "split_tokens",
     "vocab_parallel_cross_entropy",

@@ -26,7 +26,9 @@ from kenotron_tp.softmax import (
 )
 
 
-class _Chunked(NamedTuple):
+class Chunked(NamedTuple):
+    """How the head is computed."""
+
     terms: Terms
     chunk: int
     whole: bool
@@ -36,7 +38,7 @@ class _Chunked(NamedTuple):
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: _Chunked
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked
     ) -> tuple[Tensor, Tensor]:
         parts = [
             local_statistics(tokens @ weight.t(), own, how.terms)
@@ -65,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
             handle = _start_sum(logits @ weight, how) if needs_x else None
             if needs_weight:
-                dw = _added(dw, logits, x[rows], last=rows.stop >= len(x))
+                dw = added(dw, logits, x[rows], last=rows.stop >= len(x))
             _land(flight, dx)  # that of the chunk before, hidden behind these products
             flight = None if handle is None else (rows, handle)
         _land(flight, dx)
@@ -74,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
-def _start_sum(dx: Tensor, how: _Chunked) -> Handle:
+def _start_sum(dx: Tensor, how: Chunked) -> Handle:
     if how.whole:
         return all_reduce(dx, how.terms.axis, async_op=True)
     return Handle(None, dx)
@@ -85,7 +87,7 @@ def _land(flight: tuple[slice, Handle] | None, dx: Tensor | None) -> None:
         dx[flight[0]] = flight[1].wait()
 
 
-def _added(total: Tensor | None, dy: Tensor, x: Tensor, last: bool) -> Tensor:
+def added(total: Tensor | None, dy: Tensor, x: Tensor, last: bool) -> Tensor:
     """``total`` and dy^T x; in fp32 at least where more is to come."""
     if total is None:
         first = dy.t() @ x
@@ -155,6 +157,21 @@ def linear_cross_entropy(
     parallelism an all-gather and a reduce-scatter. Raises ValueError when shapes do not fit or
     ``chunk`` is not positive, IndexError as ``vocab_parallel_cross_entropy``.
     """
+    x = head_inputs(x, weight, labels, axis, chunk, sequence_parallel=sequence_parallel)
+    width = weight.shape[0]
+    terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
+    x, weight, _ = cast_for_autocast(x, weight, None)
+    rows, how = x.reshape(-1, x.shape[-1]), Chunked(terms, chunk, not sequence_parallel)
+    loss, z = _LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), how)
+    if return_z_loss:
+        return loss.view(labels.shape), z.view(labels.shape)
+    return loss.view(labels.shape)
+
+
+def head_inputs(
+    x: Tensor, weight: Tensor, labels: Tensor, axis: Axis, chunk: int, *, sequence_parallel: bool
+) -> Tensor:
+    """All tokens of x. Raises ValueError when shapes do not fit or ``chunk`` is not positive."""
     if chunk < 1:
         raise ValueError(f"chunk {chunk} is not positive: it is a number of tokens")
     if sequence_parallel:
@@ -171,11 +188,4 @@ def linear_cross_entropy(
             f"{tuple(labels.shape)}: x is (..., I), weight (V/t, I), labels (...), all tokens "
             "unless sequence_parallel=True"
         )
-    width = weight.shape[0]
-    terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
-    x, weight, _ = cast_for_autocast(x, weight, None)
-    rows, how = x.reshape(-1, x.shape[-1]), _Chunked(terms, chunk, not sequence_parallel)
-    loss, z = _LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), how)
-    if return_z_loss:
-        return loss.view(labels.shape), z.view(labels.shape)
-    return loss.view(labels.shape)
+    return x
