@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kenotron_dist import Mesh, TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.init import Constant, initialize
@@ -71,23 +72,37 @@ class Training:
     schedule: LRSchedule
 
 
-def build_model(config: Config, mesh: Mesh) -> Model:
+OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]
+"""Layers of a model by name, in order, their parameters on the meta device. The first is called
+with tokens (T,) and a ``kenotron_models.Context``, each other one with what the one before it
+returned; the last returns logits (T, V/t). Cut parameters say so (``kenotron_dist.Placements``)."""
+
+
+def decoder_layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:
+    """The layers of ``model.model_config``, on meta."""
+    return build_decoder(
+        config.decoder,
+        mesh["tp"],
+        mode=config.parallelism.mode,
+        recompute=[
+            config.parallelism.recompute_of(i) for i in range(config.decoder.num_hidden_layers)
+        ],
+        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
+        dtype=getattr(torch, config.model.dtype),
+    )
+
+
+def build_model(config: Config, mesh: Mesh, own_model: OwnModel | None = None) -> Model:
     """Build all layers on meta, keep this stage's, fill them from the seed; with zeros where their
     weights are read later.
 
     Collective over the mesh only where groups are made later; no communication here.
     """
-    spec, tp = config.decoder, mesh["tp"]
-    layers = build_decoder(
-        spec,
-        tp,
-        mode=config.parallelism.mode,
-        recompute=[config.parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)],
-        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
-        dtype=getattr(torch, config.model.dtype),
-    )
+    spec = config.decoder
+    layers = (own_model or decoder_layers)(config, mesh)
     schedule = config.parallelism.schedule
-    stages = Stages.balanced(layers, layer_costs(spec), mesh.sizes["pp"], schedule)
+    costs = layer_costs(spec) if own_model is None else [1.0] * len(layers)
+    stages = Stages.balanced(layers, costs, mesh.sizes["pp"], schedule)
     whole = LayerStack(layers)
     layouts = parameter_layouts(whole, mesh.sizes, stages.of_parameter)
     kinds = parameter_kinds(whole, layouts)
@@ -111,9 +126,9 @@ def build_model(config: Config, mesh: Mesh) -> Model:
     return Model(stack, layouts, kinds, pipeline)
 
 
-def build_training(config: Config, mesh: Mesh) -> Training:
+def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None) -> Training:
     """Build the model and everything that updates it. Collective over the mesh."""
-    model = build_model(config, mesh)
+    model = build_model(config, mesh, own_model)
     optim = config.optimizer
     rule = optim.optimizer_factory
     whole = (

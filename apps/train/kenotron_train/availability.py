@@ -10,8 +10,6 @@ from kenotron_train.config import Config
 from kenotron_train.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
 from kenotron_train.sections import ModelConfig, ParallelismConfig
 
-TRAINING_DTYPES = ("float32", "bfloat16")
-
 
 def unavailable(config: Config) -> list[str]:
     """Name all that a run of this config would need and there is not.
@@ -49,9 +47,6 @@ def _model(section: ModelConfig) -> _Lines:
         yield f"{path}.moe_config", "experts were given; they are", "set it to null"
     if not isinstance(section.init_method, RandomInitConfig | ExistingCheckpointInitConfig):
         yield "model.init_method", "weights that are not drawn normally are", "give std or path"
-    if section.dtype not in TRAINING_DTYPES:
-        advice = f"set it to {' or '.join(TRAINING_DTYPES)}"
-        yield "model.dtype", f"{section.dtype} was given; that is", advice
 
 
 def _sections(config: Config) -> _Lines:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 
 from rich.console import Console
 
@@ -17,17 +20,22 @@ from kenotron_dist import (
     MeshConfig,
     PeerLost,
     RankError,
+    first_cause,
     first_to_say,
     start,
+    tell_launcher,
 )
 from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
-from kenotron_train.loop import train
+from kenotron_train.failures import noted
+from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.replay import replay
 from kenotron_train.report_cli import report_main
+from kenotron_train.stopping import STOPPED
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -49,8 +57,10 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     if words[:1] == ["report"]:
         return report_main(words[1:])
     arguments = _parser().parse_args(words)
+    deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
+    config: Config | None = None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
         if arguments.check:
@@ -64,36 +74,48 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             check_vocabulary(config)
             prepare(config)
         sizes = config.parallelism
-        start(
+        stopped = start(
             _train,
             config,
             arguments.config_file is None,
             loader,
             is_program,
+            deadline,
+            arguments.replay_step,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
         )
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
-    except PeerLost as error:
-        return _fail(str(error), STALLED)
-    except RankError as error:
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        return _fail(str(error) if known else error.trace, error.code)
-    except USER_ERRORS as error:
-        return _fail(str(error))
-    return 0
+    except (RankError, PeerLost, *USER_ERRORS) as error:
+        return _failed(error, config)
+    except Exception as error:
+        _again(error, config)
+        raise
+    return STOPPED if stopped else 0
 
 
 def _train(
-    mesh: Mesh, config: Config, sample: bool, loader: Hook | None, is_prepared: bool
-) -> None:
-    """What every rank does. Where no program came before them, ranks make the cache themselves."""
+    mesh: Mesh,
+    config: Config,
+    sample: bool,
+    loader: Hook | None,
+    is_prepared: bool,
+    deadline: float,
+    replayed: int | None,
+) -> str:
+    """What every rank does; why it stopped before the last step, if it did.
+
+    Where no program came before the ranks, they make the cache themselves.
+    """
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             check_vocabulary(config)
             prepare(config)
-    train(mesh, config, sample, loader)
+    if replayed is not None:
+        replay(mesh, config, replayed, loader)
+        return ""
+    return run(mesh, config, sample, loader, deadline=deadline).stopped
 
 
 def _show(text: str) -> int:
@@ -102,6 +124,24 @@ def _show(text: str) -> int:
     except BrokenPipeError:  # the reader, head say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
+
+
+def _failed(error: Exception, config: Config | None) -> int:
+    """Say what ended the run, the first cause last; the exit status."""
+    text, code = str(error), 1
+    if isinstance(error, PeerLost):
+        code = STALLED
+    elif isinstance(error, RankError):
+        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
+        text, code = (text if known else error.trace), error.code
+    return _fail("\n".join(filter(None, (text, _again(error, config)))), code)
+
+
+def _again(error: Exception, config: Config | None) -> str:
+    """Note a failure and tell the launcher; a sentence when it is the last one once more."""
+    said = noted(Path(config.checkpoints.checkpoints_path), first_cause(error)) if config else ""
+    tell_launcher("\n".join(filter(None, (first_cause(error), said))))
+    return said
 
 
 def _fail(text: str, code: int = 1) -> int:
@@ -116,6 +156,20 @@ def _seconds(text: str) -> float:
     if not 0 < value < 1e7:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
     return value
+
+
+def _duration(text: str) -> float:
+    """Seconds in ``90``, ``1:30``, ``02:00:00`` or ``1-02:00:00`` (a day and two hours)."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    try:
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+        seconds += 86400 * int(days) if dash else 0
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf or len(parts) > 3 or "" in parts:
+        raise argparse.ArgumentTypeError(f"{text} is no time: give seconds or HH:MM:SS, above 0")
+    return seconds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,5 +202,18 @@ def _parser() -> argparse.ArgumentParser:
         default=300.0,
         metavar="SECONDS",
         help="report a rank that lets others wait longer than this (default: 300)",
+    )
+    parser.add_argument(
+        "--replay-step",
+        type=int,
+        metavar="N",
+        help="do not train: make step N again from the checkpoint before it, and show its gradient",
+    )
+    parser.add_argument(
+        "--time-limit",
+        type=_duration,
+        default=math.inf,
+        metavar="SECONDS or HH:MM:SS",
+        help=f"save and end before so much time is over, with exit status {STOPPED}",
     )
     return parser

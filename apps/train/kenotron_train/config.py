@@ -27,7 +27,6 @@ from kenotron_train.watch_sections import MetricsLoggingConfig, ProfilerConfig
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint knows its own step",
     "general.consumed_train_samples": "a checkpoint knows the samples it has seen",
-    "general.ignore_sanity_checks": "there are no optional checks",
     "model.model_config.pad_token_id": "padded positions carry no label",
     "model.model_config.pretraining_tp": "parallelism.tp decides",
     "model.model_config.use_cache": "training keeps no cache",

@@ -125,6 +125,8 @@ class Meter:
         }
         if memory.reserved is not None:
             found["memory_reserved_gb"] = memory.reserved
+        if result.loss_scale is not None:
+            found["next_loss_scale"] = result.loss_scale.factor
         if result.nonfinite is not None:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
         if figures.validation is not None:

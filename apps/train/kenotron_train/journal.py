@@ -17,7 +17,8 @@ class Journal:
     def __init__(self, folder: Path, first_step: int) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = _continue(folder / "metrics.jsonl", first_step)
+            self._path = folder / "metrics.jsonl"
+            self._file = _continue(self._path, first_step)
         except OSError as error:
             raise OSError(
                 f"cannot write metrics.jsonl in {folder}: {error}; change "
@@ -28,6 +29,11 @@ class Journal:
         """Add a line; it is with the operating system when this returns."""
         self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of all steps after this one."""
+        self._file.close()
+        self._file = _continue(self._path, step + 1)
 
     def close(self) -> None:
         """Close the file."""

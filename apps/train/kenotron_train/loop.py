@@ -2,37 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from kenotron_ckpt import Saver, latest_step
-from kenotron_data import Batch, Cursor, IterableLoader, Loader, decode, encode, printable
-from kenotron_dist import Mesh, all_reduce, check_replicas, named_parameters
+from kenotron_ckpt import Saver
+from kenotron_data import Batch, Cursor
+from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
-from kenotron_models import Sampling, generate, parameter_count
-from kenotron_optim import describe
-from kenotron_train.assemble import Training, build_training
+from kenotron_models import parameter_count
+from kenotron_optim import NonFinite, describe
+from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config, cautions, ignored_keys
-from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
+from kenotron_train.corpus import Corpus, MaskTargets
+from kenotron_train.feed import Feed
 from kenotron_train.figures import short
+from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.own_data import Hook, check_hook
+from kenotron_train.progress import Progress
+from kenotron_train.recovery import go_back, goes_back, record, recorded
 from kenotron_train.report import Report
-from kenotron_train.resume import Progress, earlier_run, open_saver, resume, save_run
+from kenotron_train.resume import bytes_of, check_saved, going_on, open_saver, resume, save_run
+from kenotron_train.sample import show_sample
+from kenotron_train.sanity import check_batch, check_state
 from kenotron_train.step import StepResult, training_step
+from kenotron_train.stopping import Stopper
 from kenotron_train.upload import Uploads
 from kenotron_train.validation import Validation, validate
 from kenotron_train.vocabulary import check_vocabulary
-from kenotron_train.watching import Watching, check_watching
+from kenotron_train.watching import Look, Watching, check_watching
 from kenotron_train.yaml_config import dump_config
 
-SAMPLE_PROMPT = "def "
-SAMPLE_TOKENS = 160
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended; the same on every rank."""
+
+    results: list[StepResult]
+    """What every step reported; those that were undone are not in it."""
+    stopped: str = ""
+    """Why it ended before its last step; empty when it did not."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the steps of a run work with."""
+
+    training: Training
+    feed: Feed
+    saver: Saver
+    uploads: Uploads
+    report: Report
+    stopper: Stopper
+    watching: Watching
+    life: LifeCycle
 
 
 def train(
@@ -43,25 +69,46 @@ def train(
     *,
     target_mask: MaskTargets | None = None,
 ) -> list[StepResult]:
-    """Train as the config says; returns what every step reported.
+    """``run`` to the end; returns what every step reported."""
+    return run(mesh, config, sample, loader, target_mask=target_mask).results
 
-    Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
+
+def run(
+    mesh: Mesh,
+    config: Config,
+    sample: bool = False,
+    loader: Hook | None = None,
+    *,
+    target_mask: MaskTargets | None = None,
+    deadline: float = math.inf,
+    model: OwnModel | None = None,
+    hooks: tuple[LifeCycle, ...] = (),
+) -> Outcome:
+    """Train as the config says, until the last step or a signal, whichever comes first.
+
+    A run goes on where its folder has checkpoints (see ``going_on``). A signal on any rank ends it
+    after the step that all ranks are in, with a checkpoint. Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
     generated sample and a hint what to try next; data of one's own for stages whose config says
     ``dataset: null`` (see ``own_data.Hook``; without it they read made-up tokens); a mask of
-    targets for tests (see ``kenotron_data.Loader``). Collective over the mesh. Raises ValueError or
-    FileNotFoundError for bad input.
+    targets for tests (see ``kenotron_data.Loader``); when the time is over (of ``time.time``): the
+    run ends early enough to save; layers of one's own; what is called at moments of the run.
+    Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the checkpoint
+    of a run that was stopped is not whole.
     """
     check_available(config)
     check_hook(config, loader)
     check_watching(config)
     _check_same(config, mesh)
+    config = going_on(config, mesh)
     check_vocabulary(config)
-    training = build_training(config, mesh)
+    life = Together(hooks)
+    life.pre_init(config, mesh)
+    training = build_training(config, mesh, model)
+    life.post_init(training)
     progress, remark = resume(training)
-    if config.checkpoints.resume_checkpoint_path is None:
-        remark = "; ".join(filter(None, (remark, earlier_run(config))))
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
+        listening() as signals,
         Report(config, mesh, progress.step + 1) as report,
         Uploads(config, mesh, report) as uploads,
         open_saver(training, uploads) as saver,
@@ -69,20 +116,35 @@ def train(
     ):
         _introduce(training, report, remark)
         uploads.resumed(progress.step)
+        feed = Feed(training, report, loader, target_mask)
+        stopper = Stopper(signals, deadline, bytes_of(training))
+        work = _Run(training, feed, saver, uploads, report, stopper, watching, life)
+        life.pre_training(training, progress)
         if config.checkpoints.save_initial_state and progress.step == 0:
-            save_run(saver, training, progress)
-        data = _Data(training, report, loader, target_mask)
+            _save(work, progress)
         try:
-            results = _steps(training, data, saver, uploads, report, watching, progress)
+            outcome, progress = _steps(work, progress)
         finally:
-            data.close()
-        watching.finish()
-        saver.finish()
-        _say_saved(saver, report)
-        uploads.finish()
-        if sample and config.tokenizer.tokenizer_name_or_path is None:
-            _show_sample(training, report)
-    return results
+            feed.close()
+        _finish(work, outcome, progress)
+        life.post_training(training, progress)
+        if sample and config.tokenizer.tokenizer_name_or_path is None and not outcome.stopped:
+            show_sample(training, report)
+        barrier(mesh.world)  # a launcher ends all ranks when the first has left
+    return outcome
+
+
+def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
+    """Wait until all is written; read back what a run that was stopped leaves."""
+    run.watching.finish()
+    run.saver.finish()
+    _say_saved(run)
+    if outcome.stopped:
+        section, step = run.training.config.s3_upload, progress.step
+        if section is None or not section.remove_after_upload:  # else its copy is read back
+            check_saved(run.saver, step)
+        run.report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
+    run.uploads.finish()
 
 
 def _check_same(config: Config, mesh: Mesh) -> None:
@@ -95,99 +157,80 @@ def _check_same(config: Config, mesh: Mesh) -> None:
         )
 
 
-class _Data:
-    """The stage that is read: its corpus and its loader."""
-
-    def __init__(
-        self, training: Training, report: Report, hook: Hook | None, target_mask: MaskTargets | None
-    ) -> None:
-        self._training, self._report = training, report
-        self._hook, self._target_mask = hook, target_mask
-        self._open: _Stage | None = None
-
-    def stage(self, progress: Progress) -> _Stage:
-        """The stage of the next step, opened where the progress stands."""
-        number = self._training.config.stage_at(progress.step + 1)
-        if self._open is None or self._open.number != number:
-            self.close()
-            self._open = self._enter(number, progress)
-        return self._open
-
-    def close(self) -> None:
-        """End what reads ahead."""
-        if self._open is not None:
-            self._open.loader.close()
-        self._open = None
-
-    def _enter(self, number: int, progress: Progress) -> _Stage:
-        config, mesh = self._training.config, self._training.mesh
-        with mesh.pulse.busy("reading the corpus"):
-            corpus = open_corpus(config, number, self._hook)
-        cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
-        if not progress.epoch_known and has_index(corpus.training):
-            epoch = cursor.consumed // len(corpus.training)
-            cursor = Cursor(number, epoch, cursor.consumed)
-        loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
-        self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
-        if corpus.about:
-            self._report.say(corpus.about)
-        return _Stage(number, corpus, loader, config.sequence_of(number))
-
-
-@dataclass(frozen=True)
-class _Stage:
-    number: int
-    corpus: Corpus
-    loader: Loader | IterableLoader
-    sequence: int
-
-    def next_batch(self, step: int) -> Batch:
-        """The batch of a step. Raises ValueError at the end of the data, or for another length."""
-        batch = next(self.loader, None)
-        if batch is None:
-            raise ValueError(
-                f"data_stages.{self.number}: the data ended after {self.loader.cursor.consumed} "
-                f"samples, before step {step} had its {self.loader.global_batch}: give more, or "
-                "lower tokens.train_steps"
-            )
-        width = batch.tokens_MBS.shape[-1]
-        if width != self.sequence:
-            raise ValueError(
-                f"data_stages.{self.number}: samples have {width + 1} ids, but sequence_length "
-                f"{self.sequence} needs {self.sequence + 1}"
-            )
-        return batch
-
-
-def _steps(
-    training: Training,
-    data: _Data,
-    saver: Saver,
-    uploads: Uploads,
-    report: Report,
-    watching: Watching,
-    progress: Progress,
-) -> list[StepResult]:
-    """All steps that are left."""
-    config = training.config
+def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
+    """All steps that are left, or until the run is stopped; and how far it is then."""
+    training, report, stopper, watching = run.training, run.report, run.stopper, run.watching
+    config, first = training.config, progress.step
     results: list[StepResult] = []
-    while progress.step < config.tokens.train_steps and not watching.is_over:
-        stage = data.stage(progress)
-        step = progress.step + 1
+    while progress.step < config.tokens.train_steps and not (stopper.reason or watching.is_over):
+        stage = run.feed.stage(progress)
+        step, place = progress.step + 1, stage.loader.cursor
+        if place in progress.left_out:
+            stage.next_batch(step)
+            progress = progress.past(stage.loader.cursor)
+            continue
         with watching.step(step) as look:
             batch = watching.batch(partial(stage.next_batch, step))
-            wait = partial(watching.saving, saver.wait)
-            start = progress.schedule_start
-            results.append(training_step(training, batch, step, wait, start, look))
-        progress = progress.after(config, stage.loader.cursor)
+            result = _step(run, batch, progress, place, look)
+        stopper.hear(result.words)
+        if result.nonfinite and result.skipped and not result.overflow:
+            report.say(f"step {step}: {record(training, batch, step, place, result.nonfinite)}")
+        if goes_back(training, result) and result.nonfinite:
+            progress = _return(run, replace(progress, cursor=place), result.nonfinite)
+            first = min(first, progress.step)
+            del results[progress.step - first :]
+            continue
+        results.append(result)
+        progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         validation = _validate(training, step, stage.corpus)
-        if _is_due(config, step):
-            watching.saving(partial(save_run, saver, training, progress))
+        run.life.post_train_step(training, progress, result)
+        if _is_due(config, step) or stopper.save:
+            watching.saving(partial(_save, run, progress))
         consumed = progress.tokens, progress.samples
-        watching.report(step, results[-1], batch, consumed, validation)
-        _say_saved(saver, report)
-        uploads.say()
-    return results
+        watching.report(step, result, batch, consumed, validation)
+        _say_saved(run)
+        run.uploads.say()
+    if stopper.reason and not _is_due(config, progress.step):
+        _save(run, progress)
+    stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
+    return Outcome(results, stopped), progress
+
+
+def _step(run: _Run, batch: Batch, progress: Progress, place: Cursor, look: Look) -> StepResult:
+    """One step, between the checks that the config asks for."""
+    training, step = run.training, progress.step + 1
+    checked = not training.config.general.ignore_sanity_checks
+    if checked:
+        check_batch(training, batch, step)
+    with recorded(training, batch, step, place):
+        result = training_step(
+            training,
+            batch,
+            step,
+            partial(run.watching.saving, run.saver.wait),
+            progress.schedule_start,
+            look,
+            progress.loss_scale,
+            run.stopper.word,
+        )
+    if checked and not goes_back(training, result):
+        check_state(training, result, step)
+    return result
+
+
+def _save(run: _Run, progress: Progress) -> None:
+    run.life.pre_save_checkpoint(run.training, progress)
+    save_run(run.saver, run.training, progress)
+
+
+def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:
+    """Go back to the newest checkpoint: model, place in the data and metrics."""
+    progress, about = go_back(run.training, run.saver, progress, found)
+    _say_saved(run)
+    run.feed.close()
+    run.report.rewind(progress.step)
+    run.report.say(about, "warning")
+    return progress
 
 
 def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:
@@ -199,9 +242,12 @@ def _validate(training: Training, step: int, corpus: Corpus) -> Validation | Non
     return validate(training, corpus.validation)
 
 
-def _say_saved(saver: Saver, report: Report) -> None:
+def _say_saved(run: _Run) -> None:
     """A line for each save that has ended."""
-    for saved in saver.reports():
+    report = run.report
+    for saved in run.saver.reports():
+        run.stopper.saved(saved.durable)
+        run.life.post_save_checkpoint(run.training, saved)
         if saved.failure:
             report.say(f"{saved}; earlier checkpoints are whole", "error")
         else:
@@ -241,33 +287,3 @@ def _introduce(training: Training, report: Report, remark: str) -> None:
         report.say(f"Ignored: {line}", "warning")
     if remark:
         report.say(remark)
-
-
-def _show_sample(training: Training, report: Report) -> None:
-    config, mesh = training.config, training.mesh
-    vocab_size = config.decoder.vocab_size
-
-    def forward(tokens: Tensor, context: Any) -> Tensor | None:
-        logits = training.model.pipeline.forward([tokens], [context])
-        return logits[0] if logits else None
-
-    prompt = encode([SAMPLE_PROMPT], 256).tolist()
-    new = generate(
-        forward,
-        [prompt],
-        mesh,
-        window=config.tokens.sequence_length,
-        vocab_size=vocab_size,
-        max_new_tokens=SAMPLE_TOKENS,
-        sampling=Sampling(temperature=0.7, seed=config.general.seed),
-        source=training.model.pipeline.last_rank,
-    )
-    text = decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])
-    folder = Path(config.checkpoints.checkpoints_path)
-    step = latest_step(folder)
-    report.say(f"A sample of the model:\n{printable(text)}")
-    if step is not None:
-        report.say(
-            f"Next, try:\n  python apps/generate --ckpt-path {folder / str(step)} --prompt 'class '"
-            "\n  python apps/train --config-file apps/train/kenotron_train/default.yaml"
-        )

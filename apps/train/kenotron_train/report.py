@@ -90,6 +90,11 @@ class Report:
             work = f"{short(tflops * 1e12)}FLOP/s" if mfu is None else f"MFU {mfu:.1%}"
             self._bar.update(step, f"{result.loss:.3f}", f"{short(speed)} tok/s", work)
 
+    def rewind(self, step: int) -> None:
+        """The steps after this one are made anew: forget their metrics."""
+        if self._speaks:
+            self._journal.rewind(step)
+
     def _line(self, figures: StepFigures) -> str:
         result, seconds = figures.result, figures.times.step
         speed, tflops = self._meter.tokens_per_second(figures), self._meter.tflops(figures)
@@ -118,6 +123,10 @@ class Report:
 
 
 def _outcome(result: StepResult) -> str:
+    if result.overflow and result.loss_scale is not None:
+        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
+    if result.overflow and result.loss_scale is not None:
+        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
     return "skipped" if result.skipped else "made all the same"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,52 +12,25 @@ from torch import Tensor
 from kenotron_ckpt import (
     BlockingSaver,
     DataStatesConfig,
+    SaveFailed,
     Saver,
     latest_step,
     open_checkpoint,
+    verify_files,
 )
-from kenotron_data import Cursor
-from kenotron_data.config import DatasetStageConfig
-from kenotron_dist import TensorLayout, check_replicas, named_parameters
+from kenotron_ckpt.together import on_first
+from kenotron_dist import Mesh, TensorLayout, check_replicas, named_parameters
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.initial import load_initial
+from kenotron_train.progress import NEEDED, Progress, fresh_scale
+from kenotron_train.reading import order_of, reading_of, tokenizer_state
 from kenotron_train.upload import Uploads, local_copy
-from kenotron_train.vocabulary import BYTES
 from kenotron_train.yaml_config import dump_config
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
 NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
-
-HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
-"""Fields of a data set that change neither its samples nor their order."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come."""
-
-    step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
-    """Place in the data."""
-    samples: int = 0
-    """Samples read in all, over all ranks and stages."""
-    tokens: int = 0
-    epoch_known: bool = True
-    """False: the checkpoint is another program's, and the size of the data set tells the epoch."""
-    schedule_start: int = 0
-    """The step after which the learning-rate schedule began."""
-
-    def after(self, config: Config, cursor: Cursor) -> Progress:
-        """One step later."""
-        return Progress(
-            self.step + 1,
-            cursor,
-            self.samples + config.global_batch_size,
-            self.tokens + config.batch_tokens(cursor.stage),
-            schedule_start=self.schedule_start,
-        )
 
 
 def open_saver(training: Training, uploads: Uploads) -> Saver:
@@ -96,17 +69,13 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
     config, mesh, model = training.config, training.mesh, training.model
     check_replicas(named_parameters(model.stack), model.layouts, mesh)
     state = {
-        "step": progress.step,
+        **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,
-        "schedule_start": progress.schedule_start,
-        "cursor": progress.cursor.to_dict(),
-        "consumed_train_samples": progress.samples,
-        "consumed_tokens": progress.tokens,
         "model_config": asdict(config.model.model_config),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config),
-        "reading": _reading(config),
+        "reading": reading_of(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):
         saver.save(progress.step, _records(training), state, dump_config(config))
@@ -127,17 +96,37 @@ def resume(training: Training) -> tuple[Progress, str]:
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
     given, fetched = local_copy(config, mesh)
     if given is None:
-        return Progress(), load_initial(training)
+        return Progress(loss_scale=fresh_scale(config)), load_initial(training)
     if given == Path(checkpoints.checkpoints_path) and not _has_checkpoint(given):
         begun = load_initial(training)
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
-        return Progress(), afresh + (f"; {begun}" if begun else "")
+        return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
+    try:
+        progress, remark = load_run(training, given, optimizer=checkpoints.load_optimizer)
+    except _NoCheckpoint as error:
+        fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
+        raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
+    if not checkpoints.load_lr_scheduler:
+        progress = replace(progress, schedule_start=progress.step)
+    return progress, remark + fetched
+
+
+class _NoCheckpoint(ValueError):
+    """There is none, or none that is whole."""
+
+
+def load_run(training: Training, path: Path, *, optimizer: bool = True) -> tuple[Progress, str]:
+    """Load a checkpoint, the newest that is right of a run folder; how far it is, and a sentence.
+
+    Without ``optimizer`` that begins afresh. Collective over the mesh. Raises ValueError when there
+    is none, when it is of another model, or not of a training run.
+    """
+    config, mesh = training.config, training.mesh
     try:
         with mesh.pulse.busy("verifying a checkpoint"):
-            checkpoint = open_checkpoint(given, mesh, select=_counts(checkpoints.load_optimizer))
+            checkpoint = open_checkpoint(path, mesh, select=_counts(optimizer))
     except ValueError as error:
-        fix = "; correct it, or set it to null to start afresh"
-        raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
+        raise _NoCheckpoint(str(error)) from error
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)
@@ -145,7 +134,7 @@ def resume(training: Training) -> tuple[Progress, str]:
     parameters: dict[str, Any] = dict(model_records(training.model))
     wanted: dict[str, Any] = {}
     dropped = ""
-    if checkpoints.load_optimizer:
+    if optimizer:
         # Before its first update an optimizer has masters and no more.
         wanted = training.optimizer.wanted(started=steps > 0)
         names = [layout.name for _, layout in (parameters | wanted).values()]
@@ -154,22 +143,13 @@ def resume(training: Training) -> tuple[Progress, str]:
         checkpoint.load(parameters)
         if wanted:  # after the parameters: an fp32 one shares its memory with its master
             checkpoint.load(wanted)
-    if checkpoints.load_optimizer:
+    if optimizer:
         training.optimizer.steps = steps
         training.optimizer.publish()
     else:
         training.optimizer.reload()
-    progress = Progress(
-        int(state["step"]),
-        Cursor.from_dict(state["cursor"]),
-        int(state["consumed_train_samples"]),
-        int(state["consumed_tokens"]),
-        epoch_known="imported" not in state,
-        schedule_start=int(
-            state.get("schedule_start", 0) if checkpoints.load_lr_scheduler else state["step"]
-        ),
-    )
-    remark = _remark(progress, state, config, folder) + fetched + dropped
+    progress = Progress.from_state(state, config)
+    remark = _remark(progress, state, config, folder) + dropped
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark
@@ -180,16 +160,52 @@ def _counts(load_optimizer: bool) -> Callable[[str], bool]:
     return lambda name: load_optimizer or not name.startswith("optimizer.")
 
 
-def earlier_run(config: Config) -> str:
-    """A warning when a fresh run starts in a folder that has checkpoints; empty otherwise."""
-    folder = Path(config.checkpoints.checkpoints_path)
-    if not _has_checkpoint(folder):
-        return ""
-    return (
-        f"{folder} has checkpoints of an earlier run, up to step {latest_step(folder)}: this run "
-        "starts afresh and replaces those of the same steps; set checkpoints.checkpoints_path to "
-        "keep them apart"
+def going_on(config: Config, mesh: Mesh) -> Config:
+    """The config of a run that goes on where ``checkpoints_path`` has checkpoints of it.
+
+    So the same command starts a run and goes on with it. A checkpoint in that folder that the
+    config names counts as given: somebody goes back. Collective over the mesh.
+    """
+    checkpoints = config.checkpoints
+    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
+    inside = given is not None and folder.resolve() in (p := Path(given).resolve(), p.parent)
+    sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
+
+    def has_begun() -> bool:
+        return _has_checkpoint(folder) or (sent and (folder / "metrics.jsonl").exists())
+
+    if inside or not on_first(mesh, has_begun):
+        return config
+    own = replace(
+        checkpoints,
+        resume_checkpoint_path=str(folder),
+        load_optimizer=True,
+        load_lr_scheduler=True,
     )
+    return replace(config, checkpoints=own)
+
+
+def check_saved(saver: Saver, step: int) -> None:
+    """Read back the checkpoint of a step. Collective over the mesh.
+
+    Raises SaveFailed naming each damaged file, or the checkpoint that is not there.
+    """
+    folder = saver.folder / str(step)
+
+    def faults() -> list[str]:
+        try:
+            return verify_files(folder)
+        except (OSError, ValueError) as error:
+            return [str(error)]
+
+    with saver.mesh.pulse.busy("verifying a checkpoint"):
+        if found := on_first(saver.mesh, faults):
+            raise SaveFailed(f"the checkpoint of step {step} is not whole: " + "; ".join(found))
+
+
+def bytes_of(training: Training) -> int:
+    """Bytes of this rank's part of a checkpoint."""
+    return sum(tensor.nbytes for tensor, _ in _records(training).values())
 
 
 def _has_checkpoint(folder: Path) -> bool:
@@ -197,8 +213,8 @@ def _has_checkpoint(folder: Path) -> bool:
 
 
 def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
-    needed = ("step", "optimizer_steps", "cursor", "consumed_train_samples", "consumed_tokens")
-    missing = [key for key in (*needed, "model_config", "reading") if key not in state]
+    needed = (*NEEDED, "optimizer_steps", "model_config", "reading")
+    missing = [key for key in needed if key not in state]
     if missing:
         raise ValueError(
             f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
@@ -235,55 +251,10 @@ def _check_optimizer(
     return f"; {extra} of another optimizer is left behind" if extra else ""
 
 
-def _reading(config: Config) -> dict[str, Any]:
-    """What the place in the data refers to: with other values samples are skipped or repeated."""
-    return {
-        "global_batch_size": config.global_batch_size,
-        "sequence_length": config.tokens.sequence_length,
-        "held_out": config.tokens.limit_val_batches > 0,
-        "data_stages": [_stage_reading(stage) for stage in config.data_stages],
-        "tokenizer": tokenizer_state(config),
-    }
-
-
-def _stage_reading(stage: DatasetStageConfig) -> dict[str, Any]:
-    found: dict[str, Any] = {"seed": stage.data.seed, "dataset": None}
-    if stage.data.dataset is not None:
-        found["dataset"] = asdict(stage.data.dataset)
-    if stage.sequence_length is not None:
-        found["sequence_length"] = stage.sequence_length
-    return found
-
-
-def tokenizer_state(config: Config) -> dict[str, Any] | None:
-    """What a checkpoint says of its tokenizer; None: bytes. A local path is made absolute."""
-    section = config.tokenizer
-    name = section.tokenizer_name_or_path
-    if name is None and section.tokenizer_max_length is None:
-        return None
-    here = Path(name or BYTES)
-    return {
-        "name": str(here.resolve()) if name and here.exists() else name or BYTES,
-        "revision": section.tokenizer_revision if name else None,
-        "max_length": section.tokenizer_max_length,
-    }
-
-
-def _order(reading: dict[str, Any]) -> dict[str, Any]:
-    """The part of a reading, ours or an imported one, that samples and their order follow from."""
-
-    def kept(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: kept(v) for key, v in value.items() if key not in HOW_IT_IS_MADE}
-        return [kept(each) for each in value] if isinstance(value, list) else value
-
-    return kept(reading)
-
-
 def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
-    now = _order(_reading(config))
-    for name, before in _order(state["reading"]).items():
+    now = order_of(reading_of(config))
+    for name, before in order_of(state["reading"]).items():
         if now.get(name) != before:
             remark += f"; {name} changes from {before} to {now.get(name)}"
             if name != "global_batch_size":

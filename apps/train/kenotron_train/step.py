@@ -6,6 +6,7 @@ divided by tp size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +18,14 @@ from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_models import Context
 from kenotron_optim import (
+    LossScale,
     NonFinite,
     Slices,
     allows_update,
     clip_,
     find_nonfinite,
     learning_rate,
+    unscale_,
 )
 from kenotron_tp import linear_cross_entropy, linear_cross_entropy_sum
 from kenotron_train.assemble import Training
@@ -44,6 +47,12 @@ class StepResult:
     """What was nan or inf; None in every ordinary step."""
     skipped: bool = False
     """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
+    loss_scale: LossScale | None = None
+    """That of the next step; None unless the run is in float16."""
+    overflow: bool = False
+    """Whether the step was left out because gradients did not fit in float16 with its scale."""
+    words: tuple[float, ...] = ()
+    """What every rank had to say in this step."""
 
 
 def training_step(
@@ -53,40 +62,99 @@ def training_step(
     before_update: Callable[[], None] = lambda: None,
     schedule_start: int = 0,
     look: Callable[[Slices], None] = lambda _: None,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
     The learning rate is that of step ``step - schedule_start`` of its schedule.
     ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
     ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
+    The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
+    gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
+    smaller. What ``word`` says after the backward reaches all ranks.
 
     Collective over the mesh. Raises ValueError when the global batch has no target, and
-    FloatingPointError when loss or gradient is not finite and ``optimizer.nonfinite`` is
-    ``error``: the parameters are then unchanged.
+    FloatingPointError when loss or gradient is not finite, the scale is not to blame, and
+    ``optimizer.nonfinite`` is ``error``: the parameters are then unchanged.
     """
-    mesh, config = training.mesh, training.config.optimizer
-    count = global_count(batch, mesh, step)
-    inputs = [micro.tokens_BS.flatten() for micro in batch]
-    training.grads.start(len(inputs))
-    contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
-    extra: list[Tensor] = []
-    loss = training.model.pipeline.run(inputs, loss_fn(training, batch, count, extra), contexts)
-    slices = training.grads.finish()
-    look(slices)
-    norm = training.norm(slices)
-    # One rank's loss for all: what is decided from it cannot differ between ranks.
-    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    if training.config.decoder.z_loss:
-        loss = loss - _z_loss(mesh, extra)
+    config = training.config.optimizer
+    grad = gradient(training, batch, step, loss_scale, word, look)
+    slices, norm, loss = grad.slices, grad.norm, grad.loss
     found = find_nonfinite(training.norm, slices, norm, loss.item())
     lr = learning_rate(step - schedule_start, training.schedule)
-    updates = allows_update(found, config.nonfinite, step)
+    overflow = _overflows(found, loss_scale)
+    updates = not overflow and allows_update(found, config.nonfinite, step)
     if updates:
         if config.clip_grad is not None:
             clip_(slices, config.clip_grad, norm)
         before_update()
         training.optimizer.step(slices, lr)
-    return StepResult(loss.item(), norm.item(), lr, found, not updates)
+    return StepResult(
+        loss.item(),
+        norm.item(),
+        lr,
+        found,
+        not updates,
+        _next(loss_scale, found, overflow),
+        overflow,
+        tuple(grad.words.tolist()),
+    )
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What forward and backward of a global batch gave; all but the slices is every rank's."""
+
+    loss: Tensor
+    """Scalar fp32, without the z-loss."""
+    slices: Slices
+    """This rank's part, of the loss itself and not of its multiple."""
+    norm: Tensor
+    """2-norm of all of it, fp64."""
+    words: Tensor
+    """What every rank had to say (W,), fp64."""
+
+
+def gradient(
+    training: Training,
+    batch: Batch,
+    step: int,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
+    look: Callable[[Slices], None] = lambda _: None,
+) -> Gradient:
+    """Forward and backward of one global batch. Collective; see ``training_step``."""
+    mesh = training.mesh
+    count = global_count(batch, mesh, step)
+    inputs = [micro.tokens_BS.flatten() for micro in batch]
+    training.grads.start(len(inputs))
+    contexts = contexts_of(batch, counter_key(training.config.general.seed, "dropout", step))
+    extra: list[Tensor] = []
+    factor = loss_scale.factor if loss_scale else 1.0
+    own_loss = loss_fn(training, batch, count / factor, extra)
+    loss = training.model.pipeline.run(inputs, own_loss, contexts) / factor
+    slices = training.grads.finish()
+    unscale_(slices, factor)
+    look(slices)
+    norm, words = training.norm.with_words(slices, word())
+    # One rank's loss for all: what is decided from it cannot differ between ranks.
+    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
+    if training.config.decoder.z_loss:
+        loss = loss - _z_loss(mesh, extra) / factor
+    return Gradient(loss, slices, norm, words)
+
+
+def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:
+    """The scale of the next step; what it is not to blame for leaves it alone."""
+    return scale if scale is None or (found and not overflow) else scale.after(overflow)
+
+
+def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
+    """Whether a smaller scale may make the gradient finite."""
+    if found is None or loss_scale is None or not loss_scale.can_shrink:
+        return False
+    return math.isfinite(found.loss)
 
 
 def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
@@ -135,7 +203,7 @@ def token_losses(training: Training, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def loss_fn(
-    training: Training, batch: Batch, count: int, extra: list[Tensor] | None = None
+    training: Training, batch: Batch, count: float, extra: list[Tensor] | None = None
 ) -> Callable[[Tensor, int], Tensor]:
     """Loss of a micro-batch from the head's input, scaled so that the global sum is the mean.
 
@@ -148,10 +216,11 @@ def loss_fn(
         head = training.model.head
         total, z = linear_cross_entropy_sum(
             hidden, head.weight, batch[microbatch].labels_BS.flatten(), tp,
-            vocab_size=spec.vocab_size, z_loss=z_loss, sequence_parallel=head.sequence_parallel,
+            vocab_size=spec.vocab_size, z_loss=z_loss, times=1 / count,
+            sequence_parallel=head.sequence_parallel,
         )  # fmt: skip
         if extra is not None and z_loss:
-            extra.append(z / count)
-        return total / count
+            extra.append(z)
+        return total
 
     return loss

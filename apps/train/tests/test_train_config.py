@@ -156,7 +156,6 @@ def test_keys_without_effect_are_named():
     assert ignored_keys(parse()) == []
     lines = ignored_keys(
         parse(
-            "general.ignore_sanity_checks=false",
             "model.model_config.pad_token_id=0",
             "data_stages.0.data.dataset=null",
             "data_stages.1.data.num_loading_workers=4",
@@ -165,7 +164,6 @@ def test_keys_without_effect_are_named():
         )
     )
     assert [line.split(" has no effect")[0] for line in lines] == [
-        "general.ignore_sanity_checks: false",
         "model.model_config.pad_token_id: 0",
         "tokenizer.tokenizer_revision: v1",
     ]

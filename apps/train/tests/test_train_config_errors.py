@@ -48,7 +48,10 @@ VALUES = [
     ("tokens.val_check_interval=0", "0 was given; it must be at least 1 step, or -1 for only afte"),
     ("tokens.limit_val_batches=-1", "-1 was given; it must be at least 0"),
     ("tokens.limit_test_batches=-1", "-1 was given; it must be at least 0"),
-    ("optimizer.nonfinite=stop", "\"stop\" was given; it must be 'error', 'skip' or 'continue'"),
+    (
+        "optimizer.nonfinite=stop",
+        "\"stop\" was given; it must be 'error', 'skip', 'rollback' or 'continue'",
+    ),
     ("optimizer.zero_stage=3", "3 was given; it must be 0 or 1"),
     ("optimizer.weight_decay=much", '"much" was given; it must be a number'),
     (

@@ -185,7 +185,6 @@ SECTIONS = [
     ("parallelism.expert_parallel_size", 2),
     ("parallelism.context_parallel_size", 2),
     ("parallelism.moe_layer_recompute", True),
-    ("model.dtype", "FLOAT16"),
 ]  # fmt: skip
 
 

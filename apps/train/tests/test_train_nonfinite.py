@@ -137,11 +137,14 @@ def masked(mesh: Mesh, config: Config, without: tuple[int, ...]) -> list[StepRes
 
 
 def test_one_data_rank_without_targets_is_fine(tmp_path: Path) -> None:
-    one, two = (configure(tmp_path, "error", {"dp": n}) for n in (1, 2))
+    for name in ("one", "two", "half"):
+        (tmp_path / name).mkdir()
+    one, two = (configure(tmp_path / n, "error", {"dp": k}) for k, n in ((1, "one"), (2, "two")))
     one = replace(one, tokens=replace(one.tokens, micro_batch_size=4))  # the same global batch
     [want] = spawn(masked, one, (), preload=PRELOAD)
     full = spawn(masked, two, (), dp=2, preload=PRELOAD)[0]
-    half = spawn(masked, two, (1,), dp=2, preload=PRELOAD)
+    other = configure(tmp_path / "half", "error", {"dp": 2})
+    half = spawn(masked, other, (1,), dp=2, preload=PRELOAD)
     assert half[0] == half[1]
     assert full[0].loss == pytest.approx(want[0].loss, rel=1e-6)
     assert all(r.nonfinite is None for r in half[0])

@@ -156,12 +156,9 @@ def test_changed_data_and_batch_are_named_on_resume(stopped: Path, tmp_path: Pat
     assert runs.metrics(tmp_path)[-1]["consumed_tokens"] == (3 * 4 + 3 * 2) * 32
 
 
-def test_a_finished_run_says_so_and_a_used_folder_too(stopped: Path, tmp_path: Path) -> None:
+def test_a_finished_run_says_so(stopped: Path, tmp_path: Path) -> None:
     done = resumed(stopped, tmp_path, checkpoints__resume_checkpoint_path=stopped / "checkpoints")
     assert done.returncode == 0 and "nothing is left to do" in done.stdout
-    flags = runs.arguments(tmp_path, checkpoints__checkpoints_path=stopped / "checkpoints")
-    done = runs.train(tmp_path, *flags, "--set", "tokens.train_steps=1")
-    assert "has checkpoints of an earlier run, up to step 6" in done.stdout
 
 
 def test_the_same_command_starts_and_restarts_a_job(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from kenotron_dist import RankError, spawn
 from kenotron_train.assemble import build_training
 from kenotron_train.config import ignored_keys
 from kenotron_train.corpus import Corpus, open_corpus, prepare
-from kenotron_train.resume import resume, tokenizer_state
+from kenotron_train.reading import tokenizer_state
+from kenotron_train.resume import resume
 from kenotron_train.vocabulary import check_vocabulary, text_tokenizer
 
 NAME = "tokenizer.tokenizer_name_or_path"

@@ -1,6 +1,7 @@
 """Make items ahead in several threads or processes, and hand them over in order."""
 
 import multiprocessing
+import signal
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -110,6 +111,7 @@ def check_workers(workers: int, kind: str) -> None:
 
 
 def _start_worker(work: Callable[[Any], Any]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the program ends its pool
     _IN_WORKER["work"] = work
 
 

@@ -1,6 +1,6 @@
 """Meshes, collectives, placements and random streams: who talks to whom."""
 
-from kenotron_dist.agreement import check_replicas
+from kenotron_dist.agreement import check_equal, check_replicas
 from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
@@ -15,7 +15,7 @@ from kenotron_dist.distress import Distress
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
-from kenotron_dist.launch import from_env, shutdown
+from kenotron_dist.launch import from_env, shutdown, tell_launcher
 from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
 from kenotron_dist.notes import Notes
@@ -35,9 +35,10 @@ from kenotron_dist.placement import (
     tie_storages,
 )
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
+from kenotron_dist.signals import Signals, listening
 from kenotron_dist.spawn import STALLED, RankError, spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
-from kenotron_dist.start import first_to_say, start
+from kenotron_dist.start import first_cause, first_to_say, start
 from kenotron_dist.statistics import (
     Statistics,
     merge,
@@ -71,6 +72,7 @@ __all__ = [
     "RankError",
     "Route",
     "Shard",
+    "Signals",
     "StallReport",
     "Statistics",
     "TensorLayout",
@@ -84,9 +86,11 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
+    "check_equal",
     "check_replicas",
     "clip_gradients",
     "deferring",
+    "first_cause",
     "first_to_say",
     "from_env",
     "gather_objects",
@@ -94,6 +98,7 @@ __all__ = [
     "gather_rows",
     "gradient_sums",
     "leave",
+    "listening",
     "local_boxes",
     "local_shape",
     "merge",
@@ -114,6 +119,7 @@ __all__ = [
     "sum_gradients",
     "sum_moments",
     "sum_rows",
+    "tell_launcher",
     "tensor_moments",
     "tie_storages",
     "watch",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kenotron_dist.collectives import all_reduce
+from kenotron_dist.collectives import all_gather, all_reduce
 from kenotron_dist.mesh import Axis, Mesh
 from kenotron_dist.placement import TensorLayout
 
@@ -41,6 +41,14 @@ def checksum(tensor: Tensor) -> Tensor:
     return torch.stack([bits.sum(dtype=torch.int64), bits[::2].sum(dtype=torch.int64)])
 
 
+def check_equal(tensors: Mapping[str, Tensor], axis: Axis) -> None:
+    """Compare checksums of tensors that must be equal over an axis; the same names on its ranks.
+
+    Collective over the axis; raises as ``check_replicas`` does.
+    """
+    _compare(sorted(tensors), {name: checksum(tensor) for name, tensor in tensors.items()}, axis)
+
+
 def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
     if axis.size == 1 or not paths:
         return
@@ -50,6 +58,17 @@ def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
     if wrong:
         raise ValueError(
             f"{len(wrong)} of {len(paths)} tensors that must be equal over {axis.name} "
-            f"(ranks {', '.join(map(str, axis.ranks))}) differ, first {wrong[0]!r}: "
+            f"(ranks {', '.join(map(str, axis.ranks))}) differ, first {wrong[0]!r}"
+            f"{_odd(sums[wrong[0]], axis)}: "
             "were all ranks given the same seed, config and checkpoint?"
         )
+
+
+def _odd(own: Tensor, axis: Axis) -> str:
+    """Which ranks have another value than most, where there is a most. Collective."""
+    rows = [tuple(row) for row in all_gather(own[None], axis).view(axis.size, -1).tolist()]
+    most = max(rows, key=rows.count)
+    odd = [rank for rank, row in zip(axis.ranks, rows, strict=True) if row != most]
+    if 2 * len(odd) >= axis.size:
+        return ""
+    return f" (on rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))})"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import socket
 import sys
@@ -77,6 +78,18 @@ def launcher() -> str:
     Raises ValueError for variables that contradict one another.
     """
     return resolve(os.environ).launcher
+
+
+def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
+    """Let torchrun end its report with this failure; other launchers have no place for it.
+
+    torchrun shows the cause that was written first, last on the console.
+    """
+    path = (os.environ if environ is None else environ).get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        when = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": {"message": text, "extraInfo": when}}, file)
 
 
 def shutdown(code: int = 0) -> NoReturn:

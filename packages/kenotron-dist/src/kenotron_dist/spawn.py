@@ -29,6 +29,7 @@ from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.launch import pretend_host
 from kenotron_dist.leave import leave
 from kenotron_dist.mesh import Mesh, MeshConfig
+from kenotron_dist.signals import SAVES, STOPS, handling
 
 STALLED = 75
 """Exit code of a process that left because of a stall (``EX_TEMPFAIL``: trying again may help)."""
@@ -78,6 +79,7 @@ class _Job(NamedTuple):
     threads: int
     device: str | None
     share_gpus: bool
+    forward: bool
 
 
 def spawn(
@@ -92,6 +94,7 @@ def spawn(
     preload: Sequence[str] = (),
     device: str | None = "cpu",
     share_gpus: bool = False,
+    forward: bool = False,
 ) -> list[Any]:
     """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
@@ -100,7 +103,9 @@ def spawn(
     before this program's first spawn, beside ``torch`` (tests gain from ``torch._dynamo``);
     ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are GPUs enough; whether
     several ranks may have one GPU, to try a layout on fewer GPUs than it needs (slow: NCCL then
-    takes every rank for a host of its own, and talks through sockets).
+    takes every rank for a host of its own, and talks through sockets); whether signals that ask
+    for an end or a checkpoint (``signals``) are passed on to the ranks, which then decide: one that
+    does not listen ends.
 
     Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
     mesh, and RankError with the cause of the first rank that failed or died, after ending the
@@ -114,7 +119,7 @@ def spawn(
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
-        job = _Job(call, config, store, timeout, threads, device, share_gpus)
+        job = _Job(call, config, store, timeout, threads, device, share_gpus, forward)
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
@@ -125,9 +130,37 @@ def spawn(
                 theirs.close()
                 pipes.append(ours)
                 processes.append(process)
-            return _collect(pipes, processes)
+            if not forward:
+                return _collect(pipes, processes)
+            return _collect_and_forward(pipes, processes)
         finally:
             _end(pipes, processes)
+
+
+def _collect_and_forward(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
+    """``_collect`` while signals go to the ranks.
+
+    Ranks that end of one are no failures: KeyboardInterrupt, or the error has the shell's code.
+    """
+    passed: list[int] = []
+
+    def forward(number: int) -> None:
+        passed.append(number)
+        for process in processes:
+            if process.pid is not None and process.is_alive():
+                os.kill(process.pid, number)
+
+    with handling(forward):
+        try:
+            return _collect(pipes, processes)
+        except RankError as error:
+            ended = set(passed) & set(STOPS)
+            if error.trace or not ended:
+                raise
+            if signal.SIGINT in ended:
+                raise KeyboardInterrupt from None
+            error.code = 128 + min(ended)
+            raise
 
 
 def _collect(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
@@ -202,7 +235,13 @@ def _main(rank: int, job: _Job, pipe: Connection) -> None:
 
     Were a rank to leave earlier, its peers would report a closed connection instead of the cause.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all: the parent ends its ranks
+    if job.forward:  # until the program listens, a signal that asks for an end is one
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(SAVES, signal.SIG_IGN)
+    else:
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # Ctrl-C reaches all: the parent ends its ranks
     threading.Thread(target=_leave_with_parent, args=(pipe,), daemon=True).start()
     with contextlib.suppress(OSError):  # the parent may have heard enough and closed the pipe
         pipe.send_bytes(_outcome(rank, job))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,8 @@ import torch.distributed as dist
 
 from kenotron_dist.launch import from_env, launcher
 from kenotron_dist.mesh import Mesh, MeshConfig
-from kenotron_dist.spawn import spawn
+from kenotron_dist.spawn import RankError, spawn
+from kenotron_dist.stall import PeerLost
 from kenotron_dist.watchdog import watch
 
 _BACKSTOP = timedelta(hours=1)
@@ -18,16 +20,16 @@ _BACKSTOP = timedelta(hours=1)
 
 
 def start(
-    fn: Callable[..., object],
+    fn: Callable[..., Any],
     *args: Any,
     config: MeshConfig,
     limit: timedelta = timedelta(minutes=5),
-) -> None:
-    """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog.
+) -> Any:
+    """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog; what it returned.
 
     Under torchrun, Slurm or MPI this process is one of the ranks; without a launcher
     ``config.world_size`` local processes are spawned, on GPUs if there are enough, and this one
-    waits for them.
+    waits for them, returns the first one's result, and passes signals on (``signals``).
 
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
@@ -39,7 +41,7 @@ def start(
     """
     if launcher() == "none":
         sizes = config
-        spawn(
+        return spawn(
             _watched,
             fn,
             args,
@@ -50,11 +52,11 @@ def start(
             tp=sizes.tp,
             timeout=limit + _BACKSTOP,
             device=None,
-        )
-        return
+            forward=threading.current_thread() is threading.main_thread(),
+        )[0]
     from_env(timeout=limit + _BACKSTOP)
     mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
-    _watched(mesh, fn, args, limit)
+    return _watched(mesh, fn, args, limit)
 
 
 def first_to_say(text: str) -> bool:
@@ -68,8 +70,22 @@ def first_to_say(text: str) -> bool:
         return True
 
 
-def _watched(
-    mesh: Mesh, fn: Callable[..., object], args: tuple[Any, ...], limit: timedelta
-) -> None:
+def first_cause(error: BaseException) -> str:
+    """Which rank failed first, and of what: the same sentence from every rank, and their parent."""
+    if isinstance(error, RankError):
+        kind, rank, reason = error.kind, error.rank, error.reason
+    elif isinstance(error, PeerLost):
+        cause = error.report.cause
+        if cause.kind == "failed":
+            return cause.reason
+        return f"rank {cause.rank} was lost ({cause.kind})"
+    else:
+        kind, reason = type(error).__name__, str(error)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    first = reason.partition("\n")[0]
+    return f"rank {rank} has ended ({kind}: {first})"
+
+
+def _watched(mesh: Mesh, fn: Callable[..., Any], args: tuple[Any, ...], limit: timedelta) -> Any:
     with watch(mesh, limit=limit):
-        fn(mesh, *args)
+        return fn(mesh, *args)

@@ -13,9 +13,11 @@ from kenotron_optim.config import (
 )
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
 from kenotron_optim.kinds import parameter_kinds
+from kenotron_optim.loss_scale import LossScale, unscale_
+from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
 from kenotron_optim.matrices import whole_matrices
-from kenotron_optim.nonfinite import NonFinite, allows_update, find_nonfinite
+from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
 from kenotron_optim.update_rule import update_rule
 from kenotron_optim.zero1 import SlicedOptimizer
 
@@ -26,9 +28,12 @@ __all__ = [
     "LRMultiplier",
     "LRSchedule",
     "LRSchedulerConfig",
+    "LossScale",
+    "LossScaleConfig",
     "MuonConfig",
     "NonFinite",
     "NonFinitePolicy",
+    "NonFiniteStep",
     "OptimizerConfig",
     "ParameterGroup",
     "SGDConfig",
@@ -42,6 +47,7 @@ __all__ = [
     "learning_rate",
     "parameter_groups",
     "parameter_kinds",
+    "unscale_",
     "update_rule",
     "whole_matrices",
 ]

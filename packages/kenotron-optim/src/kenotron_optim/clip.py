@@ -58,10 +58,20 @@ class GlobalNorm:
 
     def __call__(self, slices: Slices) -> Tensor:
         """fp64 scalar, the same on every rank; ``slices`` come from ``finish``. Collective."""
-        powers = self._whole(self.by_rank(slices))
+        return self.with_words(slices, 0.0)[0]
+
+    def with_words(self, slices: Slices, word: float) -> tuple[Tensor, Tensor]:
+        """The norm, and a number that every rank has sent along (W,) fp64. Collective.
+
+        So ranks agree at every step on what one of them has to say, at no further cost.
+        """
+        gathered = self._gather(slices, word)
+        powers = self._whole(gathered[:, :-1])
         if self.norm_type == INF:
-            return powers.amax() if len(powers) else powers.sum()
-        return powers.sum().pow(1 / self.norm_type)
+            norm = powers.amax() if len(powers) else powers.sum()
+        else:
+            norm = powers.sum().pow(1 / self.norm_type)
+        return norm, gathered[:, -1]
 
     def norms(self, slices: Slices) -> dict[str, float]:
         """The norm of every parameter's gradient by logical name, the same on every rank.
@@ -78,7 +88,13 @@ class GlobalNorm:
         Sums of magnitudes or squares, or the largest magnitude. An entry is finite exactly when
         all that it counts is: no sum of fp32 squares reaches the end of fp64. Collective.
         """
-        row = torch.zeros(1, len(self.names), dtype=torch.float64, device=self.mesh.device)
+        return self._gather(slices, 0.0)[:, :-1]
+
+    def _gather(self, slices: Slices, word: float) -> Tensor:
+        """``by_rank`` and a column of every rank's word (W, T + 1)."""
+        size = (1, len(self.names) + 1)
+        row = torch.zeros(size, dtype=torch.float64, device=self.mesh.device)
+        row[0, -1] = word
         if self._views:
             # The last entry is the zero that fills up rows of fewer boxes.
             parts = _powers([self._view(slices, *view) for view in self._views], self.norm_type)

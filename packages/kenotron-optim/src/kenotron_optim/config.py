@@ -4,10 +4,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kenotron_optim.loss_scale_config import LossScaleConfig
+
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
 Kind = Literal["norms", "biases", "embeddings"]
-NonFinitePolicy = Literal["error", "skip", "continue"]
+NonFinitePolicy = Literal["error", "skip", "rollback", "continue"]
 """What follows when the loss or a gradient is nan or inf."""
 INFINITY = float("inf")
 
@@ -246,12 +248,18 @@ class OptimizerConfig:
     """Factors of learning rates; a parameter has that of the first pattern that matches."""
     nonfinite: NonFinitePolicy = "error"
     """What follows when loss or gradient is nan or inf: `error` ends the run and names parameter
-    and rank, `skip` leaves the step out on all ranks, `continue` updates all the same."""
+    and rank, `skip` leaves the step out on all ranks, `rollback` returns to the newest checkpoint
+    and leaves the batch out, `continue` updates all the same."""
+    max_rollbacks: int = 3
+    """So often a run may go back; the next step that is not finite ends it."""
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Dynamic loss scaling; for `model.dtype: float16` only."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = _not_negative("weight_decay", self.weight_decay)
         found += _choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
+        found += _not_negative("max_rollbacks", self.max_rollbacks)
         if self.zero_stage not in (0, 1):
             found.append(f"zero_stage: {self.zero_stage} was given; it must be 0 or 1")
         if self.clip_grad is not None and not 0 < self.clip_grad < INFINITY:

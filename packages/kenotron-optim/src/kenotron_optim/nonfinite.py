@@ -24,6 +24,14 @@ SHOWN = 8
 """Ranks that a message lists."""
 
 
+class NonFiniteStep(FloatingPointError):
+    """A step that is not finite, where the policy is ``error``. ``found`` says what is not."""
+
+    def __init__(self, text: str, found: NonFinite) -> None:
+        super().__init__(text)
+        self.found = found
+
+
 @dataclass(frozen=True)
 class NonFinite:
     """The first gradient that is not finite, or a loss that alone is not."""
@@ -71,16 +79,17 @@ def find_nonfinite(
 
 
 def allows_update(found: NonFinite | None, policy: NonFinitePolicy, step: int) -> bool:
-    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone.
+    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone, and
+    so does ``rollback``: going back is up to the caller.
 
-    Raises FloatingPointError naming step, parameter and rank when something was found and the
+    Raises NonFiniteStep naming step, parameter and rank when something was found and the
     policy is ``error``, ValueError for an unknown policy.
     """
     if policy not in get_args(NonFinitePolicy):
         known = ", ".join(get_args(NonFinitePolicy))
         raise ValueError(f"the policy for steps that are not finite is {policy!r}: choose {known}")
     if found is not None and policy == "error":
-        raise FloatingPointError(f"step {step}: {found}: {FIX}")
+        raise NonFiniteStep(f"step {step}: {found}: {FIX}", found)
     return found is None or policy == "continue"
 
 

@@ -122,15 +122,20 @@ class SlicedOptimizer:
         """Every slice this rank holds, to be overwritten when state is loaded, by a unique key.
 
         State that torch would create in its first update is created now, all zero, unless the run
-        that saved it had not ``started``. After writing, set ``steps`` and call ``publish``. Read
-        parameters before: an fp32 one shares its memory with its master.
+        that saved it had not ``started``; what there is already is then zero. After writing, set
+        ``steps`` and call ``publish``. Read parameters before: an fp32 one shares its memory with
+        its master.
         """
         if started and not (self._steps or self._prepared):
             self.prepare()
-        return {
-            f"{kind}.{name}.{rank}": (tensor, self._layout(kind, name, rank))
-            for kind, (name, rank), tensor in self._tensors()
-        }
+        found = {}
+        for kind, (name, rank), tensor in self._tensors():
+            if started or kind == "master":
+                layout = self._layout(kind, name, rank)
+                found[f"{kind}.{name}.{rank}"] = (tensor, layout)
+            else:
+                tensor.zero_()
+        return found
 
     def reload(self) -> None:
         """Take the parameters' values as masters (after loading parameters alone)."""

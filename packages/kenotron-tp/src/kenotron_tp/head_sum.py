@@ -33,7 +33,7 @@ LOGITS_AT_A_TIME = 2**25
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: float
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -50,7 +50,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             each = losses(found, own, how.terms)
             loss, z = loss + each[0].sum(), z + each[1].sum()
             if needs_x or needs_weight:
-                write_gradient(logits, logits, own, found, torch.ones_like(each[0]), how.terms)
+                of_each = torch.full_like(each[0], times)
+                write_gradient(logits, logits, own, found, of_each, how.terms)
             if dx is not None:
                 part = logits @ weight
                 dx[rows] = all_reduce(part, how.terms.axis) if how.whole else part
@@ -59,18 +60,19 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         if needs_weight and dw is None:  # no tokens
             dw = torch.zeros_like(weight)
         ctx.made = dx, None if dw is None else dw.to(weight.dtype)
+        loss, z = loss * times, z * times
         ctx.mark_non_differentiable(z)
         return loss, z
 
     @staticmethod
     @once_differentiable
     @outside_autocast
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:  # pyrefly: ignore[bad-override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         made, ctx.made = ctx.made, None  # they are this node's own: nothing is copied
         if made is None:
             raise RuntimeError("linear_cross_entropy_sum has one backward: its gradients are gone")
         dx, dw = (None if each is None else each.mul_(grads[0].to(each.dtype)) for each in made)
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
 def linear_cross_entropy_sum(
@@ -83,13 +85,15 @@ def linear_cross_entropy_sum(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    times: float = 1.0,
     chunk: int | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum over the labels of the cross entropy of ``x W^T``, and of the z-loss in it: fp32 scalars.
 
     Arguments: as ``linear_cross_entropy``'s; ``chunk`` None: as many tokens as have 2^25 logits on
-    a rank. The z-loss has no gradient of its own.
+    a rank. The sums are multiplied with ``times``, one over the number of labels say: gradients are
+    made so, which float16 needs. The z-loss has no gradient of its own.
 
     The gradients of x and W are made in forward and kept for backward, which multiplies them: the
     logits are computed once, and only those of a chunk ever exist. In forward an all-gather of five
@@ -102,4 +106,5 @@ def linear_cross_entropy_sum(
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
     how = Chunked(terms, size, not sequence_parallel)
-    return _LinearCrossEntropySum.apply(x.reshape(-1, x.shape[-1]), weight, labels.reshape(-1), how)
+    rows = x.reshape(-1, x.shape[-1])
+    return _LinearCrossEntropySum.apply(rows, weight, labels.reshape(-1), how, times)

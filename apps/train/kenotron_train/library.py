@@ -1,0 +1,75 @@
+"""Training from a program of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from kenotron_dist import Mesh, MeshConfig, start
+from kenotron_dist.launch import launcher
+from kenotron_train.assemble import OwnModel
+from kenotron_train.availability import check_available
+from kenotron_train.config import Config
+from kenotron_train.corpus import prepare
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.loop import run
+from kenotron_train.own_data import Hook, check_hook
+from kenotron_train.step import StepResult
+from kenotron_train.vocabulary import check_vocabulary
+from kenotron_train.yaml_config import load_config
+
+
+def train(
+    config: Config | str | Path,
+    *,
+    model: OwnModel | None = None,
+    loader: Hook | None = None,
+    hooks: Sequence[LifeCycle] = (),
+    stall_limit: timedelta = timedelta(minutes=5),
+) -> list[StepResult]:
+    """Train as ``python apps/train`` does; what every step reported, of the first rank.
+
+    Arguments: a config or the path of a YAML file; the model's layers, see ``OwnModel`` (default:
+    those of ``model.model_config``); data for stages with ``dataset: null``, see ``own_data.Hook``;
+    what is called at seven moments of the run, see ``LifeCycle``; how long a rank may let others
+    wait. Without a launcher local processes are started: then all of it must be picklable, the
+    hooks are copies, and the program must keep its start under ``if __name__ == "__main__"``.
+    Under one, end the program with ``kenotron_dist.shutdown``.
+
+    Raises what the run raises; RankError, which names the rank, where processes were started.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config, [])
+    check_available(config)
+    check_hook(config, loader)
+    is_program = launcher() == "none"
+    if is_program:
+        check_vocabulary(config)
+        prepare(config)
+    sizes = config.parallelism
+    return start(
+        _train,
+        config,
+        model,
+        loader,
+        tuple(hooks),
+        is_program,
+        config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
+        limit=stall_limit,
+    )
+
+
+def _train(
+    mesh: Mesh,
+    config: Config,
+    model: OwnModel | None,
+    loader: Hook | None,
+    hooks: tuple[LifeCycle, ...],
+    is_prepared: bool,
+) -> list[StepResult]:
+    if not is_prepared:
+        with mesh.pulse.busy("making tokens"):
+            check_vocabulary(config)
+            prepare(config)
+    return run(mesh, config, loader=loader, model=model, hooks=hooks).results

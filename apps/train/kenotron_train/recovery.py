@@ -1,0 +1,74 @@
+"""What follows a step that is not finite: a record of its batch, and perhaps the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from kenotron_ckpt import Saver, latest_step
+from kenotron_ckpt.together import on_first
+from kenotron_data import Batch, Cursor
+from kenotron_optim import NonFinite, NonFiniteStep
+from kenotron_train.assemble import Training
+from kenotron_train.blame import blame
+from kenotron_train.progress import Progress
+from kenotron_train.resume import load_run
+from kenotron_train.step import StepResult
+
+
+@contextmanager
+def recorded(training: Training, batch: Batch, step: int, cursor: Cursor) -> Iterator[None]:
+    """Write a record before the error of a step that is not finite goes on its way."""
+    try:
+        yield
+    except NonFiniteStep as error:
+        about = record(training, batch, step, cursor, error.found)
+        raise NonFiniteStep(f"{error}; {about}", error.found) from error
+
+
+def record(training: Training, batch: Batch, step: int, cursor: Cursor, found: NonFinite) -> str:
+    """Write down the batch of a step that is not finite; a sentence about it. Collective."""
+    cause = blame(training, batch, step, cursor, found)
+    path = cause.write(Path(training.config.checkpoints.checkpoints_path), training.mesh)
+    return (
+        f"first module: {cause.module}; its samples are in {path}, and --replay-step {step} makes "
+        "it again"
+    )
+
+
+def goes_back(training: Training, result: StepResult) -> bool:
+    """Whether this step is undone together with those since the newest checkpoint."""
+    policy = training.config.optimizer.nonfinite
+    return result.nonfinite is not None and not result.overflow and policy == "rollback"
+
+
+def go_back(
+    training: Training, saver: Saver, progress: Progress, found: NonFinite
+) -> tuple[Progress, str]:
+    """Load the newest checkpoint; from now on the batch where ``progress`` stands is left out.
+
+    Returns how far the run is now, and a sentence. Collective over the mesh. Raises
+    FloatingPointError when there is no checkpoint, or when the run went back often enough.
+    """
+    config, step = training.config, progress.step + 1
+    most = config.optimizer.max_rollbacks
+    if len(progress.left_out) >= most:
+        raise FloatingPointError(
+            f"step {step}: {found}; the run has gone back {len(progress.left_out)} times, and "
+            f"optimizer.max_rollbacks is {most}: lower the learning rate or look at the data"
+        )
+    saver.finish()
+    folder, given = saver.folder, config.checkpoints.resume_checkpoint_path
+    if on_first(training.mesh, lambda: latest_step(folder)) is None:
+        if given is None or not Path(given).exists():
+            raise FloatingPointError(
+                f"step {step}: {found}; there is no checkpoint in {folder} to go back to: set "
+                "checkpoints.save_initial_state: true, or a shorter checkpoint_interval"
+            )
+        folder = Path(given)
+    before, about = load_run(training, folder)
+    left_out = (*progress.left_out, progress.cursor)
+    said = f"step {step} is undone, and its batch left out ({len(left_out)} of at most {most}): "
+    return replace(before, left_out=left_out), said + about

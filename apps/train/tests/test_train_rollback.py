@@ -1,0 +1,168 @@
+"""Batches that make a step nan: runs go back and leave them out; records; replays."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import runs
+import torch
+
+from kenotron_ckpt import read_manifest
+from kenotron_data import Cursor
+from kenotron_dist import Mesh, RankError, spawn
+from kenotron_train import loop, replay
+from kenotron_train import step as room
+from kenotron_train.config import Config
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+LAYOUTS = {
+    "one": {},
+    "dp2": {"parallelism__dp": 2, "tokens__micro_batch_size": 1},
+    "pp2tp2": {"parallelism__pp": 2, "parallelism__tp": 2},
+}
+BAD = Cursor(consumed=16)
+"""Where the fifth batch of four samples begins."""
+
+
+def configure(folder: Path, layout: str, **changes: object) -> Config:
+    folder.mkdir(exist_ok=True)
+    changes = {"optimizer__nonfinite": "rollback", "tokens__limit_val_batches": 0} | changes
+    flags = runs.arguments(folder, **LAYOUTS[layout], **changes)
+    return load_config(DEFAULT_CONFIG, flags[1::2])
+
+
+def poison(sample: int | None):
+    """A loss that is nan for batches with a sample (None: all)."""
+    right = room.loss_fn
+
+    def loss_fn(training, batch, count, extra=None):
+        whole = right(training, batch, count, extra)
+        if sample is not None and sample not in batch.samples_MB:
+            return whole
+        return lambda logits, m: whole(logits, m) * math.nan
+
+    return mock.patch.object(room, "loss_fn", loss_fn)
+
+
+def train(mesh: Mesh, config: Config, sample: int | None) -> list[tuple]:
+    with poison(sample):
+        return [(r.loss, r.grad_norm, r.lr) for r in loop.train(mesh, config)]
+
+
+def left_out(mesh: Mesh, config: Config) -> list[tuple]:
+    """A run that leaves the fifth batch out from the beginning."""
+    right = loop.resume
+
+    def resume(training):
+        progress, remark = right(training)
+        return replace(progress, left_out=(BAD,)), remark
+
+    with mock.patch.object(loop, "resume", resume):
+        return [(r.loss, r.grad_norm, r.lr) for r in loop.train(mesh, config)]
+
+
+def replayed(mesh: Mesh, config: Config, sample: int | None, step: int) -> dict:
+    with poison(sample):
+        return replay.replay(mesh, config, step)
+
+
+def run(call, config: Config, *arguments) -> list:
+    sizes = config.parallelism
+    sizes = {"pp": sizes.pp, "dp": sizes.dp, "tp": sizes.tp}
+    ranks = spawn(call, config, *arguments, **sizes, preload=PRELOAD)
+    assert all(repr(rank) == repr(ranks[0]) for rank in ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("engine", ["torch", "datastates"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rollback_is_as_if_the_batch_had_never_been(
+    layout: str, engine: str, tmp_path: Path
+) -> None:
+    changes = {"checkpoints__checkpointing_engine": engine}
+    want = run(left_out, configure(tmp_path / "a", layout, **changes))
+    ordinary = run(train, configure(tmp_path / "b", layout, **changes), -7)
+    bad = json.loads((path_of_record(tmp_path / "c", layout, changes)).read_text())
+    got = [(s["lm_loss"], s["grad_norm"], s["lr"]) for s in runs.metrics(tmp_path / "c")]
+    assert got == want and len(want) == 6
+    assert got[:4] == ordinary[:4] and got[4][0] != ordinary[4][0]
+    assert [s["step"] for s in runs.metrics(tmp_path / "c")] == [1, 2, 3, 4, 5, 6]
+    assert bad["step"] == 5 and len(bad["samples"]) == 4 and bad["loss"] == "nan"
+    assert Cursor(**bad["cursor"]) == BAD
+    state = read_manifest(tmp_path / "c/checkpoints/6").state
+    assert state["cursor"]["consumed"] == 28 and state["left_out"] == [BAD.to_dict()]
+
+
+def path_of_record(folder: Path, layout: str, changes: dict) -> Path:
+    """Of a run whose fifth batch is bad."""
+    config = configure(folder, layout, **changes)
+    run(train, config, 17)
+    return folder / "checkpoints/nonfinite/step-5.json"
+
+
+def test_a_run_goes_back_only_so_often(tmp_path: Path) -> None:
+    changes = {"checkpoints__save_initial_state": "true", "optimizer__max_rollbacks": 2}
+    config = configure(tmp_path, "pp2tp2", **changes)
+    with pytest.raises(RankError, match="step 1: .*the run has gone back 2 times, and optimizer"):
+        run(train, config, None)
+
+
+def test_going_back_to_before_the_first_update(tmp_path: Path) -> None:
+    changes = {"checkpoints__save_initial_state": "true", "checkpoints__checkpoint_interval": 100}
+    got = run(train, configure(tmp_path / "a", "dp2", **changes), 17)
+    assert got == run(left_out, configure(tmp_path / "b", "dp2", **changes))
+
+
+def test_there_must_be_a_checkpoint_to_go_back_to(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="no checkpoint in .* set checkpoints.save_initial_state"):
+        run(train, configure(tmp_path, "one"), None)
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2tp2"])
+def test_a_step_is_replayed_from_its_record(layout: str, tmp_path: Path) -> None:
+    config = configure(tmp_path, layout, optimizer__nonfinite="error")
+    with pytest.raises(RankError, match=r"step 5: .*step-5\.json, and --replay-step 5 makes it"):
+        run(train, config, 17)
+    metrics = runs.metrics(tmp_path)
+    record = json.loads((tmp_path / "checkpoints/nonfinite/step-5.json").read_text())
+    found = run(replayed, config, 17, 5)
+    assert {key: found[key] for key in record} == record and record["loss"] == "nan"
+    assert all(norm == "nan" for norm in found["grad_norms"].values())
+    before = run(replayed, config, 17, 4)  # an ordinary step: the norm of the run's own
+    assert (float(before["loss"]), float(before["grad_norm"])) == (
+        metrics[3]["lm_loss"], metrics[3]["grad_norm"],
+    )  # fmt: skip
+    assert before["parameter"] is None and before["module"] == ""
+    assert runs.metrics(tmp_path) == metrics
+    with pytest.raises(RankError, match="--replay-step 7: the run has steps 1 to"):
+        run(replayed, config, 17, 7)
+
+
+def broken(mesh: Mesh, config: Config, path: str) -> list:
+    """A weight is inf on the rank that has it, after the model is built."""
+    right = loop.build_training
+
+    def build(config, mesh):
+        training = right(config, mesh)
+        parameters = dict(training.model.stack.named_parameters())
+        if path in parameters:
+            with torch.no_grad():
+                parameters[path].view(-1)[0] = math.inf
+            training.optimizer.reload()
+        return training
+
+    with mock.patch.object(loop, "build_training", build):
+        return loop.train(mesh, config)
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2tp2"])
+def test_the_first_module_that_is_not_finite_is_named(layout: str, tmp_path: Path) -> None:
+    config = configure(tmp_path, layout, optimizer__nonfinite="error")
+    with pytest.raises(RankError, match=r"first module: layers\.1\.attention\.out"):
+        run(broken, config, "layers.1.attention.out.weight")

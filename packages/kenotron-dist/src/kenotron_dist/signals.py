@@ -1,0 +1,96 @@
+"""Signals that ask a program to stop, or to save, at its next step; a second one ends it at once.
+
+A thread hears them, also while the main thread is blocked in a communication. Programs that start
+ranks pass theirs on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from kenotron_dist.leave import leave
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""They ask for an end. Slurm sends SIGUSR1 before the time is over where ``--signal`` says so."""
+SAVES = signal.SIGUSR2
+"""It asks for a checkpoint; the program goes on."""
+ECHO = 1.0
+"""Seconds in which a further signal is the same request: Ctrl-C reaches ranks twice."""
+
+
+class Signals:
+    """What this process was asked for. See ``listening``."""
+
+    def __init__(self) -> None:
+        self.stop = 0
+        """Number of the first signal that asked for an end; 0 while none has."""
+        self._since = 0.0
+        self._save = False
+
+    def take_save(self) -> bool:
+        """Whether a checkpoint was asked for since this was last called."""
+        found, self._save = self._save, False
+        return found
+
+    def hear(self, number: int) -> None:
+        """A signal has come. A second request for an end is this process' end."""
+        now = time.monotonic()
+        if number == SAVES:
+            self._save = True
+        elif number in STOPS and not self.stop:
+            self._since, self.stop = now, number
+        elif number in STOPS and now - self._since > ECHO:
+            leave(128 + number)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[Signals]:
+    """Hear ``STOPS`` and ``SAVES`` inside the context, and do nothing else about them.
+
+    In another thread than the main one Python lets nobody set handlers: then nothing is heard.
+    """
+    signals = Signals()
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    listener = threading.Thread(
+        target=_listen, args=(read, signals.hear), name="kenotron-signals", daemon=True
+    )
+    with handling(lambda number: None):
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        listener.start()
+        try:
+            yield signals
+        finally:
+            signal.set_wakeup_fd(before)
+            os.close(write)  # ends the thread, which closes its own end
+            listener.join()
+
+
+@contextlib.contextmanager
+def handling(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call ``handle`` with the number of a signal inside the context. Only in the main thread."""
+    before = {
+        number: signal.signal(number, lambda number, _: handle(number))
+        for number in (*STOPS, SAVES)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _listen(read: int, hear: Callable[[int], None]) -> None:
+    """Body of the thread. C code writes each signal's number to the pipe as it comes."""
+    while numbers := os.read(read, 64):
+        for number in numbers:
+            hear(number)
+    os.close(read)

@@ -1,0 +1,96 @@
+"""Signals that a program hears, also while its main thread is blocked; what launchers are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from kenotron_dist import first_cause, listening, tell_launcher
+from kenotron_dist.signals import ECHO, STOPS, Signals
+from kenotron_dist.spawn import RankError
+
+BLOCKED = """
+import ctypes
+from kenotron_dist import listening
+libc = ctypes.CDLL(None)
+with listening():
+    print("ready", flush=True)
+    mutex = ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # for ever, in C: no Python handler runs
+"""
+
+
+def until(condition, seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_is_heard_and_its_echo_is_not(number: int) -> None:
+    before = [signal.getsignal(each) for each in STOPS]
+    with listening() as signals:
+        assert signals.stop == 0
+        for _ in range(3):
+            os.kill(os.getpid(), number)
+        assert until(lambda: signals.stop == number)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        saves = []
+        assert until(lambda: saves.append(signals.take_save()) or any(saves))
+        assert not signals.take_save()
+    assert [signal.getsignal(each) for each in STOPS] == before
+
+
+def test_another_thread_hears_nothing() -> None:
+    found = []
+
+    def body() -> None:
+        with listening() as signals:
+            found.append(signals.stop)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [0]
+
+
+def test_a_second_request_ends_a_program_that_is_blocked() -> None:
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(ECHO + 0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+
+
+def test_a_save_is_no_request_for_an_end() -> None:
+    signals = Signals()
+    signals.hear(signal.SIGUSR2)
+    assert signals.stop == 0 and signals.take_save()
+
+
+def test_the_parent_and_the_rank_name_one_cause() -> None:
+    error = ValueError("bad field\nand more")
+    assert first_cause(error) == "rank 0 has ended (ValueError: bad field)"
+    heard = RankError(2, "ValueError", str(error), "trace")
+    assert first_cause(heard) == "rank 2 has ended (ValueError: bad field)"
+
+
+def test_torchrun_is_told_in_its_own_file(tmp_path) -> None:
+    path = tmp_path / "error.json"
+    tell_launcher("rank 1 has ended", {"TORCHELASTIC_ERROR_FILE": str(path)})
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "rank 1 has ended"
+    assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 60
+    tell_launcher("nobody hears", {})
