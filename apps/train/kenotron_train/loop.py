@@ -87,13 +87,14 @@ def run(
     """Train as the config says, until the last step or a signal, whichever comes first.
 
     A run goes on where its folder has checkpoints (see ``going_on``). A signal on any rank ends it
-    after the step that all ranks are in, with a checkpoint. Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
-    generated sample and a hint what to try next; data of one's own for stages whose config says
-    ``dataset: null`` (see ``own_data.Hook``; without it they read made-up tokens); a mask of
-    targets for tests (see ``kenotron_data.Loader``); when the time is over (of ``time.time``): the
-    run ends early enough to save; layers of one's own; what is called at moments of the run.
-    Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the checkpoint
-    of a run that was stopped is not whole.
+    after the step that all ranks are in, with a checkpoint.
+
+    Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
+    generated sample; data of one's own for stages whose config says ``dataset: null`` (see
+    ``own_data.Hook``); a mask of targets for tests (see ``kenotron_data.Loader``); when the time is
+    over (of ``time.time``): the run ends early enough to save; layers of one's own; what is called
+    at moments of the run. Collective. Raises ValueError or FileNotFoundError for bad input,
+    SaveFailed when the checkpoint of a run that was stopped is not whole.
     """
     check_available(config)
     check_hook(config, loader)
