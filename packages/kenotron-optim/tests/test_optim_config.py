@@ -101,7 +101,10 @@ def test_schedule_names_what_is_wrong(change, sentence):
     ("change", "sentence"),
     [
         ({"zero_stage": 2}, "zero_stage: 2 was given; it must be 0 or 1"),
-        ({"nonfinite": "stop"}, "nonfinite: 'stop' was given; it must be one of error, skip, cont"),
+        (
+            {"nonfinite": "stop"},
+            "nonfinite: 'stop' was given; it must be one of error, skip, rollback",
+        ),
         ({"weight_decay": -1.0}, "weight_decay: -1.0 was given"),
         ({"clip_grad": 0.0}, "clip_grad: 0.0 was given; it must be a finite number above 0, or"),
         (
