@@ -25,6 +25,7 @@ ALL = [*PACKAGES, *APPS]
 
 TORCH = "torch==2.13.0"  # the version that is tested; a local build (2.13.0+cpu) goes before it
 PYTEST = "pytest>=9,<10"
+XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
 REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # no torch needed
@@ -160,8 +161,9 @@ def integration(session: nox.Session) -> None:
     paths = [*across, *(app / "tests" for app in APPS if (app / "tests").is_dir())]
     if not paths:
         session.skip("there are no tests across packages")
-    install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("pytest", *map(str, paths), *session.posargs, env=TEST_ENV)
+    install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
+    at_once = ("-n", "3")  # while one starts its processes, others compute
+    session.run("pytest", *at_once, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(name="grid-full", default=False)

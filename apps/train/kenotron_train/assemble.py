@@ -51,11 +51,10 @@ class Model:
     pipeline: Pipeline
 
     @property
-    def head(self) -> Head:
-        """The last layer, on the ranks that have it."""
-        head = self.stack.get_submodule("head")
-        assert isinstance(head, Head)
-        return head
+    def head(self) -> Head | None:
+        """The last layer, where this rank has it and it leaves its product to the loss."""
+        head = dict(self.stack.named_modules()).get("head")
+        return head if isinstance(head, Head) else None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,11 @@ from kenotron_optim import (
     learning_rate,
     unscale_,
 )
-from kenotron_tp import linear_cross_entropy, linear_cross_entropy_sum
+from kenotron_tp import (
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+    vocab_parallel_cross_entropy,
+)
 from kenotron_train.assemble import Training
 
 NO_TARGET = -100
@@ -193,11 +197,14 @@ def real_tokens(batch: Batch, mesh: Mesh) -> int:
     return int(all_reduce(real.sum().to(mesh.device), mesh["dp", "cp"]))
 
 
-def token_losses(training: Training, hidden: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token, (T,), 0 without target; head's input (T, D), T labels."""
-    head, spec = training.model.head, training.config.decoder
+def token_losses(training: Training, x: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token, (T,), 0 without target; x as in ``loss_fn``, T labels."""
+    head, tp = training.model.head, training.mesh["tp"]
+    vocab_size = training.config.decoder.vocab_size
+    if head is None:
+        return vocab_parallel_cross_entropy(x, labels.flatten(), tp, vocab_size=vocab_size)
     return linear_cross_entropy(
-        hidden, head.weight, labels.flatten(), training.mesh["tp"], vocab_size=spec.vocab_size,
+        x, head.weight, labels.flatten(), tp, vocab_size=vocab_size,
         sequence_parallel=head.sequence_parallel,
     )  # fmt: skip
 
@@ -205,20 +212,25 @@ def token_losses(training: Training, hidden: Tensor, labels: Tensor) -> Tensor:
 def loss_fn(
     training: Training, batch: Batch, count: float, extra: list[Tensor] | None = None
 ) -> Callable[[Tensor, int], Tensor]:
-    """Loss of a micro-batch from the head's input, scaled so that the global sum is the mean.
+    """Loss of a micro-batch, scaled so that the global sum is the mean.
 
-    A z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
+    Its argument is the head's input (T, D), or the logits (T, V/t) of a head that is not ours. A
+    z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
     """
     tp, spec = training.mesh["tp"], training.config.decoder
     z_loss = 0.0 if extra is None else spec.z_loss
 
-    def loss(hidden: Tensor, microbatch: int) -> Tensor:
-        head = training.model.head
-        total, z = linear_cross_entropy_sum(
-            hidden, head.weight, batch[microbatch].labels_BS.flatten(), tp,
-            vocab_size=spec.vocab_size, z_loss=z_loss, times=1 / count,
-            sequence_parallel=head.sequence_parallel,
-        )  # fmt: skip
+    def loss(x: Tensor, microbatch: int) -> Tensor:
+        head, labels = training.model.head, batch[microbatch].labels_BS.flatten()
+        options = {"vocab_size": spec.vocab_size, "z_loss": z_loss}
+        if head is None:
+            each = vocab_parallel_cross_entropy(x, labels, tp, **options, return_z_loss=True)
+            total, z = (part.sum() / count for part in each)
+        else:
+            total, z = linear_cross_entropy_sum(
+                x, head.weight, labels, tp, **options, times=1 / count,
+                sequence_parallel=head.sequence_parallel,
+            )  # fmt: skip
         if extra is not None and z_loss:
             extra.append(z)
         return total

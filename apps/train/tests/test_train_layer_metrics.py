@@ -69,7 +69,7 @@ def test_figures_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Parameters before the update, gradients before clipping, outputs of all micro-batches."""
     seen: dict[str, list[torch.Tensor]] = {"norm": [], "weight": [], "grad": []}
 
-    def look(training, batch, number, wait, start, watch):
+    def look(training, batch, number, wait, start, watch, *rest):
         stack = training.model.stack
         hook = stack.norm.register_forward_hook(lambda *a: seen["norm"].append(a[2].detach()))
 
@@ -83,7 +83,7 @@ def test_figures_are_those_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
         if number != EVERY:
             hook.remove()
-        result = step.training_step(training, batch, number, wait, start, also)
+        result = step.training_step(training, batch, number, wait, start, also, *rest)
         hook.remove()
         return result
 

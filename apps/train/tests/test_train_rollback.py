@@ -148,8 +148,8 @@ def broken(mesh: Mesh, config: Config, path: str) -> list:
     """A weight is inf on the rank that has it, after the model is built."""
     right = loop.build_training
 
-    def build(config, mesh):
-        training = right(config, mesh)
+    def build(config, mesh, *own):
+        training = right(config, mesh, *own)
         parameters = dict(training.model.stack.named_parameters())
         if path in parameters:
             with torch.no_grad():
