@@ -123,5 +123,5 @@ def keep_out_of_programs() -> None:
     To be called before anything is compiled: loading the compiler here would cost every import a
     second.
     """
-    for name in ("blocked", "flash_attn"):
-        BACKENDS[name] = torch.compiler.disable(BACKENDS[name])
+    BACKENDS["blocked"] = torch.compiler.disable(attend_blocks)
+    BACKENDS["flash_attn"] = torch.compiler.disable(attend_flash)

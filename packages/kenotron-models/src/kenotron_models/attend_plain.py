@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kenotron_dist.rng import counter_key, uniform
+from kenotron_dist.rng import dropout as scaled_where_kept
 from kenotron_models.context import Context
 from kenotron_models.sight import Sight
 
@@ -74,5 +75,5 @@ def attend_plain(
         shares = scores.masked_fill(~sight.full_mask_BSS[:, None], -torch.inf).softmax(-1)
         if dropout is not None:
             kept = torch.stack([dropout.keep(head, sequence) for head in range(heads)], 1)
-            shares = shares * kept * (1 / (1 - dropout.p))
+            shares = scaled_where_kept(shares, dropout.p, kept)
         return (shares @ v).transpose(1, 2).to(q_BSHK.dtype)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kenotron_models.config import BACKENDS, LlamaConfig
+from kenotron_models.config import BACKENDS, LlamaConfig, check
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import DecoderSpec
 
@@ -94,12 +94,7 @@ class Qwen2Config(LlamaConfig):
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found: list[str] = []
-        try:
-            LlamaConfig.__post_init__(self)
-        except ValueError as error:
-            found += str(error).splitlines()
-        found += _window_problems(self)
+        found = [*check(self), *_window_problems(self)]
         every = self.no_rope_layer
         if every is not None and (every < 1 or self.num_hidden_layers % every):
             found.append(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron_dist import Axis
-from kenotron_dist.rng import counter_key, uniform
+from kenotron_dist.rng import counter_key, dropout, uniform
 from kenotron_models.context import Context
 
 
@@ -34,7 +34,7 @@ def drop_features(
     features = torch.arange(x.shape[1], device=x.device)
     key = counter_key(context.dropout_key, name)
     kept = uniform(key, samples[:, None], places[:, None], features[None]) >= p
-    return x * F.pad(kept, (0, 0, 0, len(x) - len(kept))) * (1 / (1 - p))
+    return dropout(x, p, F.pad(kept, (0, 0, 0, len(x) - len(kept))))
 
 
 def token_places(context: Context) -> tuple[Tensor, Tensor]:
