@@ -94,3 +94,38 @@ def test_torchrun_is_told_in_its_own_file(tmp_path) -> None:
     assert message["message"] == message["extraInfo"]["py_callstack"] == "rank 1 has ended"
     assert abs(int(message["extraInfo"]["timestamp"]) - time.time()) < 60
     tell_launcher("nobody hears", {})
+
+
+EARLY = """
+import signal, sys
+from kenotron_dist import spawn
+
+def work(mesh):
+    return mesh.rank
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        spawn(work, tp=2, preload=["slow_module"])
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_while_ranks_are_started_shows_no_traceback(tmp_path) -> None:
+    (tmp_path / "program.py").write_text(EARLY)
+    (tmp_path / "slow_module.py").write_text(
+        "import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(1)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as program:
+        assert until((tmp_path / "loading").exists, 60)
+        os.killpg(program.pid, signal.SIGINT)
+        _, stderr = program.communicate(timeout=20)
+    assert program.returncode == 130 and stderr == ""

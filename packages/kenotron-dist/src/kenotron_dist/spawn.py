@@ -16,8 +16,9 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
@@ -123,18 +124,33 @@ def spawn(
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
-            for rank in range(config.world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_main, args=(rank, job, theirs), daemon=True)
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
+            with _without_ctrl_c():
+                for rank in range(config.world_size):
+                    ours, theirs = context.Pipe()
+                    process = context.Process(target=_main, args=(rank, job, theirs), daemon=True)
+                    process.start()
+                    theirs.close()
+                    pipes.append(ours)
+                    processes.append(process)
             if not forward:
                 return _collect(pipes, processes)
             return _collect_and_forward(pipes, processes)
         finally:
             _end(pipes, processes)
+
+
+@contextlib.contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Hold Ctrl-C back in this thread and in processes that start from it: ``_main`` lets it in.
+
+    It reaches all processes at once: one that still loads torch would print a traceback.
+    """
+    resource_tracker.ensure_running()  # here: it lets Ctrl-C in as soon as it has started its own
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _collect_and_forward(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
@@ -239,9 +255,9 @@ def _main(rank: int, job: _Job, pipe: Connection) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(SAVES, signal.SIG_IGN)
     else:
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # Ctrl-C reaches all: the parent ends its ranks
+        # Ctrl-C reaches all: the parent ends its ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see _without_ctrl_c
     threading.Thread(target=_leave_with_parent, args=(pipe,), daemon=True).start()
     with contextlib.suppress(OSError):  # the parent may have heard enough and closed the pipe
         pipe.send_bytes(_outcome(rank, job))
@@ -269,6 +285,8 @@ def _connect(rank: int, job: _Job) -> Mesh:
         torch.accelerator.set_device_index(rank % gpus)
     if shared:
         pretend_host(rank)
+    if not os.path.isdir(os.path.dirname(job.store)):  # FileStore would look for it for minutes,
+        leave(0)  # and let no other thread of Python see that the parent is gone
     store = dist.FileStore(job.store, world)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=job.timeout)
     grid = job.config
