@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers import environment, free_ports, until
+from launchers import environment, free_ports, marked, until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -149,21 +149,13 @@ def _start(own: Cluster, name: str, *command: str) -> subprocess.Popen[bytes]:
 
 def _end(conf: Path) -> None:
     """Kill what has this cluster in its environment: daemons, steps, and what they have started."""
-
-    def members() -> list[int]:
-        return [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _is_of(pid)]
-
-    def _is_of(pid: int) -> bool:
-        with contextlib.suppress(OSError):
-            return mark in Path(f"/proc/{pid}/environ").read_bytes()
-        return False
+    mark = f"SLURM_CONF={conf}"
 
     def kill() -> bool:
-        found = members()
+        found = marked(mark)
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return not found
 
-    mark = f"SLURM_CONF={conf}".encode()
-    until(kill, lambda: f"these processes of the cluster are left: {members()}", 30)
+    until(kill, lambda: f"these processes of the cluster are left: {marked(mark)}", 30)
