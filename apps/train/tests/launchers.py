@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_train.yaml_config import DEFAULT_CONFIG
+
 SHORT = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0}
-"""Changes of ``runs.arguments`` for a run that is compared with ``one_process``."""
+"""Changes of ``flags`` for a run of three steps."""
 _OTHERS = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_", "MASTER_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_CONF")
 
@@ -23,6 +25,12 @@ def environment(**changes: str) -> dict[str, str]:
     """Variables of a shell in which no launcher is at work."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_OTHERS) and k not in _RANKS}
     return kept | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def flags(folder: Path, **changes: object) -> list[str]:
+    """Flags of a tiny run. It names its config, so that it does not end with a sample of text."""
+    folder.mkdir(exist_ok=True)
+    return ["--config-file", str(DEFAULT_CONFIG), *runs.arguments(folder, **changes)]
 
 
 def free_ports(count: int) -> list[int]:
@@ -75,8 +83,7 @@ def same_training(folder: Path, want: list[tuple[int, float, float]]) -> None:
 
 def trained(folder: Path, **changes: object) -> list[tuple[int, float, float]]:
     """The curve of a run that the app starts by itself."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(runs.APP), *runs.arguments(folder, **changes)]
+    command = [sys.executable, str(runs.APP), *flags(folder, **changes)]
     done = runs.start(*command, cwd=folder)
     assert done.returncode == 0, done.stderr
     return losses(folder)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +12,7 @@ import launchers
 import pytest
 import runs
 import two_hosts
-from test_train_crashes import SCRIPT, own
+from test_train_crashes import own
 from test_train_launch import TORCHRUN
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
@@ -40,7 +37,7 @@ def hosts(tmp_path: Path) -> Iterator[two_hosts.Hosts]:
 def halves(folder: Path, **changes: object) -> list[str]:
     """Flags of a run with the batch of ``one`` over two data ranks."""
     batch = {"parallelism__dp": 2, "tokens__batch_accumulation_per_replica": 1}
-    return runs.arguments(folder, **launchers.SHORT, **batch, **changes)
+    return launchers.flags(folder, **launchers.SHORT, **batch, **changes)
 
 
 def test_torchrun_on_two_hosts_trains_as_one_process_does(one, hosts, tmp_path) -> None:
@@ -51,34 +48,25 @@ def test_torchrun_on_two_hosts_trains_as_one_process_does(one, hosts, tmp_path) 
     said = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
     launchers.same_training(tmp_path, one)
-    assert "[INFO|" in said[0] and "iteration: 3 / 3" in said[0] + said[1]
-    gradients = 3 * 4 * 20_000  # bytes of a rank's gradients, in each of three steps
+    gradients = 3 * 4 * 16_000  # in each step at least those of one tp rank, in float32
     assert all(hosts.received(host) > gradients for host in ("hosta", "hostb"))
 
 
 def test_torchrun_starts_ranks_again_and_they_go_on_from_the_checkpoint(tmp_path) -> None:
-    changes = launchers.SHORT | {"tokens__train_steps": 100, "parallelism__tp": 2}
-    changes |= {"checkpoints__checkpoint_interval": 5}
-    again = ("--max-restarts", "1", "--monitor-interval", "0.1")
-    (tmp_path / "restarted").mkdir()
-    folder = tmp_path / "restarted"
-    command = [*TORCHRUN, "2", *again, str(runs.APP), *runs.arguments(folder, **changes)]
-    with subprocess.Popen(
-        command, cwd=folder, env=launchers.environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    ) as process:  # fmt: skip
-        try:
-            saved = folder / "checkpoints/10/manifest.json"
-            launchers.until(lambda: saved.exists() or process.poll() is not None, lambda: "")
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            os.kill(int(children.split()[-1]), signal.SIGKILL)
-            said, _ = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 0, said
-    resumed = int(said.split("Resumed after step ")[1].split()[0].rstrip(",.:;"))
-    assert resumed >= 10 and resumed % 5 == 0, said
-    assert launchers.losses(folder) == launchers.trained(tmp_path / "whole", **changes)
+    outputs = []
+    again = (*TORCHRUN, "2", "--max-restarts", "1", "--monitor-interval", "0.1")
+    for name, launcher in (("whole", (sys.executable,)), ("restarted", again)):
+        folder = tmp_path / name
+        changes = {"tokens__train_steps": 8, "checkpoints__checkpoint_interval": 3}
+        folder.mkdir()
+        flags = own(folder, **changes)
+        (folder / "script.py").write_text(DIES_ONCE)
+        done = runs.start(*launcher, "script.py", *flags, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert "Resumed after step 3 from" in outputs[1]
+    whole, restarted = (launchers.losses(tmp_path / name) for name in ("whole", "restarted"))
+    assert restarted == whole and len(whole) == 8
 
 
 @NO_MPI
@@ -95,15 +83,12 @@ def test_mpirun_trains_as_one_process_does(one, tmp_path) -> None:
 @NO_MPI
 def test_a_failing_rank_ends_mpirun_with_the_cause(tmp_path) -> None:
     flags = own(tmp_path)
-    (tmp_path / "script.py").write_text(SCRIPT)
     mark = f"KENOTRON_TEST={tmp_path}"
-    began = time.monotonic()
     done = subprocess.run(
         [*MPIRUN, "2", sys.executable, "script.py", *flags], cwd=tmp_path,
         env=launchers.environment(KENOTRON_TEST=str(tmp_path)), capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
-    print(done.stderr, done.returncode, time.monotonic() - began)
     assert done.returncode in (1, 75), done.stderr
     assert "LookupError: sample 21 is not there" in done.stderr
-    assert not launchers.marked(mark)
+    launchers.until(lambda: not launchers.marked(mark), lambda: "processes are left", 10)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 SRUN = ("srun", "--nodes=2", "--ntasks-per-node=2")
 LONG = {
-    "tokens__train_steps": 150,
+    "tokens__train_steps": 100,
     "tokens__limit_val_batches": 0,
     "checkpoints__checkpoint_interval": 1000,
     "parallelism__tp": 2,
@@ -35,7 +35,7 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
 
 def submit(cluster, folder: Path, *more: str) -> str:
     """Submit a run over two nodes; the number of its job."""
-    flags = ["--nodes", "2", "--gpus-per-node", "0", *runs.arguments(folder, **LONG), *more]
+    flags = ["--nodes", "2", "--gpus-per-node", "0", *launchers.flags(folder, **LONG), *more]
     done = cluster.run(sys.executable, str(runs.APP), "slurm", *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("Submitted job ")[1].split(":")[0]
@@ -43,7 +43,7 @@ def submit(cluster, folder: Path, *more: str) -> str:
 
 def test_srun_over_two_nodes_trains_as_one_process_does(cluster, tmp_path) -> None:
     want = launchers.trained(tmp_path / "one", **launchers.SHORT)
-    flags = runs.arguments(tmp_path, **launchers.SHORT, parallelism__pp=2, parallelism__tp=2)
+    flags = launchers.flags(tmp_path, **launchers.SHORT, parallelism__pp=2, parallelism__tp=2)
     done = cluster.run(*SRUN, sys.executable, str(runs.APP), *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr + cluster.logs()
     launchers.same_training(tmp_path, want)
@@ -80,7 +80,7 @@ def test_a_job_is_stopped_put_back_and_goes_on(cluster, tmp_path) -> None:
 
 
 def test_slurm_s_own_reason_is_told_and_nothing_is_left(cluster, tmp_path) -> None:
-    flags = ["--nodes", "3", "--gpus-per-node", "0", *runs.arguments(tmp_path, parallelism__dp=3)]
+    flags = ["--nodes", "3", "--gpus-per-node", "0", *launchers.flags(tmp_path, parallelism__dp=3)]
     words = (sys.executable, str(runs.APP), "slurm", *flags, "--partition", "nowhere")
     done = cluster.run(*words, cwd=tmp_path)
     assert done.returncode == 1
