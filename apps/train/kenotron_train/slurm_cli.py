@@ -43,7 +43,7 @@ def slurm_main(argv: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    print(f"Submitted job {number}: {config.world_size} processes on {job.nodes} nodes")
+    print(f"Submitted job {number}: {job.places(config)}")
     print(f"Script, config and log: {folder}", flush=True)
     return 0
 

@@ -59,6 +59,12 @@ class SlurmJob:
             )
         return self.gpus_per_node
 
+    def places(self, config: Config) -> str:
+        """How many processes on how many nodes, in words."""
+        world = config.world_size
+        processes = f"{world} process" + "es" * (world > 1)
+        return f"{processes} on {self.nodes} node" + "s" * (self.nodes > 1)
+
     def check(self, config: Config) -> None:
         """Raise ValueError for what Slurm would refuse, or what would never train."""
         self.tasks_per_node(config)
@@ -116,8 +122,7 @@ def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], c
     asked += [("time", job.time)] if job.time else []
     python, program = command
     values = {
-        "title": f"{config.world_size} processes (dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}) "
-        f"on {job.nodes} nodes",
+        "title": f"{job.places(config)}: dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}",
         "name": shlex.quote(job.name),
         "nodes": job.nodes,
         "tasks": tasks,

@@ -16,6 +16,26 @@ from test_train_crashes import own
 from test_train_launch import TORCHRUN
 
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
+DIES_ONCE = """
+import os, signal, time
+from kenotron_dist import shutdown
+from kenotron_train.cli import main
+from kenotron_train.own_data import OwnData
+
+def sample(i):
+    # Of the second data rank, in step 6; the checkpoint of step 3 is written beside the training.
+    if i == 139 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+        while not os.path.exists("checkpoints/3/manifest.json"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [i * j % 251 for j in range(33)]
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(loader=OwnData(sample, samples=160)))
+    finally:
+        shutdown()
+"""
 NO_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from kenotron_train.cli import main
 from kenotron_train.provenance import code_state
 from kenotron_train.slurm_job import TEMPLATE, seconds_of
 
+SUBMIT = "python apps/train slurm "
 STUB = """#!/bin/sh
 echo "$(basename "$0") $*" >> {log}
 exit ${{{status}:-0}}
@@ -74,6 +77,21 @@ def test_a_dry_run_shows_the_script_and_writes_nothing(
     assert subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True).returncode == 0
     assert main(["slurm", "--nodes", "1"]) == 1
     assert "sbatch is not there" in capsys.readouterr().err and not list(folder.iterdir())
+
+
+def test_the_document_shows_this_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (runs.APP / "docs/launching.md").read_text()
+    command = next(line for line in text.splitlines() if line.startswith(SUBMIT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(runs.APP)])
+    _, script, _ = dry(capsys, *command.removeprefix(SUBMIT).split())
+    places = {str(tmp_path): "/home/me", str(runs.APP): "/home/me/kenotron/apps/train"}
+    for here, there in (places | {sys.executable: "/home/me/venv/bin/python"}).items():
+        script = script.replace(here, there)
+    script = re.sub(r"/slurm/[0-9-]+", "/slurm/20261121-232906", script)
+    assert f"```bash\n{script}```" in text, script
 
 
 def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -> None:
