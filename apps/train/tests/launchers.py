@@ -44,7 +44,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def until(is_so: Callable[[], bool], failed: Callable[[], str], seconds: float = 120) -> None:
+def until(is_so: Callable[[], bool], failed: Callable[[], str], seconds: float = 240) -> None:
     """Wait for a condition; ``failed`` says what is shown when it does not come."""
     deadline = time.monotonic() + seconds
     while not is_so():
@@ -84,6 +84,6 @@ def same_training(folder: Path, want: list[tuple[int, float, float]]) -> None:
 def trained(folder: Path, **changes: object) -> list[tuple[int, float, float]]:
     """The curve of a run that the app starts by itself."""
     command = [sys.executable, str(runs.APP), *flags(folder, **changes)]
-    done = runs.start(*command, cwd=folder)
+    done = runs.start(*command, cwd=folder, timeout=240)
     assert done.returncode == 0, done.stderr
     return losses(folder)

@@ -70,7 +70,7 @@ class Cluster:
     def run(self, *command: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
         """A command of a user."""
         return subprocess.run(
-            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=150, check=False
+            command, env=self.env, cwd=cwd, capture_output=True, text=True, timeout=240, check=False
         )
 
     def job(self, number: str) -> dict[str, str]:

@@ -65,7 +65,7 @@ def test_torchrun_on_two_hosts_trains_as_one_process_does(one, hosts, tmp_path) 
     flags = halves(tmp_path, parallelism__tp=2)
     command = (*TORCHRUN, "2", *many, "--rdzv-id", "a-run", str(runs.APP), *flags)
     started = [hosts.start(host, *command, cwd=tmp_path) for host in ("hosta", "hostb")]
-    said = [process.communicate(timeout=120)[0] for process in started]
+    said = [process.communicate(timeout=240)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], "\n".join(said)
     launchers.same_training(tmp_path, one)
     gradients = 3 * 4 * 16_000  # in each step at least those of one tp rank, in float32
@@ -81,7 +81,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on_from_the_checkpoint(tmp_path
         folder.mkdir()
         flags = own(folder, **changes)
         (folder / "script.py").write_text(DIES_ONCE)
-        done = runs.start(*launcher, "script.py", *flags, cwd=folder)
+        done = runs.start(*launcher, "script.py", *flags, cwd=folder, timeout=240)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     assert "Resumed after step 3 from" in outputs[1]
@@ -94,7 +94,7 @@ def test_mpirun_trains_as_one_process_does(one, tmp_path) -> None:
     command = [*MPIRUN, "4", sys.executable, str(runs.APP), *halves(tmp_path, parallelism__pp=2)]
     done = subprocess.run(
         command, cwd=tmp_path, env=launchers.environment(), capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     launchers.same_training(tmp_path, one)
@@ -107,7 +107,7 @@ def test_a_failing_rank_ends_mpirun_with_the_cause(tmp_path) -> None:
     done = subprocess.run(
         [*MPIRUN, "2", sys.executable, "script.py", *flags], cwd=tmp_path,
         env=launchers.environment(KENOTRON_TEST=str(tmp_path)), capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode in (1, 75), done.stderr
     assert "LookupError: sample 21 is not there" in done.stderr
