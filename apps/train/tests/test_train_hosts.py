@@ -60,7 +60,7 @@ def halves(folder: Path, **changes: object) -> list[str]:
     return launchers.flags(folder, **launchers.SHORT, **batch, **changes)
 
 
-def test_torchrun_on_two_hosts_trains_as_one_process_does(one, hosts, tmp_path) -> None:
+def test_torchrun_on_two_hosts_trains_as_one_process_does(hosts, one, tmp_path) -> None:
     many = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "hosta:29400")
     flags = halves(tmp_path, parallelism__tp=2)
     command = (*TORCHRUN, "2", *many, "--rdzv-id", "a-run", str(runs.APP), *flags)
