@@ -48,7 +48,8 @@ def until(is_so: Callable[[], bool], failed: Callable[[], str], seconds: float =
     """Wait for a condition; ``failed`` says what is shown when it does not come."""
     deadline = time.monotonic() + seconds
     while not is_so():
-        assert time.monotonic() < deadline, failed()
+        if time.monotonic() > deadline:
+            raise TimeoutError(failed())
         time.sleep(0.05)
 
 

@@ -51,6 +51,10 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 """
 
 
+class NoCluster(Exception):
+    """Why there can be none here."""
+
+
 def why_not() -> str:
     """Why no cluster can be started here; empty when one can."""
     missing = [name for name in NEEDED if shutil.which(name, path=SEARCH) is None]
@@ -87,7 +91,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    """Start the daemons, and end all that they have started."""
+    """Start the daemons, and end all that they have started. Raises NoCluster where nobody can."""
     # Not below pytest's folder, which others may not enter: munge refuses it.
     folder = Path(tempfile.mkdtemp(prefix="kenotron-slurm-"))
     folder.chmod(0o755)
@@ -98,18 +102,25 @@ def cluster() -> Iterator[Cluster]:
     daemons: list[subprocess.Popen[bytes]] = []
     try:
         _configure(folder, conf)
-        daemons.append(_start(own, "munged", *_munged(folder)))
-        until((folder / "munge.socket").exists, own.logs)
-        daemons.append(_start(own, "slurmctld", "slurmctld", "-D", "-c"))
-        daemons += [_start(own, node, "slurmd", "-D", "-N", node) for node in ("n1", "n2")]
-        idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
-        until(lambda: own.run(*idle).stdout.strip() == "2", own.logs)
+        try:
+            _bring_up(own, daemons)
+        except TimeoutError as error:
+            raise NoCluster(f"Slurm's daemons do not come up here: {error}") from None
         yield own
     finally:
         _end(conf)
         for daemon in daemons:
             daemon.wait(30)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _bring_up(own: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
+    daemons.append(_start(own, "munged", *_munged(own.folder)))
+    until((own.folder / "munge.socket").exists, own.logs, 60)
+    daemons.append(_start(own, "slurmctld", "slurmctld", "-D", "-c"))
+    daemons += [_start(own, node, "slurmd", "-D", "-N", node) for node in ("n1", "n2")]
+    idle = ("sinfo", "--noheader", "--states=idle", "--format=%D")
+    until(lambda: own.run(*idle).stdout.strip() == "2", own.logs, 60)
 
 
 def _configure(folder: Path, conf: Path) -> None:
