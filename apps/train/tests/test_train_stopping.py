@@ -20,7 +20,7 @@ from kenotron_dist import Signals
 from kenotron_train.stopping import Stopper
 
 STOPPED = 85
-STEPS = 40
+STEPS = 60
 LAYOUTS = {"one": {}, "four": {"parallelism__pp": 2, "parallelism__tp": 2}}
 DRAW = random.Random(time.time_ns())
 
@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     whole: tuple, name: str, tmp_path: Path
 ) -> None:
     layout, want = whole
-    steps = DRAW.randint(1, STEPS // 2)
+    steps = DRAW.randint(1, STEPS // 3)
     with running(tmp_path, *flags(tmp_path, layout), steps=steps) as process:
         os.kill(DRAW.choice(ranks_of(process.pid)), getattr(signal, name))  # any rank
         out, _ = process.communicate(timeout=60)
