@@ -125,8 +125,6 @@ class Report:
 def _outcome(result: StepResult) -> str:
     if result.overflow and result.loss_scale is not None:
         return f"skipped, next with loss scale {result.loss_scale.factor:g}"
-    if result.overflow and result.loss_scale is not None:
-        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
     return "skipped" if result.skipped else "made all the same"
 
 
