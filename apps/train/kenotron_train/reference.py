@@ -53,7 +53,7 @@ def config_reference() -> str:
     blocks = [HEAD]
     for name, hint in get_type_hints(Config).items():
         blocks += _sections(name, hint)
-    return "\n".join(dict.fromkeys(blocks))
+    return "\n".join(dict.fromkeys(blocks)).rstrip()
 
 
 def field_docs(kind: type) -> dict[str, str]:
