@@ -11,9 +11,10 @@ from pathlib import Path
 from kenotron_ckpt import passed_over
 from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_dist.launch import launcher
-from kenotron_generate.continuing import Request, continue_prompts
+from kenotron_generate.continuing import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, read_stdin
+from kenotron_generate.words import libraries
 from kenotron_models import Sampling
 
 AXES = ("pp", "tp", "dp")
@@ -32,7 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         pp, tp, dp = (
             _size(name, getattr(arguments, name), described) for name in ("pp", "tp", "dp")
         )
-        start(continue_prompts, described, request, config=MeshConfig(pp=pp, dp=dp, tp=tp))
+        start(
+            continue_prompts,
+            described,
+            request,
+            config=MeshConfig(pp=pp, dp=dp, tp=tp),
+            preload=libraries(tokenizer_name(described, request)),
+        )
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except PeerLost as error:

@@ -56,6 +56,11 @@ class Result:
     """``eos``, ``stop`` (a string), or ``length``."""
 
 
+def tokenizer_name(described: Description, request: Request) -> str | None:
+    """The tokenizer that is asked for, or else the checkpoint's; None: bytes."""
+    return described.tokenizer if request.tokenizer is None else request.tokenizer
+
+
 def continue_prompts(mesh: Mesh, described: Description, request: Request) -> None:
     """Print what the model adds to the prompts. Collective over the mesh.
 
@@ -64,7 +69,7 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     prompts = request.prompts
     if prompts is None:
         prompts = broadcast_object(read_stdin() if mesh.rank == 0 else None, mesh.world)
-    name = described.tokenizer if request.tokenizer is None else request.tokenizer
+    name = tokenizer_name(described, request)
     special = described.hub if request.special is None else request.special
     words = open_words(name, described.ends, special=special)
     pipeline = load_model(described, mesh)

@@ -71,6 +71,15 @@ def open_words(name: str | None, eos: Sequence[int], *, special: bool) -> Words:
     )
 
 
+def libraries(name: str | None) -> list[str]:
+    """Modules that ``open_words`` imports for this tokenizer."""
+    if name is None or name == BYTES:
+        return []
+    if Path(name).suffix == ".json":
+        return ["tokenizers"]
+    return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
+
+
 def _tokenizer_file(path: Path, eos: Sequence[int], *, special: bool) -> Words:
     opened: Any = open_tokenizer(str(path), end_of_document=None)
     inner = opened.backend

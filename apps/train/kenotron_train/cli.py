@@ -30,7 +30,7 @@ from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.failures import noted
-from kenotron_train.loop import run
+from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.reference import config_reference
@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
             arguments.replay_step,
             config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
             limit=timedelta(seconds=arguments.stall_limit),
+            preload=LOADED_ONCE,
         )
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)

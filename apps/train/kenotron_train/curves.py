@@ -76,6 +76,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
     titles = [
         "run", "steps", "tokens", "last loss", "best validation", "tokens/s (median)",
         "MFU (median)", "peak memory GB", "hours in steps", "waiting for data", "blocked by saves",
+        "communication",
     ]  # fmt: skip
     return [titles, *(_line(run) for run in runs)]
 
@@ -97,11 +98,13 @@ def _line(run: Run) -> list[str]:
         f"{sum(seconds) / 3600:.3g}" if seconds else "-",
         _share(run, "data_wait_s", seconds),
         _share(run, "save_blocked_s", seconds),
+        _share(run, "communication_s", seconds),
     ]
 
 
 def _share(run: Run, key: str, seconds: list[float]) -> str:
-    return f"{sum(_values(run, key)) / sum(seconds):.1%}" if seconds else "-"
+    values = _values(run, key)
+    return f"{sum(values) / sum(seconds):.1%}" if values and seconds else "-"
 
 
 def _values(run: Run, key: str) -> list[float]:

@@ -13,7 +13,7 @@ from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.loop import run
+from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.step import StepResult
 from kenotron_train.vocabulary import check_vocabulary
@@ -57,6 +57,7 @@ def train(
         is_program,
         config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
         limit=stall_limit,
+        preload=LOADED_ONCE,
     )
 
 

@@ -36,6 +36,9 @@ from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import Look, Watching, check_watching
 from kenotron_train.yaml_config import dump_config
 
+LOADED_ONCE = ("torch._dynamo",)
+"""What local ranks need and ``start`` loads once: torch's optimizers import it, for 1.5 s."""
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -18,23 +18,34 @@ class StepTimes:
     """Part of it in which the batch was waited for."""
     save_blocked: float = 0.0
     """Training stood still for a checkpoint: in this step, and after it."""
+    communication: float | None = None
+    """Part of the step in which this rank stood still for others; None where a device waits."""
 
 
 class Stopwatch:
-    """Measures one step after the other."""
+    """Measures one step after the other.
 
-    def __init__(self) -> None:
+    ``waited`` tells the seconds that communication took so far, if they can be known.
+    """
+
+    def __init__(self, waited: Callable[[], float | None] = lambda: None) -> None:
         self._began = time.perf_counter()
         self._step = self._data = self._saving = 0.0
+        self._waited = waited
+        self._before: float | None = None
+        self._communication: float | None = None
 
     def start(self) -> None:
         """A step begins."""
         self._began = time.perf_counter()
         self._data = self._saving = 0.0
+        self._before = self._waited()
 
     def stop(self) -> None:
         """It ends: validation and saving are no part of its time."""
         self._step = time.perf_counter() - self._began
+        before, after = self._before, self._waited()
+        self._communication = None if before is None or after is None else after - before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -57,4 +68,4 @@ class Stopwatch:
     @property
     def times(self) -> StepTimes:
         """Times of the step that ended last."""
-        return StepTimes(self._step, self._data, self._saving)
+        return StepTimes(self._step, self._data, self._saving, self._communication)

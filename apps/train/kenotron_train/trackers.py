@@ -108,8 +108,14 @@ class Wandb:
         self._run.log(dict(scalars), step=step)
 
     def close(self) -> None:
-        """End the run and wait until it is written or sent."""
+        """End the run and wait until it is written or sent.
+
+        ``finish`` alone leaves the last of it to a process that goes when this one does.
+        """
+        import wandb
+
         self._run.finish()
+        wandb.teardown()
 
 
 MAKERS: dict[str, Callable[[Config, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}

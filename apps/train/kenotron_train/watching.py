@@ -40,7 +40,10 @@ class Watching:
 
     def __init__(self, training: Training, report: Report, first_step: int) -> None:
         self._training, self._report = training, report
-        self._watch, self._steps = Stopwatch(), list[StepFigures]()
+        mesh = training.mesh
+        # nccl's waits are the device's: this process goes on.
+        self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
+        self._steps = list[StepFigures]()
         self._layers: LayerMetrics | None = None
         self._benchmark = is_benchmark(training.mesh)
         self._profile = Profile(training.config, training.mesh, first_step, report.say)

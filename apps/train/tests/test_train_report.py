@@ -23,6 +23,7 @@ def write_run(folder: Path, losses: list[float | None], **more: list) -> Path:
     for i, loss in enumerate(losses):
         step = {"step": i + 1, "lm_loss": loss, "lr": 1e-3, "consumed_tokens": (i + 1) * 100}
         step |= {"tokens_per_sec": 100.0 * (i + 1), "step_time_s": 0.5, "data_wait_s": 0.05}
+        step |= {"communication_s": 0.125}
         lines.append(json.dumps(step | {key: values[i] for key, values in more.items()}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
@@ -74,7 +75,7 @@ def test_the_table_has_what_is_known(tmp_path: Path) -> None:
         "run": "a", "steps": "3", "tokens": "300", "last loss": "3.5000",
         "best validation": "3.2000", "tokens/s (median)": "200", "MFU (median)": "-",
         "peak memory GB": "2.50", "hours in steps": "0.000417", "waiting for data": "10.0%",
-        "blocked by saves": "0.0%",
+        "blocked by saves": "-", "communication": "25.0%",
     }  # fmt: skip
 
 

@@ -129,6 +129,15 @@ def test_the_program_passes_signals_on_and_a_second_one_ends_it(tmp_path: Path) 
     assert process.returncode == 128 + signal.SIGTERM, out
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Started in the background, this process ignores SIGINT, and what it starts would too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_signal_before_the_first_step_ends_the_program(tmp_path: Path) -> None:
     command = [sys.executable, str(runs.APP), *flags(tmp_path, "four")]
     with subprocess.Popen(

@@ -121,12 +121,25 @@ def test_a_stopwatch_keeps_waits_and_saves_apart(monkeypatch: pytest.MonkeyPatch
     assert watch.times.save_blocked == 0.0
 
 
+def test_communication_counts_inside_the_step_alone() -> None:
+    waited = iter([3.0, 7.5])
+    watch = Stopwatch(lambda: next(waited))
+    watch.start()
+    watch.stop()
+    assert watch.times.communication == 4.5
+    unknown = Stopwatch()
+    unknown.start()
+    unknown.stop()
+    assert unknown.times.communication is None
+
+
 def test_a_run_writes_what_it_took(tmp_path: Path) -> None:
     train(Mesh.connect(), config_of(tmp_path, checkpoints__checkpointing_engine="torch"))
     steps = runs.metrics(tmp_path)
     assert [s["consumed_samples"] for s in steps] == [4, 8, 12, 16, 20, 24]
     assert all(s["tokens"] == 128 for s in steps)
     assert all(0 <= s["data_wait_s"] < s["step_time_s"] for s in steps)
+    assert all(s["communication_s"] == 0 for s in steps)
     assert all(s["tokens_per_sec"] == s["tokens"] / s["step_time_s"] for s in steps)
     saved = [s["save_blocked_s"] > 1e-3 for s in steps]
     assert saved == [False, False, True, False, False, True]

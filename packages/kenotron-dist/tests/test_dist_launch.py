@@ -52,6 +52,28 @@ def found(folder):
     return {file.name: file.read_text() for file in sorted(folder.glob("*.txt"))}
 
 
+LOCAL = """
+import sys
+from kenotron_dist import MeshConfig, start
+
+def loaded(mesh):
+    return "colorsys" in sys.modules
+
+if __name__ == "__main__":
+    print(start(loaded, config=MeshConfig(dp=2), preload=sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("preload", [[], ["colorsys"]])
+def test_what_local_ranks_need_is_loaded_once(preload, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LOCAL)
+    done = subprocess.run(
+        [sys.executable, program, *preload], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"{bool(preload)}\n", done.stderr
+
+
 def test_torchrun_starts_again_after_a_failure(tmp_path):
     run(*TORCHRUN, "--max-restarts=1", "--monitor-interval=0.1", PROGRAM, str(tmp_path), "fail")
     assert found(tmp_path) == {"0-1.txt": "torchrun 2 3", "1-1.txt": "torchrun 2 3"}

@@ -1,10 +1,13 @@
 """The first cause of a stall, from beats written by hand."""
 
 import threading
+import time
 
 import pytest
+import torch
+from dist_ranks import on_ranks
 
-from kenotron_dist import Axis, Cause, PeerLost, StallReport
+from kenotron_dist import Axis, Cause, PeerLost, StallReport, all_reduce, barrier
 from kenotron_dist.pulse import Pulse, Ticket
 from kenotron_dist.stall import Beat, Inquiry, Seen
 
@@ -217,3 +220,17 @@ def test_every_thread_waits_for_itself():
     assert [wait.ticket for wait in pulse.waits()] == [theirs]
     leave.set()
     thread.join()
+
+
+def one_comes_late(mesh):
+    barrier(mesh.world)
+    before = mesh.pulse.waited
+    if mesh.rank == 0:
+        time.sleep(0.5)
+    all_reduce(torch.ones(3), mesh.world)
+    return mesh.pulse.waited - before
+
+
+def test_the_time_of_waits_adds_up():
+    late, early = on_ranks(one_comes_late, dp=2)
+    assert early > 0.45 and 0 < late < early

@@ -83,6 +83,9 @@ class Pulse:
         self.on_error: Callable[[Ticket, RuntimeError], RuntimeError] | None = None
         self.watched = False
         """Whether a watchdog reads what the device still has to do."""
+        self.waited = 0.0
+        """Seconds that the thread that made this was blocked in communication, all in all."""
+        self._thread = threading.get_ident()
         self.doing = ""
         """Long work outside communication that others may wait for; empty when there is none."""
         self.flying: set[object] = set()
@@ -110,7 +113,8 @@ class Pulse:
     def wait(self, ticket: Ticket, block: Callable[[], T]) -> T:
         """Show ``ticket`` while ``block`` is called; a RuntimeError leaves it explained."""
         thread = threading.get_ident()
-        self.shown[thread] = Waiting(ticket, time.monotonic())
+        began = time.monotonic()
+        self.shown[thread] = Waiting(ticket, began)
         try:
             return block()
         except RuntimeError as error:
@@ -118,6 +122,8 @@ class Pulse:
         finally:
             del self.shown[thread]
             self.moved = time.monotonic()
+            if thread == self._thread:
+                self.waited += self.moved - began
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:

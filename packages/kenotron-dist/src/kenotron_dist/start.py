@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +24,7 @@ def start(
     *args: Any,
     config: MeshConfig,
     limit: timedelta = timedelta(minutes=5),
+    preload: Sequence[str] = (),
 ) -> Any:
     """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog; what it returned.
 
@@ -33,8 +34,9 @@ def start(
 
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
-    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer). The backend
-    itself gives up an hour later.
+    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer; the backend
+    itself gives up an hour later); modules that local ranks need beside that of ``fn``: they are
+    loaded once for all.
 
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
     the launcher started another number of processes, RankError when a spawned rank failed.
@@ -51,6 +53,7 @@ def start(
             cp=sizes.cp,
             tp=sizes.tp,
             timeout=limit + _BACKSTOP,
+            preload=[*preload, *({fn.__module__} - {"__main__"})],
             device=None,
             forward=threading.current_thread() is threading.main_thread(),
         )[0]
