@@ -13,6 +13,15 @@ import traceback
 from collections.abc import Callable
 
 
+PRELOAD = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "kenotron_train.loop",
+    "kenotron_generate.continuing",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
 def nothing(mesh: object) -> None:
     """Warm the process up that ranks are forked from."""
 
@@ -37,7 +46,7 @@ def main() -> None:
     from kenotron_dist import spawn
 
     known = programs()
-    spawn(nothing, preload=("torch._dynamo", "kenotron_train.loop", "kenotron_generate.continuing"))
+    spawn(nothing, preload=PRELOAD)
     with os.fdopen(int(sys.argv[1]), "w") as replies:
         for line in sys.stdin:
             folder, program, arguments = json.loads(line)

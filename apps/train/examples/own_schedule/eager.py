@@ -42,7 +42,8 @@ def gradients(mesh: Mesh, schedule: Schedule) -> list[Tensor]:
     stages = Stages.balanced(layers, [1.0] * LAYERS, mesh["pp"].size, schedule)
     own = [layer for _, layer in stages.own(layers, mesh["pp"].rank)]
     Pipeline(own, mesh["pp"], schedule).run(inputs, lambda y, _: y.square().mean())
-    return [parameter.grad for layer in own for parameter in layer.parameters()]
+    parameters = [each for layer in own for each in layer.parameters()]
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 if __name__ == "__main__":
