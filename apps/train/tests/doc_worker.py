@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable
 
-
 PRELOAD = (
     "torch._dynamo",
     "torch.utils.tensorboard",
