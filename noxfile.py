@@ -162,7 +162,7 @@ def integration(session: nox.Session) -> None:
     if not paths:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
-    at_once = ("-n", "3")  # while one starts its processes, others compute
+    at_once = ("-n", "3", "--dist", "loadgroup")  # while one starts its processes, others compute
     session.run("pytest", *at_once, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 

@@ -36,6 +36,7 @@ from kenotron_train.preview import json_schema, preview
 from kenotron_train.reference import config_reference
 from kenotron_train.replay import replay
 from kenotron_train.report_cli import report_main
+from kenotron_train.slurm_cli import slurm_main
 from kenotron_train.stopping import STOPPED
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
@@ -49,7 +50,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
-    """Train from a YAML file, or the embedded default, or draw a report; the exit status.
+    """Train from a YAML file or the embedded default, draw a report, or submit; the exit status.
 
     ``loader`` is data of one's own for stages whose config says ``dataset: null``, see
     ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         return report_main(words[1:])
     if words[:1] == ["config-reference"]:
         return _show(config_reference())
+    if words[:1] == ["slurm"]:
+        return slurm_main(words[1:])
     arguments = _parser().parse_args(words)
     deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
@@ -180,8 +183,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
-        "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs; "
-        "`config-reference` prints what every key of a config means.",
+        "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
+        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(

@@ -34,9 +34,9 @@ if __name__ == "__main__":
 """
 
 
-def own(folder: Path) -> list[str]:
+def own(folder: Path, **more: object) -> list[str]:
     (folder / "script.py").write_text(SCRIPT)
-    changes = {"data_stages__0__data__dataset": "null", "parallelism__dp": 2}
+    changes = {"data_stages__0__data__dataset": "null", "parallelism__dp": 2} | more
     given = flags(folder, "one", **changes, tokens__micro_batch_size=2)
     at = next(i for i, flag in enumerate(given) if "hf_dataset" in flag)
     return given[: at - 1] + given[at + 1 :]

@@ -1,0 +1,89 @@
+"""What tests of launchers share: a clean environment, the curve to compare with, waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import runs
+
+from kenotron_train.yaml_config import DEFAULT_CONFIG
+
+SHORT = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0}
+"""Changes of ``flags`` for a run of three steps."""
+_OTHERS = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_", "MASTER_")
+_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_CONF")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Variables of a shell in which no launcher is at work."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(_OTHERS) and k not in _RANKS}
+    return kept | {"OMP_NUM_THREADS": "1"} | changes
+
+
+def flags(folder: Path, **changes: object) -> list[str]:
+    """Flags of a tiny run. It names its config, so that it does not end with a sample of text."""
+    folder.mkdir(exist_ok=True)
+    return ["--config-file", str(DEFAULT_CONFIG), *runs.arguments(folder, **changes)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of this host that nobody listens on."""
+    probes = [socket.socket() for _ in range(count)]
+    for probe in probes:
+        probe.bind(("127.0.0.1", 0))
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def until(is_so: Callable[[], bool], failed: Callable[[], str], seconds: float = 240) -> None:
+    """Wait for a condition; ``failed`` says what is shown when it does not come."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, failed()
+        time.sleep(0.05)
+
+
+def marked(mark: str) -> list[int]:
+    """Processes, no zombies, that were started with ``NAME=value`` in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{mark}\0".encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def steps_made(folder: Path) -> int:
+    """Steps in the metrics of a run, which may not have begun."""
+    file = folder / "checkpoints/metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and norm of the gradient."""
+    return [(step["step"], step["lm_loss"], step["grad_norm"]) for step in runs.metrics(folder)]
+
+
+def same_training(folder: Path, want: list[tuple[int, float, float]]) -> None:
+    """Compare a run on several ranks with one on one: equal but for the order of sums."""
+    found = losses(folder)
+    assert [step for step, *_ in found] == [step for step, *_ in want]
+    for (_, *ours), (_, *theirs) in zip(found, want, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def trained(folder: Path, **changes: object) -> list[tuple[int, float, float]]:
+    """The curve of a run that the app starts by itself."""
+    command = [sys.executable, str(runs.APP), *flags(folder, **changes)]
+    done = runs.start(*command, cwd=folder, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return losses(folder)

@@ -1,0 +1,208 @@
+"""The script of a Slurm job: what it asks for, what it does after each ending, what is refused."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import runs
+
+from kenotron_train.cli import main
+from kenotron_train.provenance import code_state
+from kenotron_train.slurm_job import TEMPLATE, seconds_of
+
+SUBMIT = "python apps/train slurm "
+STUB = """#!/bin/sh
+echo "$(basename "$0") $*" >> {log}
+exit ${{{status}:-0}}
+"""
+
+
+def dry(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
+    """What a dry run leaves: status, script, and remarks."""
+    code = main(["slurm", "--dry-run", *flags])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_a_dry_run_shows_the_script_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "it's 100% mine"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", "/nowhere")  # no Slurm
+    asked = [
+        "--partition",
+        "h100",
+        "--account",
+        "lab",
+        "--time",
+        "12:00:00",
+        "--cpus-per-task",
+        "8",
+    ]
+    asked += [
+        "--job-name",
+        "my run",
+        "--sbatch",
+        "constraint=ib&nvme",
+        "--sbatch=--exclusive",
+        "--stop-before",
+        "600",
+    ]
+    sizes = ["--set", "parallelism.dp=8", "--set", "parallelism.tp=4"]
+    code, script, remarks = dry(capsys, "--nodes", "4", "--gpus-per-node", "8", *asked, *sizes)
+    assert code == 0 and not remarks and not list(folder.iterdir())
+    lines = script.splitlines()
+    for line in (
+        "--job-name='my run'",
+        "--nodes=4",
+        "--ntasks-per-node=8",
+        "--gpus-per-node=8",
+        "--partition=h100",
+        "--account=lab",
+        "--time=12:00:00",
+        "--constraint='ib&nvme'",
+        "--exclusive",
+        "--requeue",
+        "--signal=USR1@600",
+    ):
+        assert f"#SBATCH {line}" in lines, script
+    assert "{{" not in script
+    assert subprocess.run(["/bin/bash", "-n"], input=script, text=True, check=True).returncode == 0
+    assert main(["slurm", "--nodes", "1"]) == 1
+    assert "sbatch is not there" in capsys.readouterr().err and not list(folder.iterdir())
+
+
+def test_the_document_shows_this_script(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (runs.APP / "docs/launching.md").read_text()
+    command = next(line for line in text.splitlines() if line.startswith(SUBMIT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", [str(runs.APP)])
+    _, script, _ = dry(capsys, *command.removeprefix(SUBMIT).split())
+    places = {str(tmp_path): "/home/me", str(runs.APP): "/home/me/kenotron/apps/train"}
+    for here, there in (places | {sys.executable: "/home/me/venv/bin/python"}).items():
+        script = script.replace(here, there)
+    script = re.sub(r"/slurm/[0-9-]+", "/slurm/20261121-232906", script)
+    assert f"```bash cluster\n{script}```" in text, script
+
+
+def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--set", "parallelism.dp=4", "--set", "parallelism.tp=4"]
+    _, script, _ = dry(capsys, "--nodes", "2", *sizes)
+    assert "--ntasks-per-node=8" in script and "--gpus-per-node=8" in script
+    _, script, _ = dry(capsys, "--nodes", "2", "--gpus-per-node", "0", *sizes)
+    assert "--ntasks-per-node=8" in script and "--gpus-per-node" not in script
+    code, _, remarks = dry(capsys, "--nodes", "8", *sizes)
+    assert code == 0 and "with tp 4 and 2 on each node, processes of one tp group" in remarks
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            "--nodes 4 --gpus-per-node 8",
+            "dp 1 x pp 1 x tp 2 = 2 processes, one a GPU, but --nodes 4 with --gpus-per-node 8 "
+            "have 32 GPUs: --set parallelism.dp=16",
+        ),
+        (
+            "--nodes 2 --gpus-per-node 3 --set parallelism.tp=4 --set parallelism.dp=3",
+            "= 12 processes, one a GPU, but --nodes 2 with --gpus-per-node 3 have 6 GPUs: "
+            "change parallelism.dp, pp or tp, or --nodes 4",
+        ),
+        ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp or tp"),
+        ("--nodes 1 --time soon", "--time soon: give MINUTES, MINUTES:SECONDS, "),
+        ("--nodes 1 --time 6", "--time 6 is 360 s, and the ranks are told to save and end 300 s"),
+        ("--nodes 1 --stop-before 70000", "give 1 to 65535 seconds"),
+        ("--nodes 1 --sbatch C=h100", "'h100' is no option of sbatch: write its long name"),
+        ("--nodes 1 --set tokens.train_steps=-1", "--set: tokens.train_steps: "),
+        ("--nodes 1 --set parallelism.context_parallel_size=2", "not available yet"),
+    ],
+)
+def test_what_would_not_train_is_refused(
+    flags: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, script, remarks = dry(capsys, *flags.split())
+    assert code == 1 and script == "" and remarks.startswith("error: ") and said in remarks
+
+
+def test_flags_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ("", "--nodes 0", "--nodes 1 --retries -1", "--nodes 1 --cpus-per-task none"):
+        with pytest.raises(SystemExit) as error:
+            main(["slurm", *flags.split()])
+        assert error.value.code == 2 and "usage: python apps/train slurm" in capsys.readouterr().err
+
+
+def test_times_of_slurm() -> None:
+    times = {"90": 5400, "90:30": 5430, "1:30:00": 5400, "2-12": 216_000, "2-12:30": 217_800}
+    times |= {"1-00:00:05": 86_405, "UNLIMITED": None}
+    assert {text: seconds_of(text) for text in times} == times
+
+
+@pytest.fixture
+def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Run the script with an srun that ends with a status; its own status, and what it called."""
+    monkeypatch.chdir(tmp_path)
+    log, tools = tmp_path / "called", tmp_path / "tools"
+    tools.mkdir()
+    for name in ("srun", "scontrol"):
+        (tools / name).write_text(STUB.format(log=log, status=f"{name}_status"))
+        (tools / name).chmod(0o755)
+    _, script, _ = dry(capsys, "--nodes", "2", "--retries", "2", "--set", "parallelism.dp=4")
+    folder = next(line[7:] for line in script.splitlines() if line.startswith("folder="))
+    Path(folder).mkdir(parents=True)
+
+    def end(status: int) -> tuple[int, str, str]:
+        log.write_text("")
+        env = {"PATH": f"{tools}:{os.environ['PATH']}", "srun_status": str(status)}
+        env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+        done = subprocess.run(
+            ["bash"], input=script, env=env, capture_output=True, text=True, check=False
+        )
+        assert done.stderr == ""
+        return done.returncode, done.stdout.splitlines()[-1], log.read_text().splitlines()[-1]
+
+    return end
+
+
+def test_a_job_goes_back_when_it_was_stopped_and_not_for_ever_when_it_fails(ending) -> None:
+    again, srun = "scontrol requeue 7", "srun --kill-on-bad-exit=0 --wait=60 "
+    code, _, called = ending(0)
+    assert code == 0 and called.startswith(srun) and called.endswith("/config.yaml")
+    assert [ending(85)[::2] for _ in range(5)] == [(0, again)] * 5
+    for status in (1, 2):
+        code, said, called = ending(status)
+        assert code == status and called.startswith(srun) and "would not help" in said
+    assert [ending(status)[::2] for status in (75, 137)] == [(0, again)] * 2
+    code, said, called = ending(75)
+    assert code == 75 and called.startswith(srun)
+    assert said == "Failed 3 times in a row, last with status 75: not started again"
+    assert [ending(status)[2] == again for status in (85, 75, 75, 75)] == [True, True, True, False]
+
+
+def test_the_state_of_the_code_is_known(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        given = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c", *words]
+        return subprocess.run(given, capture_output=True, text=True, check=True).stdout.strip()
+
+    file = tmp_path / "code.py"
+    file.write_text("x = 1\n")
+    assert code_state(file) == {}  # no repository
+    git("init", "-q")
+    assert code_state(file) == {}  # not in it
+    git("add", "code.py")
+    git("commit", "-qm", "one")
+    assert code_state(file) == {"commit": git("rev-parse", "HEAD"), "dirty": False, "changed": []}
+    file.write_text("x = 2\n")
+    assert code_state(file)["dirty"] and code_state(file)["changed"] == [" M code.py"]
+
+
+def test_the_template_comes_with_the_package() -> None:
+    assert TEMPLATE.is_relative_to(runs.APP / "kenotron_train") and TEMPLATE.is_file()
