@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_models.config_experimental import LlaMoEConfig, MambaModelConfig
-from kenotron_models.config_qwen2 import Qwen2Config
+from kenotron_models.config_qwen2 import MoEConfig, Qwen2Config
 from kenotron_train.config import Config
-from kenotron_train.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
+from kenotron_train.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_train.init_sections import MambaInitConfig, SpectralMupInitConfig
 from kenotron_train.sections import ModelConfig, ParallelismConfig
+
+NOT_YET: tuple[type, ...] = (
+    MambaModelConfig,
+    LlaMoEConfig,
+    MoEConfig,
+    SpectralMupInitConfig,
+    MambaInitConfig,
+    LightEvalConfig,
+    DoReMiConfig,
+)
+"""Sections that load and that no run can use."""
 
 
 def unavailable(config: Config) -> list[str]:
@@ -40,12 +52,12 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
 
 def _model(section: ModelConfig) -> _Lines:
     sizes, path = section.model_config, "model.model_config"
-    if isinstance(sizes, MambaModelConfig | LlaMoEConfig):
+    if isinstance(sizes, NOT_YET):
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
     elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:
         yield f"{path}.moe_config", "experts were given; they are", "set it to null"
-    if not isinstance(section.init_method, RandomInitConfig | ExistingCheckpointInitConfig):
+    if isinstance(section.init_method, NOT_YET):
         yield "model.init_method", "weights that are not drawn normally are", "give std or path"
 
 
@@ -54,5 +66,5 @@ def _sections(config: Config) -> _Lines:
         ("lighteval", "evaluations are"),
         ("doremi", "learned weights of domains are"),
     ):
-        if getattr(config, name) is not None:
+        if isinstance(getattr(config, name), NOT_YET):
             yield name, what, "remove the section"

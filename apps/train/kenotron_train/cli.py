@@ -33,6 +33,7 @@ from kenotron_train.failures import noted
 from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.reference import config_reference
 from kenotron_train.replay import replay
 from kenotron_train.report_cli import report_main
 from kenotron_train.slurm_cli import slurm_main
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["report"]:
         return report_main(words[1:])
+    if words[:1] == ["config-reference"]:
+        return _show(config_reference())
     if words[:1] == ["slurm"]:
         return slurm_main(words[1:])
     arguments = _parser().parse_args(words)
@@ -181,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
-        "`slurm --nodes N ...` submits one.",
+        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(

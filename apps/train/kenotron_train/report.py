@@ -43,7 +43,7 @@ class Report:
         self._meter = Meter(config, mesh.device)
         self._journal = Journal(Path(config.checkpoints.checkpoints_path), first_step)
         self._trackers = Trackers(config, first_step, lambda text: self.say(text, "warning"))
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = ProgressBar(self._console, config.tokens.train_steps, first_step)
 
     def __enter__(self) -> Report:
@@ -123,8 +123,6 @@ class Report:
 
 
 def _outcome(result: StepResult) -> str:
-    if result.overflow and result.loss_scale is not None:
-        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
     if result.overflow and result.loss_scale is not None:
         return f"skipped, next with loss scale {result.loss_scale.factor:g}"
     return "skipped" if result.skipped else "made all the same"

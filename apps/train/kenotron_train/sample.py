@@ -44,5 +44,5 @@ def show_sample(training: Training, report: Report) -> None:
     if step is not None:
         report.say(
             f"Next, try:\n  python apps/generate --ckpt-path {folder / str(step)} --prompt 'class '"
-            "\n  python apps/train --config-file apps/train/kenotron_train/default.yaml"
+            f"\n  python apps/train report {folder}"
         )

@@ -45,7 +45,8 @@ class GeneralConfig:
     benchmark_csv_path: str | None = None
     """A file that a table of speeds is added to; None: none."""
     ignore_sanity_checks: bool = True
-    """No effect: what Nanotron's checks look for is excluded, or always checked."""
+    """False: replicas, ties, optimizer state, batches and gradients are compared over ranks at
+    every step, and a difference ends the run."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -81,11 +82,11 @@ class ParallelismConfig:
     tp_recompute_allgather: bool = True
     """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
     expert_parallel_size: int = 1
-    """Ranks that share the experts."""
+    """Ranks that share the experts; more than 1 is not available yet."""
     context_parallel_size: int = 1
-    """Ranks that share the sequence."""
+    """Ranks that share the sequence; more than 1 is not available yet."""
     moe_layer_recompute: bool = False
-    """True: the activations of experts are computed again in the backward."""
+    """True: the activations of experts are computed again in the backward; not available yet."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -137,9 +138,9 @@ class ModelConfig:
     model_config: AnyModelConfig
     """Sizes of the model; its `is_*_config` says of which family."""
     init_method: InitMethod
-    """How weights are drawn."""
+    """How weights begin: drawn, or read."""
     dtype: DType = "bfloat16"
-    """Number format of parameters and activations; float32 or bfloat16."""
+    """Number format of parameters and activations; masters and sums are float32."""
     make_vocab_size_divisible_by: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
     compile: bool = False

@@ -91,7 +91,7 @@ def test_the_document_shows_this_script(
     for here, there in (places | {sys.executable: "/home/me/venv/bin/python"}).items():
         script = script.replace(here, there)
     script = re.sub(r"/slurm/[0-9-]+", "/slurm/20261121-232906", script)
-    assert f"```bash\n{script}```" in text, script
+    assert f"```bash cluster\n{script}```" in text, script
 
 
 def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -> None:

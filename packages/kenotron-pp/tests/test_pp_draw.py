@@ -131,6 +131,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "33 ticks, bubble 27.3%" in done.stdout and Path(out).is_file()
     assert main(["--schedule", "interleaved", "--chunks", "3", "--w", "0.5"]) == 0
     assert "interleaved-3, 4 ranks" in capsys.readouterr().out
+    shell = f"{sys.executable} -m kenotron_pp --microbatches 4000 | head -1"  # which reads no more
+    done = subprocess.run(shell, shell=True, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1f1b, 4 ranks, 4000 micro-batches\n", "")
 
 
 @pytest.mark.parametrize(

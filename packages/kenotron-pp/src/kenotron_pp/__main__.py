@@ -6,6 +6,7 @@ The exit status is 0, or 2 after one sentence on stderr that says what was wrong
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -33,11 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{schedule.name}, {options.stages} ranks, {options.microbatches} micro-batches")
-    print(trace)
-    print(draw_text(trace))
-    if options.out:
-        print(f"drawn to {options.out}")
+    lines = [
+        f"{schedule.name}, {options.stages} ranks, {options.microbatches} micro-batches",
+        f"{trace}\n{draw_text(trace)}",
+        *([f"drawn to {options.out}"] if options.out else []),
+    ]
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # the reader, head say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

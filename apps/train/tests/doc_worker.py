@@ -1,0 +1,66 @@
+"""Runs programs one after another in one process, so that torch is loaded once.
+
+Standard input has a JSON line for each: folder, program, arguments; the exit status goes to the
+file descriptor in the first argument, what it prints where standard output goes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+PRELOAD = (
+    "torch._dynamo",
+    "torch.utils.tensorboard",
+    "kenotron_train.loop",
+    "kenotron_generate.continuing",
+    "transformers.models.auto.tokenization_auto",
+)
+
+
+def nothing(mesh: object) -> None:
+    """Warm the process up that ranks are forked from."""
+
+
+def programs() -> dict[str, Callable[[list[str]], int]]:
+    """What ``python <name>`` calls."""
+    from kenotron_convert import cli as convert
+    from kenotron_generate import cli as generate
+    from kenotron_pp import __main__ as pp
+    from kenotron_train import cli as train
+
+    return {
+        "apps/train": train.main,
+        "apps/generate": generate.main,
+        "apps/convert": convert.main,
+        "kenotron_pp": pp.main,
+    }
+
+
+def main() -> None:
+    """Work until standard input ends."""
+    from kenotron_dist import spawn
+
+    known = programs()
+    spawn(nothing, preload=PRELOAD)
+    with os.fdopen(int(sys.argv[1]), "w") as replies:
+        for line in sys.stdin:
+            folder, program, arguments = json.loads(line)
+            os.chdir(folder)
+            try:
+                status = known[program](arguments)
+            except SystemExit as end:  # of argparse
+                status = end.code
+            except BaseException:
+                traceback.print_exc()
+                status = 1
+            sys.stdout.flush()
+            replies.write(f"{json.dumps(status)}\n")
+            replies.flush()
+
+
+if __name__ == "__main__":
+    main()

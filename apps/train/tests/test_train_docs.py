@@ -1,0 +1,242 @@
+"""Every command of every document runs, or is marked as needing what a test has not.
+
+Trainings are made small: flags that shrink the model go before a command's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import runs
+from doc_commands import Command, complaints, missing, to_run
+
+from kenotron_train.reference import config_reference
+
+ROOT = runs.APP.parents[1]
+DOCS = runs.APP / "docs"
+FOUND = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("apps/*/README.md")]
+FOUND = sorted([*FOUND, *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/docs/*.md")])
+NAMES = [path.relative_to(ROOT).as_posix() for path in FOUND]
+SMALL = [
+    "model.model_config.hidden_size=32",
+    "model.model_config.intermediate_size=48",
+    "model.model_config.num_hidden_layers=2",
+    "tokens.sequence_length=32",
+    "tokens.micro_batch_size=2",
+    "tokens.limit_val_batches=2",
+]
+SEQUEL = ("first-training.md",)  # its commands go on from one another, with the steps that it says
+EMPTY = (*SEQUEL, "extending.md")  # whose first run has no checkpoints
+FRESH = ["tokens.train_steps=3", "checkpoints.checkpoints_path={}"]
+ELSEWHERE = {  # examples that another test runs
+    "custom_dataloader/train.py": "test_train_own_data.py",
+    "own_program/train.py": "test_train_library.py",
+}
+EXACT = ("--check", "kenotron_pp", "own_schedule")  # what prints the same on every machine
+
+
+class Worker:
+    """The process that most commands run in."""
+
+    def __init__(self, folder: Path) -> None:
+        self._printed = folder / "printed"
+        self._file = self._printed.open("a")
+        reply, theirs = os.pipe()
+        script = Path(__file__).with_name("doc_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, str(script), str(theirs)],
+            stdin=subprocess.PIPE, stdout=self._file, stderr=self._file, text=True, cwd=folder,
+            pass_fds=(theirs,), env=os.environ | {"KENOTRON_CACHE": str(folder / "cache")},
+        )  # fmt: skip
+        os.close(theirs)
+        self._replies = os.fdopen(reply)
+
+    def run(self, folder: Path, program: str, arguments: list[str]) -> tuple[int, str]:
+        """Exit status, and what was printed."""
+        self._file.truncate(0)
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([str(folder), program, arguments]) + "\n")
+        self._process.stdin.flush()
+        status = self._replies.readline()
+        return json.loads(status or "99"), self._printed.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+        self._replies.close()
+        self._file.close()
+
+
+@pytest.fixture(scope="module")
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    worker = Worker(tmp_path_factory.mktemp("worker"))
+    yield worker
+    worker.close()
+
+
+@pytest.fixture(scope="module")
+def already() -> set[str]:
+    """Commands that have run: several documents have the same ones."""
+    return set()
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, worker: Worker) -> Path:
+    """What readers have: the repository's programs, a config, a run, a model of Hugging Face."""
+    from tokenizers import Tokenizer, models
+
+    folder = tmp_path_factory.mktemp("trained")
+    for name in ("apps", "packages"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(runs.APP / "kenotron_train/default.yaml", folder / "my.yaml")
+    flags = [part for each in [*SMALL, "parallelism.tp=1"] for part in ("--set", each)]
+    for program, arguments in (
+        ("apps/train", flags),
+        ("apps/convert", ["kenotron-to-hf", "--ckpt", "checkpoints", "--out", "model"]),
+    ):
+        status, printed = worker.run(folder, program, arguments)
+        assert status == 0, printed
+    letters = {chr(place): place for place in range(256)}
+    Tokenizer(models.WordLevel(letters, unk_token=chr(0))).save(
+        str(folder / "model/tokenizer.json")
+    )
+    for name in ("Llama-3.2-1B", "models/Llama-3.2-1B"):
+        shutil.copytree(folder / "model", folder / name)
+    for name in ("runs/a", "runs/b"):
+        shutil.copytree(folder / "checkpoints", folder / name)
+    (folder / "prompts.jsonl").write_text('{"prompt": "def "}\n{"prompt": "class "}\n')
+    return folder
+
+
+def shrunk(arguments: list[str], name: str, folder: Path) -> list[str]:
+    """The arguments of a training, made small."""
+    last = folder / "last"
+    if "--replay-step" not in arguments:
+        count = int(last.read_text()) + 1 if last.exists() else 0
+        last.write_text(str(count))
+    fresh = [] if name in SEQUEL else [each.format(f"run{last.read_text()}") for each in FRESH]
+    return [*(part for each in [*SMALL, *fresh] for part in ("--set", each)), *arguments]
+
+
+def is_training(words: list[str]) -> bool:
+    others = ("report", "config-reference", "slurm")
+    return words[:1] == ["apps/train"] and not (
+        words[1:2] and words[1] in others or {"--check", "--json-schema"} & set(words)
+    )
+
+
+def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[int, str]:
+    """Run one command in ``folder``: exit status, and what it printed."""
+    words = shlex.split(command.text, comments=True)
+    target = folder / words[-1] if words[-2:-1] == [">"] else None
+    words = words[:-2] if target else words
+    if words[0] == "python" and not {"|", "&&", "||"} & set(words):
+        program, rest = words[1], words[2:]
+        if program == "-m":
+            program, rest = rest[0], rest[1:]
+        if program in ("apps/train", "apps/generate", "apps/convert", "kenotron_pp"):
+            rest = shrunk(rest, name, folder) if is_training([program, *rest]) else rest
+            status, printed = worker.run(folder, program, rest)
+            if target:
+                target.write_text(printed)
+            return status, printed
+    at = next((i for i, word in enumerate(words) if is_training(words[i:])), None)
+    text = command.text
+    if at is not None:
+        text = shlex.join([*words[: at + 1], *shrunk(words[at + 1 :], name, folder)])
+        text = text.replace("'WANDB_MODE=offline'", "WANDB_MODE=offline")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", text], cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+        env=os.environ | {"PATH": path},
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_are_run_or_marked(name: str) -> None:
+    assert not complaints(ROOT / name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if to_run(ROOT / name)])
+def test_commands_run(
+    name: str, trained: Path, worker: Worker, already: set[str], tmp_path: Path
+) -> None:
+    folder, document = tmp_path / "here", ROOT / name
+    skipped = shutil.ignore_patterns("checkpoints") if document.name in EMPTY else None
+    shutil.copytree(trained, folder, symlinks=True, ignore=skipped)
+    for command in to_run(document):
+        words = " ".join(shlex.split(command.text, comments=True))
+        known = words in already and document.name not in SEQUEL and not command.output
+        if known or any(each in words for each in ELSEWHERE):
+            continue
+        already.add(words)
+        status, printed = execute(command, document.name, folder, worker)
+        place = f"{name}:{command.line}: {command.text}"
+        assert status == 0, f"{place}\n{printed}"
+        exact = any(each in command.text for each in EXACT)
+        line = missing(command.output, printed, exact)
+        assert not line, f"{place}\nthe document has {line!r}, and it printed\n{printed}"
+
+
+@pytest.mark.parametrize(("example", "test"), ELSEWHERE.items())
+def test_examples_that_other_tests_run_are_run_there(example: str, test: str) -> None:
+    folder, script = example.split("/")
+    source = Path(__file__).with_name(test).read_text()
+    assert (runs.APP / "examples" / example).is_file()
+    assert f'"examples/{folder}"' in source and f'EXAMPLE / "{script}"' in source
+
+
+PLANTED = [
+    ("```\npython x.py\n```\n", "'python x.py' is a command: call the fence bash"),
+    ("```text\n  $ pip install x\n```\n", "'$ pip install x' is a command"),
+    ("```bash someday\nls\n```\n", "'someday' is no mark of a fence; known are network"),
+    ("```sh\nls\n```\n", "'sh' is none of bash, console"),
+    ("```yaml network\na: 1\n```\n", "'network' is no mark of a fence"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), PLANTED)
+def test_a_planted_offender_is_found(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(text)
+    assert any(words in each for each in complaints(tmp_path / "a.md"))
+
+
+def test_what_a_document_shows_is_compared() -> None:
+    printed = "step 3 / 150 | loss: 2.5\nblocked  3 ms\nwritten: a/b\n"
+    assert missing(("step 1 / 8 | loss: 5.64", "...", "written: ..."), printed, False) == ""
+    assert missing(("blocked 4 ms",), printed, False) == ""
+    assert missing(("blocked 4 ms",), printed, True) == "blocked 4 ms"
+    assert missing(("written: a/b", "blocked 3 ms"), printed, False) == "blocked 3 ms"
+    assert missing(("step 1 / 8 | cost: 5.64",), printed, False) == "step 1 / 8 | cost: 5.64"
+
+
+def test_the_reference_of_keys_is_not_stale() -> None:
+    assert (DOCS / "configuration.md").read_text(encoding="utf-8") == f"{config_reference()}\n", (
+        "run: python apps/train config-reference > apps/train/docs/configuration.md"
+    )
+
+
+def test_the_pictures_are_not_stale() -> None:
+    pictures = runpy.run_path(str(DOCS / "pictures/draw.py"))["PICTURES"]
+    for name, draw in pictures.items():
+        assert (DOCS / "pictures" / name).read_text() == draw(), "run docs/pictures/draw.py"
+    assert {path.name for path in (DOCS / "pictures").glob("*.svg")} == {*pictures}
+
+
+def test_links_lead_to_files() -> None:
+    for path in FOUND:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            assert (path.parent / target).exists(), f"{path}: {target}"

@@ -1,0 +1,108 @@
+"""What the repository can do, each with the tests that hold it: the table in the root README.
+
+``python tests/capabilities.py`` writes the table anew. A test that is not there, or that only a GPU
+runs, is seen: a row of GPU tests says so.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- made by tests/capabilities.py -->\n", "<!-- end -->"
+TRAIN, CKPT = "apps/train/tests/test_train", "packages/kenotron-ckpt/tests/test_ckpt"
+HELD: dict[str, list[str]] = {  # capability: files, and tests in them
+    "one loss curve on every dp x pp x tp, ZeRO-1, tied or not": [
+        "tests/test_parity.py::test_two_and_four_ranks",
+        "tests/test_parity.py::test_eight_ranks",
+        "tests/test_parity.py::test_zero_0_and_1_are_bitwise_equal",
+        "tests/test_parity.py::test_every_gradient_by_name",
+    ],
+    "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
+        "tests/test_pipeline_schedules.py::test_every_schedule_trains_as_one_process",
+    ],
+    "Llama, Mistral, Qwen2, Qwen3, StarCoder2: transformers' logits and gradients": [
+        "tests/test_hf.py::test_logits_equal_transformers",
+        "tests/test_hf.py::test_training_begins_with_the_loss_and_gradients_of_transformers",
+    ],
+    "those models from Hugging Face and back, bit for bit": [
+        "tests/test_hf.py::test_every_bit_and_every_key_come_back",
+        "apps/convert/tests/test_convert_cli.py::test_the_program_goes_both_ways",
+    ],
+    "generation on any layout: transformers' greedy text": [
+        "apps/generate/tests/test_generate_families.py::test_greedy_texts_are_those_of_transformers",
+    ],
+    "bfloat16, float16 with loss scaling, recompute, torch.compile": [
+        f"{TRAIN}_float16.py::test_float16_follows_float32",
+        "tests/test_variations.py::test_a_variation_gives_the_same_numbers_on_eight_ranks",
+        "tests/test_variations.py::test_computing_activations_again_changes_no_bit",
+        "tests/test_variations.py::test_compiled_layers_compute_the_same",
+    ],
+    "AdamW, SGD, Muon": [
+        "packages/kenotron-optim/tests/test_optim_muon.py::test_it_is_torchs_muon_and_adamw",
+        f"{TRAIN}_groups.py::test_training_resumes_on_another_layout_as_if_never_stopped",
+    ],
+    "text, answers (SFT), token files, data of one's own": [
+        f"{TRAIN}_answers.py::test_answers_are_the_same_on_several_ranks",
+        f"{TRAIN}_nanoset.py::test_a_mixture_is_the_same_on_two_data_ranks",
+        f"{TRAIN}_own_data.py::test_all_kinds_train_alike_on_every_layout",
+    ],
+    "checkpoints that any layout resumes, and that a kill leaves whole": [
+        "tests/test_resume.py::test_on_another_layout_the_numbers_go_on",
+        f"{CKPT}_layouts.py::test_any_layout_loads_the_bits_that_any_layout_saved",
+        f"{CKPT}_crash.py::test_at_every_moment_there_is_the_old_checkpoint_or_the_new",
+    ],
+    "copies in S3": [f"{TRAIN}_upload.py::test_a_run_goes_on_from_its_copy_as_if_never_stopped"],
+    "Nanotron's files and checkpoints": [
+        f"{TRAIN}_config_nanotron.py::test_models_are_told_apart_by_their_marker",
+        f"{CKPT}_nanotron.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",
+    ],
+    "signals, time limits, rollback; the rank to blame for a hang": [
+        f"{TRAIN}_stopping.py::test_a_stopped_run_goes_on_as_if_nothing_had_been",
+        f"{TRAIN}_rollback.py::test_a_rollback_is_as_if_the_batch_had_never_been",
+        "packages/kenotron-dist/tests/test_dist_watchdog.py::test_a_stopped_peer_is_named_by_all",
+    ],
+    "TensorBoard, Weights & Biases, reports": [
+        f"{TRAIN}_trackers.py::test_tensorboard_has_every_figure_and_steps_done_again_once",
+        f"{TRAIN}_report.py::test_a_report_of_a_real_run",
+    ],
+    "a layout on GPUs trains as one GPU": ["tests/test_cuda.py::test_a_layout_trains_as_one_gpu"],
+}
+
+
+def table(root: Path = ROOT, held: dict[str, list[str]] = HELD) -> str:
+    """The table in Markdown. Raises ValueError for a test that does not exist."""
+    lines = ["| what it does | held by |", "|---|---|"]
+    for capability, names in held.items():
+        files: dict[str, bool] = {}
+        for name in names:
+            file, _, test = name.partition("::")
+            files[file] = _needs_gpu(root, file, test) and files.get(file, True)
+        links = ", ".join(f"[{Path(file).stem.removeprefix('test_')}]({file})" for file in files)
+        note = " (skipped without a GPU)" if all(files.values()) else ""
+        lines.append(f"| {capability} | {links}{note} |")
+    return "\n".join([*lines, ""])
+
+
+def _needs_gpu(root: Path, file: str, test: str) -> bool:
+    """Whether a test, or all of its file, is marked ``gpu``."""
+    source = (root / file).read_text(encoding="utf-8") if (root / file).is_file() else ""
+    tree = ast.parse(source)
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == test]
+    if not found:
+        raise ValueError(f"{file} has no {test}: correct the name in tests/capabilities.py")
+    marks = [ast.unparse(each) for each in found[0].decorator_list]
+    marks += [ast.unparse(n) for n in tree.body if isinstance(n, ast.Assign)]
+    return any(re.search(r"\bmark\.gpu\b", each) for each in marks)
+
+
+def written(readme: str) -> str:
+    """The README with the table of now."""
+    before, rest = readme.split(BEGIN)
+    return f"{before}{BEGIN}{table()}{END}{rest.split(END, 1)[1]}"
+
+
+if __name__ == "__main__":
+    path = ROOT / "README.md"
+    path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    print(table())
