@@ -32,6 +32,7 @@ REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # 
 # Tests start many processes: one thread each, and compiled modules are kept (uv compiles none at
 # installation: without them each process would compile torch anew, 8 s instead of 3).
 TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+AT_ONCE = ("-n", "3", "--dist", "loadgroup")  # while one starts its processes, others compute
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -88,8 +89,8 @@ def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
 
 def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
-    install_tree(session, PYTEST, use=closure(package), test=[package])
-    session.run("pytest", str(package / "tests"), *session.posargs, env=TEST_ENV)
+    install_tree(session, PYTEST, XDIST, use=closure(package), test=[package])
+    session.run("pytest", *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
 
 
 def wheel(session: nox.Session, package: Path) -> None:
@@ -162,8 +163,7 @@ def integration(session: nox.Session) -> None:
     if not paths:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
-    at_once = ("-n", "3", "--dist", "loadgroup")  # while one starts its processes, others compute
-    session.run("pytest", *at_once, *map(str, paths), *session.posargs, env=TEST_ENV)
+    session.run("pytest", *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(name="grid-full", default=False)

@@ -57,6 +57,11 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_config_nanotron.py::test_models_are_told_apart_by_their_marker",
         f"{CKPT}_nanotron.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",
     ],
+    "torchrun, Slurm with requeue, mpirun; two hosts": [
+        f"{TRAIN}_slurm.py::test_a_job_is_stopped_put_back_and_goes_on",
+        f"{TRAIN}_slurm.py::test_srun_over_two_nodes_trains_as_one_process_does",
+        f"{TRAIN}_hosts.py::test_torchrun_on_two_hosts_trains_as_one_process_does",
+    ],
     "signals, time limits, rollback; the rank to blame for a hang": [
         f"{TRAIN}_stopping.py::test_a_stopped_run_goes_on_as_if_nothing_had_been",
         f"{TRAIN}_rollback.py::test_a_rollback_is_as_if_the_batch_had_never_been",

@@ -27,6 +27,7 @@ from kenotron_train.config import Config
 from kenotron_train.init_sections import ExistingCheckpointInitConfig
 from kenotron_train.initial import load_initial
 
+pytestmark = pytest.mark.xdist_group("hf")  # what all of them share is made once
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]
 INTERLEAVED = ("llama", "qwen2-tied", "qwen3")
 TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)

@@ -11,6 +11,7 @@ from parity import Layout, Trace
 
 from kenotron_dist import spawn
 
+pytestmark = pytest.mark.xdist_group("resume")  # what all of them share is made once
 PRELOAD = ("torch._dynamo", "kenotron_train.loop")
 STEPS, SAVED = 8, 4
 BOUND = 1e-6
