@@ -2,6 +2,8 @@
 
 from kenotron_train.library import train
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.loop import Outcome
 from kenotron_train.own_data import OwnData
+from kenotron_train.stopping import STOPPED
 
-__all__ = ["LifeCycle", "OwnData", "train"]
+__all__ = ["STOPPED", "LifeCycle", "Outcome", "OwnData", "train"]

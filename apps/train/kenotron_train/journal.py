@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, TextIO
@@ -11,13 +12,17 @@ class Journal:
     """Writes ``metrics.jsonl`` in a folder, line by line.
 
     A run that goes on keeps the lines of steps before ``first_step``; what it does again is
-    dropped. Raises OSError naming the folder when it cannot be written.
+    dropped. A run that starts afresh leaves an earlier one's file under another name.
+
+    Raises OSError naming the folder when it cannot be written.
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / "metrics.jsonl"
+            self.aside = _set_aside(self._path) if first_step == 1 else None
+            """Where the file of an earlier run is now; None when there was none."""
             self._file = _continue(self._path, first_step)
         except OSError as error:
             raise OSError(
@@ -51,6 +56,14 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         if isinstance(metrics, dict) and isinstance(metrics.get("step"), int):
             found.append(metrics)
     return found
+
+
+def _set_aside(path: Path) -> Path | None:
+    """Rename a file that has steps to ``metrics.1.jsonl``, or the next number that is free."""
+    if not path.exists() or not read_journal(path):
+        return None
+    numbers = (path.with_suffix(f".{number}.jsonl") for number in itertools.count(1))
+    return path.replace(next(name for name in numbers if not name.exists()))
 
 
 def _continue(path: Path, first_step: int) -> TextIO:

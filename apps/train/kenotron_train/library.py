@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +15,8 @@ from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.loop import LOADED_ONCE, run
+from kenotron_train.loop import LOADED_ONCE, Outcome, run
 from kenotron_train.own_data import Hook, check_hook
-from kenotron_train.step import StepResult
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import load_config
 
@@ -27,15 +28,19 @@ def train(
     loader: Hook | None = None,
     hooks: Sequence[LifeCycle] = (),
     stall_limit: timedelta = timedelta(minutes=5),
-) -> list[StepResult]:
-    """Train as ``python apps/train`` does; what every step reported, of the first rank.
+    time_limit: timedelta | None = None,
+) -> Outcome:
+    """Train as ``python apps/train`` does; what every step reported, and why it stopped, if it did.
 
     Arguments: a config or the path of a YAML file; the model's layers, see ``OwnModel`` (default:
     those of ``model.model_config``); data for stages with ``dataset: null``, see ``own_data.Hook``;
     what is called at seven moments of the run, see ``LifeCycle``; how long a rank may let others
-    wait. Without a launcher local processes are started: then all of it must be picklable, the
-    hooks are copies, and the program must keep its start under ``if __name__ == "__main__"``.
-    Under one, end the program with ``kenotron_dist.shutdown``.
+    wait; how long the run may take: before that it saves and stops, as it does on a signal.
+
+    Without a launcher local processes are started: then all of it must be picklable, the hooks are
+    copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end
+    the program with ``kenotron_dist.shutdown``. After a run that has ``stopped`` exit with
+    ``STOPPED``: launchers then know that the same command goes on.
 
     Raises what the run raises; RankError, which names the rank, where processes were started.
     """
@@ -55,6 +60,7 @@ def train(
         loader,
         tuple(hooks),
         is_program,
+        math.inf if time_limit is None else time.time() + time_limit.total_seconds(),
         config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
         limit=stall_limit,
         preload=LOADED_ONCE,
@@ -68,9 +74,10 @@ def _train(
     loader: Hook | None,
     hooks: tuple[LifeCycle, ...],
     is_prepared: bool,
-) -> list[StepResult]:
+    deadline: float,
+) -> Outcome:
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):
             check_vocabulary(config)
             prepare(config)
-    return run(mesh, config, loader=loader, model=model, hooks=hooks).results
+    return run(mesh, config, loader=loader, model=model, hooks=hooks, deadline=deadline)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
-from kenotron_ckpt import Saver
+from kenotron_ckpt import SaveFailed, Saver
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
@@ -62,6 +62,8 @@ class _Run:
     stopper: Stopper
     watching: Watching
     life: LifeCycle
+    failed: dict[int, str] = field(default_factory=dict)
+    """Why saves failed, by step."""
 
 
 def train(
@@ -89,15 +91,14 @@ def run(
 ) -> Outcome:
     """Train as the config says, until the last step or a signal, whichever comes first.
 
-    A run goes on where its folder has checkpoints (see ``going_on``). A signal on any rank ends it
-    after the step that all ranks are in, with a checkpoint.
+    It goes on where its folder has checkpoints (``going_on``). A signal ends it with a checkpoint.
 
     Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
     generated sample; data of one's own for stages whose config says ``dataset: null`` (see
-    ``own_data.Hook``); a mask of targets for tests (see ``kenotron_data.Loader``); when the time is
-    over (of ``time.time``): the run ends early enough to save; layers of one's own; what is called
-    at moments of the run. Collective. Raises ValueError or FileNotFoundError for bad input,
-    SaveFailed when the checkpoint of a run that was stopped is not whole.
+    ``own_data.Hook``); a mask of targets for tests; when the time is over (of ``time.time``): the
+    run ends early enough to save; layers of one's own; what is called at moments of the run.
+    Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the last
+    checkpoint is not whole.
     """
     check_available(config)
     check_hook(config, loader)
@@ -113,15 +114,16 @@ def run(
     check_replicas(named_parameters(training.model.stack), training.model.layouts, mesh)
     with (
         listening() as signals,
-        Report(config, mesh, progress.step + 1) as report,
+        Report(config, mesh) as report,
         Uploads(config, mesh, report) as uploads,
         open_saver(training, uploads) as saver,
         Watching(training, report, progress.step + 1) as watching,
     ):
+        report.begin(progress.step + 1)  # the saver has locked the folder
         _introduce(training, report, remark)
         uploads.resumed(progress.step)
         feed = Feed(training, report, loader, target_mask)
-        stopper = Stopper(signals, deadline, bytes_of(training))
+        stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
         work = _Run(training, feed, saver, uploads, report, stopper, watching, life)
         life.pre_training(training, progress)
         if config.checkpoints.save_initial_state and progress.step == 0:
@@ -143,12 +145,16 @@ def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
     run.watching.finish()
     run.saver.finish()
     _say_saved(run)
+    section, step = run.training.config.s3_upload, progress.step
+    if step in run.failed:
+        raise SaveFailed(f"the run is over, but without its last checkpoint: {run.failed[step]}")
     if outcome.stopped:
-        section, step = run.training.config.s3_upload, progress.step
         if section is None or not section.remove_after_upload:  # else its copy is read back
             check_saved(run.saver, step)
         run.report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
     run.uploads.finish()
+    with run.training.mesh.pulse.busy("closing trackers"):
+        run.report.close()
 
 
 def _check_same(config: Config, mesh: Mesh) -> None:
@@ -184,7 +190,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             first = min(first, progress.step)
             del results[progress.step - first :]
             continue
-        results.append(result)
+        results.append(replace(result, words=()))  # a number a rank: too much to keep
         progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
@@ -248,16 +254,16 @@ def _validate(training: Training, step: int, corpus: Corpus) -> Validation | Non
 
 def _say_saved(run: _Run) -> None:
     """A line for each save that has ended."""
-    report = run.report
     for saved in run.saver.reports():
         run.stopper.saved(saved.durable)
         run.life.post_save_checkpoint(run.training, saved)
         if saved.failure:
-            report.say(f"{saved}; earlier checkpoints are whole", "error")
+            run.failed[saved.step] = saved.failure
+            run.report.say(f"{saved}; earlier checkpoints are whole", "error")
         else:
-            report.say(f"Saved checkpoint {saved}")
+            run.report.say(f"Saved checkpoint {saved}")
         if saved.follow_up:
-            report.say(f"{saved.folder} stands, but then: {saved.follow_up}", "warning")
+            run.report.say(f"{saved.folder} stands, but then: {saved.follow_up}", "warning")
 
 
 def _is_due(config: Config, step: int) -> bool:

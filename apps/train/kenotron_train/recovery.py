@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from kenotron_ckpt import Saver, latest_step
+from kenotron_ckpt import Saver
+from kenotron_ckpt.folder import steps_in
 from kenotron_ckpt.together import on_first
 from kenotron_data import Batch, Cursor
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import Training
 from kenotron_train.blame import blame
 from kenotron_train.progress import Progress
-from kenotron_train.resume import load_run
+from kenotron_train.resume import NoCheckpoint, load_run
 from kenotron_train.step import StepResult
 
 
@@ -60,15 +61,26 @@ def go_back(
             f"optimizer.max_rollbacks is {most}: lower the learning rate or look at the data"
         )
     saver.finish()
-    folder, given = saver.folder, config.checkpoints.resume_checkpoint_path
-    if on_first(training.mesh, lambda: latest_step(folder)) is None:
-        if given is None or not Path(given).exists():
-            raise FloatingPointError(
-                f"step {step}: {found}; there is no checkpoint in {folder} to go back to: set "
-                "checkpoints.save_initial_state: true, or a shorter checkpoint_interval"
-            )
-        folder = Path(given)
-    before, about = load_run(training, folder)
+    before, about = _load_before(training, saver.folder, step, found)
     left_out = (*progress.left_out, progress.cursor)
     said = f"step {step} is undone, and its batch left out ({len(left_out)} of at most {most}): "
     return replace(before, left_out=left_out), said + about
+
+
+def _load_before(
+    training: Training, folder: Path, step: int, found: NonFinite
+) -> tuple[Progress, str]:
+    """Load the newest checkpoint before a step: the folder may hold later ones, of another try."""
+    given = training.config.checkpoints.resume_checkpoint_path
+
+    def earlier() -> list[int]:
+        return [each for each in steps_in(folder) if each < step] if folder.is_dir() else []
+
+    names = [folder / str(each) for each in sorted(on_first(training.mesh, earlier), reverse=True)]
+    for path in (*names, *([Path(given)] if given is not None and Path(given).exists() else [])):
+        with suppress(NoCheckpoint):
+            return load_run(training, path)
+    raise FloatingPointError(
+        f"step {step}: {found}; there is no checkpoint in {folder} to go back to: set "
+        "checkpoints.save_initial_state: true, or a shorter checkpoint_interval"
+    )

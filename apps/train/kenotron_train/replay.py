@@ -47,7 +47,8 @@ def replay(mesh: Mesh, config: Config, step: int, loader: Hook | None = None) ->
     run = Path(config.checkpoints.checkpoints_path)
     training = build_training(_apart(config, run, step, mesh), mesh)
     progress, remark = resume(training)
-    with Report(training.config, mesh, progress.step + 1) as report:
+    with Report(training.config, mesh) as report:
+        report.begin(progress.step + 1)
         report.say(f"Replay of step {step}. {remark}")
         feed = Feed(training, report, loader, None)
         try:

@@ -26,25 +26,44 @@ class Report:
     """Speaks for the whole run; every rank has one and only the first rank's is heard.
 
     Lines look like Nanotron's. ``metrics.jsonl`` in the checkpoints folder has full precision.
-    Use as a context manager: it owns the file, the trackers and the progress bar.
+    Use as a context manager: it owns the file, the trackers and the progress bar, from ``begin``
+    on.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, first_step: int) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._speaks = config, mesh.rank == 0
         self._level = LEVELS.index(config.logging.log_level)
         coords = mesh.coords
         self._place = f"DP={coords['dp']}|PP={coords['pp']}|TP={coords['tp']}"
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar: ProgressBar | None = None
+        self._journal: Journal | None = None
+        self._trackers: Trackers | None = None
+        if self._speaks:
+            if isinstance(sys.stdout, io.TextIOWrapper):
+                sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
+            self._meter = Meter(config, mesh.device)
+
+    def begin(self, first_step: int) -> None:
+        """Open the files in the run's folder, which must be this run's alone."""
         if not self._speaks:
             return
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
-        self._meter = Meter(config, mesh.device)
+        config = self._config
         self._journal = Journal(Path(config.checkpoints.checkpoints_path), first_step)
+        if self._journal.aside is not None:
+            self.say(f"Metrics of an earlier run are kept in {self._journal.aside}", "warning")
         self._trackers = Trackers(config, first_step, lambda text: self.say(text, "warning"))
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._bar = ProgressBar(self._console, config.tokens.train_steps, first_step)
+
+    def close(self) -> None:
+        """Close files, trackers and the bar; what a tracker has to send is waited for."""
+        if self._bar is not None:
+            self._bar.stop()
+        if self._journal is not None:
+            self._journal.close()
+        if self._trackers is not None:
+            self._trackers.close()
 
     def __enter__(self) -> Report:
         return self
@@ -55,11 +74,7 @@ class Report:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._speaks:
-            if self._bar is not None:
-                self._bar.stop()
-            self._journal.close()
-            self._trackers.close()
+        self.close()
 
     def say(self, text: str, level: str = "info") -> None:
         """Print a line (or several) with time and place."""
@@ -71,7 +86,7 @@ class Report:
 
     def step(self, figures: StepFigures) -> None:
         """Report a finished step: one metrics object, and a line at the configured interval."""
-        if not self._speaks:
+        if self._journal is None or self._trackers is None:
             return
         step, result, validation = figures.step, figures.result, figures.validation
         if result.nonfinite is not None:
@@ -92,8 +107,9 @@ class Report:
 
     def rewind(self, step: int) -> None:
         """The steps after this one are made anew: forget their metrics."""
-        if self._speaks:
+        if self._journal is not None and self._trackers is not None:
             self._journal.rewind(step)
+            self._trackers.rewind(step)
 
     def _line(self, figures: StepFigures) -> str:
         result, seconds = figures.result, figures.times.step

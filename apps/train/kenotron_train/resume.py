@@ -20,6 +20,7 @@ from kenotron_ckpt import (
 )
 from kenotron_ckpt.together import on_first
 from kenotron_dist import Mesh, TensorLayout, check_replicas, named_parameters
+from kenotron_dist.launch import restarts
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.initial import load_initial
@@ -103,7 +104,7 @@ def resume(training: Training) -> tuple[Progress, str]:
         return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
     try:
         progress, remark = load_run(training, given, optimizer=checkpoints.load_optimizer)
-    except _NoCheckpoint as error:
+    except NoCheckpoint as error:
         fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
         raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
     if not checkpoints.load_lr_scheduler:
@@ -111,7 +112,7 @@ def resume(training: Training) -> tuple[Progress, str]:
     return progress, remark + fetched
 
 
-class _NoCheckpoint(ValueError):
+class NoCheckpoint(ValueError):
     """There is none, or none that is whole."""
 
 
@@ -126,7 +127,7 @@ def load_run(training: Training, path: Path, *, optimizer: bool = True) -> tuple
         with mesh.pulse.busy("verifying a checkpoint"):
             checkpoint = open_checkpoint(path, mesh, select=_counts(optimizer))
     except ValueError as error:
-        raise _NoCheckpoint(str(error)) from error
+        raise NoCheckpoint(str(error)) from error
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)
@@ -164,11 +165,13 @@ def going_on(config: Config, mesh: Mesh) -> Config:
     """The config of a run that goes on where ``checkpoints_path`` has checkpoints of it.
 
     So the same command starts a run and goes on with it. A checkpoint in that folder that the
-    config names counts as given: somebody goes back. Collective over the mesh.
+    config names counts as given: somebody goes back. A launcher that starts the run again does not.
+    Collective over the mesh.
     """
     checkpoints = config.checkpoints
     folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
     inside = given is not None and folder.resolve() in (p := Path(given).resolve(), p.parent)
+    inside = inside and restarts() == 0
     sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
 
     def has_begun() -> bool:

@@ -10,6 +10,20 @@ from pathlib import Path
 from kenotron_train.config import Config
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")
+_SET = {  # options of sbatch that the script has, and what sets them
+    "nodes": "give --nodes",
+    "job-name": "give --job-name",
+    "ntasks": "change parallelism.dp, pp or tp",
+    "ntasks-per-node": "give --gpus-per-node",
+    "gpus-per-node": "give --gpus-per-node",
+    "cpus-per-task": "give --cpus-per-task",
+    "time": "give --time",
+    "signal": "give --stop-before",
+    "requeue": "give --retries",
+    "no-requeue": "give --retries 0",
+    "output": "look into the folder of the job, below checkpoints_path,",
+    "open-mode": "look into the folder of the job, below checkpoints_path,",
+}
 _UNITS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
@@ -77,6 +91,9 @@ class SlurmJob:
                 f"{self.stop_before} s, or up to 60 s more, before it is over: give more time or "
                 "a smaller --stop-before"
             )
+        for option, _ in self.options:
+            if option in _SET:
+                raise ValueError(f"--sbatch {option}: the script has it; {_SET[option]} instead")
         for option, value in (("job-name", self.name), *self.options):
             if not re.fullmatch(r"[a-z][a-z-]*", option) or not value.isprintable():
                 raise ValueError(

@@ -20,6 +20,8 @@ _FIRST_SAVE = 2.0
 """Seconds that a save is thought to take before there was one, with ``_SPEED``."""
 _SPEED = 1e8
 """Bytes a second and rank that reach the disk, until it is known."""
+_READ_SPEED = 5e8
+"""Bytes a second at which one process reads a checkpoint back."""
 _MARGIN = 1.5
 """Saves and steps may take so many times the longest ones."""
 
@@ -28,12 +30,13 @@ class Stopper:
     """Whether the run ends after this step.
 
     Arguments: the signals of this rank; when the time is over (of ``time.time``; inf: never);
-    bytes that this rank writes in a save.
+    bytes that this rank writes in a save; how many ranks do.
     """
 
-    def __init__(self, signals: Signals, deadline: float, nbytes: int) -> None:
+    def __init__(self, signals: Signals, deadline: float, nbytes: int, ranks: int = 1) -> None:
         self._signals, self._deadline = signals, deadline
         self._save = _FIRST_SAVE + nbytes / _SPEED
+        self._read = nbytes * ranks / _READ_SPEED
         self._step, self._known = 0.0, False
         self._began = time.monotonic()
         self.reason = ""
@@ -68,7 +71,11 @@ class Stopper:
         self._known = True
 
     def _is_late(self) -> bool:
-        """Whether one more step might leave too little time for a save."""
+        """Whether one more step might leave too little time to end the run.
+
+        A save that is under way is waited for, one more is made, and it is read back.
+        """
         if math.isinf(self._deadline):
             return False
-        return time.time() + _MARGIN * (self._save + self._step) > self._deadline
+        end = self._step + 2 * self._save + self._read
+        return time.time() + _MARGIN * end > self._deadline

@@ -6,6 +6,7 @@ any, and one that fails is left behind: it never ends a training.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -29,6 +30,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Figures of a step, by name; names have slashes."""
+
+    def rewind(self, step: int) -> str:
+        """Forget the steps after this one; a sentence where that cannot be, else nothing."""
 
     def close(self) -> None:
         """Write all that waits; called once."""
@@ -67,8 +71,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(config.checkpoints.checkpoints_path) / "tensorboard"
-        purge = first_step if first_step > 1 else None
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._open = functools.partial(SummaryWriter, str(folder))
+        self._writer = self._open(purge_step=first_step if first_step > 1 else None)
         self._writer.add_text("config", f"```yaml\n{dump_config(config)}\n```", first_step - 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -76,6 +80,12 @@ class TensorBoard:
         for name, value in scalars.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
+
+    def rewind(self, step: int) -> str:
+        """Mark the events after the step as replaced."""
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
+        return ""
 
     def close(self) -> None:
         """Write what waits."""
@@ -106,6 +116,10 @@ class Wandb:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """All figures of the step at once."""
         self._run.log(dict(scalars), step=step)
+
+    def rewind(self, step: int) -> str:
+        """There is no way back in a history of W&B."""
+        return f"wandb keeps what it had of steps after {step}, and ignores them made anew"
 
     def close(self) -> None:
         """End the run and wait until it is written or sent.
@@ -141,6 +155,16 @@ class Trackers:
         for name, tracker in list(self._open.items()):
             try:
                 tracker.log(step, scalars)
+            except Exception as error:
+                del self._open[name]
+                self._lost(name, error)
+
+    def rewind(self, step: int) -> None:
+        """The steps after this one are made anew."""
+        for name, tracker in list(self._open.items()):
+            try:
+                if kept := tracker.rewind(step):
+                    self._complain(f"{kept}; metrics.jsonl has the run as it goes on")
             except Exception as error:
                 del self._open[name]
                 self._lost(name, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 from kenotron_data import Batch
@@ -114,7 +115,8 @@ class Watching:
             validation=validation,
             layers=self._layers.collect() if self._layers is not None else {},
         )
-        self._steps.append(figures)
+        # All steps are kept: without what is as long as there are ranks or layers.
+        self._steps.append(replace(figures, result=replace(result, words=()), layers={}))
         self._report.step(figures)
         self._profile.step()
 

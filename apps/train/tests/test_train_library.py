@@ -62,7 +62,7 @@ class Diary(LifeCycle):
 
 def test_seven_moments_are_called_on_every_rank(tmp_path: Path) -> None:
     config = configure(tmp_path, parallelism__pp=2, checkpoints__checkpointing_engine="torch")
-    results = train(config, hooks=[Diary(tmp_path)])
+    results = train(config, hooks=[Diary(tmp_path)]).results
     assert [r.loss for r in results] == [step["lm_loss"] for step in runs.metrics(tmp_path)]
     want = [["pre_init", 6], ["post_init", 0], ["pre_training", 0]]
     for step in range(1, 7):
@@ -97,7 +97,7 @@ class Spoil(LifeCycle):
 @pytest.mark.parametrize("sizes", [TP4, {"parallelism__dp": 2}, {"parallelism__pp": 2}], ids=str)
 def test_a_sound_run_passes_all_checks(sizes: dict, tmp_path: Path) -> None:
     checked = {"general__ignore_sanity_checks": "false"}
-    assert len(train(configure(tmp_path, **sizes, **checked))) == 6
+    assert len(train(configure(tmp_path, **sizes, **checked)).results) == 6
 
 
 def test_a_rank_that_differs_is_named_with_the_parameter(tmp_path: Path) -> None:

@@ -166,3 +166,15 @@ def test_the_first_module_that_is_not_finite_is_named(layout: str, tmp_path: Pat
     config = configure(tmp_path, layout, optimizer__nonfinite="error")
     with pytest.raises(RankError, match=r"first module: layers\.1\.attention\.out"):
         run(broken, config, "layers.1.attention.out.weight")
+
+
+def test_a_run_that_went_back_never_returns_to_what_came_after(tmp_path: Path) -> None:
+    often = {"checkpoints__checkpoint_interval": 2}
+    run(train, configure(tmp_path, "one", **often), -7)
+    given = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/2"}
+    for step in (2, 4, 6):
+        assert (tmp_path / f"checkpoints/{step}").is_dir()
+    other = {"optimizer__learning_rate_scheduler__learning_rate": 1e-3}
+    got = run(train, configure(tmp_path, "one", **often, **given, **other), 16)
+    assert len(got) == 4  # 3 to 6: from 4, not from the other branch's 6
+    assert [step["step"] for step in runs.metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]

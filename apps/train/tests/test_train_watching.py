@@ -19,7 +19,7 @@ import torch
 
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
-from kenotron_train import benchmark, figures, journal
+from kenotron_train import benchmark, figures
 from kenotron_train.config import Config
 from kenotron_train.figures import Memory, Meter, StepFigures
 from kenotron_train.loop import train
@@ -143,20 +143,6 @@ def test_a_run_writes_what_it_took(tmp_path: Path) -> None:
     assert all(s["tokens_per_sec"] == s["tokens"] / s["step_time_s"] for s in steps)
     saved = [s["save_blocked_s"] > 1e-3 for s in steps]
     assert saved == [False, False, True, False, False, True]
-
-
-def test_a_journal_that_goes_on_drops_steps_done_again_and_cut_lines(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": i, "lm_loss": i / 2}) for i in (1, 2, 3)]
-    path.write_text("\n".join(lines) + '\n{"step": 4, "lm_')
-    book = journal.Journal(tmp_path, 3)
-    book.write({"step": 3, "lm_loss": 9.0})
-    book.close()
-    assert [(s["step"], s["lm_loss"]) for s in journal.read_journal(path)] == [
-        (1, 0.5), (2, 1.0), (3, 9.0),
-    ]  # fmt: skip
-    journal.Journal(tmp_path, 1).close()
-    assert path.read_text() == ""
 
 
 def test_the_table_has_nanotrons_columns_and_a_line_a_run(tmp_path: Path) -> None:

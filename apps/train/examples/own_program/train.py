@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Mesh, shutdown
 from kenotron_models import Context
-from kenotron_train import LifeCycle, OwnData, train
+from kenotron_train import STOPPED, LifeCycle, OwnData, train
 from kenotron_train.assemble import Training
 from kenotron_train.config import Config
 from kenotron_train.progress import Progress
@@ -62,6 +62,8 @@ def sample(i: int) -> list[int]:
 
 if __name__ == "__main__":
     try:
-        train(sys.argv[1], model=layers, loader=OwnData(sample, samples=500), hooks=[Watch()])
+        data = OwnData(sample, samples=500)
+        outcome = train(sys.argv[1], model=layers, loader=data, hooks=[Watch()])
+        sys.exit(STOPPED if outcome.stopped else 0)  # so launchers see that it can go on
     finally:
         shutdown()

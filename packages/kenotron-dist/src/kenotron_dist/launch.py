@@ -80,6 +80,14 @@ def launcher() -> str:
     return resolve(os.environ).launcher
 
 
+def restarts() -> int:
+    """How often the launcher has started this program again; 0 at the first start.
+
+    torchrun counts restarts after failures, Slurm those of a job that was put back into the queue.
+    """
+    return resolve(os.environ).restart_count
+
+
 def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
     """Let torchrun end its report with this failure; other launchers have no place for it.
 

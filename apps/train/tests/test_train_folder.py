@@ -1,0 +1,109 @@
+"""A run's folder: one run writes there, what another left stays, and where a start begins."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runs
+
+from kenotron_ckpt import SaveFailed
+from kenotron_ckpt.lock import FolderLock
+from kenotron_dist import Mesh
+from kenotron_train import journal, loop, resume
+from kenotron_train.config import Config
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+
+def configure(folder: Path, **changes: object) -> Config:
+    changes = {"tokens__limit_val_batches": 0} | changes
+    return load_config(DEFAULT_CONFIG, runs.arguments(folder, **changes)[1::2])
+
+
+def test_a_second_run_in_a_folder_touches_nothing_of_the_first(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    section = {"logging__trackers": "[tensorboard]"}
+    lock = FolderLock(folder)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "lm_loss": 2.0}\n')
+    open_file = metrics.open("a")  # as the run that goes on has it
+    with pytest.raises(ValueError, match="is being written by another run"):
+        loop.train(Mesh.connect(), configure(tmp_path, **section))
+    open_file.write('{"step": 2, "lm_loss": 1.0}\n')
+    open_file.close()
+    assert [step["step"] for step in runs.metrics(tmp_path)] == [1, 2]
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "writer.lock"]
+    lock.release()
+
+
+def test_a_journal_that_goes_on_drops_steps_done_again_and_cut_lines(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": i, "lm_loss": i / 2}) for i in (1, 2, 3)]
+    path.write_text("\n".join(lines) + '\n{"step": 4, "lm_')
+    book = journal.Journal(tmp_path, 3)
+    book.write({"step": 3, "lm_loss": 9.0})
+    book.close()
+    assert [(s["step"], s["lm_loss"]) for s in journal.read_journal(path)] == [
+        (1, 0.5), (2, 1.0), (3, 9.0),
+    ]  # fmt: skip
+    book = journal.Journal(tmp_path, 1)
+    book.close()
+    assert path.read_text() == "" and book.aside == tmp_path / "metrics.1.jsonl"
+    assert [s["step"] for s in journal.read_journal(book.aside)] == [1, 2, 3]
+
+
+def test_metrics_of_a_run_without_checkpoints_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"tokens__train_steps": 2, "checkpoints__save_final_state": False}
+    for number in range(3):
+        loop.train(Mesh.connect(), configure(tmp_path, **short))
+        said = capsys.readouterr().out
+        assert (f"kept in {tmp_path}/checkpoints/metrics.{number}.jsonl" in said) == (number > 0)
+    for name in ("metrics.jsonl", "metrics.1.jsonl", "metrics.2.jsonl"):
+        lines = (tmp_path / "checkpoints" / name).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = Mesh.connect()
+    loop.train(mesh, configure(tmp_path))
+    back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/3"}
+    config = configure(tmp_path, **back, checkpoints__load_optimizer=False)
+    assert resume.going_on(config, mesh) == config
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29999")
+    again = resume.going_on(config, mesh).checkpoints
+    folder = config.checkpoints.checkpoints_path
+    assert again == replace(config.checkpoints, resume_checkpoint_path=folder, load_optimizer=True)
+
+
+class InTheWay(LifeCycle):
+    """A file where a checkpoint shall be."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def pre_save_checkpoint(self, training, progress) -> None:
+        if progress.step == self.step:
+            folder = Path(training.config.checkpoints.checkpoints_path)
+            (folder / str(self.step)).write_text("")
+
+
+@pytest.mark.parametrize("engine", ["torch", "datastates"])
+def test_a_run_without_its_last_checkpoint_has_failed(engine: str, tmp_path: Path) -> None:
+    config = configure(tmp_path, checkpoints__checkpointing_engine=engine)
+    with pytest.raises(SaveFailed, match="over, but without its last checkpoint: .*checkpoints/6"):
+        loop.run(Mesh.connect(), config, hooks=(InTheWay(6),))
+    (tmp_path / "other").mkdir()
+    other = configure(tmp_path / "other", checkpoints__checkpointing_engine=engine)
+    outcome = loop.run(Mesh.connect(), other, hooks=(InTheWay(3),))  # one of several: a line
+    assert len(outcome.results) == 6
