@@ -54,6 +54,8 @@ class Attention(nn.Module):
         check_backend(spec.attention)
         self.spec: DecoderSpec = spec
         self.layer, self.axis = layer, axis
+        # Asked for here: a program that reads the layer's number is one for that layer alone.
+        self.rotates, self.window = spec.rotates(layer), spec.window_of(layer)
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
         kv = Chunk(kv_heads * width, parts=kv_heads)
@@ -90,7 +92,7 @@ class Attention(nn.Module):
 
         To be called before a compiled ``forward``, which is then the same code for all layers.
         """
-        if self.spec.rotates(self.layer):
+        if self.rotates:
             self._angles(context)
         prepare(self._sight(context), self.spec.attention)
 
@@ -116,7 +118,7 @@ class Attention(nn.Module):
         if self.spec.qk_norm:
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        if self.spec.rotates(self.layer):
+        if self.rotates:
             cos, sin = self._angles(context)
             qk = rotate(qk, cos, sin, interleaved=self.spec.rope_interleaved)  # both at once
         return qk.to(qkv.dtype)
@@ -128,19 +130,19 @@ class Attention(nn.Module):
         if cache is not None:
             cache.extend(self.layer, k, v, context.positions_BS)
             if cache.used > q.shape[1]:
-                window, places = spec.window_of(self.layer), context.positions_BS
+                window, places = self.window, context.positions_BS
                 seen = context.once(("seen", window), lambda: cache.seen(places, window))
                 return cache.attend(self.layer, q, seen, spec.scale)
-        first_head = self.axis.rank * self.heads
-        return attend(
-            q,
-            k,
-            v,
-            self._sight(context),
-            scale=spec.scale,
-            backend=spec.attention,
-            dropout=dropout_of(context, spec.attention_dropout, self.layer, first_head),
-        )
+        if spec.attention_dropout:
+            return self.attend_with_dropout(q, k, v, context)
+        return attend(q, k, v, self._sight(context), scale=spec.scale, backend=spec.attention)
+
+    def attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """``attend`` with this layer's dropout, in a step that has any."""
+        spec, first_head = self.spec, self.axis.rank * self.heads
+        dropout = dropout_of(context, spec.attention_dropout, self.layer, first_head)
+        sight = self._sight(context)
+        return attend(q, k, v, sight, scale=spec.scale, backend=spec.attention, dropout=dropout)
 
     def _angles(self, context: Context) -> tuple[Tensor, Tensor]:
         width, theta, scaling = self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling
@@ -152,4 +154,4 @@ class Attention(nn.Module):
         )
 
     def _sight(self, context: Context) -> Sight:
-        return Sight(context, self.spec.window_of(self.layer), self.spec.separate_documents)
+        return Sight(context, self.window, self.spec.separate_documents)

@@ -59,6 +59,12 @@ class DecoderLayer(nn.Module):
         the same for all of them.
         """
         keep_out_of_programs()
+        # Keys of dropout are of one layer and one step: no program is made for each of them.
+        if self.dropout:
+            self._drop_some = torch.compiler.disable(self._drop_some)
+        if self.attention.spec.attention_dropout:
+            disabled = torch.compiler.disable(self.attention.attend_with_dropout)
+            self.attention.attend_with_dropout = disabled
         self._layer = torch.compile(self._layer, *args, **kwargs)
         self._compiled = True
 
@@ -80,6 +86,9 @@ class DecoderLayer(nn.Module):
         return x + self._drop(self.mlp(self.mlp_norm(x), context.tokens), context, "mlp")
 
     def _drop(self, x: Tensor, context: Context, block: str) -> Tensor:
+        return self._drop_some(x, context, block) if self.dropout else x
+
+    def _drop_some(self, x: Tensor, context: Context, block: str) -> Tensor:
         return drop_features(
             x,
             self.dropout,
