@@ -166,11 +166,12 @@ def _seconds(text: str) -> float:
 
 
 def _duration(text: str) -> float:
-    """Seconds in ``90``, ``1:30``, ``02:00:00`` or ``1-02:00:00`` (a day and two hours)."""
+    """Seconds in ``90``, ``1:30``, ``02:00:00``, ``1-2`` or ``1-02:00:00`` (a day, two hours)."""
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     try:
-        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+        whole = [*parts, *["0"] * (3 - len(parts))] if dash else parts  # as Slurm: hours come first
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(whole)))
         seconds += 86400 * int(days) if dash else 0
     except ValueError:
         seconds = math.nan

@@ -18,6 +18,7 @@ from kenotron_ckpt import (
     open_checkpoint,
     verify_files,
 )
+from kenotron_ckpt.folder import is_nanotron, steps_in
 from kenotron_ckpt.together import on_first
 from kenotron_dist import Mesh, TensorLayout, check_replicas, named_parameters
 from kenotron_dist.launch import restarts
@@ -170,8 +171,13 @@ def going_on(config: Config, mesh: Mesh) -> Config:
     """
     checkpoints = config.checkpoints
     folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
-    inside = given is not None and folder.resolve() in (p := Path(given).resolve(), p.parent)
-    inside = inside and restarts() == 0
+    inside = given is not None and restarts() == 0 and _is_step_of(Path(given), folder)
+    if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
+        raise ValueError(
+            f"checkpoints.checkpoints_path: {folder} has checkpoints of Nanotron ({theirs}), which "
+            "would be written over: give another folder; `python -m kenotron_ckpt import-nanotron` "
+            "makes a checkpoint there that resume_checkpoint_path may name"
+        )
     sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
 
     def has_begun() -> bool:
@@ -186,6 +192,19 @@ def going_on(config: Config, mesh: Mesh) -> Config:
         load_lr_scheduler=True,
     )
     return replace(config, checkpoints=own)
+
+
+def _is_step_of(path: Path, folder: Path) -> bool:
+    """Whether a path is a run folder itself or one of its steps."""
+    path, folder = path.resolve(), folder.resolve()
+    return path == folder or (path.parent == folder and path.name.isdecimal())
+
+
+def _of_nanotron(folder: Path) -> str:
+    """The newest step folder that is Nanotron's; empty when none is."""
+    steps = steps_in(folder) if folder.is_dir() else []
+    theirs = [str(step) for step in steps if is_nanotron(folder / str(step))]
+    return theirs[-1] if theirs else ""
 
 
 def check_saved(saver: Saver, step: int) -> None:
@@ -227,7 +246,7 @@ def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
     changed = [
         f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
         for name, value in state["model_config"].items()
-        if name not in NO_EFFECT and given.get(name) != value
+        if name not in NO_EFFECT and not name.startswith("is_") and given.get(name) != value
     ]
     if changed:
         raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))

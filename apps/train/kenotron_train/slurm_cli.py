@@ -95,6 +95,7 @@ def _job(given: argparse.Namespace, config: Config) -> SlurmJob:
         time=given.time,
         stop_before=given.stop_before,
         retries=given.retries,
+        stall_limit=given.stall_limit,
     )
 
 
@@ -178,5 +179,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="new starts after failures in a row, of ranks or nodes that were lost (default: 2)",
     )
+    add("--stall-limit", type=_count, metavar="SECONDS", help="as for a training (default: 300)")
     add("--dry-run", action="store_true", help="show the script; write and submit nothing")
     return parser

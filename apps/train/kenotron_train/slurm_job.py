@@ -48,6 +48,9 @@ class SlurmJob:
     retries: int = 2
     """How many failures in a row may be followed by a new start."""
 
+    stall_limit: int | None = None
+    """Seconds that a rank may let others wait; None: the training's default."""
+
     def tasks_per_node(self, config: Config) -> int:
         """Processes on each node. Raises ValueError when they do not fit the config's sizes."""
         sizes, world = config.parallelism, config.world_size
@@ -152,6 +155,7 @@ def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], c
         "srun": f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "",
         "python": shlex.quote(python),
         "program": shlex.quote(program),
+        "flags": f" --stall-limit {job.stall_limit}" if job.stall_limit else "",
     }
     text = TEMPLATE.read_text(encoding="utf-8").replace("{{requests}}\n" * (not asked), "")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)

@@ -123,7 +123,14 @@ class Watching:
     def finish(self) -> None:
         """Write the table of speeds, where one is asked for."""
         path = self._training.config.general.benchmark_csv_path
-        if not self._steps or (path is None and not self._benchmark):
+        if path is None and not self._benchmark:
+            return
+        if not self._steps:
+            self._report.say(
+                "Benchmark: no step was made, so there is no line: the run in "
+                "checkpoints.checkpoints_path is over; give another folder",
+                "error",
+            )
             return
         row = table_row(self._training, self._steps)
         listed = " | ".join(f"{column}: {value}" for column, value in row.items())

@@ -116,6 +116,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, worker: Worker) -> Path:
         shutil.copytree(folder / "model", folder / name)
     for name in ("runs/a", "runs/b"):
         shutil.copytree(folder / "checkpoints", folder / name)
+    rows = [json.dumps({"text": f"a line of text, number {i}"}) for i in range(400)]
+    (folder / "mine.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "def "}\n{"prompt": "class "}\n')
     return folder
 

@@ -86,6 +86,36 @@ def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
     assert again == replace(config.checkpoints, resume_checkpoint_path=folder, load_optimizer=True)
 
 
+def test_a_folder_of_nanotron_is_not_written_to(tmp_path: Path) -> None:
+    theirs = tmp_path / "checkpoints/6"
+    theirs.mkdir(parents=True)
+    (theirs / "checkpoint_metadata.json").write_text("{}")
+    for given in ("null", tmp_path / "checkpoints", theirs):
+        config = configure(tmp_path, checkpoints__resume_checkpoint_path=given)
+        with pytest.raises(ValueError, match=r"has checkpoints of Nanotron \(6\).*import-nanotron"):
+            loop.train(Mesh.connect(), config)
+    away = configure(
+        tmp_path,
+        checkpoints__checkpoints_path=tmp_path / "ours",
+        checkpoints__resume_checkpoint_path=theirs,
+    )
+    with pytest.raises(ValueError, match="it is a checkpoint of Nanotron: .*import-nanotron"):
+        loop.train(Mesh.connect(), away)
+    assert [path.name for path in theirs.iterdir()] == ["checkpoint_metadata.json"]
+
+
+def test_a_run_inside_the_folder_is_where_another_begins_once(tmp_path: Path) -> None:
+    mesh, inside = Mesh.connect(), tmp_path / "checkpoints/pre"
+    loop.train(mesh, configure(tmp_path, checkpoints__checkpoints_path=inside))
+    more = {"tokens__train_steps": 9, "checkpoints__resume_checkpoint_path": inside}
+    config = configure(tmp_path, **more)
+    assert resume.going_on(config, mesh) == config
+    loop.train(mesh, config)
+    assert resume.going_on(config, mesh).checkpoints.resume_checkpoint_path == str(
+        tmp_path / "checkpoints"
+    )
+
+
 class InTheWay(LifeCycle):
     """A file where a checkpoint shall be."""
 

@@ -70,6 +70,8 @@ def candidates(path: str | Path) -> list[Path]:
         raise ValueError(f"no checkpoint at {path}: it is a file; give the folder it lies in")
     if (path / MANIFEST).exists():
         return [path]
+    if is_nanotron(path):
+        raise ValueError(f"no checkpoint at {path}: {NANOTRONS}")
     steps = steps_in(path)
     if not steps and any(path.glob(SHARDS)):
         return [path]
@@ -117,11 +119,24 @@ def latest_named(folder: Path) -> int | None:
         return None
 
 
+NANOTRONS = (
+    "it is a checkpoint of Nanotron: `python -m kenotron_ckpt import-nanotron` makes one of ours "
+    "of it, in another folder"
+)
+
+
+def is_nanotron(step_folder: Path) -> bool:
+    """Whether a folder holds a checkpoint in Nanotron's layout."""
+    return (step_folder / "checkpoint_metadata.json").exists()
+
+
 def defect(step_folder: Path) -> str | None:
     """Why a step folder is not a complete checkpoint; None when it is one."""
     try:
         manifest = manifest_at(step_folder)
     except FileNotFoundError:
+        if is_nanotron(step_folder):
+            return NANOTRONS
         return f"it is half-written: there is no {MANIFEST}, so the save did not finish"
     except (OSError, ValueError) as error:
         return str(error)
