@@ -116,6 +116,24 @@ def test_a_run_inside_the_folder_is_where_another_begins_once(tmp_path: Path) ->
     )
 
 
+def test_one_model_under_two_names_goes_on(tmp_path: Path) -> None:
+    sizes = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4"
+    sizes += ", num_key_value_heads: 2, vocab_size: 257, max_position_embeddings: 128"
+    sizes += ", rope_theta: 10000.0, rms_norm_eps: 1e-5, tie_word_embeddings: false"
+    llama = f"{{is_llama_config: true, attention_bias: true, {sizes}}}"
+    qwen2 = f"{{is_qwen2_config: true, attention_bias: true, {sizes}}}"
+
+    def made(model: str, steps: int) -> list[dict]:
+        changes = {"model__model_config": model, "tokens__train_steps": steps}
+        base = runs.arguments(tmp_path, **changes)[1::2]
+        flags = [flag for flag in base if not flag.startswith("model.model_config.")]
+        loop.train(Mesh.connect(), load_config(DEFAULT_CONFIG, flags))
+        return runs.metrics(tmp_path)
+
+    made(llama, 3)
+    assert [step["step"] for step in made(qwen2, 6)] == [1, 2, 3, 4, 5, 6]
+
+
 class InTheWay(LifeCycle):
     """A file where a checkpoint shall be."""
 
