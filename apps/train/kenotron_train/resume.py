@@ -44,20 +44,25 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
     checkpoints = training.config.checkpoints
     engine = Saver if checkpoints.checkpointing_engine == "datastates" else BlockingSaver
     pool = checkpoints.datastates or DataStatesConfig()
-    saver = engine(
-        checkpoints.checkpoints_path,
-        training.mesh,
-        every=checkpoints.checkpoint_interval,
-        keep=checkpoints.keep_last,
-        keep_every=checkpoints.keep_every,
-        pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
-        pin=pool.pin_host_cache,
-        threads=pool.parser_threads,
-        verify=checkpoints.verify_after_write,
-        on_commit=uploads.submit,
-        busy=uploads.holds,
-        on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
-    )
+    try:
+        saver = engine(
+            checkpoints.checkpoints_path,
+            training.mesh,
+            every=checkpoints.checkpoint_interval,
+            keep=checkpoints.keep_last,
+            keep_every=checkpoints.keep_every,
+            pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
+            pin=pool.pin_host_cache,
+            threads=pool.parser_threads,
+            verify=checkpoints.verify_after_write,
+            on_commit=uploads.submit,
+            busy=uploads.holds,
+            on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
+        )
+    except OSError as error:
+        raise OSError(
+            f"{error}; change checkpoints.checkpoints_path to a folder that can be written"
+        ) from error
     saver.reserve(_records(training))
     return saver
 

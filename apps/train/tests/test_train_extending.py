@@ -78,7 +78,7 @@ def test_the_example_trains_the_same_on_every_layout(tmp_path: Path) -> None:
         changes |= {"tokens__train_steps": 4, "model__model_config__tie_word_embeddings": "true"}
         flags = runs.arguments(tmp_path / name, **changes)
         config = load_config(DEFAULT_CONFIG, flags[1::2])
-        return [result.loss for result in train(config, model=gpt2.layers)]
+        return [result.loss for result in train(config, model=gpt2.layers).results]
 
     alone = losses("one")
     assert losses("cut", tp=2) == pytest.approx(alone, rel=1e-5)
