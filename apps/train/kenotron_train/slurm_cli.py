@@ -121,18 +121,15 @@ def _warn(job: SlurmJob, config: Config) -> None:
         )
 
 
-def _count(text: str) -> int:
+def _count(text: str, least: int = 1) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 
 def _whole(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is less than 0")
-    return value
+    return _count(text, least=0)
 
 
 def _parser() -> argparse.ArgumentParser:

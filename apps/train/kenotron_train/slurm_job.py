@@ -47,7 +47,6 @@ class SlurmJob:
     """Seconds before the end of the time at which the ranks are told to save and end."""
     retries: int = 2
     """How many failures in a row may be followed by a new start."""
-
     stall_limit: int | None = None
     """Seconds that a rank may let others wait; None: the training's default."""
 

@@ -6,7 +6,6 @@ import csv
 import json
 import multiprocessing
 import os
-import pty
 import re
 import statistics
 import subprocess
@@ -26,8 +25,6 @@ from kenotron_train.loop import train
 from kenotron_train.step import StepResult, real_tokens
 from kenotron_train.stopwatch import StepTimes, Stopwatch
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
-
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def config_of(folder: Path, **changes: object) -> Config:
@@ -235,49 +232,6 @@ def test_memory_of_a_process_is_what_the_system_says() -> None:
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024 / 1e9
     assert Memory.of(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
     assert figures.short(999.6) == "1e+03"
-
-
-def on_terminal(folder: Path, columns: int, **environ: str) -> str:
-    """What a run writes to a terminal of so many columns."""
-    command = [sys.executable, str(runs.APP), *runs.arguments(folder)]
-    main, side = pty.openpty()
-    given = {"COLUMNS": str(columns), "LINES": "24", "TERM": "xterm-256color"}
-    process = subprocess.Popen(
-        command, stdout=side, stderr=subprocess.STDOUT, cwd=folder, env=os.environ | given | environ
-    )
-    os.close(side)
-    written = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # the other end is closed
-            break
-        if not part:
-            break
-        written += part
-    os.close(main)
-    assert process.wait(60) == 0
-    return written.decode(errors="replace")
-
-
-@pytest.mark.parametrize("columns", [80, 60])
-def test_the_bar_is_one_line_of_a_terminal(columns: int, tmp_path: Path) -> None:
-    text = on_terminal(tmp_path, columns)
-    drawn = [
-        line for line in re.split(r"[\r\n]+", ESCAPES.sub("", text)) if re.match(r"\s*\d/6 ", line)
-    ]
-    assert drawn
-    assert max(map(len, drawn)) <= columns
-    last = drawn[-1]
-    assert re.match(r"\s*6/6 .*loss \d\.\d{3}", last)
-    assert columns < 80 or re.search(r"tok/s .*FLOP/s +done", last)
-    assert "\x1b[38;5;" in text or "\x1b[3" in text
-
-
-def test_no_color_means_none(tmp_path: Path) -> None:
-    text = on_terminal(tmp_path, 80, NO_COLOR="1")
-    assert "6/6" in text
-    assert not re.search(r"\x1b\[[0-9;]*(?:3[0-7]|38)[0-9;]*m", text)
 
 
 def test_a_file_gets_plain_lines(tmp_path: Path) -> None:
