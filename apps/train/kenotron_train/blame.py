@@ -5,24 +5,22 @@ Shapes: T = B * S rows of a micro-batch.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kenotron_ckpt.together import on_first
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, gather_objects
 from kenotron_dist.rng import counter_key
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import Training
+from kenotron_train.feed import OpenStage
+from kenotron_train.progress import Progress
 from kenotron_train.step import contexts_of, global_count, loss_fn
-
-FOLDER = "nonfinite"
-"""Folder of the records, in ``checkpoints_path``."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +30,12 @@ class Blame:
     step: int
     cursor: Cursor
     """Place in the data where the batch begins."""
+    left_out: tuple[Cursor, ...]
+    """Where the batches begin that the run had left out before it."""
     samples: list[int]
-    """Numbers of the global batch's samples, as its data set counts them, sorted."""
+    """Places of the global batch's samples in the order of training, sorted."""
+    data: list[dict[str, Any]]
+    """Where each of them was read, see ``OpenStage.origins``."""
     module: str
     """The first module with a value that is not finite; with a gradient, if all values are."""
     found: NonFinite
@@ -49,32 +51,36 @@ class Blame:
             "ranks": list(found.ranks),
             "module": self.module,
             "cursor": self.cursor.to_dict(),
+            "left_out": [cursor.to_dict() for cursor in self.left_out],
             "samples": self.samples,
+            "data": self.data,
         }
 
-    def write(self, folder: Path, mesh: Mesh) -> Path:
-        """Write the record below a run folder, on the first rank; its path."""
-        path = folder / FOLDER / f"step-{self.step}.json"
-        if mesh.rank == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fresh = path.with_suffix(".new")
-            fresh.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
-            fresh.replace(path)
-        return path
 
+@dataclass(frozen=True)
+class Taken:
+    """A batch, and where it was taken from."""
 
-def blame(training: Training, batch: Batch, step: int, cursor: Cursor, found: NonFinite) -> Blame:
-    """Look for the cause of a step that is not finite. Parameters must be as they were before it.
+    batch: Batch
+    stage: OpenStage
+    progress: Progress
+    """How far the run is; its cursor is where the batch begins."""
 
-    Collective over the mesh: the batch goes through the model once more.
-    """
-    return Blame(
-        step,
-        cursor,
-        samples_of(batch, training.mesh),
-        _module(training, batch, step) or _owner(found),
-        found,
-    )
+    def blame(self, training: Training, found: NonFinite) -> Blame:
+        """Look for the cause of a step that is not finite. Parameters must be as before it.
+
+        Collective over the mesh: the batch goes through the model once more.
+        """
+        step = self.progress.step + 1
+        return self.about(training, _module(training, self.batch, step) or _owner(found), found)
+
+    def about(self, training: Training, module: str, found: NonFinite) -> Blame:
+        """What is known of the step without looking at it. Collective over the mesh."""
+        progress, samples = self.progress, samples_of(self.batch, training.mesh)
+        with training.mesh.pulse.busy("looking for samples in their files"):
+            data = on_first(training.mesh, lambda: self.stage.origins(samples))
+        step, cursor = progress.step + 1, progress.cursor
+        return Blame(step, cursor, progress.left_out, samples, data, module, found)
 
 
 def samples_of(batch: Batch, mesh: Mesh) -> list[int]:

@@ -34,7 +34,7 @@ from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.reference import config_reference
-from kenotron_train.replay import replay
+from kenotron_train.replay import replay, step_or_record
 from kenotron_train.report_cli import report_main
 from kenotron_train.slurm_cli import slurm_main
 from kenotron_train.stopping import STOPPED
@@ -109,7 +109,7 @@ def _train(
     loader: Hook | None,
     is_prepared: bool,
     deadline: float,
-    replayed: int | None,
+    replayed: int | Path | None,
 ) -> str:
     """What every rank does; why it stopped before the last step, if it did.
 
@@ -214,9 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--replay-step",
-        type=int,
-        metavar="N",
-        help="do not train: make step N again from the checkpoint before it, and show its gradient",
+        type=step_or_record,
+        metavar="N or FILE",
+        help="do not train: make step N, or that of a record in nonfinite, again from the "
+        "checkpoint before it, and show its gradient",
     )
     parser.add_argument(
         "--time-limit",

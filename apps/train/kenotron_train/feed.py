@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kenotron_data import Batch, Cursor, IterableLoader, Loader
+from kenotron_data.order import ordered_indices
+from kenotron_data.rows import describe, source_names, source_of
 from kenotron_train.assemble import Training
 from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
 from kenotron_train.own_data import Hook
@@ -48,7 +53,8 @@ class Feed:
         self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
         if corpus.about:
             self._report.say(corpus.about)
-        return OpenStage(number, corpus, loader, config.sequence_of(number))
+        seed = config.data_stages[number].data.seed
+        return OpenStage(number, corpus, loader, config.sequence_of(number), seed)
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,8 @@ class OpenStage:
     corpus: Corpus
     loader: Loader | IterableLoader
     sequence: int
+    seed: int
+    """Of the order in which samples are read."""
 
     def next_batch(self, step: int) -> Batch:
         """The batch of a step. Raises ValueError at the end of the data, or for another length."""
@@ -76,3 +84,21 @@ class OpenStage:
                 f"{self.sequence} needs {self.sequence + 1}"
             )
         return batch
+
+    def origins(self, samples: list[int]) -> list[dict[str, Any]]:
+        """Where samples are read, given their places in the order of training.
+
+        Returns, for each: ``sample``, its place; ``index``, its number in the data set; ``source``,
+        of several; ``where``, what the data set says: file, document and token, or rows. Data
+        without an index are read in their order: the place says it all, and nothing is returned.
+        """
+        data = self.corpus.training
+        if not has_index(data):
+            return []
+        places = np.array(samples, dtype=np.int64)
+        indices = ordered_indices(data, places, self.seed, self.number)
+        names, sources = source_names(data), source_of(data, indices).tolist()
+        return [
+            {"sample": place, "index": i, "source": names[of], "where": describe(data, i)}
+            for place, i, of in zip(samples, indices.tolist(), sources, strict=True)
+        ]

@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any, TextIO
 
+from kenotron_train.run_folder import writing
+
 
 class Journal:
     """Writes ``metrics.jsonl`` in a folder, line by line.
@@ -18,17 +20,12 @@ class Journal:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        try:
+        with writing(f"cannot write metrics.jsonl in {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             self._path = folder / "metrics.jsonl"
             self.aside = _set_aside(self._path) if first_step == 1 else None
             """Where the file of an earlier run is now; None when there was none."""
             self._file = _continue(self._path, first_step)
-        except OSError as error:
-            raise OSError(
-                f"cannot write metrics.jsonl in {folder}: {error}; change "
-                "checkpoints.checkpoints_path to a folder that can be written"
-            ) from error
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Add a line; it is with the operating system when this returns."""

@@ -9,25 +9,25 @@ from functools import partial
 import torch
 
 from kenotron_ckpt import SaveFailed, Saver
-from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening, named_parameters
 from kenotron_dist.hashing import key
-from kenotron_models import parameter_count
-from kenotron_optim import NonFinite, describe
+from kenotron_optim import NonFinite
 from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.availability import check_available
-from kenotron_train.config import Config, cautions, ignored_keys
+from kenotron_train.blame import Taken
+from kenotron_train.config import Config
 from kenotron_train.corpus import Corpus, MaskTargets
 from kenotron_train.feed import Feed
-from kenotron_train.figures import short
+from kenotron_train.introduce import introduce
 from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.progress import Progress
 from kenotron_train.recovery import go_back, goes_back, record, recorded
 from kenotron_train.report import Report
-from kenotron_train.resume import bytes_of, check_saved, going_on, open_saver, resume, save_run
+from kenotron_train.resume import going_on, resume
 from kenotron_train.sample import show_sample
 from kenotron_train.sanity import check_batch, check_state
+from kenotron_train.saving import bytes_of, check_saved, open_saver, save_run
 from kenotron_train.step import StepResult, training_step
 from kenotron_train.stopping import Stopper
 from kenotron_train.upload import Uploads
@@ -120,7 +120,7 @@ def run(
         Watching(training, report, progress.step + 1) as watching,
     ):
         report.begin(progress.step + 1)  # the saver has locked the folder
-        _introduce(training, report, remark)
+        introduce(training, report, remark)
         uploads.resumed(progress.step)
         feed = Feed(training, report, loader, target_mask)
         stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
@@ -181,12 +181,13 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             continue
         with watching.step(step) as look:
             batch = watching.batch(partial(stage.next_batch, step))
-            result = _step(run, batch, progress, place, look)
+            taken = Taken(batch, stage, replace(progress, cursor=place))
+            result = _step(run, taken, look)
         stopper.hear(result.words)
         if result.nonfinite and result.skipped and not result.overflow:
-            report.say(f"step {step}: {record(training, batch, step, place, result.nonfinite)}")
+            report.say(f"step {step}: {record(training, taken, result.nonfinite)}")
         if goes_back(training, result) and result.nonfinite:
-            progress = _return(run, replace(progress, cursor=place), result.nonfinite)
+            progress = _return(run, taken.progress, result.nonfinite)
             first = min(first, progress.step)
             del results[progress.step - first :]
             continue
@@ -206,13 +207,14 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
     return Outcome(results, stopped), progress
 
 
-def _step(run: _Run, batch: Batch, progress: Progress, place: Cursor, look: Look) -> StepResult:
+def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
     """One step, between the checks that the config asks for."""
-    training, step = run.training, progress.step + 1
+    training, batch, progress = run.training, taken.batch, taken.progress
+    step = progress.step + 1
     checked = not training.config.general.ignore_sanity_checks
     if checked:
         check_batch(training, batch, step)
-    with recorded(training, batch, step, place):
+    with recorded(training, taken):
         result = training_step(
             training,
             batch,
@@ -271,29 +273,3 @@ def _is_due(config: Config, step: int) -> bool:
     checkpoints = config.checkpoints
     last = step == config.tokens.train_steps and checkpoints.save_final_state
     return last or step % checkpoints.checkpoint_interval == 0
-
-
-def _introduce(training: Training, report: Report, remark: str) -> None:
-    config = training.config
-    sizes = " x ".join(f"{name} {size}" for name, size in training.mesh.sizes.items())
-    report.say(f"Project {config.general.project} | {sizes} | device {training.mesh.device}")
-    count = parameter_count(config.decoder)
-    report.say(
-        f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
-        f"samples, {short(config.batch_tokens(0))} tokens | steps: {config.tokens.train_steps}"
-    )
-    stages = config.data_stages
-    report.say(
-        f"[Training Plan] There are {len(stages)} training stages\n"
-        + "\n".join(f"[Stage {s.name}] start from step {s.start_training_step}" for s in stages)
-    )
-    report.say(
-        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
-        + describe(training.groups, training.model.layouts, training.grads.whole)
-    )
-    for line in cautions(config):
-        report.say(line, "warning")
-    for line in ignored_keys(config):
-        report.say(f"Ignored: {line}", "warning")
-    if remark:
-        report.say(remark)

@@ -10,31 +10,33 @@ from pathlib import Path
 from kenotron_ckpt import Saver
 from kenotron_ckpt.folder import steps_in
 from kenotron_ckpt.together import on_first
-from kenotron_data import Batch, Cursor
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import Training
-from kenotron_train.blame import blame
+from kenotron_train.blame import Taken
+from kenotron_train.left_out import keep_left_out
 from kenotron_train.progress import Progress
+from kenotron_train.records import write_record
 from kenotron_train.resume import NoCheckpoint, load_run
 from kenotron_train.step import StepResult
 
 
 @contextmanager
-def recorded(training: Training, batch: Batch, step: int, cursor: Cursor) -> Iterator[None]:
+def recorded(training: Training, taken: Taken) -> Iterator[None]:
     """Write a record before the error of a step that is not finite goes on its way."""
     try:
         yield
     except NonFiniteStep as error:
-        about = record(training, batch, step, cursor, error.found)
+        about = record(training, taken, error.found)
         raise NonFiniteStep(f"{error}; {about}", error.found) from error
 
 
-def record(training: Training, batch: Batch, step: int, cursor: Cursor, found: NonFinite) -> str:
+def record(training: Training, taken: Taken, found: NonFinite) -> str:
     """Write down the batch of a step that is not finite; a sentence about it. Collective."""
-    cause = blame(training, batch, step, cursor, found)
-    path = cause.write(Path(training.config.checkpoints.checkpoints_path), training.mesh)
+    cause, run = taken.blame(training, found), Path(training.config.checkpoints.checkpoints_path)
+    path = on_first(training.mesh, lambda: str(write_record(run, cause.to_dict())))
+    again = path if training.config.optimizer.nonfinite == "rollback" else cause.step
     return (
-        f"first module: {cause.module}; its samples are in {path}, and --replay-step {step} makes "
+        f"first module: {cause.module}; its samples are in {path}, and --replay-step {again} makes "
         "it again"
     )
 
@@ -61,15 +63,16 @@ def go_back(
             f"optimizer.max_rollbacks is {most}: lower the learning rate or look at the data"
         )
     saver.finish()
-    before, about = _load_before(training, saver.folder, step, found)
+    before, about, checkpoint = _load_before(training, saver.folder, step, found)
     left_out = (*progress.left_out, progress.cursor)
+    keep_left_out(saver.folder, checkpoint, left_out, training.mesh)
     said = f"step {step} is undone, and its batch left out ({len(left_out)} of at most {most}): "
     return replace(before, left_out=left_out), said + about
 
 
 def _load_before(
     training: Training, folder: Path, step: int, found: NonFinite
-) -> tuple[Progress, str]:
+) -> tuple[Progress, str, Path]:
     """Load the newest checkpoint before a step: the folder may hold later ones, of another try."""
     given = training.config.checkpoints.resume_checkpoint_path
 

@@ -9,16 +9,17 @@ from typing import Any
 
 from kenotron_ckpt.folder import defect, steps_in
 from kenotron_ckpt.together import on_first
-from kenotron_data import Batch, Cursor
+from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_optim import NonFinite, find_nonfinite
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.availability import check_available
-from kenotron_train.blame import FOLDER, Blame, blame, samples_of
+from kenotron_train.blame import Taken
 from kenotron_train.config import Config
 from kenotron_train.feed import Feed
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.progress import Progress
+from kenotron_train.records import FOLDER, read_record, record_at
 from kenotron_train.report import Report
 from kenotron_train.resume import resume
 from kenotron_train.step import gradient, training_step
@@ -28,43 +29,68 @@ SHOWN = 5
 """Parameters with the largest gradients that the log lists."""
 
 
-def replay(mesh: Mesh, config: Config, step: int, loader: Hook | None = None) -> dict[str, Any]:
-    """Make step ``step`` of a run again without its update; what was found, on every rank.
+def replay(
+    mesh: Mesh, config: Config, what: int | Path, loader: Hook | None = None
+) -> dict[str, Any]:
+    """Make a step of a run again without its update; what was found, on every rank.
+
+    ``what`` is a number: the step as the run has it now, after it may have gone back. Or it is the
+    path of a record in ``nonfinite``: that step, also if the run has undone it.
 
     The run goes from its newest checkpoint before the step, or from its beginning; on the same
     layout every bit is as it was. Steps before it that are not finite are skipped. No checkpoint
     and no metrics of the run change: ``nonfinite/replay-<step>`` below its folder gets the
-    replay's. Collective over the mesh. Raises ValueError for a step that the run has not.
+    replay's. Collective over the mesh. Raises ValueError for a step that the run has not, and for
+    a file that is no record.
     """
     check_available(config)
     check_hook(config, loader)
     check_vocabulary(config)
+    record, name, step = _asked(what, mesh)
     if not 1 <= step <= config.tokens.train_steps:
         raise ValueError(
             f"--replay-step {step}: the run has steps 1 to tokens.train_steps, "
             f"{config.tokens.train_steps}"
         )
     run = Path(config.checkpoints.checkpoints_path)
-    training = build_training(_apart(config, run, step, mesh), mesh)
-    progress, remark = resume(training)
+    training = build_training(_apart(config, run, step, name, mesh), mesh)
+    progress, remark = resume(training, run)
+    if record is not None:
+        left_out = tuple(map(Cursor.from_dict, record["left_out"]))
+        progress = replace(progress, left_out=left_out)
     with Report(training.config, mesh) as report:
         report.begin(progress.step + 1)
         report.say(f"Replay of step {step}. {remark}")
         feed = Feed(training, report, loader, None)
         try:
-            batch, place, progress = _advance(training, feed, report, progress, step)
+            found = _look(training, _advance(training, feed, report, progress, step))
         finally:
             feed.close()
-        found = _look(training, batch, place, progress)
         for line in _lines(found, run):
             report.say(line)
     if mesh.rank == 0:
-        path = Path(training.config.checkpoints.checkpoints_path) / f"step-{step}.json"
+        path = Path(training.config.checkpoints.checkpoints_path) / f"step-{name}.json"
         path.write_text(json.dumps(found, indent=1) + "\n")
     return found
 
 
-def _apart(config: Config, run: Path, step: int, mesh: Mesh) -> Config:
+def step_or_record(text: str) -> int | Path:
+    """What ``--replay-step`` names: the number of a step, or the file of a record."""
+    try:
+        return int(text)
+    except ValueError:
+        return Path(text)
+
+
+def _asked(what: int | Path, mesh: Mesh) -> tuple[dict[str, Any] | None, str, int]:
+    """The record that is asked for, if one is; a name for its folder; the step."""
+    if isinstance(what, int):
+        return None, str(what), what
+    record = on_first(mesh, lambda: read_record(what))
+    return record, what.stem.removeprefix("step-"), int(record["step"])
+
+
+def _apart(config: Config, run: Path, step: int, name: str, mesh: Mesh) -> Config:
     """The run from the checkpoint before the step, with a folder of its own."""
 
     def newest() -> int | None:
@@ -80,15 +106,15 @@ def _apart(config: Config, run: Path, step: int, mesh: Mesh) -> Config:
             load_optimizer=True,
             load_lr_scheduler=True,
         )
-    apart = replace(checkpoints, checkpoints_path=str(run / FOLDER / f"replay-{step}"))
+    apart = replace(checkpoints, checkpoints_path=str(run / FOLDER / f"replay-{name}"))
     optimizer = replace(config.optimizer, nonfinite="skip")
     return replace(config, checkpoints=apart, optimizer=optimizer)
 
 
 def _advance(
     training: Training, feed: Feed, report: Report, progress: Progress, last: int
-) -> tuple[Batch, Cursor, Progress]:
-    """Make the steps before ``last``; its batch, where that begins, and how far the run is."""
+) -> Taken:
+    """Make the steps before ``last``; its batch."""
     if progress.step >= last:
         raise ValueError(f"--replay-step {last}: the run starts after step {progress.step}")
     while True:
@@ -99,24 +125,23 @@ def _advance(
             progress = progress.past(stage.loader.cursor)
             continue
         if step == last:
-            return batch, place, progress
+            return Taken(batch, stage, replace(progress, cursor=place))
         start, scale = progress.schedule_start, progress.loss_scale
         result = training_step(training, batch, step, schedule_start=start, loss_scale=scale)
         progress = progress.after(training.config, stage.loader.cursor, result.loss_scale)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 
-def _look(training: Training, batch: Batch, place: Cursor, progress: Progress) -> dict[str, Any]:
+def _look(training: Training, taken: Taken) -> dict[str, Any]:
     """The step's loss, norms, and what is not finite. Collective over the mesh."""
-    step = progress.step + 1
-    grad = gradient(training, batch, step, progress.loss_scale)
+    progress = taken.progress
+    grad = gradient(training, taken.batch, progress.step + 1, progress.loss_scale)
     norms = training.norm.norms(grad.slices)
     bad = find_nonfinite(training.norm, grad.slices, grad.norm, grad.loss.item())
     if bad is not None:
-        said = blame(training, batch, step, place, bad)
+        said = taken.blame(training, bad)
     else:
-        whole = NonFinite(grad.loss.item(), None)
-        said = Blame(step, place, samples_of(batch, training.mesh), "", whole)
+        said = taken.about(training, "", NonFinite(grad.loss.item(), None))
     gradients = {name: repr(norm) for name, norm in norms.items()}
     return said.to_dict() | {"grad_norm": repr(grad.norm.item()), "grad_norms": gradients}
 
@@ -128,9 +153,9 @@ def _lines(found: dict[str, Any], run: Path) -> list[str]:
         lines.append(f"not finite: first module {found['module']}, parameter {found['parameter']}")
     largest = sorted(found["grad_norms"].items(), key=lambda item: -_order(float(item[1])))
     lines += [f"gradient of {name}: norm {norm}" for name, norm in largest[:SHOWN]]
-    record = run / FOLDER / f"step-{found['step']}.json"
-    if record.exists():
-        before = json.loads(record.read_text())
+    record = record_at(run, found["step"], found["cursor"])
+    if record is not None:
+        before = read_record(record)
         same = [key for key in ("samples", "loss", "parameter") if before[key] == found[key]]
         lines.append(f"as in {record}: {', '.join(same) or 'nothing'}")
     return lines

@@ -1,4 +1,4 @@
-"""Saving a run, and going on with it on any layout."""
+"""Going on with a run, on any layout."""
 
 from __future__ import annotations
 
@@ -7,98 +7,31 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from kenotron_ckpt import (
-    BlockingSaver,
-    DataStatesConfig,
-    SaveFailed,
-    Saver,
-    latest_step,
-    open_checkpoint,
-    verify_files,
-)
+from kenotron_ckpt import latest_step, open_checkpoint
 from kenotron_ckpt.folder import is_nanotron, steps_in
 from kenotron_ckpt.together import on_first
-from kenotron_dist import Mesh, TensorLayout, check_replicas, named_parameters
+from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
 from kenotron_train.assemble import Training, model_records
 from kenotron_train.config import Config
 from kenotron_train.initial import load_initial
+from kenotron_train.left_out import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_scale
-from kenotron_train.reading import order_of, reading_of, tokenizer_state
-from kenotron_train.upload import Uploads, local_copy
-from kenotron_train.yaml_config import dump_config
+from kenotron_train.reading import order_of, reading_of
+from kenotron_train.upload import local_copy
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
 NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
 
 
-def open_saver(training: Training, uploads: Uploads) -> Saver:
-    """The engine that ``checkpoints.checkpointing_engine`` names, on ``checkpoints_path``.
-
-    Collective over the mesh. Raises ValueError when another run writes there, OSError when nobody
-    can.
-    """
-    checkpoints = training.config.checkpoints
-    engine = Saver if checkpoints.checkpointing_engine == "datastates" else BlockingSaver
-    pool = checkpoints.datastates or DataStatesConfig()
-    try:
-        saver = engine(
-            checkpoints.checkpoints_path,
-            training.mesh,
-            every=checkpoints.checkpoint_interval,
-            keep=checkpoints.keep_last,
-            keep_every=checkpoints.keep_every,
-            pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
-            pin=pool.pin_host_cache,
-            threads=pool.parser_threads,
-            verify=checkpoints.verify_after_write,
-            on_commit=uploads.submit,
-            busy=uploads.holds,
-            on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
-        )
-    except OSError as error:
-        raise OSError(
-            f"{error}; change checkpoints.checkpoints_path to a folder that can be written"
-        ) from error
-    saver.reserve(_records(training))
-    return saver
-
-
-def save_run(saver: Saver, training: Training, progress: Progress) -> None:
-    """Begin a checkpoint of the run. Collective over the mesh.
-
-    Raises ValueError when replicas of a parameter have come to differ, SaveFailed as the config
-    asks for.
-    """
-    config, mesh, model = training.config, training.mesh, training.model
-    check_replicas(named_parameters(model.stack), model.layouts, mesh)
-    state = {
-        **progress.to_state(),
-        "optimizer_steps": training.optimizer.steps,
-        "model_config": asdict(config.model.model_config),
-        "dtype": config.model.dtype,
-        "sequence_length": config.longest_sequence,
-        "tokenizer": tokenizer_state(config),
-        "reading": reading_of(config),
-    }
-    with mesh.pulse.busy("saving a checkpoint"):
-        saver.save(progress.step, _records(training), state, dump_config(config))
-
-
-def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
-    """What a checkpoint holds: parameters, and this rank's slices of the optimizer's state."""
-    return {**model_records(training.model), **training.optimizer.state()}
-
-
-def resume(training: Training) -> tuple[Progress, str]:
+def resume(training: Training, run: Path | None = None) -> tuple[Progress, str]:
     """Load the checkpoint that the config names; how far it is, and a sentence about it.
 
-    Where there is none, the weights that ``model.init_method`` may name are loaded. Collective over
-    the mesh. Raises FileNotFoundError or ValueError when there is none, when it is damaged, of
-    another model, or not of a training run.
+    Where there is none, the weights that ``model.init_method`` may name are loaded. What the run
+    in the folder ``run`` (default: ``checkpoints_path``) has left out since it went back to that
+    checkpoint stays left out. Collective over the mesh. Raises FileNotFoundError or ValueError
+    when there is none, when it is damaged, of another model, or not of a training run.
     """
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
     given, fetched = local_copy(config, mesh)
@@ -109,24 +42,29 @@ def resume(training: Training) -> tuple[Progress, str]:
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
         return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
     try:
-        progress, remark = load_run(training, given, optimizer=checkpoints.load_optimizer)
+        progress, remark, step = load_run(training, given, optimizer=checkpoints.load_optimizer)
     except NoCheckpoint as error:
         fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
         raise ValueError(f"checkpoints.resume_checkpoint_path: {error}{fix}") from error
     if not checkpoints.load_lr_scheduler:
         progress = replace(progress, schedule_start=progress.step)
-    return progress, remark + fetched
+    run = Path(checkpoints.checkpoints_path) if run is None else run
+    progress, more = left_out_since(run, step, progress, mesh)
+    return progress, remark + fetched + more
 
 
 class NoCheckpoint(ValueError):
     """There is none, or none that is whole."""
 
 
-def load_run(training: Training, path: Path, *, optimizer: bool = True) -> tuple[Progress, str]:
-    """Load a checkpoint, the newest that is right of a run folder; how far it is, and a sentence.
+def load_run(
+    training: Training, path: Path, *, optimizer: bool = True
+) -> tuple[Progress, str, Path]:
+    """Load a checkpoint, the newest that is right of a run folder.
 
-    Without ``optimizer`` that begins afresh. Collective over the mesh. Raises ValueError when there
-    is none, when it is of another model, or not of a training run.
+    Returns how far it is, a sentence about it, and its step folder. Without ``optimizer`` that
+    begins afresh. Collective over the mesh. Raises ValueError when there is none, when it is of
+    another model, or not of a training run.
     """
     config, mesh = training.config, training.mesh
     try:
@@ -159,7 +97,7 @@ def load_run(training: Training, path: Path, *, optimizer: bool = True) -> tuple
     remark = _remark(progress, state, config, folder) + dropped
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
-    return progress, remark
+    return progress, remark, folder
 
 
 def _counts(load_optimizer: bool) -> Callable[[str], bool]:
@@ -210,29 +148,6 @@ def _of_nanotron(folder: Path) -> str:
     steps = steps_in(folder) if folder.is_dir() else []
     theirs = [str(step) for step in steps if is_nanotron(folder / str(step))]
     return theirs[-1] if theirs else ""
-
-
-def check_saved(saver: Saver, step: int) -> None:
-    """Read back the checkpoint of a step. Collective over the mesh.
-
-    Raises SaveFailed naming each damaged file, or the checkpoint that is not there.
-    """
-    folder = saver.folder / str(step)
-
-    def faults() -> list[str]:
-        try:
-            return verify_files(folder)
-        except (OSError, ValueError) as error:
-            return [str(error)]
-
-    with saver.mesh.pulse.busy("verifying a checkpoint"):
-        if found := on_first(saver.mesh, faults):
-            raise SaveFailed(f"the checkpoint of step {step} is not whole: " + "; ".join(found))
-
-
-def bytes_of(training: Training) -> int:
-    """Bytes of this rank's part of a checkpoint."""
-    return sum(tensor.nbytes for tensor, _ in _records(training).values())
 
 
 def _has_checkpoint(folder: Path) -> bool:

@@ -80,6 +80,15 @@ def launcher() -> str:
     return resolve(os.environ).launcher
 
 
+def local_ranks(world_size: int) -> int:
+    """How many of ``world_size`` ranks are on this host; all of them where no launcher is at work.
+
+    Raises ValueError for variables that contradict one another.
+    """
+    world = resolve(os.environ)
+    return world_size if world.launcher == "none" else world.local_world_size
+
+
 def restarts() -> int:
     """How often the launcher has started this program again; 0 at the first start.
 
