@@ -58,6 +58,7 @@ def replay(
     if record is not None:
         left_out = tuple(map(Cursor.from_dict, record["left_out"]))
         progress = replace(progress, left_out=left_out)
+        remark += f"; from there on as {what} has it"
     with Report(training.config, mesh) as report:
         report.begin(progress.step + 1)
         report.say(f"Replay of step {step}. {remark}")
