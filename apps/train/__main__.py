@@ -1,10 +1,6 @@
 """``python apps/train`` and ``torchrun apps/train``."""
 
-from kenotron_dist import shutdown
-from kenotron_train.cli import main
+from kenotron_train.program import program
 
 if __name__ == "__main__":
-    try:
-        raise SystemExit(main())
-    finally:
-        shutdown()
+    program()

@@ -29,6 +29,7 @@ from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
+from kenotron_train.durations import seconds_of
 from kenotron_train.failures import noted
 from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
@@ -166,17 +167,13 @@ def _seconds(text: str) -> float:
 
 
 def _duration(text: str) -> float:
-    """Seconds in ``90``, ``1:30``, ``02:00:00``, ``1-2`` or ``1-02:00:00`` (a day, two hours)."""
-    days, dash, clock = text.rpartition("-")
-    parts = clock.split(":")
+    """Seconds of ``--time-limit``."""
     try:
-        whole = [*parts, *["0"] * (3 - len(parts))] if dash else parts  # as Slurm: hours come first
-        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(whole)))
-        seconds += 86400 * int(days) if dash else 0
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf or len(parts) > 3 or "" in parts:
-        raise argparse.ArgumentTypeError(f"{text} is no time: give seconds or HH:MM:SS, above 0")
+        seconds = seconds_of(text, "seconds")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text} is no time above 0")
     return seconds
 
 

@@ -97,7 +97,7 @@ def _line(run: Run) -> list[str]:
         f"{max(memory):.2f}" if memory else "-",
         f"{sum(seconds) / 3600:.3g}" if seconds else "-",
         _share(run, "data_wait_s", seconds),
-        _share(run, "save_blocked_s", seconds),
+        _share(run, "save_blocked_s", seconds + _outside(run)),
         _share(run, "communication_s", seconds),
     ]
 
@@ -105,6 +105,11 @@ def _line(run: Run) -> list[str]:
 def _share(run: Run, key: str, seconds: list[float]) -> str:
     values = _values(run, key)
     return f"{sum(values) / sum(seconds):.1%}" if values and seconds else "-"
+
+
+def _outside(run: Run) -> list[float]:
+    """Seconds of saves that are no part of a step; of old files, which do not say it, of all."""
+    return _values(run, "save_after_s") or _values(run, "save_blocked_s")
 
 
 def _values(run: Run, key: str) -> list[float]:

@@ -117,6 +117,7 @@ class Meter:
             "step_time_s": times.step,
             "data_wait_s": times.data_wait,
             "save_blocked_s": times.save_blocked,
+            "save_after_s": times.save_after,
             "communication_s": times.communication,
             "model_tflops_per_gpu": self.tflops(figures),
             "model_tflops_per_gpu_causal": self.tflops(figures, causal=True),

@@ -33,7 +33,9 @@ def report_main(argv: Sequence[str]) -> int:
     _show(summary(runs))
     print(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
     if not can_draw_png():
-        print("No PNG: matplotlib is not installed (pip install 'kenotron-train[report]')")
+        print(
+            "No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository"
+        )
     return 0
 
 

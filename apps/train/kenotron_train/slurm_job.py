@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from kenotron_train.config import Config
+from kenotron_train.durations import seconds_of
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")
 _SET = {  # options of sbatch that the script has, and what sets them
@@ -24,7 +26,7 @@ _SET = {  # options of sbatch that the script has, and what sets them
     "output": "look into the folder of the job, below checkpoints_path,",
     "open-mode": "look into the folder of the job, below checkpoints_path,",
 }
-_UNITS = {"days": 86_400, "hours": 3600, "minutes": 60, "seconds": 1}
+_ENDLESS = ("UNLIMITED", "INFINITE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +88,13 @@ class SlurmJob:
         self.tasks_per_node(config)
         if not 0 < self.stop_before <= 65_535:
             raise ValueError(f"--stop-before {self.stop_before}: give 1 to 65535 seconds")
-        limit = None if self.time is None else seconds_of(self.time)
-        if limit is not None and limit <= self.stop_before + 60:  # Slurm may be a minute early
+        limit = math.inf
+        if self.time is not None and self.time.upper() not in _ENDLESS:
+            try:
+                limit = seconds_of(self.time, "minutes")
+            except ValueError as error:
+                raise ValueError(f"--time {error}, as sbatch takes it") from None
+        if limit <= self.stop_before + 60:  # Slurm may be a minute early
             raise ValueError(
                 f"--time {self.time} is {limit} s, and the ranks are told to save and end "
                 f"{self.stop_before} s, or up to 60 s more, before it is over: give more time or "
@@ -102,26 +109,6 @@ class SlurmJob:
                     f"--{option}={value!r} is no option of sbatch: write its long name without the "
                     "dashes, and a value on one line (constraint=h100)"
                 )
-
-
-def seconds_of(time: str) -> int | None:
-    """Seconds in a time of Slurm's: 90 (minutes), 90:30, 1:30:00, 2-12, 2-12:30; None: endless.
-
-    Raises ValueError for other text.
-    """
-    if time.upper() in ("UNLIMITED", "INFINITE"):
-        return None
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)
-    if match is None:
-        raise ValueError(
-            f"--time {time}: give MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS or "
-            "DAYS-HOURS:MINUTES:SECONDS, as sbatch takes it"
-        )
-    days, *rest = match.groups()
-    parts = [int(part) for part in rest if part is not None]
-    names = ["hours", "minutes", "seconds"] if days or len(parts) == 3 else ["minutes", "seconds"]
-    pairs = [("days", int(days or 0)), *zip(names, parts, strict=False)]
-    return sum(_UNITS[name] * count for name, count in pairs)
 
 
 def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], cwd: Path) -> str:

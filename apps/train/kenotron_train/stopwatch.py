@@ -18,6 +18,8 @@ class StepTimes:
     """Part of it in which the batch was waited for."""
     save_blocked: float = 0.0
     """Training stood still for a checkpoint: in this step, and after it."""
+    save_after: float = 0.0
+    """Part of that after the step, so no part of ``step``."""
     communication: float | None = None
     """Part of the step in which this rank stood still for others; None where a device waits."""
 
@@ -30,7 +32,7 @@ class Stopwatch:
 
     def __init__(self, waited: Callable[[], float | None] = lambda: None) -> None:
         self._began = time.perf_counter()
-        self._step = self._data = self._saving = 0.0
+        self._step = self._data = self._saving = self._within = 0.0
         self._waited = waited
         self._before: float | None = None
         self._communication: float | None = None
@@ -43,7 +45,7 @@ class Stopwatch:
 
     def stop(self) -> None:
         """It ends: validation and saving are no part of its time."""
-        self._step = time.perf_counter() - self._began
+        self._step, self._within = time.perf_counter() - self._began, self._saving
         before, after = self._before, self._waited()
         self._communication = None if before is None or after is None else after - before
 
@@ -68,4 +70,5 @@ class Stopwatch:
     @property
     def times(self) -> StepTimes:
         """Times of the step that ended last."""
-        return StepTimes(self._step, self._data, self._saving, self._communication)
+        after = self._saving - self._within
+        return StepTimes(self._step, self._data, self._saving, after, self._communication)

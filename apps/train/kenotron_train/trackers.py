@@ -60,7 +60,7 @@ def check_trackers(config: Config) -> None:
             )
             raise ValueError(
                 f"{asked} asks for {name}, which is not installed: pip install "
-                f"'kenotron-train[{name}]', or {off}"
+                f"'./apps/train[{name}]' in the repository, or {off}"
             )
 
 

@@ -79,6 +79,15 @@ def test_the_table_has_what_is_known(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("after", [{"save_after_s": [0.0, 2.0, 0.0]}, {}], ids=["new", "old"])
+def test_saves_block_a_share_of_all_the_time(after: dict, tmp_path: Path) -> None:
+    blocked = [0.0, 2.25, 0.0]  # of steps that took 1.5 s together, and a quarter was in them
+    folder = write_run(tmp_path / "a", [4.0, 3.0, 3.5], save_blocked_s=blocked, **after)
+    titles, line = summary(read_runs([str(folder)]))
+    share = dict(zip(titles, line, strict=True))["blocked by saves"]
+    assert share == ("64.3%" if after else "60.0%")
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -104,7 +113,7 @@ def test_without_matplotlib_there_is_the_page_and_a_hint(
     for module in (report_cli, report_page):
         monkeypatch.setattr(module, "can_draw_png", lambda: False)
     assert main(["report", str(folder)]) == 0
-    assert "pip install 'kenotron-train[report]'" in capsys.readouterr().out
+    assert "pip install './apps/train[report]'" in capsys.readouterr().out
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.html"}
 
 

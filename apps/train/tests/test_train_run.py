@@ -28,7 +28,7 @@ def test_a_run_prints_nanotrons_lines_and_writes_full_precision(tmp_path: Path) 
     assert set(steps[0]) == set(steps[-1]) - {"validation_loss", "validation_perplexity"} == {
         "step", "lm_loss", "grad_norm", "lr", "consumed_tokens", "consumed_samples", "tokens",
         "tokens_per_sec", "tokens_per_sec_per_gpu", "step_time_s", "data_wait_s", "save_blocked_s",
-        "communication_s",
+        "save_after_s", "communication_s",
         "model_tflops_per_gpu", "model_tflops_per_gpu_causal", "mfu", "mfu_causal", "memory_gb",
     }  # fmt: skip
     assert steps[-1]["consumed_tokens"] == 6 * 2 * 2 * 32

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train.cli import main
+from kenotron_train.cli import _duration, main
+from kenotron_train.durations import seconds_of
 from kenotron_train.provenance import code_state
-from kenotron_train.slurm_job import TEMPLATE, seconds_of
+from kenotron_train.slurm_job import TEMPLATE
 
 SUBMIT = "python apps/train slurm "
 STUB = """#!/bin/sh
@@ -118,7 +119,7 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
             "change parallelism.dp, pp or tp, or --nodes 4",
         ),
         ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp or tp"),
-        ("--nodes 1 --time soon", "--time soon: give MINUTES, MINUTES:SECONDS, "),
+        ("--nodes 1 --time soon", "--time soon is no time: give MINUTES, MINUTES:SECONDS, "),
         ("--nodes 1 --time 6", "--time 6 is 360 s, and the ranks are told to save and end 300 s"),
         ("--nodes 1 --stop-before 70000", "give 1 to 65535 seconds"),
         ("--nodes 1 --sbatch C=h100", "'h100' is no option of sbatch: write its long name"),
@@ -142,10 +143,20 @@ def test_flags_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.value.code == 2 and "usage: python apps/train slurm" in capsys.readouterr().err
 
 
-def test_times_of_slurm() -> None:
-    times = {"90": 5400, "90:30": 5430, "1:30:00": 5400, "2-12": 216_000, "2-12:30": 217_800}
-    times |= {"1-00:00:05": 86_405, "UNLIMITED": None}
-    assert {text: seconds_of(text) for text in times} == times
+def test_times_are_read_in_one_way_but_for_a_bare_number() -> None:
+    times = {"90:30": 5430, "1:30:00": 5400, "2-12": 216_000, "2-12:30": 217_800}
+    times |= {"1-00:00:05": 86_405, "1:30": 90, "02:00:00": 7200, "1-00:30": 88_200}
+    for bare, more in (("minutes", {"90": 5400}), ("seconds", {"90": 90, "0.5": 0.5, ".5": 0.5})):
+        want = times | more
+        assert {text: seconds_of(text, bare) for text in want} == want
+    assert all(_duration(text) == seconds for text, seconds in (times | {"90": 90}).items())
+    for text in ("", "soon", "1:2:3:4", "nan", "1::2", "-3", "1-", "1.5:00", "1e3", "²"):
+        for bare in ("minutes", "seconds"):
+            said = f"{text} is no time: give {bare.upper()},"
+            with pytest.raises(ValueError, match=re.escape(said)):
+                seconds_of(text, bare)
+    with pytest.raises(ValueError, match="0.5 is no time: give MINUTES"):
+        seconds_of("0.5", "minutes")
 
 
 @pytest.fixture

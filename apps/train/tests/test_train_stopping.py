@@ -17,7 +17,6 @@ import runs
 from test_train_launch import TORCHRUN, descendants
 
 from kenotron_dist import Signals
-from kenotron_train.cli import _duration
 from kenotron_train.stopping import Stopper
 
 STOPPED = 85
@@ -191,12 +190,6 @@ def test_the_time_of_a_save_is_counted() -> None:
 def test_a_time_limit_that_is_none(text: str, tmp_path: Path) -> None:
     done = runs.train(tmp_path, f"--time-limit={text}")
     assert done.returncode == 2 and "--time-limit" in done.stderr.splitlines()[-1]
-
-
-def test_times_are_read_as_slurm_reads_them() -> None:
-    times = {"90": 90, "1:30": 90, "02:00:00": 7200, "2-12": 216_000, "1-00:30": 88_200}
-    times |= {"1-02:00:05": 93_605}
-    assert {text: _duration(text) for text in times} == times
 
 
 def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:

@@ -134,7 +134,10 @@ def test_config_or_environment_choose(
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("[wandb]", r"logging.trackers asks for wandb, .* 'kenotron-train\[wandb\]', or take"),
+        (
+            "[wandb]",
+            r"logging.trackers asks for wandb, .* '\./apps/train\[wandb\]' in the repo.*, or take",
+        ),
         ("null", r"the environment \(WANDB_\*\) asks for wandb, .* or set WANDB_MODE=disabled"),
     ],
 )

@@ -35,7 +35,7 @@ def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
     given = {
         "step": 1,
         "result": StepResult(2.5, 1.0, 1e-3),
-        "times": StepTimes(seconds, 0.125, 0.25),
+        "times": StepTimes(seconds, 0.125, 0.25, 0.0625),
         "tokens": tokens,
         "consumed_tokens": 128,
         "consumed_samples": 4,
@@ -64,7 +64,12 @@ def test_speeds_are_those_of_a_calculation_by_hand(
     assert found["model_tflops_per_gpu_causal"] == pytest.approx(seen * 0.75 / 0.5 / 2 / 1e12)
     assert found["mfu"] == pytest.approx(full * 0.75 / 0.5 / 2 / 1e9)
     assert found["mfu_causal"] == pytest.approx(seen * 0.75 / 0.5 / 2 / 1e9)
-    times = {"step_time_s": 0.5, "data_wait_s": 0.125, "save_blocked_s": 0.25}
+    times = {
+        "step_time_s": 0.5,
+        "data_wait_s": 0.125,
+        "save_blocked_s": 0.25,
+        "save_after_s": 0.0625,
+    }
     assert found | times == found
     assert found["memory_gb"] > 0.05
 
@@ -113,7 +118,7 @@ def test_a_stopwatch_keeps_waits_and_saves_apart(monkeypatch: pytest.MonkeyPatch
     watch.stop()
     with watch.saving():  # after the step: no part of its time
         pass
-    assert watch.times == StepTimes(step=8.0, data_wait=2.0, save_blocked=7.5)
+    assert watch.times == StepTimes(8.0, data_wait=2.0, save_blocked=7.5, save_after=7.0)
     watch.start()
     assert watch.times.save_blocked == 0.0
 

@@ -17,8 +17,10 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import NoReturn
 
@@ -28,6 +30,7 @@ import torch.distributed as dist
 from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.leave import leave
+from kenotron_dist.meeting import SILENT, Meeting, leave_late
 
 _FAREWELL_SECONDS = 10.0
 """How long a rank that is done waits for the others to be done too."""
@@ -39,13 +42,15 @@ def from_env(
     device: str | None = None,
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
+    meet: timedelta | None = None,
 ) -> World:
     """Join the world that the launcher describes: afterwards ``Mesh.connect`` works. Collective.
 
     Arguments: the variables (default: this process's environment); ``cpu`` or ``cuda`` (default:
     ``cuda`` when there is a GPU for every local rank); ``gloo`` or ``nccl`` (default: nccl on
-    cuda); how long to wait for the other ranks here, and later in an operation. Without a
-    launcher the world is this process alone.
+    cuda); how long to wait for the other ranks here, and later in an operation; another time for
+    here, after which the ranks that are missing are named and this process ends with code
+    ``STALLED``. Without a launcher the world is this process alone.
 
     The store is this function's own, under a prefix of the restart count, so ``torchrun
     --max-restarts`` works. Elastic scale-up does not raise the count: it needs
@@ -65,11 +70,50 @@ def from_env(
     place, backend = choose_device(device, backend, gpus, needed)
     if place == "cuda":
         torch.accelerator.set_device_index(0 if bound else world.local_rank)
-    store = _store(world, timeout)
-    dist.init_process_group(
-        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
-    )
+    with _answering(world, meet):
+        store = _store(world, meet or timeout, timeout)
+        _check_backend(world, store, backend, gpus)
+    with meeting("world", store, world, meet):
+        dist.init_process_group(
+            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
+        )
     return world
+
+
+def meeting(
+    name: str, store: dist.Store, world: World, limit: timedelta | None
+) -> AbstractContextManager[object]:
+    """Around what connects the ranks of a launched world: who is missing is named after ``limit``.
+
+    The launcher is told, too. Without a limit, or alone, nothing is watched.
+    """
+    if limit is None or world.world_size == 1:
+        return contextlib.nullcontext()
+
+    return Meeting(name, store, world.rank, world.world_size, limit, _give_up)
+
+
+def _give_up(text: str) -> None:
+    tell_launcher(text)
+    leave_late(text)
+
+
+@contextlib.contextmanager
+def _answering(world: World, limit: timedelta | None) -> Iterator[None]:
+    """Around the first words with the store: one whose host is stopped blocks its callers."""
+    if limit is None:
+        yield
+        return
+    seconds = limit.total_seconds() + 1  # the store's own timeouts come first, and say more
+    where = f"{world.master_address}, port {world.master_port}"
+    text = f"rank {world.rank} has waited {seconds:g} s for the store at {where}: {SILENT}"
+    timer = threading.Timer(seconds, _give_up, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def launcher() -> str:
@@ -154,10 +198,12 @@ def _farewell(size: int) -> None:
             done = store.add("kenotron-farewell", 0)
 
 
-def _store(world: World, timeout: timedelta) -> dist.Store:
+def _store(world: World, meet: timedelta, timeout: timedelta) -> dist.Store:
     if world.world_size == 1:
         return dist.HashStore()
-    store = dist.PrefixStore(f"kenotron/{world.restart_count}", _tcp_store(world, timeout))
+    tcp = _tcp_store(world, meet)
+    tcp.set_timeout(timeout)
+    store = dist.PrefixStore(f"kenotron/{world.restart_count}", tcp)
     _check_owner(world, store)
     size = store.compare_set("world-size", "", str(world.world_size)).decode()
     if size != str(world.world_size):
@@ -186,6 +232,18 @@ def _tcp_store(world: World, timeout: timedelta) -> dist.TCPStore:
             f"{timeout.total_seconds():g} s: see that rank 0 runs there and that MASTER_ADDR and "
             "MASTER_PORT are the same on all ranks and open between the hosts"
         ) from error
+
+
+def _check_backend(world: World, store: dist.Store, backend: str, gpus: int) -> None:
+    """Refuse ranks that would talk past one another: a host with too few GPUs chose the CPU."""
+    own = f"{backend}, chosen on {socket.gethostname()} with {gpus} GPUs"
+    own += f" for {world.local_world_size} ranks"
+    first = store.compare_set("backend", "", own).decode()
+    if first.partition(",")[0] != backend:
+        raise ValueError(
+            f"rank {world.rank} would talk over {own}, and another rank over {first}: each rank of "
+            "each host needs a GPU, or none may see any (CUDA_VISIBLE_DEVICES=)"
+        )
 
 
 def _check_owner(world: World, store: dist.Store) -> None:

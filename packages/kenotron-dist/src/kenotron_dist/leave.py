@@ -6,6 +6,9 @@ import os
 import sys
 from typing import NoReturn
 
+STALLED = 75
+"""Exit code of a process that left because of a stall (``EX_TEMPFAIL``: trying again may help)."""
+
 
 def leave(code: int) -> NoReturn:
     """End this process at once, output flushed, without Python's finalisation.

@@ -28,12 +28,11 @@ import torch.distributed as dist
 
 from kenotron_dist.device import choose_device, visible_gpus
 from kenotron_dist.launch import pretend_host
-from kenotron_dist.leave import leave
+from kenotron_dist.leave import STALLED, leave
+from kenotron_dist.meeting import Meeting
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.signals import SAVES, STOPS, handling
 
-STALLED = 75
-"""Exit code of a process that left because of a stall (``EX_TEMPFAIL``: trying again may help)."""
 _PATIENCE = 2.0
 """Seconds that a rank gets to leave by itself."""
 _GRACE = 0.3
@@ -77,6 +76,7 @@ class _Job(NamedTuple):
     config: MeshConfig
     store: str
     timeout: timedelta
+    meet: timedelta | None
     threads: int
     device: str | None
     share_gpus: bool
@@ -91,6 +91,7 @@ def spawn(
     cp: int = 1,
     tp: int = 1,
     timeout: timedelta = timedelta(minutes=10),
+    meet: timedelta | None = None,
     threads: int = 1,
     preload: Sequence[str] = (),
     device: str | None = "cpu",
@@ -100,13 +101,14 @@ def spawn(
     """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
     Arguments: an importable function, its arguments and results must pickle; ranks along each
-    axis; how long an operation may wait for a peer; torch threads in each process; modules to load
-    before this program's first spawn, beside ``torch`` (tests gain from ``torch._dynamo``);
-    ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are GPUs enough; whether
-    several ranks may have one GPU, to try a layout on fewer GPUs than it needs (slow: NCCL then
-    takes every rank for a host of its own, and talks through sockets); whether signals that ask
-    for an end or a checkpoint (``signals``) are passed on to the ranks, which then decide: one that
-    does not listen ends.
+    axis; how long an operation may wait for a peer; how long the ranks may take to meet before the
+    one that is missing is named (``Meeting``; None: as long as an operation); torch threads in each
+    process; modules to load before this program's first spawn, beside ``torch`` (tests gain from
+    ``torch._dynamo``); ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are
+    GPUs enough; whether several ranks may have one GPU, to try a layout on fewer GPUs than it needs
+    (slow: NCCL then takes every rank for a host of its own, and talks through sockets); whether
+    signals that ask for an end or a checkpoint (``signals``) are passed on to the ranks, which then
+    decide: one that does not listen ends.
 
     Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
     mesh, and RankError with the cause of the first rank that failed or died, after ending the
@@ -120,7 +122,7 @@ def spawn(
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
-        job = _Job(call, config, store, timeout, threads, device, share_gpus, forward)
+        job = _Job(call, config, store, timeout, meet, threads, device, share_gpus, forward)
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
@@ -288,9 +290,21 @@ def _connect(rank: int, job: _Job) -> Mesh:
     if not os.path.isdir(os.path.dirname(job.store)):  # FileStore would look for it for minutes,
         leave(0)  # and let no other thread of Python see that the parent is gone
     store = dist.FileStore(job.store, world)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=job.timeout)
-    grid = job.config
-    return Mesh.connect(grid.pp, grid.dp, grid.cp, grid.tp, timeout=job.timeout)
+    with _meeting(rank, job):
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=job.timeout
+        )
+        grid = job.config
+        return Mesh.connect(grid.pp, grid.dp, grid.cp, grid.tp, timeout=job.timeout)
+
+
+def _meeting(rank: int, job: _Job) -> contextlib.AbstractContextManager[object]:
+    world = job.config.world_size
+    if job.meet is None or world == 1:
+        return contextlib.nullcontext()
+    # A file of its own: who waits at a FileStore keeps all others of its process from it.
+    store = dist.FileStore(f"{job.store}-meeting", world)
+    return Meeting("spawn", store, rank, world, job.meet)
 
 
 def _leave_with_parent(pipe: Connection) -> NoReturn:

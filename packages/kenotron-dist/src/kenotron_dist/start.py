@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from kenotron_dist.launch import from_env, launcher
+from kenotron_dist.launch import from_env, launcher, meeting
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.spawn import RankError, spawn
 from kenotron_dist.stall import PeerLost
@@ -35,8 +35,8 @@ def start(
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
     process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer; the backend
-    itself gives up an hour later); modules that local ranks need beside that of ``fn``: they are
-    loaded once for all.
+    itself gives up an hour later), and how long the ranks may take to meet; modules that local
+    ranks need beside that of ``fn``: they are loaded once for all.
 
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
     the launcher started another number of processes, RankError when a spawned rank failed.
@@ -53,12 +53,14 @@ def start(
             cp=sizes.cp,
             tp=sizes.tp,
             timeout=limit + _BACKSTOP,
+            meet=limit,
             preload=[*preload, *({fn.__module__} - {"__main__"})],
             device=None,
             forward=threading.current_thread() is threading.main_thread(),
         )[0]
-    from_env(timeout=limit + _BACKSTOP)
-    mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+    world = from_env(timeout=limit + _BACKSTOP, meet=limit)
+    with meeting("mesh", dist.distributed_c10d._get_default_store(), world, limit):
+        mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     return _watched(mesh, fn, args, limit)
 
 

@@ -1,0 +1,168 @@
+"""How ranks meet: one that does not come, or stops on the way, is named within a limit.
+
+Before there is a mesh there is no watchdog. Until all are connected a thread of each rank writes to
+the store that it has come, and answers when another rank asks who is alive.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from kenotron_dist.leave import STALLED, leave
+
+_LONGEST_PAUSE = 1.0
+"""Seconds between two looks at the store."""
+_LEAST_PATIENCE = 2.0
+"""A shorter silence, in seconds, may be a busy machine."""
+SILENT = (
+    "the store that they meet at does not answer: the process that hosts it is stopped or dead "
+    "(rank 0, unless the launcher hosts it)"
+)
+_SHOWN = 8
+"""So many ranks are named one by one."""
+
+
+def leave_late(text: str) -> None:
+    """Write why ranks did not meet to stderr, and end this process with code ``STALLED``."""
+    sys.stderr.write(f"error: {text}\n")
+    leave(STALLED)
+
+
+class Meeting:
+    """Around what connects all ranks: a context manager, used alike on every rank.
+
+    Arguments: what tells this meeting from others of the same ranks; a store that all ranks share
+    (a clone is used; a FileStore must be of a file that nobody else waits at); this rank, and how
+    many there are; how long all of it may take; what is done with the sentence that says who is
+    missing, called in a thread of its own: nothing interrupts a rank that waits to be connected.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        limit: timedelta,
+        on_late: Callable[[str], None] = leave_late,
+    ) -> None:
+        clone = getattr(store, "clone", lambda: store)  # torch's stubs do not know it
+        self._store = dist.PrefixStore(f"kenotron-meeting/{name}", clone())
+        self._rank, self._size, self._on_late = rank, size, on_late
+        self._limit, self._began = limit.total_seconds(), time.monotonic()
+        self._pause = min(self._limit / 4, _LONGEST_PAUSE)
+        self._patience = max(3 * self._pause, _LEAST_PATIENCE)
+        self._found = ""
+        self._done, self._late, self._judge = (threading.Event() for _ in range(3))
+        self._over, self._came = threading.Event(), threading.Event()  # over: done, or found
+        self._threads = [
+            threading.Thread(target=target, name="kenotron-meeting", daemon=True)
+            for target in (self._talk, self._time)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        self._came.wait(self._patience)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, RuntimeError) and self._late.is_set():
+            self._over.wait(self._patience)  # one that gave up took the store with it
+        found = self._found
+        self._done.set()
+        self._over.set()
+        if isinstance(error, RuntimeError) and found:
+            self._tell(found)
+        self._threads[0].join(self._patience)  # others shall read that this one has joined
+
+    def _talk(self) -> None:
+        """All that is said to the store: one whose host is stopped blocks its callers."""
+        answered = False
+        try:
+            me = f"process {os.getpid()} on {socket.gethostname()}"
+            self._store.set(f"come/{self._rank}", me)
+            self._came.set()
+            while not self._done.wait(self._pause):
+                if self._late.is_set():
+                    self._store.set("asked", "1")
+                if not answered and self._store.check(["asked"]):
+                    self._store.set(f"alive/{self._rank}", "1")
+                    answered = True
+                if self._judge.is_set() and not self._found:
+                    self._store.compare_set("verdict", "", self._look())
+                if not self._found and answered and self._store.check(["verdict"]):
+                    self._found = self._store.get("verdict").decode()
+                    self._over.set()
+            self._store.set(f"joined/{self._rank}", "1")
+        except RuntimeError as error:  # every store's failure, its timeouts included
+            said = str(error).partition("\n")[0]
+            self._found = self._found or f"the store that they meet at is gone ({said})"
+            self._over.set()
+
+    def _time(self) -> None:
+        """When the limit is over, ask; give all time to answer; then judge, and let all read it."""
+        if not self._over.wait(self._limit):
+            self._late.set()
+        if self._late.is_set() and not self._over.wait(self._patience):
+            self._judge.set()
+        if self._judge.is_set() and not self._over.wait(self._patience):
+            self._found = SILENT
+        if not self._done.wait(3 * self._pause):
+            self._tell(self._found)
+
+    def _tell(self, found: str) -> None:
+        seconds = time.monotonic() - self._began
+        about = f"rank {self._rank} has waited {seconds:.1f} s for {self._size} ranks to meet"
+        self._on_late(f"{about}: {found}")
+
+    def _look(self) -> str:
+        """Who has not come, and who came but does not answer."""
+        come = self._said("come", range(self._size))
+        missing = [rank for rank in range(self._size) if rank not in come]
+        answering = {*self._said("alive", come), *self._said("joined", come), self._rank}
+        silent = [rank for rank in come if rank not in answering]
+        if not missing and not silent:
+            return (
+                "all have come and answer, but they do not get connected: see that the hosts reach "
+                "one another on the interface that gloo or NCCL takes (GLOO_SOCKET_IFNAME, "
+                "NCCL_SOCKET_IFNAME)"
+            )
+        parts = []
+        if missing:
+            have = "has" if len(missing) == 1 else "have"
+            parts.append(
+                f"{_ranks(missing)} {have} not come: see whether they were started, and what they "
+                "do; a start that is slow needs a longer limit"
+            )
+        for rank in silent[:_SHOWN]:
+            who = self._store.get(f"come/{rank}").decode()
+            parts.append(
+                f"rank {rank} ({who}) has come, but is stopped or dead: it does not answer"
+            )
+        if silent[_SHOWN:]:
+            parts.append(f"and {len(silent) - _SHOWN} more do not answer")
+        return "; ".join(parts)
+
+    def _said(self, what: str, ranks: range | list[int]) -> list[int]:
+        return [rank for rank in ranks if self._store.check([f"{what}/{rank}"])]
+
+
+def _ranks(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
