@@ -31,13 +31,14 @@ from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.durations import seconds_of
 from kenotron_train.failures import noted
+from kenotron_train.flag_reference import flag_reference
 from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.reference import config_reference
 from kenotron_train.replay import replay, step_or_record
-from kenotron_train.report_cli import report_main
-from kenotron_train.slurm_cli import slurm_main
+from kenotron_train.report_cli import report_main, report_parser
+from kenotron_train.slurm_cli import slurm_main, slurm_parser
 from kenotron_train.stopping import STOPPED
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         return report_main(words[1:])
     if words[:1] == ["config-reference"]:
         return _show(config_reference())
+    if words[:1] == ["flag-reference"]:
+        return _show(flag_reference([_parser(), slurm_parser(), report_parser()]))
     if words[:1] == ["slurm"]:
         return slurm_main(words[1:])
     arguments = _parser().parse_args(words)
@@ -182,7 +185,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
-        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means.",
+        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means, and "
+        "`flag-reference` what every flag does.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(

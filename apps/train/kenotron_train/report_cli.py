@@ -16,7 +16,7 @@ from kenotron_train.report_page import AXES, can_draw_png, report_html, write_pn
 
 def report_main(argv: Sequence[str]) -> int:
     """Write report.html and report.png; the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = report_parser().parse_args(argv)
     folder = Path(arguments.output or _folder_of(arguments.runs[0]))
     try:
         runs = read_runs(arguments.runs)
@@ -54,7 +54,8 @@ def _show(table: list[list[str]]) -> None:
     Console(highlight=False).print(shown)
 
 
-def _parser() -> argparse.ArgumentParser:
+def report_parser() -> argparse.ArgumentParser:
+    """The flags of ``report``."""
     parser = argparse.ArgumentParser(
         prog="python apps/train report",
         description="Draw loss, learning rate, throughput and memory of one run, or of several to "

@@ -27,7 +27,7 @@ _OPTIONS = {
 
 def slurm_main(argv: Sequence[str]) -> int:
     """Write the script of a job and submit it, or show it; the exit status."""
-    given = _parser().parse_args(argv)
+    given = slurm_parser().parse_args(argv)
     try:
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
         check_available(config)
@@ -132,7 +132,8 @@ def _whole(text: str) -> int:
     return _count(text, least=0)
 
 
-def _parser() -> argparse.ArgumentParser:
+def slurm_parser() -> argparse.ArgumentParser:
+    """The flags of ``slurm``."""
     parser = argparse.ArgumentParser(
         prog="python apps/train slurm",
         description="Submit a training to Slurm, one task a GPU. Before its time is over it saves, "

@@ -21,7 +21,7 @@ _FIRST_SAVE = 2.0
 _SPEED = 1e8
 """Bytes a second and rank that reach the disk, until it is known."""
 _READ_SPEED = 5e8
-"""Bytes a second at which one process reads a checkpoint back."""
+"""Bytes a second at which all processes together read a checkpoint back, if the disk is slow."""
 _MARGIN = 1.5
 """Saves and steps may take so many times the longest ones."""
 

@@ -100,26 +100,41 @@ class Wandb:
         import wandb
 
         folder = Path(config.checkpoints.checkpoints_path)
-        identity = folder / "wandb_run.json"
-        earlier = _identity(identity) if first_step > 1 else None
+        self._file = folder / "wandb_run.json"
+        earlier = _earlier(self._file) if first_step > 1 else {}
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or config.general.project,
             name=os.environ.get("WANDB_NAME") or run_name(config.general.run),
             config={"nanotron_config": yaml.safe_load(dump_config(config))},
             dir=str(folder),
-            id=earlier,
+            id=earlier.get("id"),
             resume="allow" if earlier else None,
             settings=wandb.Settings(console="off", silent=True),
         )
-        identity.write_text(json.dumps({"id": self._run.id}) + "\n", encoding="utf-8")
+        # A history only goes forward: its own count runs ahead of the steps after each way back.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._ahead, self._attempt = earlier.get("ahead", 0), earlier.get("attempt", 1)
+        self._last = first_step - 1 + self._ahead
+        self._remember()
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """All figures of the step at once."""
-        self._run.log(dict(scalars), step=step)
+        """All figures of the step at once; pictures have ``step`` along x."""
+        self._last = step + self._ahead
+        self._run.log({**scalars, "step": step, "attempt": self._attempt}, step=self._last)
 
     def rewind(self, step: int) -> str:
-        """There is no way back in a history of W&B."""
-        return f"wandb keeps what it had of steps after {step}, and ignores them made anew"
+        """Keep what there is, and go on as another attempt: a history cannot be cut."""
+        self._ahead, self._attempt = max(self._ahead, self._last - step), self._attempt + 1
+        self._remember()
+        return (
+            f"wandb keeps the steps after {step} as attempt {self._attempt - 1}, and has them made "
+            f"anew as attempt {self._attempt}, at the same places of the axis `step`"
+        )
+
+    def _remember(self) -> None:
+        known = {"id": self._run.id, "ahead": self._ahead, "attempt": self._attempt}
+        self._file.write_text(json.dumps(known) + "\n", encoding="utf-8")
 
     def close(self) -> None:
         """End the run and wait until it is written or sent.
@@ -195,9 +210,11 @@ def flat(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def _identity(path: Path) -> str | None:
-    """The id of the run that an earlier start had; None when there is none to be read."""
+def _earlier(path: Path) -> dict[str, Any]:
+    """The run that an earlier start had: id, count ahead, attempt; empty when it cannot be read."""
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+        known = json.loads(path.read_text(encoding="utf-8"))
+        counts = {key: int(known[key]) for key in ("ahead", "attempt") if key in known}
+        return {"id": str(known["id"]), **counts}
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return {}

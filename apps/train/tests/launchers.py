@@ -17,6 +17,21 @@ from kenotron_train.yaml_config import DEFAULT_CONFIG
 
 SHORT = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0}
 """Changes of ``flags`` for a run of three steps."""
+PROGRAM = """
+from kenotron_dist import shutdown
+from kenotron_train.cli import main
+from kenotron_train.own_data import OwnData
+
+{sample}
+    return [i * j % 251 for j in range(33)]
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main(loader=OwnData(sample, samples=160)))
+    finally:
+        shutdown()
+"""
+"""A program with data of its own; ``sample`` is the beginning of the function that reads them."""
 _OTHERS = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_", "MASTER_")
 _RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_CONF")
 

@@ -11,31 +11,21 @@ from pathlib import Path
 
 import pytest
 import runs
+from launchers import PROGRAM
 from test_train_launch import TORCHRUN, runs_still
 from test_train_stopping import flags, ranks_of, running
 
 from kenotron_train.failures import noted
 
-SCRIPT = """
-from kenotron_dist import shutdown
-from kenotron_train.cli import main
-from kenotron_train.own_data import OwnData
-
+SAMPLE = """
 def sample(i):
-    if i == 21:  # of the second data rank, in step 6
+    if i == 21:  # of the first data rank, in step 15
         raise LookupError("sample 21 is not there")
-    return [i * j % 251 for j in range(33)]
-
-if __name__ == "__main__":
-    try:
-        raise SystemExit(main(loader=OwnData(sample, samples=160)))
-    finally:
-        shutdown()
 """
 
 
 def own(folder: Path, **more: object) -> list[str]:
-    (folder / "script.py").write_text(SCRIPT)
+    (folder / "script.py").write_text(PROGRAM.format(sample=SAMPLE.strip()))
     changes = {"data_stages__0__data__dataset": "null", "parallelism__dp": 2} | more
     given = flags(folder, "one", **changes, tokens__micro_batch_size=2)
     at = next(i for i, flag in enumerate(given) if "hf_dataset" in flag)

@@ -20,6 +20,7 @@ import pytest
 import runs
 from doc_commands import Command, complaints, missing, to_run
 
+from kenotron_train.cli import main
 from kenotron_train.reference import config_reference
 
 ROOT = runs.APP.parents[1]
@@ -133,7 +134,7 @@ def shrunk(arguments: list[str], name: str, folder: Path) -> list[str]:
 
 
 def is_training(words: list[str]) -> bool:
-    others = ("report", "config-reference", "slurm")
+    others = ("report", "config-reference", "flag-reference", "slurm")
     return words[:1] == ["apps/train"] and not (
         words[1:2] and words[1] in others or {"--check", "--json-schema"} & set(words)
     )
@@ -242,3 +243,13 @@ def test_links_lead_to_files() -> None:
     for path in FOUND:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert (path.parent / target).exists(), f"{path}: {target}"
+
+
+def test_the_table_of_flags_is_that_of_the_parsers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flag-reference"]) == 0
+    shown = capsys.readouterr().out
+    assert (DOCS / "flags.md").read_text(encoding="utf-8") == shown, (
+        "run: python apps/train flag-reference > apps/train/docs/flags.md"
+    )
+    for flag in ("--stall-limit SECONDS", "--stop-before SECONDS", "--x X", "RUN_DIR"):
+        assert f"| `{flag}` | " in shown

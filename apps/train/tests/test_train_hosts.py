@@ -18,9 +18,6 @@ from test_train_launch import TORCHRUN
 MPIRUN = ("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n")
 DIES_ONCE = """
 import os, signal, time
-from kenotron_dist import shutdown
-from kenotron_train.cli import main
-from kenotron_train.own_data import OwnData
 
 def sample(i):
     # Of the second data rank, in step 6; the checkpoint of step 3 is written beside the training.
@@ -28,13 +25,6 @@ def sample(i):
         while not os.path.exists("checkpoints/3/manifest.json"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    return [i * j % 251 for j in range(33)]
-
-if __name__ == "__main__":
-    try:
-        raise SystemExit(main(loader=OwnData(sample, samples=160)))
-    finally:
-        shutdown()
 """
 NO_MPI = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
 
@@ -80,7 +70,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on_from_the_checkpoint(tmp_path
         changes = {"tokens__train_steps": 8, "checkpoints__checkpoint_interval": 3}
         folder.mkdir()
         flags = own(folder, **changes)
-        (folder / "script.py").write_text(DIES_ONCE)
+        (folder / "script.py").write_text(launchers.PROGRAM.format(sample=DIES_ONCE.strip()))
         done = runs.start(*launcher, "script.py", *flags, cwd=folder, timeout=240)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import runpy
 import tomllib
 
@@ -29,3 +30,15 @@ def test_both_leave_the_world_before_they_end(start, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended:
         start()
     assert left == [True] and ended.value.code == 85
+
+
+def test_extras_are_shown_as_they_install_from_the_repository() -> None:
+    known = tomllib.loads((runs.APP / "pyproject.toml").read_text())["project"]
+    texts = [*runs.APP.glob("docs/*.md"), *runs.APP.glob("*.md")]
+    texts += runs.APP.glob("kenotron_train/*.py")
+    form = re.compile(r"(\S*)\[([a-z0-9,]+)\]'")
+    shown = [named for path in texts for named in form.findall(path.read_text())]
+    ours = [(where, extras) for where, extras in shown if "train" in where]
+    assert len(ours) >= 4 and {where for where, _ in ours} == {"'./apps/train"}
+    for _, extras in ours:
+        assert set(extras.split(",")) <= set(known["optional-dependencies"])

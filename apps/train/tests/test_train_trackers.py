@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import runs
+from test_train_rollback import poison
 
 from kenotron_dist import Mesh
 from kenotron_train import trackers
@@ -82,7 +83,7 @@ def test_wandb_offline_has_config_and_every_step(
     (run,) = [record.run for record in records if record.HasField("run")][:1]
     assert (run.project, run.display_name) == ("its-project", "default")
     identity = json.loads((tmp_path / "checkpoints/wandb_run.json").read_text())
-    assert identity == {"id": run.run_id}
+    assert identity == {"id": run.run_id, "ahead": 0, "attempt": 1}
     (saved,) = [each for each in run.config.update if each.key == "nanotron_config"]
     assert json.loads(saved.value_json)["tokens"]["train_steps"] == 6
     history = [record.history for record in records if record.HasField("history")]
@@ -109,8 +110,42 @@ def test_a_resumed_training_goes_on_in_its_wandb_run(
     }
     (identity,) = {r.run.run_id for f in files for r in wandb_records(f) if r.HasField("run")}
     saved = json.loads((tmp_path / "checkpoints/wandb_run.json").read_text())
-    assert saved == {"id": identity}
+    assert saved["id"] == identity
     assert steps == {(1, 2, 3, 4, 5, 6), (4, 5, 6)}
+
+
+def test_trackers_after_a_rollback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    changes = {"logging__trackers": "[tensorboard, wandb]", "optimizer__nonfinite": "rollback"}
+    with poison(17):
+        train(Mesh.connect(), config_of(tmp_path, **changes))
+    steps = runs.metrics(tmp_path)
+    events = EventAccumulator(str(tmp_path / "checkpoints/tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("lm_loss")]
+    assert shown == [(s["step"], pytest.approx(s["lm_loss"], rel=1e-6)) for s in steps]
+    (path,) = (tmp_path / "checkpoints/wandb").glob("offline-run-*/run-*.wandb")
+    records = list(wandb_records(path))
+    items = [
+        {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
+    places = [(i["_step"], i["step"], i["attempt"]) for i in items]
+    first, second = [(n, n, 1) for n in range(1, 5)], [(n + 1, n, 2) for n in (4, 5, 6)]
+    assert places == first + second
+    kept = [i["lm_loss"] for i in items if i["attempt"] == 2 or i["step"] < 4]
+    assert kept == [s["lm_loss"] for s in steps]
+    axes = {r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+    assert axes["*"] == "step"
+    assert "wandb keeps the steps after 3 as attempt 1" in capsys.readouterr().out
+    train(Mesh.connect(), config_of(tmp_path, **changes, tokens__train_steps=7))
+    (later,) = set((tmp_path / "checkpoints/wandb").glob("offline-run-*/run-*.wandb")) - {path}
+    assert [r.history.step.num for r in wandb_records(later) if r.HasField("history")] == [8]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 from test_dist_launch import TORCHRUN, free_port, variables
 
-from kenotron_dist import STALLED, Mesh, spawn
+from kenotron_dist import STALLED, Mesh, World, spawn
+from kenotron_dist.launch import _check_backend
 from kenotron_dist.meeting import Meeting
 
 PROGRAM = """
@@ -65,7 +66,9 @@ def test_a_rank_that_is_stopped_before_the_mesh_exists_is_named(where, tmp_path)
         ranks[2].kill()
         ranks[2].communicate()
     assert [rank.returncode for rank in ranks[:2]] == [STALLED, STALLED], told
-    who = f"for 3 ranks to meet: rank 2 \\(process {ranks[2].pid} on .*\\) has come, but is stopped"
+    who = (
+        f"s for 3 ranks to meet: rank 2 \\(process {ranks[2].pid} on .*\\) has come, but is stopped"
+    )
     if where == "connect":  # the others need not wait for it yet: it is the watchdog that finds it
         who = "s in all_reduce #1 over .*: rank 2 is stopped or dead"
     for rank, text in enumerate(told):
@@ -167,3 +170,11 @@ def test_a_meeting_that_ends_in_time_says_nothing():
 
 def size_of(mesh: Mesh) -> int:
     return mesh.world.size
+
+
+def test_hosts_that_chose_different_backends_are_refused():
+    store, few = dist.HashStore(), World(1, 4, 1, 2, "a", 1, "torchrun")
+    for rank in (0, 3):
+        _check_backend(World(rank, 4, 1, 2, "a", 1, "torchrun"), store, "nccl", 2)
+    with pytest.raises(ValueError, match="rank 1 would talk over gloo, .* with 1 GPUs for 2 ranks"):
+        _check_backend(few, store, "gloo", 1)
