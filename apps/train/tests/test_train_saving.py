@@ -23,7 +23,7 @@ def saved(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
     right = loading.file_faults
 
     def faults(path, entry, pieces):
-        read.extend(piece.key for piece in pieces)
+        read.extend(piece.key.partition("@")[0] for piece in pieces)
         return right(path, entry, pieces)
 
     saver = SimpleNamespace(mesh=mesh, folder=Path(folder))
