@@ -35,7 +35,7 @@ class Blame:
     samples: list[int]
     """Places of the global batch's samples in the order of training, sorted."""
     data: list[dict[str, Any]]
-    """Where each of them was read, see ``OpenStage.origins``."""
+    """Where each of them was read, see ``kenotron_data.origins``."""
     module: str
     """The first module with a value that is not finite; with a gradient, if all values are."""
     found: NonFinite

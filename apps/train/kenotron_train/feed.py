@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from kenotron_data import Batch, Cursor, IterableLoader, Loader
-from kenotron_data.order import ordered_indices
-from kenotron_data.rows import describe, source_names, source_of
+from kenotron_data.origins import origins
 from kenotron_train.assemble import Training
 from kenotron_train.corpus import Corpus, MaskTargets, has_index, open_corpus, open_loader
 from kenotron_train.own_data import Hook
@@ -88,17 +85,7 @@ class OpenStage:
     def origins(self, samples: list[int]) -> list[dict[str, Any]]:
         """Where samples are read, given their places in the order of training.
 
-        Returns, for each: ``sample``, its place; ``index``, its number in the data set; ``source``,
-        of several; ``where``, what the data set says: file, document and token, or rows. Data
-        without an index are read in their order: the place says it all, and nothing is returned.
+        Data without an index are read in their order: the place says it all, and the list is empty.
         """
         data = self.corpus.training
-        if not has_index(data):
-            return []
-        places = np.array(samples, dtype=np.int64)
-        indices = ordered_indices(data, places, self.seed, self.number)
-        names, sources = source_names(data), source_of(data, indices).tolist()
-        return [
-            {"sample": place, "index": i, "source": names[of], "where": describe(data, i)}
-            for place, i, of in zip(samples, indices.tolist(), sources, strict=True)
-        ]
+        return origins(data, samples, self.seed, self.number) if has_index(data) else []

@@ -28,13 +28,13 @@ def saved(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
 
     saver = SimpleNamespace(mesh=mesh, folder=Path(folder))
     with mock.patch.object(loading, "file_faults", faults):
-        check_saved(saver, 3)  # pyrefly: ignore
+        check_saved(saver, 3)
     errors = []
     for damage in (_flip, Path.unlink):
         if mesh.rank == 0:
             damage(next(Path(folder, "3").glob("shard-*")))
         with pytest.raises(SaveFailed) as error:
-            check_saved(saver, 3)  # pyrefly: ignore
+            check_saved(saver, 3)
         errors.append(str(error.value))
     return read, errors
 

@@ -16,7 +16,7 @@ from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
 from kenotron_dist.launch import from_env, shutdown, tell_launcher
-from kenotron_dist.leave import leave
+from kenotron_dist.leave import STALLED, leave
 from kenotron_dist.mesh import Axis, Mesh, MeshConfig
 from kenotron_dist.notes import Notes
 from kenotron_dist.objects import broadcast_object, gather_objects
@@ -34,9 +34,10 @@ from kenotron_dist.placement import (
     parameter_layouts,
     tie_storages,
 )
+from kenotron_dist.rank_error import RankError
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.signals import Signals, listening
-from kenotron_dist.spawn import STALLED, RankError, spawn
+from kenotron_dist.spawn import spawn
 from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_cause, first_to_say, start
 from kenotron_dist.statistics import (

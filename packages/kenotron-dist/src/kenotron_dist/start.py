@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from kenotron_dist.launch import from_env, launcher, meeting
 from kenotron_dist.mesh import Mesh, MeshConfig
-from kenotron_dist.spawn import RankError, spawn
+from kenotron_dist.rank_error import RankError
+from kenotron_dist.spawn import spawn
 from kenotron_dist.stall import PeerLost
 from kenotron_dist.watchdog import watch
 
