@@ -131,6 +131,8 @@ def _shown(value: Any) -> str:
         return f"{value:.4g}"
     if isinstance(value, tuple | list):
         return ", ".join(map(_shown, value)) or "none"
+    if isinstance(value, dict):
+        return " ".join(map(_shown, value.values()))
     if value is None or isinstance(value, bool):
         return "none" if value is None else str(value).lower()
     return str(value)

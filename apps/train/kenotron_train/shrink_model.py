@@ -56,7 +56,9 @@ def small_model(sizes: AnyConfig, cut: Cut, padding: int, small_padding: int) ->
         "num_hidden_layers": cut.depth,
         "num_attention_heads": heads,
         "vocab_size": small_vocabulary(
-            sizes.vocab_size, (cut.tp, cut.small_tp), (padding * cut.tp, small_padding * cut.small_tp)
+            sizes.vocab_size,
+            (cut.tp, cut.small_tp),
+            (padding * cut.tp, small_padding * cut.small_tp),
         ),
         "max_position_embeddings": _reach(sizes.max_position_embeddings, cut),
         "rope_scaling": scaling,

@@ -12,10 +12,10 @@ from datetime import timedelta
 
 import numpy as np
 
-from kenotron_data import Cursor
+from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, watch
 from kenotron_optim import Slices
-from kenotron_train.assemble import build_training
+from kenotron_train.assemble import Training, build_training
 from kenotron_train.config import Config
 from kenotron_train.corpus import Corpus, open_loader
 from kenotron_train.made_up import MadeUpTokens
@@ -98,31 +98,32 @@ def measure(
     ``forced``: gradients that updates are made from, step by step, in place of its own, which are
     reported. Collective over the mesh.
     """
-    with watch(mesh, limit=LIMIT):
+    vocabulary, sequence = config.decoder.vocab_size, config.tokens.sequence_length
+    seed = config.data_stages[0].data.seed
+    corpus = Corpus(MadeUpTokens(vocabulary, sequence, seed, documents))
+    with watch(mesh, limit=LIMIT), open_loader(config, mesh, corpus, Cursor()) as loader:
         training = build_training(config, mesh)
-        initial, steps = weight_pieces(training), []
-        corpus = Corpus(
-            MadeUpTokens(
-                config.decoder.vocab_size,
-                config.tokens.sequence_length,
-                config.data_stages[0].data.seed,
-                documents,
-            )
-        )
-        with open_loader(config, mesh, corpus, Cursor()) as loader:
-            for step in range(1, config.tokens.train_steps + 1):
-                norms, pieces = [], []
-
-                def look(slices: Slices) -> None:
-                    norms.append(training.norm(slices).item())
-                    pieces.extend(slice_pieces(training, slices))
-                    if forced is not None:
-                        write_slices(training, slices, forced[step - 1])
-
-                result = training_step(training, next(loader), step, look=look)
-                norm = result.grad_norm if forced is None else norms[0]
-                steps.append(Step(result.loss, norm, pieces, weight_pieces(training)))
+        initial = weight_pieces(training)
+        given = [None] * config.tokens.train_steps if forced is None else forced
+        steps = [
+            _step(training, next(loader), number, gradient)
+            for number, gradient in enumerate(given, start=1)
+        ]
     return Measured(initial, steps)
+
+
+def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> Step:
+    pieces: list[Piece] = []
+    norms: list[float] = []
+
+    def look(slices: Slices) -> None:
+        pieces.extend(slice_pieces(training, slices))
+        if forced is not None:
+            norms.append(training.norm(slices).item())
+            write_slices(training, slices, forced)
+
+    result = training_step(training, batch, number, look=look)
+    return Step(result.loss, [*norms, result.grad_norm][0], pieces, weight_pieces(training))
 
 
 def layout_gradients(layout: list[Measured]) -> list[Whole]:
@@ -194,7 +195,7 @@ def _tensors(
     step: int, what: str, ranks: list[list[Piece]], want: Whole, bounds: dict[str, float]
 ) -> Check:
     """Every rank's pieces against whole tensors."""
-    found = replica_deviations(ranks, want)
+    found = dict.fromkeys(want, float("inf")) | replica_deviations(ranks, want)
     departures = [
         Departure(name, found[name], bounds[name]) for name in want if found[name] > bounds[name]
     ]

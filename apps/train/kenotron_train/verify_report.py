@@ -1,0 +1,170 @@
+"""What a comparison of a layout with one process says, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kenotron_train.config import Config
+from kenotron_train.figures import or_null
+from kenotron_train.pieces import FLOOR, RELATIVE
+from kenotron_train.sections import ParallelismConfig
+from kenotron_train.verify import Check
+
+SHOWN = 4
+"""Further tensors that depart which are named."""
+RULES = {
+    "gradients": f"{RELATIVE:g} of the tensor's largest element, at least {FLOOR:g} of the norm of "
+    "all gradients",
+    "updated weights": f"{RELATIVE:g} of the tensor's largest change, and a float32 rounding of "
+    "its largest element for every step",
+}
+"""What is allowed, where numbers may be added up in another order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that was compared."""
+
+    name: str
+    """Of the config."""
+    config: Config
+    small: Config
+    changes: list[tuple[str, str, str]]
+    """(key, in the config, in the copy)"""
+    checks: list[Check]
+    broken: str
+    """Why the layout did not run; empty where it did."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check did."""
+        return not self.broken and all(check.passed for check in self.checks)
+
+
+def layout_of(sizes: ParallelismConfig) -> str:
+    """The sizes of a mesh, in words."""
+    return f"dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}"
+
+
+def show(verdict: Verdict, seconds: float) -> None:
+    """Print what was made smaller, every check, and the verdict last."""
+    console = Console(highlight=False, markup=False)
+    small = verdict.small
+    console.print(f"A small copy of {verdict.name}, with made-up tokens:")
+    table = _table("key", "config", "copy")
+    for row in verdict.changes:
+        table.add_row(*row)
+    console.print(table)
+    console.print("Every other key of parallelism, model and optimizer is as it is there.\n")
+    for line in [*_dropped(verdict), _runs(small)]:
+        console.print(line, soft_wrap=True)
+    console.print()
+    if verdict.checks:
+        console.print(_checks(verdict.checks))
+        console.print()
+    for line in _conclusion(verdict):
+        console.print(line)
+    console.print(f"{seconds:.0f} s")
+
+
+def _runs(small: Config) -> str:
+    steps, samples = small.tokens.train_steps, small.global_batch_size
+    count = small.world_size
+    return (
+        f"{count} process{'es' * (count > 1)} ({layout_of(small.parallelism)}) against one: "
+        f"{steps} step{'s' * (steps > 1)} of {samples} samples of {small.tokens.sequence_length} "
+        "tokens"
+    )
+
+
+def write_json(path: Path, verdict: Verdict) -> None:
+    """Write the same for programs; deviations that are not finite are null. Raises OSError."""
+    sizes = verdict.small.parallelism
+    found: dict[str, Any] = {
+        "config": verdict.name,
+        "passed": verdict.passed,
+        "layout": {"dp": sizes.dp, "pp": sizes.pp, "tp": sizes.tp},
+        "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
+        "checks": [_plain(check) for check in verdict.checks],
+        "broken": verdict.broken or None,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(check: Check) -> dict[str, Any]:
+    return {
+        "step": check.step,
+        "what": check.what,
+        "passed": check.passed,
+        "deviation": or_null(check.deviation),
+        "bound": check.bound,
+        "worst": check.worst or None,
+        "departures": [
+            {"name": each.name, "deviation": or_null(each.deviation), "bound": each.bound}
+            for each in check.departures
+        ],
+    }
+
+
+def _table(first: str, *titles: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def _checks(checks: list[Check]) -> Table:
+    table = _table("step", "compared", "measured", "allowed", "", "at")
+    for check in checks:
+        table.add_row(
+            str(check.step or ""),
+            check.what,
+            f"{check.deviation:.1e}" if check.deviation else "0",
+            f"{check.bound:.1e}" if check.bound else "no bit",
+            "" if check.passed else "FAIL",
+            check.worst if check.deviation else "",
+        )
+    return table
+
+
+def _dropped(verdict: Verdict) -> list[str]:
+    """Axes that the copy does not have."""
+    before, after = verdict.config.parallelism, verdict.small.parallelism
+    lost = [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
+    return [f"Not compared, for want of --ranks: {name}" for name in lost]
+
+
+def _conclusion(verdict: Verdict) -> list[str]:
+    layout = layout_of(verdict.small.parallelism)
+    if verdict.broken:
+        return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
+    failed = [check for check in verdict.checks if not check.passed]
+    if not failed:
+        return [f"PASS: {layout} computes what one process computes"]
+    step = f"step {failed[0].step}" if failed[0].step else "before the first step"
+    said = [f"{check.what} by {check.deviation:.1e}" for check in failed]
+    lines = [f"FAIL: {step}: {', '.join(said)}; no later step is compared"]
+    for check in failed:
+        if check.departures:
+            lines += _departures(check)
+    return lines
+
+
+def _departures(check: Check) -> list[str]:
+    """The first tensor that departs, then the others."""
+    (first, *more), rule = check.departures, RULES.get(check.what, "")
+    allowed = f"{first.bound:.1e} is allowed: {rule}" if first.bound else "no bit may differ"
+    what = {"gradients": "gradient", "updated weights": "updated weight"}.get(check.what, "weight")
+    lines = [f"first {what} that departs: {first.name}, by {first.deviation:.1e} ({allowed})"]
+    if more:
+        names = ", ".join(each.name for each in more[:SHOWN])
+        rest = f" and {len(more) - SHOWN} more, the last {more[-1].name}"
+        lines.append(f"then {names}" + (rest if len(more) > SHOWN else ""))
+    return lines
