@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any, cast
 
-from kenotron_data.config import DataConfig, DatasetStageConfig, NanosetDatasetsConfig
-from kenotron_data.config import SFTDatasetsConfig
+from kenotron_data.config import (
+    DataConfig,
+    DatasetStageConfig,
+    NanosetDatasetsConfig,
+    SFTDatasetsConfig,
+)
 from kenotron_dist import Axis, parameter_layouts
 from kenotron_models import LayerStack, build_decoder
 from kenotron_models.registry import AnyConfig

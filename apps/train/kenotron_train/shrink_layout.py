@@ -55,7 +55,7 @@ def small_depth(depth: int, stages: int, small_stages: int, every: int | None) -
     each = 2 if small_stages <= 4 and depth >= 2 * stages else 1
     least = small_stages * each if small_stages > 1 else min(depth, MOST_LAYERS)
     if not even:
-        least = small_stages + min(depth % stages, max(1, small_stages - 1))
+        least = small_stages + 1
     wanted = [1] if every is None else [every] * (every <= 4) + [2, 3, 4]
     for period in wanted:
         for layers in range(least, 2 * least + 4 * small_stages + 1):

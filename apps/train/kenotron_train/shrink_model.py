@@ -98,18 +98,20 @@ def small_heads(heads: int, kv_heads: int, tp: int, small_tp: int) -> tuple[int,
     return kv * group, kv
 
 
-def small_vocabulary(size: int, tp: tuple[int, int], unit: tuple[int, int]) -> int:
-    """Few token numbers, which tp and the unit of padding divide or not, as before.
+def small_vocabulary(size: int, units: tuple[int, int], small_units: tuple[int, int]) -> int:
+    """Few token numbers, which divide by tp and by the multiple of padding, or not, as before.
 
-    Arguments: token numbers; tp and the unit, each before and after.
+    Arguments: token numbers; tp and the multiple, before and after.
     """
     start = min(size, VOCABULARY)
-    wanted = size % tp[0] == 0, size % unit[0] == 0
+    wanted = [size % unit == 0 for unit in units]
 
     def kept(small: int) -> int:
-        return sum(a == b for a, b in zip((small % tp[1] == 0, small % unit[1] == 0), wanted))
+        found = [small % unit == 0 for unit in small_units]
+        return sum(a == b for a, b in zip(found, wanted, strict=True))
 
-    return max(range(start, start + 2 * unit[1] + 2), key=lambda small: (kept(small), -small))
+    near = range(start, start + 2 * small_units[1] + 2)
+    return max(near, key=lambda small: (kept(small), -small))
 
 
 def small_layers(layers: tuple[int, ...], sizes: AnyConfig, cut: Cut) -> tuple[int, ...]:

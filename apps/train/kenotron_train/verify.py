@@ -35,8 +35,8 @@ from kenotron_train.step import training_step
 
 ROUNDING = 2.0**-23
 """Largest distance of two neighbouring float32 numbers, in their size."""
-LIMIT = timedelta(seconds=120)
-"""How long a rank may let others wait."""
+LIMIT = timedelta(minutes=5)
+"""How long a rank may let others wait: compiling takes a while."""
 
 
 @dataclass(frozen=True)

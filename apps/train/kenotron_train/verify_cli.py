@@ -37,13 +37,16 @@ def verify_main(argv: Sequence[str]) -> int:
     try:
         if launcher() != "none":
             raise ValueError("verify starts its processes itself: run it without a launcher")
+        target = None if given.json is None else Path(given.json)
+        if target is not None and not target.absolute().parent.is_dir():
+            raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
         check_available(config)
         small = shrink(config, given.ranks, given.steps)
         verdict = Verdict(name, config, small, changes(config, small), *_outcome(config, small))
         show(verdict, time.monotonic() - begin)
-        if given.json is not None:
-            write_json(Path(given.json), verdict)
+        if target is not None:
+            write_json(target, verdict)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except (OSError, ValueError) as error:
@@ -80,10 +83,9 @@ def _fail(text: str, code: int) -> int:
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
-    return value
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:

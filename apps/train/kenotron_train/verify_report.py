@@ -58,8 +58,8 @@ def show(verdict: Verdict, seconds: float) -> None:
     small = verdict.small
     console.print(f"A small copy of {verdict.name}, with made-up tokens:")
     table = _table("key", "config", "copy")
-    for row in verdict.changes:
-        table.add_row(*row)
+    for key, old, new in verdict.changes:
+        table.add_row(".".join(key.split(".")[-2:]), old, new)
     console.print(table)
     console.print("Every other key of parallelism, model and optimizer is as it is there.\n")
     for line in [*_dropped(verdict), _runs(small)]:
