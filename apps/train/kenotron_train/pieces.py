@@ -20,8 +20,8 @@ from kenotron_train.step import gradient
 
 RELATIVE = 1e-5
 """Largest deviation of a gradient, in its tensor's largest element; of losses and norms."""
-FLOOR = 1e-7
-"""The same in the norm of the whole gradient, for tensors that hardly have one."""
+FLOOR = 1e-2
+"""How much of that is allowed, in the norm of all gradients, for tensors that hardly have one."""
 
 Piece = tuple[str, tuple[int, ...], np.ndarray, tuple[int, ...]]
 """(logical name, first index, values, global shape)."""
@@ -104,14 +104,14 @@ def replica_deviations(ranks: Iterable[list[Piece]], whole: Whole) -> dict[str, 
     return found
 
 
-def gradient_bounds(want: Whole) -> dict[str, float]:
+def gradient_bounds(want: Whole, relative: float = RELATIVE) -> dict[str, float]:
     """What every element of each gradient may deviate.
 
-    1e-5 of the tensor's largest element, at least 1e-7 of the global norm.
+    ``relative`` of the tensor's largest element, at least a hundredth of it of the global norm.
     """
     norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in want.values()))
     return {
-        name: float(max(RELATIVE * np.abs(values).max(), FLOOR * norm))
+        name: float(relative * max(np.abs(values).max(), FLOOR * norm))
         for name, values in want.items()
     }
 

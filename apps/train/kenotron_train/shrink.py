@@ -34,8 +34,9 @@ from kenotron_train.shrink_model import SEQUENCE, Cut, small_model
 MOST_PADDING = 8
 STD = 0.02
 """Standard deviation of weights where the config reads them from a file."""
-STDS = (0.05, 0.25)
-"""Bounds of it in the small model: attention is neither even nor of one token only."""
+LEAST_STD, MOST_GAIN = 0.05, 1.0
+"""Bounds in the small model, of it and of its product with the root of the hidden size: attention
+is not even, and roundings do not grow from layer to layer."""
 MOST_CLIP = 0.1
 """Norms of the small model's gradients are larger, so that clipping is part of the comparison."""
 COMPARED = ("parallelism", "model", "tokens", "optimizer")
@@ -168,11 +169,12 @@ def _model(
     small = small_model(sizes, cut, padding, few(padding, MOST_PADDING))
     method = section.init_method
     drawn = method if isinstance(method, RandomInitConfig) else RandomInitConfig(std=STD)
-    wide = drawn.std * math.sqrt(sizes.hidden_size / small.hidden_size)
+    gain = min(drawn.std * math.sqrt(sizes.hidden_size), MOST_GAIN)
+    std = max(gain / math.sqrt(small.hidden_size), LEAST_STD)
     return replace(
         section,
         model_config=small,
-        init_method=replace(drawn, std=float(f"{min(max(wide, STDS[0]), STDS[1]):.3g}")),
+        init_method=replace(drawn, std=float(f"{std:.3g}")),
         dtype="float32",
         make_vocab_size_divisible_by=few(padding, MOST_PADDING),
         ddp_bucket_cap_mb=1,

@@ -35,6 +35,8 @@ from kenotron_train.step import training_step
 
 ROUNDING = 2.0**-23
 """Largest distance of two neighbouring float32 numbers, in their size."""
+DEPTH = 8
+"""Decoder layers from which on roundings are allowed in proportion to them."""
 LIMIT = timedelta(minutes=5)
 """How long a rank may let others wait: compiling takes a while."""
 
@@ -132,11 +134,22 @@ def layout_gradients(layout: list[Measured]) -> list[Whole]:
     return [assemble([m.steps[i].gradient for m in layout], check=False) for i in range(count)]
 
 
-def compare(layout: list[Measured], one: Measured, exact: bool) -> list[Check]:
+def allowed(small: Config) -> float:
+    """Largest relative deviation of what is added up in another order; 0 where nothing is.
+
+    A pipeline alone only places layers elsewhere.
+    """
+    sizes = small.parallelism
+    if sizes.dp == sizes.tp == 1 and not small.model.compile:
+        return 0.0
+    return RELATIVE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
+
+
+def compare(layout: list[Measured], one: Measured, relative: float) -> list[Check]:
     """All checks in order, up to the first step in which one fails.
 
     Arguments: what the ranks of the layout measured; what one process did, with the layout's
-    gradients for its updates; whether they must agree to the bit.
+    gradients for its updates; how much they may deviate (``allowed``), 0: not by a bit.
     """
     before = assemble([one.initial])
     pieces = [rank.initial for rank in layout]
@@ -145,40 +158,42 @@ def compare(layout: list[Measured], one: Measured, exact: bool) -> list[Check]:
         if not all(check.passed for check in found):
             break
         ranks = [rank.steps[i] for rank in layout]
-        found += _numbers(i + 1, ranks, own, exact)
+        found += _numbers(i + 1, ranks, own, relative)
         gradient = assemble([own.gradient])
-        bounds = dict.fromkeys(gradient, 0.0) if exact else gradient_bounds(gradient)
+        bounds = gradient_bounds(gradient, relative)
         pieces = [rank.gradient for rank in ranks]
         found.append(_tensors(i + 1, "gradients", pieces, gradient, bounds))
         after = assemble([own.weights])
-        bounds = dict.fromkeys(after, 0.0) if exact else update_bounds(before, after, i + 1)
+        bounds = update_bounds(before, after, i + 1, relative)
         pieces = [rank.weights for rank in ranks]
         found.append(_tensors(i + 1, "updated weights", pieces, after, bounds))
         before = after
     return found
 
 
-def update_bounds(before: Whole, after: Whole, steps: int) -> dict[str, float]:
+def update_bounds(
+    before: Whole, after: Whole, steps: int, relative: float = RELATIVE
+) -> dict[str, float]:
     """What every element of each weight may deviate after an update from the same gradient.
 
-    1e-5 of the tensor's largest change, and a rounding of the largest weight for every step.
+    ``relative`` of the tensor's largest change, and a rounding of its largest element for every
+    step.
     """
-    moved = differences(after, before)
+    moved, rounding = differences(after, before), steps * ROUNDING if relative else 0.0
     return {
-        name: float(RELATIVE * moved[name] + steps * ROUNDING * np.abs(values).max())
+        name: float(relative * moved[name] + rounding * np.abs(values).max())
         for name, values in after.items()
     }
 
 
-def _numbers(step: int, ranks: list[Step], own: Step, exact: bool) -> list[Check]:
+def _numbers(step: int, ranks: list[Step], own: Step, relative: float) -> list[Check]:
     """Loss and norm: the rank that deviates most counts."""
-    bound = 0.0 if exact else RELATIVE
     pairs = {
         "loss": ([rank.loss for rank in ranks], own.loss),
         "gradient norm": ([rank.norm for rank in ranks], own.norm),
     }
     return [
-        Check(step, what, max(_relative(value, want) for value in got), bound)
+        Check(step, what, max(_relative(value, want) for value in got), relative)
         for what, (got, want) in pairs.items()
     ]
 

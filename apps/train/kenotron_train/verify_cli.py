@@ -14,7 +14,7 @@ from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.loop import LOADED_ONCE
 from kenotron_train.shrink import changes, has_documents, on_one_process, shrink
-from kenotron_train.verify import Check, compare, layout_gradients, measure
+from kenotron_train.verify import Check, allowed, compare, layout_gradients, measure
 from kenotron_train.verify_report import Verdict, show, write_json
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -54,12 +54,6 @@ def verify_main(argv: Sequence[str]) -> int:
     return 0 if verdict.passed else 1
 
 
-def is_exact(small: Config) -> bool:
-    """Whether a layout only places layers elsewhere, so that no bit may differ."""
-    sizes = small.parallelism
-    return sizes.dp == sizes.tp == 1 and not small.model.compile
-
-
 def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
     """All checks, and why the layout did not run, if it did not."""
     sizes, documents = small.parallelism, has_documents(config)
@@ -74,7 +68,7 @@ def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
         alone = spawn(measure, one, documents, layout_gradients(layout), preload=PRELOAD)[0]
     except RankError as error:
         raise ValueError(f"one process cannot train the small copy: {error}") from error
-    return compare(layout, alone, is_exact(small)), ""
+    return compare(layout, alone, allowed(small)), ""
 
 
 def _fail(text: str, code: int) -> int:

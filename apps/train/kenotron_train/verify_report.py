@@ -12,17 +12,15 @@ from rich.table import Table
 
 from kenotron_train.config import Config
 from kenotron_train.figures import or_null
-from kenotron_train.pieces import FLOOR, RELATIVE
+from kenotron_train.pieces import FLOOR
 from kenotron_train.sections import ParallelismConfig
-from kenotron_train.verify import Check
+from kenotron_train.verify import Check, allowed
 
 SHOWN = 4
 """Further tensors that depart which are named."""
 RULES = {
-    "gradients": f"{RELATIVE:g} of the tensor's largest element, at least {FLOOR:g} of the norm of "
-    "all gradients",
-    "updated weights": f"{RELATIVE:g} of the tensor's largest change, and a float32 rounding of "
-    "its largest element for every step",
+    "gradients": "{0:g} of its largest element, at least {1:g} of the norm of all",
+    "updated weights": "{0:g} of its largest change, and a float32 rounding for each step",
 }
 """What is allowed, where numbers may be added up in another order."""
 
@@ -153,16 +151,17 @@ def _conclusion(verdict: Verdict) -> list[str]:
     lines = [f"FAIL: {step}: {', '.join(said)}; no later step is compared"]
     for check in failed:
         if check.departures:
-            lines += _departures(check)
+            lines += _departures(check, allowed(verdict.small))
     return lines
 
 
-def _departures(check: Check) -> list[str]:
+def _departures(check: Check, relative: float) -> list[str]:
     """The first tensor that departs, then the others."""
     (first, *more), rule = check.departures, RULES.get(check.what, "")
-    allowed = f"{first.bound:.1e} is allowed: {rule}" if first.bound else "no bit may differ"
+    rule = f"{first.bound:.1e} is allowed: {rule.format(relative, FLOOR * relative)}"
     what = {"gradients": "gradient", "updated weights": "updated weight"}.get(check.what, "weight")
-    lines = [f"first {what} that departs: {first.name}, by {first.deviation:.1e} ({allowed})"]
+    lines = [f"first {what} that departs: {first.name}, by {first.deviation:.1e}"]
+    lines.append(rule if first.bound else "no bit may differ")
     if more:
         names = ", ".join(each.name for each in more[:SHOWN])
         rest = f" and {len(more) - SHOWN} more, the last {more[-1].name}"
