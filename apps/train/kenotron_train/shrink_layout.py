@@ -15,10 +15,10 @@ MOST_LAYERS = 3
 
 
 def few(number: int, most: int) -> int:
-    """``number``, or the largest one up to ``most`` that is as even or odd, and not 1."""
+    """``number``, or the largest one up to ``most`` that is as even or odd; 1 for 1 only."""
     if number <= most:
         return number
-    return most if (number - most) % 2 == 0 else most - 1
+    return most if (number - most) % 2 == 0 else max(most - 1, 2)
 
 
 def fewer_ranks(section: ParallelismConfig, ranks: int) -> ParallelismConfig:

@@ -57,8 +57,8 @@ def small_model(sizes: AnyConfig, cut: Cut, padding: int, small_padding: int) ->
         "num_attention_heads": heads,
         "vocab_size": small_vocabulary(
             sizes.vocab_size,
-            (cut.tp, cut.small_tp),
-            (padding * cut.tp, small_padding * cut.small_tp),
+            (cut.tp, padding * cut.tp),
+            (cut.small_tp, small_padding * cut.small_tp),
         ),
         "max_position_embeddings": _reach(sizes.max_position_embeddings, cut),
         "rope_scaling": scaling,

@@ -19,7 +19,7 @@ from kenotron_train.verify import Check, allowed
 SHOWN = 4
 """Further tensors that depart which are named."""
 RULES = {
-    "gradients": "{0:g} of its largest element, at least {1:g} of the norm of all",
+    "gradients": "{0:g} of its largest element, or {1:g} of the norm of all gradients",
     "updated weights": "{0:g} of its largest change, and a float32 rounding for each step",
 }
 """What is allowed, where numbers may be added up in another order."""
@@ -119,7 +119,7 @@ def _table(first: str, *titles: str) -> Table:
 
 
 def _checks(checks: list[Check]) -> Table:
-    table = _table("step", "compared", "measured", "allowed", "", "at")
+    table = _table("step", "compared", "measured", "allowed", "", "worst")
     for check in checks:
         table.add_row(
             str(check.step or ""),
@@ -133,10 +133,12 @@ def _checks(checks: list[Check]) -> Table:
 
 
 def _dropped(verdict: Verdict) -> list[str]:
-    """Axes that the copy does not have."""
+    """What is not compared."""
     before, after = verdict.config.parallelism, verdict.small.parallelism
+    if before.world_size == 1:
+        return ["The config asks for one process: nothing is cut."]
     lost = [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
-    return [f"Not compared, for want of --ranks: {name}" for name in lost]
+    return [f"Not compared, for want of --ranks: {', '.join(lost)}"] if lost else []
 
 
 def _conclusion(verdict: Verdict) -> list[str]:
@@ -146,24 +148,23 @@ def _conclusion(verdict: Verdict) -> list[str]:
     failed = [check for check in verdict.checks if not check.passed]
     if not failed:
         return [f"PASS: {layout} computes what one process computes"]
+    tensors = next((check for check in failed if check.departures), None)
+    lines = [] if tensors is None else _departures(tensors, allowed(verdict.small))
     step = f"step {failed[0].step}" if failed[0].step else "before the first step"
-    said = [f"{check.what} by {check.deviation:.1e}" for check in failed]
-    lines = [f"FAIL: {step}: {', '.join(said)}; no later step is compared"]
-    for check in failed:
-        if check.departures:
-            lines += _departures(check, allowed(verdict.small))
-    return lines
+    said = ", ".join(f"{check.what} ({check.deviation:.1e})" for check in failed)
+    return [*lines, f"FAIL: {layout} departs from one process at {step}: {said}"]
 
 
 def _departures(check: Check, relative: float) -> list[str]:
-    """The first tensor that departs, then the others."""
+    """The first tensor that departs, in the order of the model, and what comes after it."""
     (first, *more), rule = check.departures, RULES.get(check.what, "")
-    rule = f"{first.bound:.1e} is allowed: {rule.format(relative, FLOOR * relative)}"
-    what = {"gradients": "gradient", "updated weights": "updated weight"}.get(check.what, "weight")
-    lines = [f"first {what} that departs: {first.name}, by {first.deviation:.1e}"]
-    lines.append(rule if first.bound else "no bit may differ")
+    rule = f"{first.bound:.1e}: {rule.format(relative, FLOOR * relative)}"
+    lines = [
+        f"First of the {check.what} that depart: {first.name}, by {first.deviation:.1e}",
+        f"allowed there: {rule if first.bound else '0, nothing is added up in another order'}",
+    ]
     if more:
         names = ", ".join(each.name for each in more[:SHOWN])
-        rest = f" and {len(more) - SHOWN} more, the last {more[-1].name}"
+        rest = f" and {len(more) - SHOWN} more, the last of them {more[-1].name}"
         lines.append(f"then {names}" + (rest if len(more) > SHOWN else ""))
     return lines

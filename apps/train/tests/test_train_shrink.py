@@ -17,6 +17,7 @@ from kenotron_train.availability import unavailable
 from kenotron_train.config import Config
 from kenotron_train.shrink import changes, has_documents, on_one_process, shrink
 from kenotron_train.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
+from kenotron_train.shrink_model import small_heads, small_vocabulary
 from kenotron_train.yaml_config import dump_config, load_config, parse_config
 
 BASE = yaml.safe_load((runs.APP / "kenotron_train/default.yaml").read_text())
@@ -256,8 +257,29 @@ def test_axes_keep_two_ranks_while_they_can(given: tuple, ranks: int, kept: tupl
     assert tuple(getattr(small, name) for name in names) == kept
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ((32, 8, 8, 2), (8, 2)),
+        ((32, 32, 8, 4), (8, 8)),
+        ((32, 1, 1, 1), (4, 1)),
+        ((32, 4, 8, 2), (4, 1)),
+        ((32, 2, 8, 4), (8, 1)),
+        ((14, 2, 2, 2), (6, 2)),
+        ((36, 12, 4, 4), (16, 8)),
+        ((27, 9, 1, 1), (9, 3)),
+    ],
+)
+def test_heads_lie_on_ranks_as_before(given: tuple, kept: tuple) -> None:
+    assert small_heads(*given) == kept
+
+
 def test_numbers_stay_even_or_odd() -> None:
     assert [few(n, 4) for n in (1, 2, 3, 4, 5, 6, 7)] == [1, 2, 3, 4, 3, 4, 3]
+    assert [few(n, 2) for n in (1, 2, 3, 4)] == [1, 2, 2, 2]
+    assert small_vocabulary(32000, (16, 16 * 128), (2, 2 * 8)) == 98
+    assert small_vocabulary(32000, (16, 16), (2, 2)) == 96
+    assert small_vocabulary(257, (2, 2), (2, 2)) == 97
     assert small_depth(61, 4, 2, None) == (3, 1)
     assert small_depth(36, 4, 2, 4) == (4, 4)
     assert small_depth(2, 4, 4, None) == (2, 2)

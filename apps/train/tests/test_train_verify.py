@@ -119,13 +119,21 @@ def test_a_planted_fault_is_found_and_named(
     for what, name in names.items():
         assert what in departed
         assert not name or departed[what][0] == name
-        assert not name or f"that departs: {name}, by " in printed
+        assert not name or f"that depart: {name}, by " in printed
     assert "FAIL: " in printed and "PASS" not in printed
     if fault == "one_gradient_off":
         assert departed["gradients"] == ["layers.1.mlp.down.weight"]
         assert "loss" not in departed and "gradient norm" in departed
     if fault == "norms_not_reduced":
         assert all("norm" in name for name in departed["gradients"])
+
+
+def test_axes_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--ranks", "1", "--steps", "1")
+    assert verify(tmp_path, "parallelism.dp=2", more=more)[0] == 0
+    assert "Not compared, for want of --ranks: dp, tp" in capsys.readouterr().out
+    assert verify(tmp_path, "parallelism.tp=1", more=more)[0] == 0
+    assert "The config asks for one process: nothing is cut." in capsys.readouterr().out
 
 
 def test_a_layout_that_dies_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
