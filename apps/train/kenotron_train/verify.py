@@ -7,6 +7,7 @@ an optimizer that turns a tiny gradient's sign into a whole update cannot hide o
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -149,7 +150,8 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
     """All checks in order, up to the first step in which one fails.
 
     Arguments: what the ranks of the layout measured; what one process did, with the layout's
-    gradients for its updates; how much they may deviate (``allowed``), 0: not by a bit.
+    gradients for its updates; how much they may deviate (``allowed``), 0: not by a bit. Raises
+    ValueError where one process itself finds nan or inf.
     """
     before = assemble([one.initial])
     pieces = [rank.initial for rank in layout]
@@ -157,6 +159,7 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
     for i, own in enumerate(one.steps):
         if not all(check.passed for check in found):
             break
+        _check_finite(i + 1, own)
         ranks = [rank.steps[i] for rank in layout]
         found += _numbers(i + 1, ranks, own, relative)
         gradient = assemble([own.gradient])
@@ -169,6 +172,15 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
         found.append(_tensors(i + 1, "updated weights", pieces, after, bounds))
         before = after
     return found
+
+
+def _check_finite(step: int, own: Step) -> None:
+    if not (math.isfinite(own.loss) and math.isfinite(own.norm)):
+        raise ValueError(
+            f"step {step}: one process itself has a loss of {own.loss:g} and a gradient of norm "
+            f"{own.norm:g}, so there is nothing to compare with: lower "
+            "optimizer.learning_rate_scheduler.learning_rate, or compare fewer --steps"
+        )
 
 
 def update_bounds(

@@ -164,6 +164,21 @@ def test_bad_input_is_told_apart_from_a_failure(
     assert said in capsys.readouterr().err
 
 
+def test_a_config_that_diverges_is_no_fault_of_the_layout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rate = "optimizer.learning_rate_scheduler.learning_rate=1e30"
+    assert main(["verify", *flags(rate)]) == 2
+    assert "one process itself has a loss of" in capsys.readouterr().err
+
+
+def test_a_layout_that_the_optimizer_cannot_have_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["verify", *flags("optimizer.optimizer_factory={name: muon}")]) == 1
+    assert "Muon needs whole matrices" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_launcher_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
