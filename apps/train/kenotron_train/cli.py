@@ -40,6 +40,7 @@ from kenotron_train.replay import replay, step_or_record
 from kenotron_train.report_cli import report_main, report_parser
 from kenotron_train.slurm_cli import slurm_main, slurm_parser
 from kenotron_train.stopping import STOPPED
+from kenotron_train.verify_cli import verify_main, verify_parser
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -63,9 +64,11 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     if words[:1] == ["config-reference"]:
         return _show(config_reference())
     if words[:1] == ["flag-reference"]:
-        return _show(flag_reference([_parser(), slurm_parser(), report_parser()]))
+        return _show(flag_reference([_parser(), slurm_parser(), verify_parser(), report_parser()]))
     if words[:1] == ["slurm"]:
         return slurm_main(words[1:])
+    if words[:1] == ["verify"]:
+        return verify_main(words[1:])
     arguments = _parser().parse_args(words)
     deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
@@ -185,8 +188,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
-        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means, and "
-        "`flag-reference` what every flag does.",
+        "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
+        "`config-reference` prints what every key means, `flag-reference` what every flag does.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(
