@@ -19,6 +19,9 @@ from kenotron_dist.watchdog import watch
 _BACKSTOP = timedelta(hours=1)
 """How much later the backend's own timeout comes; saving may keep others waiting that long."""
 
+_LEAST_MEETING = timedelta(seconds=30)
+"""Ranks may need so long to meet on a busy machine, however short the limit is."""
+
 
 def start(
     fn: Callable[..., Any],
@@ -36,8 +39,8 @@ def start(
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
     process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer; the backend
-    itself gives up an hour later), and how long the ranks may take to meet; modules that local
-    ranks need beside that of ``fn``: they are loaded once for all.
+    itself gives up an hour later), and how long the ranks may take to meet (30 s at least); modules
+    that local ranks need beside that of ``fn``: they are loaded once for all.
 
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
     the launcher started another number of processes, RankError when a spawned rank failed.
@@ -54,13 +57,14 @@ def start(
             cp=sizes.cp,
             tp=sizes.tp,
             timeout=limit + _BACKSTOP,
-            meet=limit,
+            meet=max(limit, _LEAST_MEETING),
             preload=[*preload, *({fn.__module__} - {"__main__"})],
             device=None,
             forward=threading.current_thread() is threading.main_thread(),
         )[0]
-    world = from_env(timeout=limit + _BACKSTOP, meet=limit)
-    with meeting("mesh", dist.distributed_c10d._get_default_store(), world, limit):
+    meet = max(limit, _LEAST_MEETING)
+    world = from_env(timeout=limit + _BACKSTOP, meet=meet)
+    with meeting("mesh", dist.distributed_c10d._get_default_store(), world, meet):
         mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
     return _watched(mesh, fn, args, limit)
 
