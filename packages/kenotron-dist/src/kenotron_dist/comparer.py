@@ -59,15 +59,20 @@ class Comparer:
 
     def close(self) -> None:
         """Stop comparing; who waits for this rank learns that it has finished."""
-        self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
+        self._leave()
         self._posts.end()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:  # else its error is the first cause, not that it ended
+        if kind is None:
             self.close()
+        else:  # the error is the first cause, not that this rank has ended
+            self._leave()
+
+    def _leave(self) -> None:
+        self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
 
     def _begin(self, entry: Entry, call: Callable[[], Any]) -> Any:
         meeting = _Meeting(self._posts, entry, self._apart)
@@ -205,7 +210,7 @@ def _blocks(entry: Entry) -> bool:
     """Whether starting it may block in the backend, where nobody can compare."""
     if entry.ticket.operation in ("send", "receive"):
         return False
-    return dist.get_debug_level() is dist.DebugLevel.DETAIL or dist.get_backend() == "nccl"
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL or dist.get_backend() == "nccl"
 
 
 def _same(one: tuple[Link, ...], other: tuple[Link, ...]) -> bool:

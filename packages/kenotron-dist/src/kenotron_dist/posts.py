@@ -48,7 +48,7 @@ class Posts:
     def end(self) -> None:
         """Tell all ranks that this one communicates no more."""
         with self._lock:
-            self._ends.set(str(self.rank), "")
+            self._store.set(f"ended/{self.rank}", "")
 
     def post(self, entry: Entry) -> None:
         """Tell the others of a call."""
@@ -104,9 +104,8 @@ class Posts:
 
     def ended(self, standing: Standing) -> list[int]:
         """Those who have finished and not come where a rank waits."""
-        with self._lock:
-            ended = [rank for rank in standing.ranks if self._ends.check([str(rank)])]
-        return sorted({*ended} & {*self.missing(standing)})  # it may have come and then ended
+        ended = {rank for rank in standing.ranks if self._has_ended(rank)}
+        return sorted(ended & {*self.missing(standing)})  # it may have come and then ended
 
     def circle(self) -> tuple[Link, ...]:
         """Ranks that wait for one another, and this one for them; empty if there are none."""
@@ -135,6 +134,10 @@ class Posts:
             known = self._store.check([f"stands/{rank}"])
             text = self._store.get(f"stands/{rank}") if known else b"-"
         return None if text == b"-" else Standing.decode(text)
+
+    def _has_ended(self, rank: int) -> bool:
+        with self._lock:
+            return self._store.check([f"ended/{rank}"]) or self._ends.check([str(rank)])
 
     def _say(self) -> None:
         one = len(self._standing) == 1
