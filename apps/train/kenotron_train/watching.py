@@ -45,7 +45,8 @@ class Watching:
         mesh = training.mesh
         # nccl's waits are the device's: this process goes on.
         self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
-        self._recorder = record(mesh) if training.config.logging.communication else None
+        communication = training.config.logging.communication
+        self._recorder = record(mesh) if communication and mesh.rank == 0 else None
         self._sent: dict[str, int] | None = None
         self._steps = list[StepFigures]()
         self._layers: LayerMetrics | None = None

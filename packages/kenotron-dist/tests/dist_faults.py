@@ -3,7 +3,9 @@
 A line that ends with ``# <fault>: others`` or ``# <fault>: one`` is what a message must name.
 """
 
+import os
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,8 +20,10 @@ from kenotron_dist import (
     barrier,
     broadcast,
     compare_collectives,
+    from_env,
     receive,
     send,
+    shutdown,
 )
 
 
@@ -152,3 +156,25 @@ def with_faults(mesh, bad, checked_by_torch):
             text = str(error)
         found[fault.__name__] = text, time.monotonic() - began
     return found
+
+
+def finishes_early(mesh):
+    """For KENOTRON_DEBUG: the last rank makes one communication less and is done."""
+    for left in range(3):
+        if left or mesh.rank < mesh.config.world_size - 1:
+            all_reduce(torch.ones(4), mesh["tp"])  # finishes_early: others
+    return "done"
+
+
+def launched(rank, ports, folder):
+    """The same as a program of a launcher, in a process of its own; what it raised is written."""
+    os.environ["KENOTRON_DEBUG"] = "collectives"
+    world = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports}
+    from_env(world, timeout=timedelta(seconds=60))
+    mesh = Mesh.connect(tp=2)
+    try:
+        finishes_early(mesh)
+    except Diverged as error:
+        Path(folder, "part").write_text(str(error))
+        Path(folder, "part").rename(Path(folder, f"{rank}.txt"))
+    shutdown()

@@ -5,7 +5,7 @@ import pytest
 from dist_ranks import on_ranks
 
 RUNS = {2: (1, False), 4: (1, True), 8: (5, False)}
-"""Number of ranks: the faulty one; whether torch checks calls, too, which blocks before they start."""
+"""Number of ranks: the faulty one; whether torch checks calls too, which blocks at once."""
 
 
 @pytest.fixture(scope="module")
