@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from kenotron_data import Batch
-from kenotron_dist import bytes_per_axis, record
+from kenotron_dist import record
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.benchmark import STEPS, add_row, check_table, is_benchmark, table_row
@@ -94,7 +94,7 @@ class Watching:
                 yield self._layers.look
         self._watch.stop()
         if self._recorder is not None:
-            self._sent = bytes_per_axis(self._recorder.cut())
+            self._sent = self._recorder.bytes_per_axis(self._recorder.cut())
 
     def batch(self, read: Callable[[], Batch]) -> Batch:
         """The batch that ``read`` waits for, on this rank's device."""

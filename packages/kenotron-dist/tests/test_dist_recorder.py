@@ -10,7 +10,7 @@ import torch
 from dist_ranks import needs_gpu, on_gpus, on_ranks
 
 import kenotron_dist
-from kenotron_dist import all_reduce, bytes_per_axis, handle, record, transfers
+from kenotron_dist import all_reduce, handle, record, transfers
 
 SOURCES = Path(kenotron_dist.__file__).parent
 
@@ -87,22 +87,30 @@ def axes_and_cuts(mesh):
         with record(mesh) as inner:
             all_reduce(x, mesh["dp"])
             all_reduce(x, mesh.twin("tp"))
-            thread = threading.Thread(target=all_reduce, args=(x, mesh["dp", "tp"]))
+            thread = threading.Thread(target=all_reduce, args=(x, mesh.world))
             thread.start()
             thread.join()
+            all_reduce(x, mesh["dp", "cp"])
+            all_reduce(x, mesh.subaxis("tp", 1))
         all_reduce(x, mesh["cp"])  # one rank: nothing is communicated
         first = outer.cut()
         all_reduce(x, mesh["tp"])
     all_reduce(x, mesh["tp"])
-    return bytes_per_axis(first), outer.bytes_per_axis(), inner.bytes_per_axis(), inner.entries
+    return (
+        outer.bytes_per_axis(first),
+        outer.bytes_per_axis(),
+        inner.bytes_per_axis(),
+        inner.entries,
+    )
 
 
 def test_bytes_are_told_apart_by_axis_and_cut_into_steps():
     for first, rest, inner, entries in on_ranks(axes_and_cuts, dp=2, tp=2):
-        assert first == {"tp": 48, "dp": 24, "dp_tp": 72}  # a twin counts as its axis
+        # A twin, the whole of an axis and one with axes of one rank count as the axis.
+        assert first == {"tp": 3 * 24, "dp": 2 * 24, "world": 3 * 24}
         assert rest == {"tp": 24}
-        assert inner == {"tp": 24, "dp": 24, "dp_tp": 72}
-        assert [entry.ticket.number for entry in entries] == [1, 1, 1]
+        assert inner == {"tp": 2 * 24, "dp": 2 * 24, "world": 3 * 24}
+        assert [entry.ticket.number for entry in entries] == [1] * 5
         assert entries[0].ticket.channel in ("dp:0,2", "dp:1,3")
 
 

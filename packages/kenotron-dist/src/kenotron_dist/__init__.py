@@ -36,7 +36,7 @@ from kenotron_dist.placement import (
     tie_storages,
 )
 from kenotron_dist.pulse import Entry
-from kenotron_dist.recorder import Recorder, bytes_per_axis, compare_collectives, record
+from kenotron_dist.recorder import Recorder, compare_collectives, record
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.signals import Signals, listening
 from kenotron_dist.spawn import STALLED, RankError, spawn
@@ -57,7 +57,6 @@ from kenotron_dist.watchdog import Watchdog, watch
 __all__ = [
     "record",
     "compare_collectives",
-    "bytes_per_axis",
     "Recorder",
     "Entry",
     "Diverged",

@@ -207,10 +207,8 @@ class _Compared:
 
 
 def _blocks(entry: Entry) -> bool:
-    """Whether starting it may block in the backend, where nobody can compare."""
-    if entry.ticket.operation in ("send", "receive"):
-        return False
-    return dist.get_debug_level() == dist.DebugLevel.DETAIL or dist.get_backend() == "nccl"
+    """Whether starting it blocks until all have come, where nobody can compare."""
+    return entry.whole and dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 def _same(one: tuple[Link, ...], other: tuple[Link, ...]) -> bool:

@@ -38,7 +38,7 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, entry: Entry) -> Call:
         """What others need of an entry."""
-        ticket, how, dtype, shape, _, gives, takes = entry
+        ticket, how, dtype, shape, _, gives, takes, _ = entry
         return cls(ticket.operation, how, dtype, shape, ticket.site, gives, takes)
 
     def encode(self) -> str:

@@ -69,6 +69,8 @@ class Entry(NamedTuple):
     """Bytes for each of ``ticket.ranks``, where they need not be the same for all."""
     takes: tuple[int, ...] | None = None
     """Bytes expected from each of them."""
+    whole: bool = False
+    """Whether it is one call of the backend, which all ranks make, and no set of transfers."""
 
 
 class Listener(Protocol):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from kenotron_dist.comparer import Comparer
 from kenotron_dist.mesh import Mesh
-from kenotron_dist.pulse import Entry, Pulse
+from kenotron_dist.pulse import Entry
 
 T = TypeVar("T")
 
@@ -22,11 +22,11 @@ class Recorder:
     It may be read from any thread. What it heard stays readable when it is closed.
     """
 
-    def __init__(self, pulse: Pulse) -> None:
-        self._pulse = pulse
+    def __init__(self, mesh: Mesh) -> None:
+        self._pulse, self._sizes = mesh.pulse, mesh.sizes
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
-        pulse.listeners = (*pulse.listeners, self)
+        self._pulse.listeners = (*self._pulse.listeners, self)
 
     @property
     def entries(self) -> list[Entry]:
@@ -34,9 +34,24 @@ class Recorder:
         with self._lock:
             return list(self._entries)
 
-    def bytes_per_axis(self) -> dict[str, int]:
-        """Bytes of ``entries`` that left this rank, by axis; see ``bytes_per_axis``."""
-        return bytes_per_axis(self.entries)
+    def bytes_per_axis(self, entries: Sequence[Entry] | None = None) -> dict[str, int]:
+        """Bytes that left this rank, by axis, of these entries (default: ``entries``).
+
+        ``wire`` says how they are counted. A ``twin`` counts as its axis, several axes together as
+        those that have more than one rank, all of them as ``world``; parts of an axis have names of
+        their own (``tp/2``, ``pp[0, 3]``).
+        """
+        found: dict[str, int] = {}
+        for entry in self.entries if entries is None else entries:
+            name = self._name(entry.ticket.axis)
+            found[name] = found.get(name, 0) + entry.sent
+        return found
+
+    def _name(self, axis: str) -> str:
+        names = axis.rstrip("'").removesuffix("/1").split("_")
+        if len(names) == len(self._sizes):
+            return "world"
+        return "_".join(name for name in names if self._sizes.get(name, 2) > 1)
 
     def cut(self) -> list[Entry]:
         """The entries so far, which are forgotten here: a step ends."""
@@ -75,20 +90,7 @@ def record(mesh: Mesh) -> Recorder:
 
     Not collective. Nothing is recorded on an axis of one rank, where nothing is communicated.
     """
-    return Recorder(mesh.pulse)
-
-
-def bytes_per_axis(entries: Sequence[Entry]) -> dict[str, int]:
-    """Bytes that left this rank, by the name of the axis; ``wire`` says how they are counted.
-
-    A ``twin`` counts as its axis; parts of an axis and several axes together have their own names
-    (``tp/2``, ``pp[0, 3]``, ``dp_cp``).
-    """
-    found: dict[str, int] = {}
-    for entry in entries:
-        name = entry.ticket.axis.rstrip("'")
-        found[name] = found.get(name, 0) + entry.sent
-    return found
+    return Recorder(mesh)
 
 
 def compare_collectives(mesh: Mesh) -> Comparer:

@@ -45,7 +45,8 @@ def of_verb(
         sent = (n - 1) * args[1].nbytes // n
     else:  # a gather fills n times what it is given, a scatter the n-th part
         sent = abs(args[0].nbytes - args[1].nbytes)
-    return Entry(ticket, _shown(ticket, how), _name(x), tuple(x.shape), sent, gives, takes)
+    facts = _shown(ticket, how), _name(x), tuple(x.shape), sent
+    return Entry(ticket, *facts, gives, takes, whole=True)
 
 
 def of_exchange(
