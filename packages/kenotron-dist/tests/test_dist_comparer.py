@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from dist_ranks import needs_gpu, on_gpus, on_ranks
 
-from kenotron_dist import RankError, all_reduce, compare_collectives, receive, record, send
+from kenotron_dist import RankError, all_reduce, barrier, compare_collectives, receive, record, send
 from kenotron_dist.comparer import Comparer
 from kenotron_dist.divergence import Call, divergence
 from kenotron_dist.launch import debugging
@@ -58,7 +58,9 @@ def many(mesh, port):
     with Comparer(mesh.pulse, mesh.rank, store):
         for _ in range(60):
             all_reduce(torch.ones(2), mesh["tp"])
-        return store.num_keys()
+        keys = store.num_keys()
+    barrier(mesh.world)  # rank 0 hosts the store
+    return keys
 
 
 def test_what_is_over_is_erased_from_the_store():
