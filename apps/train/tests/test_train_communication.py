@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import runs
+import torch
 
-from kenotron_dist import spawn
+from kenotron_dist import Mesh, RankError, all_reduce, spawn
 from kenotron_models import parameter_count
 from kenotron_train import loop
+from kenotron_train.assemble import Training
 from kenotron_train.config import Config
 from kenotron_train.curves import read_runs, summary
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
+from kenotron_train.step import StepResult
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 TOKENS, HIDDEN, LAYERS, MICRO = 64, 32, 2, 2
@@ -59,6 +65,34 @@ def test_nothing_is_counted_unless_it_is_asked_for(tmp_path: Path) -> None:
     assert all("communication_bytes" not in line for line in runs.metrics(tmp_path))
     titles, line = summary(read_runs([str(tmp_path / "checkpoints")]))
     assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "-"
+
+
+class OnOneRank(LifeCycle):
+    """Code of a user that sums over tp on one rank only."""
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Called after each step."""
+        if training.mesh.rank == 3:
+            all_reduce(torch.ones(3), training.mesh["tp"])  # the fault
+
+
+def faulty(mesh: Mesh, config: Config) -> None:
+    loop.run(mesh, config, hooks=(OnOneRank(),))
+
+
+def test_a_call_on_one_rank_of_a_training_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KENOTRON_DEBUG", "collectives")
+    config = config_of(tmp_path, parallelism__pp=2, parallelism__tp=2)
+    with pytest.raises(RankError) as told:
+        spawn(faulty, config, pp=2, tp=2)
+    lines = Path(__file__).read_text().splitlines()
+    [line] = [i for i, text in enumerate(lines, 1) if text.endswith("# the fault")]
+    error, mine = told.value, f"(3,) at {Path(__file__).name}:{line}"
+    assert error.kind == "Diverged" and "on tp:2,3" in error.reason
+    assert f"rank 3 called all_reduce (sum) of float32 {mine}" in error.reason
+    assert re.search(r"rank 2 called \w+.* of \w+ \(.*\) at \w+\.py:\d+", error.reason)
 
 
 def test_a_run_whose_ranks_are_compared_has_the_same_losses(

@@ -158,6 +158,14 @@ def with_faults(mesh, bad, checked_by_torch):
     return found
 
 
+def calls_and_computes(mesh, seconds):
+    """The last rank is late, and right: nothing but the watchdog's limit is against it."""
+    all_reduce(torch.ones(4), mesh["tp"])  # too_late: one
+    if mesh.rank == mesh.config.world_size - 1:
+        time.sleep(seconds)
+    all_gather(torch.ones(4), mesh["tp"])  # too_late: others
+
+
 def finishes_early(mesh):
     """For KENOTRON_DEBUG: the last rank makes one communication less and is done."""
     for left in range(3):

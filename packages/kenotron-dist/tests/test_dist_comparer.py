@@ -3,6 +3,7 @@
 import multiprocessing
 import socket
 import time
+from datetime import timedelta
 
 import dist_faults
 import dist_verbs
@@ -11,7 +12,16 @@ import torch
 import torch.distributed as dist
 from dist_ranks import needs_gpu, on_gpus, on_ranks
 
-from kenotron_dist import RankError, all_reduce, barrier, compare_collectives, receive, record, send
+from kenotron_dist import (
+    RankError,
+    all_reduce,
+    barrier,
+    compare_collectives,
+    receive,
+    record,
+    send,
+    watch,
+)
 from kenotron_dist.comparer import Comparer
 from kenotron_dist.divergence import Call, divergence
 from kenotron_dist.launch import debugging
@@ -51,6 +61,22 @@ def out_of_step(mesh):
 
 def test_no_lawful_order_is_held_up_and_long_computing_is_borne():
     assert on_ranks(out_of_step, tp=2) == [[4.0, 4.0], [4.0, 4.0]]
+
+
+def too_late(mesh):
+    reports = []
+    limit = timedelta(seconds=1)
+    with watch(mesh, limit=limit, on_stall=reports.append), compare_collectives(mesh):
+        dist_faults.calls_and_computes(mesh, 4.0)
+    return [str(report) for report in reports]
+
+
+def test_the_watchdog_names_both_lines_of_a_rank_that_computes_too_long():
+    [report], nothing = on_ranks(too_late, tp=2)
+    assert not nothing
+    waits, last = (dist_faults.line(f"too_late: {who}") for who in ("others", "one"))
+    assert f"called at dist_faults.py:{waits}: rank 1 has not joined" in report
+    assert "it has called nothing for" in report and f"called at dist_faults.py:{last}" in report
 
 
 def many(mesh, port):
