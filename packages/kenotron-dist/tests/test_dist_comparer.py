@@ -79,6 +79,25 @@ def test_the_watchdog_names_both_lines_of_a_rank_that_computes_too_long():
     assert "it has called nothing for" in report and f"called at dist_faults.py:{last}" in report
 
 
+def one_raises(mesh):
+    try:
+        with compare_collectives(mesh):
+            if mesh.rank == 1:
+                raise ValueError("no good")
+            all_reduce(torch.ones(2), mesh["tp"])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_fails_is_told_to_those_who_wait():
+    began = time.monotonic()
+    waits, fails = on_ranks(one_raises, tp=2)
+    assert fails == "no good" and time.monotonic() - began < 10
+    assert "all_reduce #1 over tp (ranks 0, 1), called at test_dist_comparer.py" in waits
+    assert waits.endswith("failed: rank 1 has ended (ValueError: no good)")
+
+
 def many(mesh, port):
     store = dist.TCPStore("127.0.0.1", port, is_master=mesh.rank == 0, wait_for_workers=False)
     with Comparer(mesh.pulse, mesh.rank, store):

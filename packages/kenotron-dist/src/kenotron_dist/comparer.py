@@ -10,8 +10,10 @@ says nothing of the kind and is waited for.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
 import torch.distributed as dist
@@ -44,7 +46,7 @@ class Comparer:
     """Hears a rank's communications and compares them with its peers'. Made alike on all ranks.
 
     Arguments: what it listens to; this rank; the store that all ranks share. A context manager:
-    leaving it without an exception, or ``close``, tells the others that this rank has finished.
+    leaving it, or ``close``, tells the others that this rank has finished, or failed.
     """
 
     def __init__(self, pulse: Pulse, rank: int, store: dist.Store) -> None:
@@ -57,6 +59,11 @@ class Comparer:
         """Compare before ``call``, and again when what it starts is waited for."""
         return cast("Callable[[], T]", lambda: self._begin(entry, call))
 
+    def fail(self, cause: str) -> None:
+        """Who waits for the others gets a RuntimeError, as from a backend whose peer is lost."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it who would read
+            self._posts.fail(cause)
+
     def close(self) -> None:
         """Stop comparing; who waits for this rank learns that it has finished."""
         self._leave()
@@ -65,11 +72,18 @@ class Comparer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
             self.close()
-        else:  # the error is the first cause, not that this rank has ended
-            self._leave()
+            return
+        self._leave()
+        if not isinstance(error, Diverged):  # the others know
+            self.fail(f"rank {self._posts.rank} has ended ({type(error).__name__}: {error})")
 
     def _leave(self) -> None:
         self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
@@ -111,6 +125,8 @@ class Comparer:
         posts = self._posts
         if told := posts.told():
             raise Diverged(told)
+        if failed := posts.failed():
+            raise RuntimeError(failed)
         here = meeting.stand()
         if ended := posts.ended(here):
             text = ended_text(posts.rank, here, ended, self._last.get(here.channel, {}))

@@ -45,6 +45,16 @@ class Posts:
         with self._lock:
             return self._store.compare_set("told", "", text).decode()
 
+    def fail(self, cause: str) -> None:
+        """Tell all ranks that communications over this mesh end, and why."""
+        with self._lock:
+            self._store.compare_set("failed", "", cause)
+
+    def failed(self) -> str:
+        """Why they end; empty while they do not."""
+        with self._lock:
+            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+
     def end(self) -> None:
         """Tell all ranks that this one communicates no more."""
         with self._lock:

@@ -80,6 +80,10 @@ class Listener(Protocol):
         """Note it; what shall be called to start it, most often ``call`` itself."""
         ...
 
+    def fail(self, cause: str) -> None:
+        """This rank, or another, has failed: nobody may wait for the others any longer."""
+        ...
+
     def close(self) -> None:
         """Hear no more."""
         ...
@@ -149,6 +153,11 @@ class Pulse:
         for listener in self.listeners:
             call = listener.hear(entry, call)
         return call
+
+    def fail(self, cause: str) -> None:
+        """Let all listeners know that communications end here, and why."""
+        for listener in self.listeners:
+            listener.fail(cause)
 
     def close(self) -> None:
         """This process communicates no more: close all listeners."""

@@ -65,6 +65,9 @@ class Recorder:
             self._entries.append(entry)
         return call
 
+    def fail(self, cause: str) -> None:
+        """What was heard stays."""
+
     def close(self) -> None:
         """Hear no more."""
         self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
