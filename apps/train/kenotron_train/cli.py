@@ -39,6 +39,7 @@ from kenotron_train.replay import replay
 from kenotron_train.report_cli import report_main
 from kenotron_train.slurm_cli import slurm_main
 from kenotron_train.stopping import STOPPED
+from kenotron_train.verify_cli import verify_main
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
@@ -63,6 +64,8 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
         return _show(config_reference())
     if words[:1] == ["slurm"]:
         return slurm_main(words[1:])
+    if words[:1] == ["verify"]:
+        return verify_main(words[1:])
     arguments = _parser().parse_args(words)
     deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
@@ -186,7 +189,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python apps/train",
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
-        "`slurm --nodes N ...` submits one, `config-reference` prints what every key means.",
+        "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
+        "`config-reference` prints what every key means.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(

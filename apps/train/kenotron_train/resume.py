@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -247,7 +248,7 @@ def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
             f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
             "this version of apps/train?"
         )
-    given = asdict(config.model.model_config)
+    given = json.loads(json.dumps(asdict(config.model.model_config)))  # tuples are lists there
     changed = [
         f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
         for name, value in state["model_config"].items()

@@ -133,7 +133,7 @@ def shrunk(arguments: list[str], name: str, folder: Path) -> list[str]:
 
 
 def is_training(words: list[str]) -> bool:
-    others = ("report", "config-reference", "slurm")
+    others = ("report", "config-reference", "slurm", "verify")
     return words[:1] == ["apps/train"] and not (
         words[1:2] and words[1] in others or {"--check", "--json-schema"} & set(words)
     )

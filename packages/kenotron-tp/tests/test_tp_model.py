@@ -223,6 +223,16 @@ def test_weight_gradients_can_be_put_off(mode):
         on_ranks(defer, MODES[mode], tp=tp)
 
 
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_putting_gradients_off_changes_no_bit_of_a_bf16_layer_with_a_bias(kind):
+    torch.manual_seed(0)
+    layer = kind(64, 48, Axis.solo("tp"), bias=True, dtype=torch.bfloat16)
+    x = torch.randn(80, 64, dtype=torch.bfloat16)
+    plain = layer(x)
+    layer.weight_queue = WeightQueue()
+    assert torch.equal(layer(x), plain)
+
+
 def enter_and_leave(mesh):
     """Tokens are split, go through a whole layer, and are joined: as if nothing was cut."""
     axis = mesh["tp"]

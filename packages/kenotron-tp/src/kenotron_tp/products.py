@@ -106,14 +106,16 @@ class _RowProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
         w, axis = weight.t(), how.axis
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        if axis.size == 1:  # as without a queue: one rounding of product and bias, not two
+            return F.linear(x, weight, bias)
         if how.sequence and how.overlap:
             y = start_product_scatter(x, w, axis, how.rows).wait()
         elif how.sequence:
             y = reduce_scatter(pad_rows(x @ w, how.rows * axis.size), axis)
         else:
             y = all_reduce(x @ w, axis)
-        ctx.save_for_backward(x, weight)
-        ctx.how = how
         return y if bias is None else y.add_(bias)
 
     @staticmethod

@@ -1,0 +1,102 @@
+"""``python apps/train verify``: whether a layout computes what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kenotron_dist import RankError, spawn
+from kenotron_dist.launch import launcher
+from kenotron_train.availability import check_available
+from kenotron_train.config import Config
+from kenotron_train.loop import LOADED_ONCE
+from kenotron_train.shrink import changes, has_documents, on_one_process, shrink
+from kenotron_train.verify import Check, allowed, compare, layout_gradients, measure
+from kenotron_train.verify_report import Verdict, show, write_json
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+PRELOAD = (*LOADED_ONCE, "kenotron_train.verify")
+RANKS = 8
+STEPS = 3
+BAD_INPUT = 2
+"""Exit status where nothing was compared, as argparse has it."""
+INTERRUPTED = 130
+
+
+def verify_main(argv: Sequence[str]) -> int:
+    """Compare a small copy of a config's layout with one process; the exit status.
+
+    0: they agree; 1: they do not, or the layout does not run; 2: there is nothing to compare.
+    """
+    given = _parser().parse_args(argv)
+    begin = time.monotonic()
+    name = given.config_file or "the embedded config"
+    try:
+        if launcher() != "none":
+            raise ValueError("verify starts its processes itself: run it without a launcher")
+        target = None if given.json is None else Path(given.json)
+        if target is not None and not target.absolute().parent.is_dir():
+            raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
+        config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+        check_available(config)
+        small = shrink(config, given.ranks, given.steps)
+        verdict = Verdict(name, config, small, changes(config, small), *_outcome(config, small))
+        show(verdict, time.monotonic() - begin)
+        if target is not None:
+            write_json(target, verdict)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), BAD_INPUT)
+    return 0 if verdict.passed else 1
+
+
+def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
+    """All checks, and why the layout did not run, if it did not."""
+    sizes, documents = small.parallelism, has_documents(config)
+    try:
+        layout = spawn(
+            measure, small, documents, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD
+        )
+    except RankError as error:
+        return [], str(error)
+    one = on_one_process(small)
+    try:
+        alone = spawn(measure, one, documents, layout_gradients(layout), preload=PRELOAD)[0]
+    except RankError as error:
+        raise ValueError(f"one process cannot train the small copy: {error}") from error
+    return compare(layout, alone, allowed(small)), ""
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python apps/train verify",
+        description="Compare a config's layout with one process, before GPU hours are spent: a "
+        "small copy of the same structure runs for some steps on local CPU processes, and losses, "
+        "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "
+        "not; 2: the config cannot be used. Nothing that the config names is read or written.",
+    )
+    add = parser.add_argument
+    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add(
+        "--ranks", type=_count, default=RANKS, metavar="N",
+        help=f"processes at most; a larger layout is made smaller (default: {RANKS})",
+    )  # fmt: skip
+    add("--steps", type=_count, default=STEPS, metavar="N", help=f"default: {STEPS}")
+    add("--json", metavar="FILE", help="write what was compared, for programs")
+    return parser
