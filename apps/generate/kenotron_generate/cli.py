@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
-from kenotron_dist import STALLED, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_dist.launch import launcher
 from kenotron_generate.continuing import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
@@ -18,6 +18,8 @@ from kenotron_generate.words import libraries
 from kenotron_models import Sampling
 
 AXES = ("pp", "tp", "dp")
+USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
+"""Errors whose message says all; others come with a traceback."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -45,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeerLost as error:
         return _fail(str(error), STALLED)
     except RankError as error:
-        known = error.is_any(ValueError, OSError, ImportError, PeerLost) or not error.trace
+        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
         return _fail(str(error) if known else error.trace, error.code)
-    except (ValueError, OSError, ImportError) as error:
+    except USER_ERRORS as error:
         return _fail(str(error))
     return 0
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from kenotron_ckpt import SaveFailed
 from kenotron_dist import (
     STALLED,
+    Diverged,
     Mesh,
     MeshConfig,
     PeerLost,
@@ -45,7 +46,7 @@ from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
-USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed)
+USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed, Diverged)
 """Errors whose message says all; others come with a traceback."""
 
 INTERRUPTED = 130

@@ -76,7 +76,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
     titles = [
         "run", "steps", "tokens", "last loss", "best validation", "tokens/s (median)",
         "MFU (median)", "peak memory GB", "hours in steps", "waiting for data", "blocked by saves",
-        "communication",
+        "communication", "sent a step (median)",
     ]  # fmt: skip
     return [titles, *(_line(run) for run in runs)]
 
@@ -99,7 +99,21 @@ def _line(run: Run) -> list[str]:
         _share(run, "data_wait_s", seconds),
         _share(run, "save_blocked_s", seconds + _outside(run)),
         _share(run, "communication_s", seconds),
+        _sent(run),
     ]
+
+
+def _sent(run: Run) -> str:
+    """Bytes that left the first rank in a step, by axis: ``dp 1.2MB, tp 3.4MB``."""
+    steps = [step["communication_bytes"] for step in run.steps if _has_bytes(step)]
+    axes = sorted({axis for step in steps for axis in step})
+    middle = {axis: statistics.median(step.get(axis, 0) for step in steps) for axis in axes}
+    return ", ".join(f"{axis} {short(value)}B" for axis, value in middle.items()) or "-"
+
+
+def _has_bytes(step: dict[str, Any]) -> bool:
+    found = step.get("communication_bytes")
+    return isinstance(found, dict) and all(map(_is_number, found.values()))
 
 
 def _share(run: Run, key: str, seconds: list[float]) -> str:

@@ -70,6 +70,8 @@ class StepFigures:
     validation: Validation | None = None
     layers: dict[str, float] = field(default_factory=dict)
     """Statistics of layers by name; empty in most steps."""
+    sent: dict[str, int] | None = None
+    """Bytes that left this rank in the step, by mesh axis; None where they are not counted."""
 
 
 class Meter:
@@ -133,6 +135,8 @@ class Meter:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
         if figures.validation is not None:
             found |= _validation(figures.validation)
+        if figures.sent is not None:
+            found["communication_bytes"] = figures.sent
         if figures.layers:
             found["layers"] = {name: or_null(value) for name, value in figures.layers.items()}
         return found

@@ -228,6 +228,8 @@ class LoggingConfig:
     trackers: tuple[TrackerName, ...] | None = None
     """Where figures go beside the log: tensorboard, wandb; None: wandb where WANDB_MODE,
     WANDB_PROJECT or WANDB_API_KEY is set in the environment."""
+    communication: bool = False
+    """Whether metrics.jsonl has the bytes that left the first rank in each step, by axis."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

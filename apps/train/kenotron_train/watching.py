@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from kenotron_data import Batch
+from kenotron_dist import record
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.benchmark import STEPS, add_row, check_table, is_benchmark, table_row
@@ -44,6 +45,9 @@ class Watching:
         mesh = training.mesh
         # nccl's waits are the device's: this process goes on.
         self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
+        communication = training.config.logging.communication
+        self._recorder = record(mesh) if communication and mesh.rank == 0 else None
+        self._sent: dict[str, int] | None = None
         self._steps = list[StepFigures]()
         self._layers: LayerMetrics | None = None
         self._benchmark = is_benchmark(training.mesh)
@@ -67,6 +71,8 @@ class Watching:
         trace: TracebackType | None,
     ) -> None:
         self._profile.__exit__(kind, error, trace)
+        if self._recorder is not None:
+            self._recorder.close()
 
     @property
     def is_over(self) -> bool:
@@ -78,6 +84,8 @@ class Watching:
         """Around all that a step's time is; gives what ``training_step`` shall show gradients."""
         detailed = is_detailed(self._training.config, step)
         self._layers = LayerMetrics(self._training) if detailed else None
+        if self._recorder is not None:
+            self._recorder.cut()  # what came between the steps
         self._watch.start()
         if self._layers is None:
             yield lambda _: None
@@ -85,6 +93,8 @@ class Watching:
             with self._layers.during():
                 yield self._layers.look
         self._watch.stop()
+        if self._recorder is not None:
+            self._sent = self._recorder.bytes_per_axis(self._recorder.cut())
 
     def batch(self, read: Callable[[], Batch]) -> Batch:
         """The batch that ``read`` waits for, on this rank's device."""
@@ -114,9 +124,10 @@ class Watching:
             consumed_samples=consumed[1],
             validation=validation,
             layers=self._layers.collect() if self._layers is not None else {},
+            sent=self._sent,
         )
         # All steps are kept: without what is as long as there are ranks or layers.
-        self._steps.append(replace(figures, result=replace(result, words=()), layers={}))
+        self._steps.append(replace(figures, result=replace(result, words=()), layers={}, sent=None))
         self._report.step(figures)
         self._profile.step()
 

@@ -159,7 +159,7 @@ def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[
     text = command.text
     if at is not None:
         text = shlex.join([*words[: at + 1], *shrunk(words[at + 1 :], name, folder)])
-        text = text.replace("'WANDB_MODE=offline'", "WANDB_MODE=offline")
+        text = re.sub(r"^'([A-Z_]+=\w+)'", r"\1", text)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
         ["bash", "-c", text], cwd=folder, capture_output=True, text=True, timeout=120, check=False,

@@ -25,7 +25,14 @@ def without_communication() -> Iterator[None]:
         yield
 
 
-def _start(axis: Axis, operation: str, verb: Callable[..., object], *args: object) -> Flight:
+def _start(
+    axis: Axis,
+    operation: str,
+    x: Tensor,
+    verb: Callable[..., object],
+    *args: object,
+    how: object = None,
+) -> Flight:
     out, own = args[0], args[1]
     if isinstance(out, Tensor) and isinstance(own, Tensor):  # else a reduction in place
         n = min(out.numel(), own.numel())
@@ -34,10 +41,15 @@ def _start(axis: Axis, operation: str, verb: Callable[..., object], *args: objec
 
 
 def _exchange(
-    axis: Axis, operation: str, sent: Sequence[Tensor | None], received: Sequence[Tensor | None]
+    axis: Axis,
+    operation: str,
+    x: object,
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
+    how: object = None,
 ) -> Flight:
-    own = next(x for i, x in enumerate(sent) if x is not None and i != axis.rank)
-    for i, out in enumerate(received):
-        if out is not None and i != axis.rank:
+    own = next(y for i, ys in enumerate(sent) for y in ys if i != axis.rank)
+    for i, outs in enumerate(received):
+        for out in outs if i != axis.rank else ():
             out.view(-1).copy_(own.reshape(-1)[: out.numel()])
     return Flight(axis, None, None)

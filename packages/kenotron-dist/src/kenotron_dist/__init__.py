@@ -12,6 +12,7 @@ from kenotron_dist.collectives import (
 )
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.distress import Distress
+from kenotron_dist.divergence import Diverged
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.handle import Handle
@@ -34,7 +35,9 @@ from kenotron_dist.placement import (
     parameter_layouts,
     tie_storages,
 )
+from kenotron_dist.pulse import Entry
 from kenotron_dist.rank_error import RankError
+from kenotron_dist.recorder import Recorder, compare_collectives, record
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.signals import Signals, listening
 from kenotron_dist.spawn import spawn
@@ -53,6 +56,11 @@ from kenotron_dist.transfers import Route, receive, send, shift
 from kenotron_dist.watchdog import Watchdog, watch
 
 __all__ = [
+    "record",
+    "compare_collectives",
+    "Recorder",
+    "Entry",
+    "Diverged",
     "STALLED",
     "Axis",
     "Box",

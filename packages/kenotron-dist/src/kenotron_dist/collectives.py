@@ -48,11 +48,11 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum", async_op: bool = False) -
     x = x.detach()
     if op != "sum" or axis.backend != "gloo":
         out = x.clone(memory_format=torch.contiguous_format)
-        flight = start(axis, "all_reduce", dist.all_reduce, out, _OPS[op])
+        flight = start(axis, "all_reduce", x, dist.all_reduce, out, _OPS[op], how=op)
         return _deliver(Handle(flight, out), async_op)
     if axis.size > 2 and x.numel() > _SMALL:
         return _deliver(_two_rounds(x, x.contiguous().view(-1), axis), async_op)
-    flight, parts = _start_pieces([x.contiguous()] * axis.size, axis, "all_reduce")
+    flight, parts = _start_pieces(x, [x.contiguous()] * axis.size, axis)
     return _deliver(Handle(flight, lambda: tree_sum(parts, keep=axis.rank)), async_op)
 
 
@@ -63,7 +63,7 @@ def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
     if piece * axis.size != flat.numel():
         padded = flat.new_zeros(piece * axis.size)
         padded[: flat.numel()] = flat
-    flight, parts = _start_pieces(padded.chunk(axis.size), axis, "all_reduce")
+    flight, parts = _start_pieces(x, padded.chunk(axis.size), axis)
 
     def gather() -> Handle:
         out = flat.new_empty(axis.size, piece)
@@ -74,14 +74,12 @@ def _two_rounds(x: Tensor, flat: Tensor, axis: Axis) -> Handle:
     return Handle(flight, gather, rounds=2)
 
 
-def _start_pieces(
-    pieces: Sequence[Tensor], axis: Axis, operation: str
-) -> tuple[Flight, list[Tensor]]:
-    """Start sending each rank its piece; what they send this one, in axis order."""
+def _start_pieces(x: Tensor, pieces: Sequence[Tensor], axis: Axis) -> tuple[Flight, list[Tensor]]:
+    """Start sending each rank its piece of a sum; what they send this one, in axis order."""
     parts = [torch.empty_like(piece) for piece in pieces]
     parts[axis.rank] = pieces[axis.rank]
-    sent, received = ([[x] for x in tensors] for tensors in (pieces, parts))
-    return start_exchange(axis, operation, sent, received), parts
+    sent, received = ([[part] for part in tensors] for tensors in (pieces, parts))
+    return start_exchange(axis, "all_reduce", x, sent, received, "sum"), parts
 
 
 @overload
@@ -113,9 +111,9 @@ def start_gather(rows: Tensor, axis: Axis, operation: str) -> Flight:
     """
     own = rows[axis.rank]
     if axis.backend != "gloo" or (axis.size == 2 and own.nbytes < _LARGE):
-        return start(axis, operation, all_gather_single, rows.view(-1), own.view(-1))
+        return start(axis, operation, own, all_gather_single, rows.view(-1), own.view(-1))
     received = [[row] for row in rows.unbind()]
-    return start_exchange(axis, operation, [[own]] * axis.size, received)
+    return start_exchange(axis, operation, own, [[own]] * axis.size, received)
 
 
 @overload
@@ -141,11 +139,12 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) 
     if axis.backend == "gloo":
         rows = first.new_empty(axis.size, *part)
         sent = first.view(-1)
-        flight = start(axis, "reduce_scatter", dist.all_to_all_single, rows.view(-1), sent)
+        flight = start(axis, "reduce_scatter", x, dist.all_to_all_single, rows.view(-1), sent)
         handle = Handle(flight, lambda: _moved(tree_sum(rows), dim))
     else:
         out = first.new_empty(part)
-        flight = start(axis, "reduce_scatter", reduce_scatter_single, out.view(-1), first.view(-1))
+        verb, flat = reduce_scatter_single, first.view(-1)
+        flight = start(axis, "reduce_scatter", x, verb, out.view(-1), flat)
         handle = Handle(flight, lambda: _moved(out, dim))
     return _deliver(handle, async_op)
 
@@ -187,7 +186,7 @@ def all_to_all(
         return _done(axis, x, async_op)
     out = x.new_empty(sum(incoming), *x.shape[1:])
     rows = x.detach().contiguous()
-    flight = start(axis, "all_to_all", dist.all_to_all_single, out, rows, incoming, counts)
+    flight = start(axis, "all_to_all", x, dist.all_to_all_single, out, rows, incoming, counts)
     return _deliver(Handle(flight, out), async_op)
 
 
@@ -209,12 +208,13 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0, async_op: bool = False) ->
         return _done(axis, x, async_op)
     nothing: list[list[Tensor]] = [[]] * axis.size
     if axis.backend != "gloo":
-        flight = start(axis, "broadcast", dist.broadcast, x, axis.ranks[source])
+        flight = start(axis, "broadcast", x, dist.broadcast, x, axis.ranks[source], how=source)
     elif axis.rank == source:
-        flight = start_exchange(axis, "broadcast", [[x.detach()]] * axis.size, nothing)
+        outgoing = [[x.detach()]] * axis.size
+        flight = start_exchange(axis, "broadcast", x, outgoing, nothing, source)
     else:
         incoming = [[x.detach()] if i == source else [] for i in range(axis.size)]
-        flight = start_exchange(axis, "broadcast", nothing, incoming)
+        flight = start_exchange(axis, "broadcast", x, nothing, incoming, source)
     return _deliver(Handle(flight, x), async_op)
 
 

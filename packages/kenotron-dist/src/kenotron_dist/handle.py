@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kenotron_dist.mesh import Axis
 from kenotron_dist.pulse import Job, Ticket
+from kenotron_dist.wire import of_exchange, of_verb
 
 _LAPS = 1 << 20  # tags of exchanges go round; those of transfers lie below them
 
@@ -111,40 +112,56 @@ class Handle:
             self._flight = None
 
 
-def start(axis: Axis, operation: str, verb: Callable[..., dist.Work | None], *args: Any) -> Flight:
+def start(
+    axis: Axis,
+    operation: str,
+    x: Tensor,
+    verb: Callable[..., dist.Work | None],
+    *args: Any,
+    how: object = None,
+) -> Flight:
     """Take a ticket and call torch's ``verb`` on the axis with ``args``.
 
-    The call may block too: for a device's first communicator, or for the checks of
-    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    ``x`` is the caller's tensor and ``how`` what must be the same on all ranks beside it (an op, a
+    source): recorders are told. The call may block too: for a device's first communicator, or for
+    the checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
-    if axis.pulse is None:
+    pulse = axis.pulse
+    if pulse is None:
         return Flight(axis, None, verb(*args, group=axis.group, async_op=True))
-    ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
-    call = partial(verb, *args, group=axis.group, async_op=True)
-    return Flight(axis, ticket, axis.pulse.wait(ticket, call))
+    ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
+    call: Callable[[], Work | None] = partial(verb, *args, group=axis.group, async_op=True)
+    if pulse.listeners:
+        call = pulse.told(of_verb(axis, ticket, x, how, verb, args), call)
+    return Flight(axis, ticket, pulse.wait(ticket, call))
 
 
 def start_exchange(
     axis: Axis,
     operation: str,
+    x: Tensor | Sequence[Tensor],
     sent: Sequence[Sequence[Tensor]],
     received: Sequence[Sequence[Tensor]],
+    how: object = None,
 ) -> Flight:
     """Take a ticket and start sending tensors to, and receiving some from, each rank of the axis.
 
     Both are lists in axis order; this rank's own entry, and empty tensors, are skipped. All ranks
-    call this together, with lists that fit.
+    call this together, with lists that fit. ``x`` and ``how``: see ``start``.
     """
     me, n = axis.rank, axis.size
     calls = [(dist.irecv, x, i) for i in ((me - k) % n for k in range(1, n)) for x in received[i]]
     calls += [(dist.isend, x, i) for i in ((me + k) % n for k in range(1, n)) for x in sent[i]]
     full = [(verb, x, i) for verb, x, i in calls if x.numel()]
-    if axis.pulse is None:
+    pulse = axis.pulse
+    if pulse is None:
         return Flight(axis, None, _exchange(full, axis, axis.tag))
-    ticket = axis.pulse.issue(axis.channel, axis.name, axis.ranks, operation)
-    tag = axis.tag + ticket.number % _LAPS
-    work = axis.pulse.wait(ticket, lambda: _exchange(full, axis, tag))
-    axis.pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
+    ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
+    call: Callable[[], Work] = partial(_exchange, full, axis, axis.tag + ticket.number % _LAPS)
+    if pulse.listeners:
+        call = pulse.told(of_exchange(axis, ticket, x, how, sent, received), call)
+    work = pulse.wait(ticket, call)
+    pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)
 
 

@@ -1,6 +1,6 @@
 """From a launcher's variables to a process group, and out again.
 
-The only file that reads the environment, and only when ``from_env`` is called. A program starts
+The only file that reads the environment, and only when its functions are called. A program starts
 with ``from_env()`` and ends, whatever happened, with ``shutdown()``::
 
     try:
@@ -32,6 +32,10 @@ from kenotron_dist.environment import World, resolve
 from kenotron_dist.leave import leave
 from kenotron_dist.meeting import SILENT, Meeting, leave_late
 
+DEBUG, COLLECTIVES = "KENOTRON_DEBUG", "collectives"
+"""The variable that asks for checks of a program, and its word for comparing ranks."""
+ENDED = "kenotron-ended"
+"""Prefix in the store of the ranks that have finished, told where ranks are compared."""
 _FAREWELL_SECONDS = 10.0
 """How long a rank that is done waits for the others to be done too."""
 
@@ -141,6 +145,26 @@ def restarts() -> int:
     return resolve(os.environ).restart_count
 
 
+def debugging(environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    """What ``KENOTRON_DEBUG`` asks for: words with commas between; ``collectives`` is the only one.
+
+    Raises ValueError for another word.
+    """
+    text = (os.environ if environ is None else environ).get(DEBUG, "")
+    words = frozenset(filter(None, (word.strip() for word in text.split(","))))
+    if words - {COLLECTIVES}:
+        raise ValueError(
+            f"{DEBUG}={text}: {min(words - {COLLECTIVES})!r} is not known: set it to "
+            f"{COLLECTIVES}, or unset it"
+        )
+    return words
+
+
+def debug_as(words: frozenset[str]) -> None:
+    """Let this process debug what its parent does, whatever the environment it came from."""
+    os.environ[DEBUG] = ",".join(sorted(words))
+
+
 def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
     """Let torchrun end its report with this failure; other launchers have no place for it.
 
@@ -192,6 +216,8 @@ def _farewell(size: int) -> None:
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # its host is gone: then all are done
         store = dist.distributed_c10d._get_default_store()
+        if debugging():
+            store.set(f"{ENDED}/{dist.get_rank()}", "")
         done = store.add("kenotron-farewell", 1)
         while done < size and time.monotonic() < end:
             time.sleep(0.02)

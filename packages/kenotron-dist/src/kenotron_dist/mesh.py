@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from kenotron_dist.comparer import Comparer
 from kenotron_dist.grid import AXES, MeshConfig, coords_of, line_through
+from kenotron_dist.launch import debugging
 from kenotron_dist.pulse import Pulse
 
 if TYPE_CHECKING:
@@ -124,7 +126,8 @@ class Mesh:
 
         Arguments: ranks along each axis; the device that holds this rank's tensors (default: the
         current accelerator under nccl, else cpu); the timeout of the groups' operations (default:
-        that of the world). A mesh of one rank needs no initialised process group.
+        that of the world). A mesh of one rank needs no initialised process group. With
+        ``KENOTRON_DEBUG=collectives`` its ranks are compared (``compare_collectives``).
 
         Raises ValueError when an axis is not positive or the product is not the world size.
         """
@@ -140,6 +143,8 @@ class Mesh:
             mesh._groups[tuple(range(config.world_size))] = world
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
+        if live and config.world_size > 1 and debugging():
+            Comparer(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
         return mesh
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:

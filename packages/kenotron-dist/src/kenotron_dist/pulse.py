@@ -53,6 +53,42 @@ class Ticket(NamedTuple):
         )
 
 
+class Entry(NamedTuple):
+    """One communication in full, for those who listen (``Pulse.listeners``)."""
+
+    ticket: Ticket
+    how: str
+    """What all must agree on beside the operation: ``sum``, ``from 0``, ``by 1``; or empty."""
+    dtype: str
+    """``float32``; empty where nothing is communicated."""
+    shape: tuple[int, ...]
+    """Of the tensor that was given; of several together, their number of elements."""
+    sent: int
+    """Bytes that leave this rank (``wire`` says how they are counted)."""
+    gives: tuple[int, ...] | None = None
+    """Bytes for each of ``ticket.ranks``, where they need not be the same for all."""
+    takes: tuple[int, ...] | None = None
+    """Bytes expected from each of them."""
+    whole: bool = False
+    """Whether it is one call of the backend, which all ranks make, and no set of transfers."""
+
+
+class Listener(Protocol):
+    """Hears of every communication before it starts."""
+
+    def hear(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+        """Note it; what shall be called to start it, most often ``call`` itself."""
+        ...
+
+    def fail(self, cause: str) -> None:
+        """This rank, or another, has failed: nobody may wait for the others any longer."""
+        ...
+
+    def close(self) -> None:
+        """Hear no more."""
+        ...
+
+
 class Job(Protocol):
     """The part of ``torch.distributed.Work`` that tells whether it is over."""
 
@@ -86,6 +122,8 @@ class Pulse:
         self.waited = 0.0
         """Seconds that the thread that made this was blocked in communication, all in all."""
         self._thread = threading.get_ident()
+        self.listeners: tuple[Listener, ...] = ()
+        """Who hears of every communication: recorders. Empty, and then nothing is made for them."""
         self.doing = ""
         """Long work outside communication that others may wait for; empty when there is none."""
         self.flying: set[object] = set()
@@ -109,6 +147,22 @@ class Pulse:
         ticket = Ticket(channel, axis, ranks, number, operation, *(site or self.call_site()))
         self.tickets[channel] = self.last = ticket
         return ticket
+
+    def told(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+        """Tell all listeners of a communication; what starts it."""
+        for listener in self.listeners:
+            call = listener.hear(entry, call)
+        return call
+
+    def fail(self, cause: str) -> None:
+        """Let all listeners know that communications end here, and why."""
+        for listener in self.listeners:
+            listener.fail(cause)
+
+    def close(self) -> None:
+        """This process communicates no more: close all listeners."""
+        for listener in self.listeners:
+            listener.close()
 
     def wait(self, ticket: Ticket, block: Callable[[], T]) -> T:
         """Show ``ticket`` while ``block`` is called; a RuntimeError leaves it explained."""

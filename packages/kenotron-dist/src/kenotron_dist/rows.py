@@ -35,7 +35,7 @@ def sum_rows(rows: Tensor, axis: Axis, room: Tensor | None = None) -> Handle:
         return Handle(None, own)
     if axis.backend != "gloo":
         flat = rows.view(-1)
-        flight = start(axis, "sum_rows", reduce_scatter_single, own.view(-1), flat)
+        flight = start(axis, "sum_rows", rows, reduce_scatter_single, own.view(-1), flat)
         return Handle(flight, own)
     arriving = rows.new_empty(axis.size - 1, *own.shape) if room is None else room
     others = [i for i in range(axis.size) if i != axis.rank]
@@ -43,7 +43,7 @@ def sum_rows(rows: Tensor, axis: Axis, room: Tensor | None = None) -> Handle:
     received: list[list[Tensor]] = [[]] * axis.size
     for place, i in zip(arriving, others, strict=True):
         parts[i], received[i] = place, [place]
-    flight = start_exchange(axis, "sum_rows", [[row] for row in rows.unbind()], received)
+    flight = start_exchange(axis, "sum_rows", rows, [[row] for row in rows.unbind()], received)
     return Handle(flight, lambda: tree_sum(parts, out=own, keep=axis.rank))
 
 
@@ -74,8 +74,9 @@ def gather_pieces(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:
     small = [[x for x in own if x.nbytes < alone] for own in pieces]
     handles = []
     if any(large):
-        sent = [large[axis.rank]] * axis.size
-        handles.append(Handle(start_exchange(axis, "gather_pieces", sent, large), _NOTHING))
+        own = large[axis.rank]
+        flight = start_exchange(axis, "gather_pieces", own, [own] * axis.size, large)
+        handles.append(Handle(flight, _NOTHING))
     for dtype in dict.fromkeys(x.dtype for own in small for x in own):
         alike = [[x for x in own if x.dtype == dtype] for own in small]
         handles.append(_gather_packed(alike, axis))

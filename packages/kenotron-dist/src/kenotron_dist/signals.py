@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 
 from kenotron_dist.leave import leave
 
@@ -94,3 +95,17 @@ def _listen(read: int, hear: Callable[[int], None]) -> None:
         for number in numbers:
             hear(number)
     os.close(read)
+
+
+@contextlib.contextmanager
+def without_ctrl_c() -> Iterator[None]:
+    """Hold Ctrl-C back in this thread and in processes that start from it, which must let it in.
+
+    It reaches all processes at once: one that still loads torch would print a traceback.
+    """
+    resource_tracker.ensure_running()  # here: it lets Ctrl-C in as soon as it has started its own
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -16,9 +16,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple, NoReturn
@@ -27,12 +26,12 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.device import choose_device, visible_gpus
-from kenotron_dist.launch import pretend_host
+from kenotron_dist.launch import debug_as, debugging, pretend_host
 from kenotron_dist.leave import STALLED, leave
 from kenotron_dist.meeting import Meeting
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.rank_error import RankError
-from kenotron_dist.signals import SAVES, STOPS, handling
+from kenotron_dist.signals import SAVES, STOPS, handling, without_ctrl_c
 
 _PATIENCE = 2.0
 """Seconds that a rank gets to leave by itself."""
@@ -51,6 +50,7 @@ class _Job(NamedTuple):
     device: str | None
     share_gpus: bool
     forward: bool
+    debugging: frozenset[str]
 
 
 def spawn(
@@ -81,8 +81,8 @@ def spawn(
     decide: one that does not listen ends.
 
     Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
-    mesh, and RankError with the cause of the first rank that failed or died, after ending the
-    others.
+    mesh or ``KENOTRON_DEBUG``, and RankError with the cause of the first rank that failed or died,
+    after ending the others.
     """
     config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp)
     small = {name: size for name, size in config.sizes.items() if size < 1}
@@ -92,11 +92,13 @@ def spawn(
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
-        job = _Job(call, config, store, timeout, meet, threads, device, share_gpus, forward)
+        job = _Job(
+            call, config, store, timeout, meet, threads, device, share_gpus, forward, debugging()
+        )
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
         try:
-            with _without_ctrl_c():
+            with without_ctrl_c():
                 for rank in range(config.world_size):
                     ours, theirs = context.Pipe()
                     process = context.Process(target=_main, args=(rank, job, theirs), daemon=True)
@@ -109,20 +111,6 @@ def spawn(
             return _collect_and_forward(pipes, processes)
         finally:
             _end(pipes, processes)
-
-
-@contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Hold Ctrl-C back in this thread and in processes that start from it: ``_main`` lets it in.
-
-    It reaches all processes at once: one that still loads torch would print a traceback.
-    """
-    resource_tracker.ensure_running()  # here: it lets Ctrl-C in as soon as it has started its own
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _collect_and_forward(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
@@ -229,7 +217,7 @@ def _main(rank: int, job: _Job, pipe: Connection) -> None:
     else:
         # Ctrl-C reaches all: the parent ends its ranks
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see _without_ctrl_c
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see without_ctrl_c
     threading.Thread(target=_leave_with_parent, args=(pipe,), daemon=True).start()
     with contextlib.suppress(OSError):  # the parent may have heard enough and closed the pipe
         pipe.send_bytes(_outcome(rank, job))
@@ -241,7 +229,10 @@ def _outcome(rank: int, job: _Job) -> bytes:
     try:
         torch.set_num_threads(job.threads)
         fn, args = pickle.loads(job.call)
-        return pickle.dumps((False, fn(_connect(rank, job), *args)))
+        mesh = _connect(rank, job)
+        result = pickle.dumps((False, fn(mesh, *args)))
+        mesh.pulse.close()
+        return result
     except BaseException as error:
         bases = tuple(base.__name__ for base in type(error).__mro__)
         told = (type(error).__name__, str(error), traceback.format_exc(), bases)
@@ -249,6 +240,7 @@ def _outcome(rank: int, job: _Job) -> bytes:
 
 
 def _connect(rank: int, job: _Job) -> Mesh:
+    debug_as(job.debugging)
     world = job.config.world_size
     gpus = visible_gpus()
     shared = job.share_gpus and 0 < gpus < world

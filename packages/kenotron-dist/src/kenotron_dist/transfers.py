@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
-from kenotron_dist.handle import Flight, Handle, start_exchange
+from kenotron_dist.handle import Flight, Handle, Work, start_exchange
 from kenotron_dist.mesh import Axis
+from kenotron_dist.wire import of_transfer
 
 
 class Route:
@@ -45,7 +47,9 @@ class Route:
         if axis.pulse is None:
             return Handle(Flight(axis, None, self._verb([x], self._place, self._tag)), x)
         ticket = axis.pulse.issue(*self._called, self._site)
-        call = partial(self._verb, [x], self._place, self._tag)
+        call: Callable[[], Work] = partial(self._verb, [x], self._place, self._tag)
+        if axis.pulse.listeners:
+            call = axis.pulse.told(of_transfer(ticket, x, sends=self._sends), call)
         return Handle(Flight(axis, ticket, axis.pulse.wait(ticket, call)), x)
 
 
@@ -99,7 +103,7 @@ def shift(
     received = list(sent)
     sent[(axis.rank + by) % axis.size] = [x.contiguous()]
     received[(axis.rank - by) % axis.size] = [arriving]
-    handle = Handle(start_exchange(axis, "shift", sent, received), arriving)
+    handle = Handle(start_exchange(axis, "shift", x, sent, received, by), arriving)
     return handle if async_op else handle.wait()
 
 

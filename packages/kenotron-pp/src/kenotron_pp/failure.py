@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kenotron_dist import Axis, Distress, PeerLost
+from kenotron_dist import Axis, Distress, Diverged, PeerLost
 
 
 class PipelineError(RuntimeError):
@@ -46,7 +46,7 @@ class Alarm:
         """Tell the others; what this rank must raise.
 
         A pipeline of one rank has nobody to tell: its exception is raised as it is, with a note.
-        So are PeerLost and what ends a process, after the others were told.
+        So are PeerLost, Diverged and what ends a process, after the others were told.
         """
         if self._axis.size == 1 and not self.broken:
             error.add_note(f"in the pipeline, {where}")
@@ -54,7 +54,7 @@ class Alarm:
         me = f"rank {self._axis.ranks[self._axis.rank]}, {where}"
         own = f"{me}: {type(error).__name__}: {error}"
         self.broken = self._distress.call(own)
-        if isinstance(error, PeerLost) or not isinstance(error, Exception):
+        if isinstance(error, PeerLost | Diverged) or not isinstance(error, Exception):
             return error
         first = self.broken == own
         return PipelineError(own if first else f"{self.broken}; so this step ended on {me}")

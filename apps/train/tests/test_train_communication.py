@@ -1,0 +1,111 @@
+"""What a run communicates: bytes of each axis by hand, and all ranks compared while it trains."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+
+from kenotron_dist import Mesh, RankError, all_reduce, spawn
+from kenotron_models import parameter_count
+from kenotron_train import loop
+from kenotron_train.assemble import Training
+from kenotron_train.config import Config
+from kenotron_train.curves import read_runs, summary
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
+from kenotron_train.step import StepResult
+from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+
+TOKENS, HIDDEN, LAYERS, MICRO = 64, 32, 2, 2
+"""Of a micro-batch; and how many a step has."""
+NORMS = 2 * LAYERS + 1
+WORLD = 16 * 8 + 4
+"""Partial sums of the gradient's norm, in fp64, and the loss, from the first rank to the other."""
+
+
+def config_of(folder: Path, **changes: object) -> Config:
+    changes = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0, **changes}
+    return load_config(DEFAULT_CONFIG, runs.arguments(folder, **changes)[1::2])
+
+
+def sent(folder: Path) -> list[dict[str, int]]:
+    return [line["communication_bytes"] for line in runs.metrics(folder)]
+
+
+def test_bytes_over_tp_are_activations_times_the_calls_of_layers(tmp_path: Path) -> None:
+    config = config_of(tmp_path, logging__communication=True, parallelism__tp=2)
+    spawn(loop.train, config, tp=2)
+    # Each layer gathers its input and scatters its output twice, the embedding scatters, the head
+    # gathers, and the backward does the opposite: half of an fp32 activation leaves each time.
+    calls = 2 * (2 * 2 * LAYERS + 2)
+    activations = calls * (TOKENS * HIDDEN * 4 // 2)
+    losses = 5 * TOKENS * 4  # five numbers of each token for the softmax over the vocabulary
+    norms = NORMS * HIDDEN * 4  # whose gradients are sums over tp
+    assert sent(tmp_path) == [{"tp": MICRO * (activations + losses) + norms, "world": WORLD}] * 3
+    titles, line = summary(read_runs([str(tmp_path / "checkpoints")]))
+    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "tp 167KB, world 132B"
+
+
+def test_bytes_over_dp_are_gradients_and_parameters(tmp_path: Path) -> None:
+    changes = {"parallelism__dp": 2, "tokens__micro_batch_size": 1}
+    config = config_of(tmp_path, logging__communication=True, **changes)
+    spawn(loop.train, config, dp=2)
+    half = parameter_count(config.decoder) * 4 // 2  # to the other rank: its part of the sum
+    updated = half  # and this rank's part, which it has updated
+    count, loss = 8, 4
+    assert sent(tmp_path) == [{"dp": half + updated + count + loss, "world": WORLD}] * 3
+
+
+def test_nothing_is_counted_unless_it_is_asked_for(tmp_path: Path) -> None:
+    spawn(loop.train, config_of(tmp_path, parallelism__tp=2), tp=2)
+    assert all("communication_bytes" not in line for line in runs.metrics(tmp_path))
+    titles, line = summary(read_runs([str(tmp_path / "checkpoints")]))
+    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "-"
+
+
+class OnOneRank(LifeCycle):
+    """Code of a user that sums over tp on one rank only."""
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Called after each step."""
+        if training.mesh.rank == 3:
+            all_reduce(torch.ones(3), training.mesh["tp"])  # the fault
+
+
+def faulty(mesh: Mesh, config: Config) -> None:
+    loop.run(mesh, config, hooks=(OnOneRank(),))
+
+
+def test_a_call_on_one_rank_of_a_training_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KENOTRON_DEBUG", "collectives")
+    config = config_of(tmp_path, parallelism__pp=2, parallelism__tp=2)
+    with pytest.raises(RankError) as told:
+        spawn(faulty, config, pp=2, tp=2)
+    lines = Path(__file__).read_text().splitlines()
+    [line] = [i for i, text in enumerate(lines, 1) if text.endswith("# the fault")]
+    error, mine = told.value, f"(3,) at {Path(__file__).name}:{line}"
+    assert error.kind == "Diverged" and "on tp:2,3" in error.reason
+    assert f"rank 3 called all_reduce (sum) of float32 {mine}" in error.reason
+    assert re.search(r"rank 2 called \w+.* of \w+ \(.*\) at \w+\.py:\d+", error.reason)
+
+
+def test_a_run_whose_ranks_are_compared_has_the_same_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"pp": 2, "dp": 2, "tp": 2}
+    changes = {f"parallelism__{name}": size for name, size in sizes.items()}
+    changes["tokens__micro_batch_size"] = 1
+    found = []
+    for debug in ("", "collectives"):
+        monkeypatch.setenv("KENOTRON_DEBUG", debug)
+        folder = tmp_path / f"run{debug}"
+        folder.mkdir()
+        results = spawn(loop.train, config_of(folder, **changes), **sizes)
+        found.append([(step.loss, step.grad_norm) for step in results[0]])
+    assert found[0] == found[1] and len(found[0]) == 3

@@ -1,0 +1,85 @@
+"""What a communication is in full, and how many bytes of it leave this rank.
+
+Bytes are payload, without headers. Where this package sends pieces itself (every exchange on gloo,
+and transfers) they are those that are sent: ``all_reduce`` of x among n ranks sends (n - 1) |x| up
+to 16,384 elements, and 2 (n - 1) / n |x| above. Where the backend has an algorithm of its own they
+are those of the usual ring: ``all_reduce`` 2 (n - 1) / n |x|; ``all_gather`` (n - 1) |x|;
+``reduce_scatter`` (n - 1) / n |x|; ``all_to_all`` what goes to others; ``broadcast`` (n - 1) |x|
+from its source and nothing from others. A receiver sends nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from kenotron_dist.mesh import Axis
+from kenotron_dist.pulse import Entry, Ticket
+
+_HOW = {"broadcast": "from {}", "shift": "by {}"}
+
+
+def of_verb(
+    axis: Axis,
+    ticket: Ticket,
+    x: Tensor,
+    how: object,
+    verb: Callable[..., object],
+    args: Sequence[Any],
+) -> Entry:
+    """A call of torch's ``verb``, whose first arguments are the tensors that it fills and sends."""
+    n, gives, takes = axis.size, None, None
+    if verb is dist.all_reduce:
+        sent = 2 * (n - 1) * x.nbytes // n
+    elif verb is dist.broadcast:
+        sent = (n - 1) * x.nbytes if axis.ranks[axis.rank] == args[1] else 0
+    elif verb is dist.all_to_all_single and len(args) > 2:
+        row = math.prod(x.shape[1:]) * x.element_size()
+        takes, gives = (tuple(count * row for count in counts) for counts in args[2:4])
+        sent = sum(gives) - gives[axis.rank]
+    elif verb is dist.all_to_all_single:
+        sent = (n - 1) * args[1].nbytes // n
+    else:  # a gather fills n times what it is given, a scatter the n-th part
+        sent = abs(args[0].nbytes - args[1].nbytes)
+    facts = _shown(ticket, how), _name(x), tuple(x.shape), sent
+    return Entry(ticket, *facts, gives, takes, whole=True)
+
+
+def of_exchange(
+    axis: Axis,
+    ticket: Ticket,
+    x: Tensor | Sequence[Tensor],
+    how: object,
+    sent: Sequence[Sequence[Tensor]],
+    received: Sequence[Sequence[Tensor]],
+) -> Entry:
+    """Tensors for each rank, and from each."""
+    gives, takes = (
+        tuple(sum(y.nbytes for y in ys) if i != axis.rank else 0 for i, ys in enumerate(lists))
+        for lists in (sent, received)
+    )
+    if isinstance(x, Tensor):
+        dtype, shape = _name(x), tuple(x.shape)
+    else:
+        dtype = " and ".join(dict.fromkeys(map(_name, x)))
+        shape = (sum(y.numel() for y in x),)
+    return Entry(ticket, _shown(ticket, how), dtype, shape, sum(gives), gives, takes)
+
+
+def of_transfer(ticket: Ticket, x: Tensor, *, sends: bool) -> Entry:
+    """A tensor from ``ticket.ranks[0]`` to ``ticket.ranks[1]``."""
+    if sends:
+        return Entry(ticket, "", _name(x), tuple(x.shape), x.nbytes, (0, x.nbytes), (0, 0))
+    return Entry(ticket, "", _name(x), tuple(x.shape), 0, (0, 0), (x.nbytes, 0))
+
+
+def _shown(ticket: Ticket, how: object) -> str:
+    return "" if how is None else _HOW.get(ticket.operation, "{}").format(how)
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
