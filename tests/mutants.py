@@ -2,7 +2,7 @@
 
 ``python tests/mutants.py`` runs all, ``python tests/mutants.py NAME ...`` some. A bug is caught
 when an assertion of a test fails, or ``apps/train verify`` says that numbers depart; the table of
-all goes into ``GRID.md``. The status is 1 where one is not caught, or a test fails without a bug.
+all goes into ``GRID.md``. The status is 1 where one of all is not caught, or a test fails anyway.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).parent / "mutants.toml"
 LIMIT = 600
 """Seconds that the tests of one bug may take: one that hangs is not caught by its numbers."""
+NOBODY = "NOBODY"
+HEAD = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
 FAILED = re.compile(r"^FAILED (.+?)(?: - (.*))?$", re.MULTILINE)
 DEPARTS = re.compile(r"^.*(?:departs|FAIL).*$", re.MULTILINE)
 
@@ -127,7 +129,6 @@ def main(names: list[str]) -> int:
     if wrong := [line for each in chosen for line in problems(each)]:
         print("\n".join(wrong), file=sys.stderr)
         return 2
-    rows, caught = [], 0
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = Path(folder)
         copy_tree(tree)
@@ -136,25 +137,31 @@ def main(names: list[str]) -> int:
             if status:
                 print(f"without a bug, {' '.join(tests)} fails:\n{output[-2000:]}", file=sys.stderr)
                 return 1
+        rows = _known()
         for each in chosen:
             is_caught, test, said = catch(each, tree)
-            caught += is_caught
-            print(
-                f"{'caught' if is_caught else 'NOT CAUGHT'}: {each.name}: {test} {said}", flush=True
-            )
-            rows.append(_line(each, is_caught, test, said))
-    score = f"{caught} of {len(chosen)} are caught."
+            verdict = "caught" if is_caught else "NOT CAUGHT"
+            print(f"{verdict}: {each.name}: {test} {said}", flush=True)
+            rows[each.name] = _line(each, is_caught, test, said)
+    listed = [rows[each.name] for each in mutants() if each.name in rows]
+    caught = sum(NOBODY not in row for row in listed)
+    score = f"{caught} of {len(mutants())} are caught."
     print(score)
-    if not names:
-        head = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
-        grid_table.write("mutants", "\n".join([score, "", head, *rows]))
-    return int(caught < len(chosen))
+    grid_table.write("mutants", "\n".join([score, "", HEAD, *listed]))
+    return int(caught < len(mutants()))
+
+
+def _known() -> dict[str, str]:
+    """Rows of the table as it is, by the name of the bug."""
+    lines = grid_table.read("mutants").splitlines()
+    return {line.split("|")[1].strip(): line for line in lines if line.startswith("| ")}
 
 
 def _line(mutant: Mutant, is_caught: bool, test: str, said: str) -> str:
     file = Path(mutant.file).relative_to(*Path(mutant.file).parts[:1])
     words = said.replace("|", "/").replace("\n", " ")[:160]
-    by = test.rpartition("/")[2] if is_caught else "NOBODY"
+    by = test if test.startswith("verify") else test.rpartition("/")[2]
+    by = by if is_caught else NOBODY
     return f"| {mutant.name} | {mutant.seen} | {file} | {mutant.chosen_by} | {by} | {words} |"
 
 

@@ -127,6 +127,15 @@ def test_stages_may_differ_in_batch_and_sequence_length():
         assert torch.cat([next(smaller).tokens_MBS.view(-1, 10) for _ in range(5)]).equal(want)
 
 
+def test_rows_of_several_sources_keep_the_places_that_each_of_them_says(mixture):
+    indices = np.linspace(0, len(mixture) - 1, 60).astype(np.int64)
+    together, of = mixture.rows(indices).positions(), mixture.source_of(indices)
+    assert set(of.tolist()) == {0, 1, 2}
+    for place, index in zip(together, indices, strict=True):
+        assert place.tolist() == mixture.rows(index[None]).positions()[0].tolist()
+    assert (np.diff(together[of == 0]) < 0).any()  # documents begin in the middle of rows
+
+
 def test_a_place_far_away_is_found_in_less_than_a_millisecond():
     data = RandomTokens(100, 8, seed=0)
     cursor = Cursor(0, 0, 10**12 - 100)

@@ -60,6 +60,21 @@ def tied_step(mesh: Mesh) -> tuple[float, list[float]]:
     return norm, next(iter(own.values())).flatten().tolist()
 
 
+def tied_in_bfloat16(mesh: Mesh) -> list[float]:
+    """Each owner gets 1 from every one of 300 micro-batches: bfloat16 would stop at 256."""
+    model = Tied().bfloat16()
+    grads = GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
+    grads.start()
+    for _ in range(300):
+        (model.a.weight.sum() + model.b.weight.sum()).backward()
+    return next(iter(grads.finish().values())).tolist()
+
+
+def test_both_owners_add_up_in_float32() -> None:
+    [found] = spawn(tied_in_bfloat16, preload=PRELOAD)
+    assert found == [600.0] * 36
+
+
 def test_tied_parameters_are_one_element_on_one_stage_and_on_two() -> None:
     [want] = spawn(tied_step, preload=PRELOAD)
     weight = Tied().a.weight

@@ -362,3 +362,21 @@ def test_no_tokens_have_no_sum():
     loss.backward()
     assert loss == 0
     assert torch.equal(w.grad, torch.zeros(5, 3))
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_many_chunks_add_up_the_weight_gradient_in_float32(summed):
+    labels, axis = torch.arange(2048) * 7 % VOCAB, Axis.solo("tp")
+    x, weight = normal(2048, 16, seed=1).bfloat16(), (normal(VOCAB, 16, seed=2) / 4).bfloat16()
+    exact = weight.double().requires_grad_()
+    F.cross_entropy(x.double() @ exact.t(), labels, reduction="sum").backward()
+
+    def error(chunk):
+        leaf = weight.clone().requires_grad_()
+        if summed:
+            linear_cross_entropy_sum(x, leaf, labels, axis, chunk=chunk)[0].backward()
+        else:
+            linear_cross_entropy(x, leaf, labels, axis, chunk=chunk).sum().backward()
+        return (leaf.grad.double() - exact.grad).norm() / exact.grad.norm()
+
+    assert error(8) <= 1.5 * error(2048)
