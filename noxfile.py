@@ -166,11 +166,36 @@ def integration(session: nox.Session) -> None:
     session.run("pytest", *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 
+def measure(session: nox.Session, section: str) -> None:
+    """Run a part of the grid and write what was measured into `tests/GRID.md`."""
+    install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
+    results = scratch(session, "results")
+    rows = ("tests/test_parity.py", "-k", "a_row_has", f"--grid={section}")
+    codes = [*range(2)]  # rows that fail belong into the table, too
+    session.run(
+        "pytest", *AT_ONCE, *rows, "--grid-results", str(results), *session.posargs,
+        env=TEST_ENV, success_codes=codes,
+    )  # fmt: skip
+    session.run("python", "tests/grid_table.py", section, str(results))
+
+
+@nox.session(default=False)
+def grid(session: nox.Session) -> None:
+    """Measure the rows of the grid that `integration` checks: `tests/GRID.md`."""
+    measure(session, "sample")
+
+
 @nox.session(name="grid-full", default=False)
 def grid_full(session: nox.Session) -> None:
-    """Compare every layout, not the sample of them that `integration` takes."""
+    """Measure every layout of up to eight ranks, 20 steps a row: `tests/GRID.md`."""
+    measure(session, "full")
+
+
+@nox.session(default=False)
+def mutants(session: nox.Session) -> None:
+    """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("pytest", "tests/test_parity.py", "--grid=full", *session.posargs, env=TEST_ENV)
+    session.run("python", "tests/mutants.py", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

@@ -13,13 +13,11 @@ BEGIN, END = "<!-- made by tests/capabilities.py -->\n", "<!-- end -->"
 TRAIN, CKPT = "apps/train/tests/test_train", "packages/kenotron-ckpt/tests/test_ckpt"
 HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "one loss curve on every dp x pp x tp, ZeRO-1, tied or not": [
-        "tests/test_parity.py::test_two_and_four_ranks",
-        "tests/test_parity.py::test_eight_ranks",
-        "tests/test_parity.py::test_zero_0_and_1_are_bitwise_equal",
-        "tests/test_parity.py::test_every_gradient_by_name",
+        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
+        "tests/test_parity.py::test_the_table_has_these_rows_and_all_of_them_passed",
     ],
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
-        "tests/test_pipeline_schedules.py::test_every_schedule_trains_as_one_process",
+        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
     ],
     "Llama, Mistral, Qwen2, Qwen3, StarCoder2: transformers' logits and gradients": [
         "tests/test_hf.py::test_logits_equal_transformers",
@@ -34,7 +32,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     ],
     "bfloat16, float16 with loss scaling, recompute, torch.compile": [
         f"{TRAIN}_float16.py::test_float16_follows_float32",
-        "tests/test_variations.py::test_a_variation_gives_the_same_numbers_on_eight_ranks",
+        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         "tests/test_variations.py::test_computing_activations_again_changes_no_bit",
         "tests/test_variations.py::test_compiled_layers_compute_the_same",
     ],
@@ -48,9 +46,15 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_own_data.py::test_all_kinds_train_alike_on_every_layout",
     ],
     "checkpoints that any layout resumes, and that a kill leaves whole": [
-        "tests/test_resume.py::test_on_another_layout_the_numbers_go_on",
+        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         f"{CKPT}_layouts.py::test_any_layout_loads_the_bits_that_any_layout_saved",
         f"{CKPT}_crash.py::test_at_every_moment_there_is_the_old_checkpoint_or_the_new",
+    ],
+    "a check of one's own config: a small copy of it on its layout, against one process": [
+        f"{TRAIN}_verify.py::test_a_planted_fault_is_found_and_named",
+    ],
+    "planted bugs, each of them seen by numbers": [
+        "tests/test_mutants.py::test_the_table_has_every_bug_and_who_caught_it",
     ],
     "copies in S3": [f"{TRAIN}_upload.py::test_a_run_goes_on_from_its_copy_as_if_never_stopped"],
     "Nanotron's files and checkpoints": [

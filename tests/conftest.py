@@ -1,5 +1,7 @@
 """Options of the tests across packages, and what their ranks find loaded."""
 
+from pathlib import Path
+
 import pytest
 
 from kenotron_dist import spawn
@@ -12,13 +14,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["sample", "full"],
         default="sample",
-        help="full: 20 steps on every layout of 8 ranks too, and every mode on every layout",
+        help="full: all pairs on every layout of up to eight ranks, 20 steps a row",
     )
+    parser.addoption(
+        "--grid-results", type=Path, help="a folder for what was measured, a file a row"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every row of the grid is a test."""
+    if "row" in metafunc.fixturenames:
+        import grid_table
+
+        rows = grid_table.rows_of(metafunc.config.getoption("--grid"))
+        metafunc.parametrize("row", rows, ids=str)
 
 
 @pytest.fixture(scope="session")
 def full_grid(request: pytest.FixtureRequest) -> bool:
     return request.config.getoption("--grid") == "full"
+
+
+@pytest.fixture(scope="session")
+def grid_results(request: pytest.FixtureRequest) -> Path | None:
+    folder = request.config.getoption("--grid-results")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @pytest.fixture(scope="session", autouse=True)

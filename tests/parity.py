@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from kenotron_data import Batch, Cursor
-from kenotron_dist import Mesh, local_boxes, named_parameters
-from kenotron_dist.boxes import view_of
+from kenotron_dist import Mesh, named_parameters
+from kenotron_train import pieces
 from kenotron_train.assemble import Training, build_model, build_training
 from kenotron_train.config import Config
 from kenotron_train.corpus import open_corpus, open_loader
 from kenotron_train.loop import train
-from kenotron_train.step import contexts_of, global_count, loss_fn
+from kenotron_train.pieces import Piece
 from kenotron_train.yaml_config import parse_config
 
 GLOBAL_BATCH = 24
@@ -93,10 +93,6 @@ class Trace:
 
     losses: list[float]
     norms: list[float]
-
-
-Piece = tuple[str, tuple[int, ...], np.ndarray, tuple[int, ...]]
-"""(logical name, first index, values, global shape)."""
 
 
 def factorisations(ranks: int) -> Iterator[tuple[int, int, int]]:
@@ -177,61 +173,18 @@ def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
 
 def gradients_of(training: Training) -> tuple[float, list[Piece]]:
     """``gradients`` of a training that is built."""
-    mesh = training.mesh
-    loss = first_backward(training)
-    slices = training.grads.finish()
-    pieces = []
-    for name, slice_ in slices.items():
-        layout = training.grads.owned_layout(name)
-        for box in local_boxes(layout, mesh.sizes, mesh.coords):
-            values = view_of(slice_, layout, mesh.sizes, box).numpy().copy()
-            pieces.append((name, box.start, values, layout.shape))
-    return loss, pieces
+    return pieces.gradients_of(training, first_batch(training.config, training.mesh))
 
 
-def first_backward(training: Training) -> float:
-    """Forward and backward of the first batch."""
-    config, mesh = training.config, training.mesh
-    batch = first_batch(config, mesh)
-    count = global_count(batch, mesh, 1)
-    inputs = [micro.tokens_BS.flatten() for micro in batch]
-    training.grads.start()
-    loss = loss_fn(training, batch, count)
-    return float(training.model.pipeline.run(inputs, loss, contexts_of(batch)))
-
-
-def assemble(ranks: list[tuple[float, list[Piece]]]) -> dict[str, np.ndarray]:
-    """Whole gradients by logical name from every rank's pieces; replicas must agree bit for bit."""
-    whole: dict[str, np.ndarray] = {}
-    for _, pieces in ranks:
-        for name, start, values, shape in pieces:
-            full = whole.setdefault(name, np.full(shape, np.nan, np.float32))
-            place = full[tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=True))]
-            assert np.isnan(place).all() or np.array_equal(place, values), f"replicas of {name}"
-            place[...] = values
-    assert not any(np.isnan(full).any() for full in whole.values())
-    return whole
+def assemble(ranks: list[tuple[float, list[Piece]]]) -> pieces.Whole:
+    """Whole gradients by logical name from every rank's; replicas must agree bit for bit."""
+    return pieces.assemble(own for _, own in ranks)
 
 
 def deviation(got: list[float], want: list[float]) -> float:
     """Largest relative deviation over the steps that were made."""
     pairs = zip(got, want, strict=False)
     return max(abs(a - b) / abs(b) for a, b in pairs)
-
-
-def gradient_deviations(
-    got: dict[str, np.ndarray], want: dict[str, np.ndarray]
-) -> dict[str, float]:
-    """max|a - b| of every tensor in units of what is allowed: above 1 is too much.
-
-    Allowed: 1e-5 of the tensor's largest element, at least 1e-7 of the global norm.
-    """
-    assert got.keys() == want.keys()
-    norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in want.values()))
-    return {
-        name: float(np.abs(got[name] - b).max() / max(1e-5 * np.abs(b).max(), 1e-7 * norm))
-        for name, b in want.items()
-    }
 
 
 def planted(mesh: Mesh, config: Config, fault: str) -> Trace:

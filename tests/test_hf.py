@@ -26,6 +26,7 @@ from kenotron_train.assemble import build_training
 from kenotron_train.config import Config
 from kenotron_train.init_sections import ExistingCheckpointInitConfig
 from kenotron_train.initial import load_initial
+from kenotron_train.pieces import Piece
 
 pytestmark = pytest.mark.xdist_group("hf")  # what all of them share is made once
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]
@@ -71,7 +72,7 @@ def configure(layout: Layout, text: Path, source: Path, **changes: object) -> Co
     return replace(config, model=replace(config.model, model_config=sizes, init_method=method))
 
 
-def first_gradients(mesh: Mesh, config: Config) -> tuple[float, list[parity.Piece]]:
+def first_gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
     """Loss and gradient of the first step."""
     training = build_training(config, mesh)
     load_initial(training)

@@ -1,140 +1,96 @@
-"""The same numbers on every layout: losses, gradient norms and every gradient against one process.
+"""The same numbers on every layout: each row of the grid against one process.
 
-Run with ``-s`` to see the measured deviations.
+``grid`` says what a row is, ``grid_check`` what is compared; ``GRID.md`` has what was measured.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import shutil
+from dataclasses import asdict
 from pathlib import Path
 
+import grid_check
+import grid_run
+import grid_table
 import parity
 import pytest
+from grid import Row
 from parity import BOUND, Layout, Trace
 
+from kenotron_data.file_lock import locked
 from kenotron_dist import spawn
 
 PRELOAD = ("torch._dynamo", "kenotron_train.loop")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("parity")
-    parity.write_text(path)
-    return path
+    """What all rows read, and all processes of pytest that run some of them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "grid"
+    with locked(shared / "documents.lock"):
+        if not (shared / "documents.jsonl").exists():
+            grid_run.write_documents(shared)
+    return shared
+
+
+def one_process(row: Row, folder: Path, steps: int) -> grid_run.Measured:
+    """A row of one process, run once for all that ask."""
+    kept = folder / f"{row}.pickle"
+    with locked(kept.with_suffix(".lock")):
+        if not kept.exists():
+            kept.write_bytes(pickle.dumps(grid_run.measure(row, folder, f"{row}-one", steps)))
+    return pickle.loads(kept.read_bytes())
+
+
+def test_a_row_has_the_numbers_of_one_process(
+    row: Row, folder: Path, full_grid: bool, grid_results: Path | None
+) -> None:
+    steps, most = (20, 8) if full_grid else (5, max(row.ranks, 4))
+    found = grid_check.judge(
+        row, folder, steps, lambda model: one_process(model, folder, steps), most
+    )
+    for run in folder.glob(f"{row}*"):
+        shutil.rmtree(run) if run.is_dir() else None
+    print(f"\n{grid_table.line(found)}", end="")
+    if grid_results is not None:
+        (grid_results / f"{row}.json").write_text(json.dumps(asdict(found)))
+    assert not found.faults, f"{row}: " + "; ".join(found.faults)
+
+
+@pytest.mark.parametrize("section", ["sample", "full"])
+def test_the_table_has_these_rows_and_all_of_them_passed(section: str) -> None:
+    rows = {str(row) for row in grid_table.rows_of(section)}
+    assert grid_table.verdicts(section) == dict.fromkeys(rows, "pass")
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> dict[bool, Trace]:
-    """One process, untied and tied."""
-    return {tied: run(Layout(tied=tied), folder) for tied in (False, True)}
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trace]:
+    """One process, 20 steps."""
+    folder = tmp_path_factory.mktemp("reference")
+    parity.write_text(folder)
+    return folder, run(Layout(), folder, 20)
 
 
-def run(layout: Layout, folder: Path, steps: int = 20, fault: str | None = None) -> Trace:
-    """The trace of a layout; all its ranks must report the same numbers."""
+def run(layout: Layout, folder: Path, steps: int, fault: str | None = None) -> Trace:
     config = parity.configure(layout, folder, steps)
     function, extra = (parity.trace, ()) if fault is None else (parity.planted, (fault,))
     sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
-    traces = spawn(function, config, *extra, **sizes, preload=PRELOAD)
-    if fault is None:
-        assert all(trace == traces[0] for trace in traces), "ranks report different numbers"
-    return traces[0]
+    return spawn(function, config, *extra, **sizes, preload=PRELOAD)[0]
 
 
-def check(layout: Layout, got: Trace, want: Trace) -> None:
-    """Losses and norms within the bound; bitwise where only the placement of layers changes."""
-    losses = parity.deviation(got.losses, want.losses)
-    norms = parity.deviation(got.norms, want.norms)
-    print(f"\n{layout!s:34} {len(got.losses):2} steps: loss {losses:.1e} norm {norms:.1e}", end="")
-    if layout.dp == layout.tp == 1:
-        steps = len(got.losses)
-        assert (got.losses, got.norms) == (want.losses[:steps], want.norms[:steps])
-    assert losses <= BOUND and norms <= BOUND
+@pytest.mark.xdist_group("parity")
+def test_the_reference_learns_and_clips_in_some_steps_only(reference: tuple[Path, Trace]) -> None:
+    _, trace = reference
+    assert trace.losses[-1] < trace.losses[0] - 0.5
+    clipped = [norm > 2.5 for norm in trace.norms]
+    assert any(clipped) and not all(clipped)
 
 
-def layouts(ranks: int) -> list[Layout]:
-    """Every factorisation, tied and untied; the four modes of tp in turn."""
-    found = []
-    for pp, dp, tp in parity.factorisations(ranks):
-        for tied in (False, True):
-            sequence_parallel = tp > 1 and tied == (pp == 1)
-            overlap = tp > 1 and tied
-            found.append(Layout(pp, dp, tp, tied, sequence_parallel, overlap))
-    return found
-
-
-def test_the_reference_learns_and_clips_in_some_steps_only(reference: dict[bool, Trace]) -> None:
-    for trace in reference.values():
-        assert trace.losses[-1] < trace.losses[0] - 0.5
-        clipped = [norm > 2.5 for norm in trace.norms]
-        assert any(clipped) and not all(clipped)
-
-
-@pytest.mark.parametrize("layout", [*layouts(2), *layouts(4)], ids=str)
-def test_two_and_four_ranks(layout: Layout, folder: Path, reference: dict[bool, Trace]) -> None:
-    check(layout, run(layout, folder), reference[layout.tied])
-
-
-@pytest.mark.parametrize("layout", layouts(8), ids=str)
-def test_eight_ranks(
-    layout: Layout, folder: Path, reference: dict[bool, Trace], full_grid: bool
-) -> None:
-    check(layout, run(layout, folder, 20 if full_grid else 5), reference[layout.tied])
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=2, tied=True, engine="afab"),
-        Layout(pp=4, engine="afab"),
-        Layout(tp=2, sequence_parallel=True),
-        Layout(tp=2, tied=True),
-        Layout(tp=4, sequence_parallel=True),
-    ],
-    ids=str,
-)
-def test_the_other_schedule_and_the_other_modes(
-    layout: Layout, folder: Path, reference: dict[bool, Trace]
-) -> None:
-    check(layout, run(layout, folder, 10), reference[layout.tied])
-
-
-@pytest.mark.parametrize("sizes", [(1, 2, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2)], ids=str)
-def test_zero_0_and_1_are_bitwise_equal(sizes: tuple[int, int, int], folder: Path) -> None:
-    one, two = (run(Layout(*sizes, tied=True, zero=zero), folder, 8) for zero in (0, 1))
-    assert one == two
-
-
-@pytest.mark.parametrize("dp,tp", [(2, 1), (1, 2)])
-def test_cutting_layers_changes_no_bit_beside_other_axes(dp: int, tp: int, folder: Path) -> None:
-    one, two = (run(Layout(pp, dp, tp, tied=True), folder, 5) for pp in (1, 2))
-    assert one == two
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(pp=4, tied=True),
-        Layout(dp=4),
-        Layout(tp=4, tied=True, sequence_parallel=True, overlap=True),
-        Layout(tp=4, overlap=True),
-        Layout(pp=2, dp=2, tp=2, tied=True, sequence_parallel=True),
-    ],
-    ids=str,
-)
-def test_every_gradient_by_name(layout: Layout, folder: Path) -> None:
-    def measure(of: Layout) -> tuple[float, dict]:
-        config = parity.configure(of, folder)
-        sizes = {"pp": of.pp, "dp": of.dp, "tp": of.tp}
-        ranks = spawn(parity.gradients, config, **sizes, preload=PRELOAD)
-        return ranks[0][0], parity.assemble(ranks)
-
-    (_, got), (_, want) = measure(layout), measure(Layout(tied=layout.tied))
-    deviations = parity.gradient_deviations(got, want)
-    worst = max(deviations, key=lambda name: deviations[name])
-    print(f"\n{layout}: {worst} at {deviations[worst]:.2f} of what is allowed", end="")
-    assert deviations[worst] <= 1
-
-
+@pytest.mark.xdist_group("parity")
 @pytest.mark.parametrize(
     "fault,layout",
     [
@@ -143,9 +99,13 @@ def test_every_gradient_by_name(layout: Layout, folder: Path) -> None:
         ("norm counts replicas", Layout(tp=2)),
     ],
 )
-def test_a_planted_bug_is_seen(
-    fault: str, layout: Layout, folder: Path, reference: dict[bool, Trace]
-) -> None:
-    check(layout, run(layout, folder, 3), reference[False])
-    with pytest.raises(AssertionError):
-        check(layout, run(layout, folder, 3, fault), reference[False])
+def test_a_planted_bug_is_seen(fault: str, layout: Layout, reference: tuple[Path, Trace]) -> None:
+    folder, want = reference
+
+    def off(got: Trace) -> float:
+        return max(
+            parity.deviation(got.losses, want.losses), parity.deviation(got.norms, want.norms)
+        )
+
+    assert off(run(layout, folder, 3)) <= BOUND
+    assert off(run(layout, folder, 3, fault)) > BOUND

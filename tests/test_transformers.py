@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kenotron_dist import spawn
 from kenotron_models import RopeScaling
 from kenotron_models.hf import config_to_hf, hf_tensors
+from kenotron_train import pieces
 from kenotron_train.config import Config
 
 
@@ -76,7 +77,7 @@ def test_loss_and_every_gradient_equal_transformers(
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
     assert ranks[0][0] == pytest.approx(loss.item(), rel=1e-6)
-    deviations = parity.gradient_deviations(ours, theirs)
+    deviations = pieces.gradient_deviations(ours, theirs)
     worst = max(deviations, key=lambda name: deviations[name])
     print(f"\n{worst} at {deviations[worst]:.2f} of what is allowed", end="")
     assert deviations[worst] <= 1

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from kenotron_data import Batch
-from kenotron_dist import local_boxes
+from kenotron_dist import Mesh, local_boxes
 from kenotron_dist.boxes import view_of
 from kenotron_optim import Slices
-from kenotron_train.assemble import Training, model_records
+from kenotron_train.assemble import Records, Training, model_records
 from kenotron_train.step import gradient
 
 RELATIVE = 1e-5
@@ -40,14 +40,8 @@ def gradients_of(training: Training, batch: Batch, step: int = 1) -> tuple[float
 
 def slice_pieces(training: Training, slices: Slices) -> list[Piece]:
     """Copies of what this rank owns of a gradient."""
-    sizes, coords = training.mesh.sizes, training.mesh.coords
-    found: list[Piece] = []
-    for name, slice_ in slices.items():
-        layout = training.grads.owned_layout(name)
-        for box in local_boxes(layout, sizes, coords):
-            values = view_of(slice_, layout, sizes, box).cpu().numpy().copy()
-            found.append((name, box.start, values, layout.shape))
-    return found
+    owned = {name: (part, training.grads.owned_layout(name)) for name, part in slices.items()}
+    return pieces_of(owned, training.mesh)
 
 
 def write_slices(training: Training, slices: Slices, whole: Whole) -> None:
@@ -61,13 +55,21 @@ def write_slices(training: Training, slices: Slices, whole: Whole) -> None:
 
 
 def weight_pieces(training: Training) -> list[Piece]:
-    """Copies of this rank's parameters in fp32, without padding."""
-    sizes, coords = training.mesh.sizes, training.mesh.coords
+    """Copies of this rank's parameters."""
+    return pieces_of(model_records(training.model), training.mesh)
+
+
+def pieces_of(records: Records, mesh: Mesh) -> list[Piece]:
+    """Copies in fp32, without padding, of this rank's blocks of tensors."""
     return [
-        (name, box.start, box.of_local(tensor).float().cpu().numpy().copy(), layout.shape)
-        for name, (tensor, layout) in model_records(training.model).items()
-        for box in local_boxes(layout, sizes, coords)
+        (name, box.start, _copy(view_of(tensor, layout, mesh.sizes, box)), layout.shape)
+        for name, (tensor, layout) in records.items()
+        for box in local_boxes(layout, mesh.sizes, mesh.coords)
     ]
+
+
+def _copy(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy().copy()
 
 
 def assemble(ranks: Iterable[list[Piece]], *, check: bool = True) -> Whole:

@@ -79,6 +79,23 @@ def test_micro_batches_equal_the_concatenated_batch(dp: int) -> None:
             torch.testing.assert_close(gradient, want.flatten(), **TIGHT)
 
 
+def left_out_of_a_step(mesh: Mesh) -> dict[str, list[float]]:
+    """A step that uses all layers, then one that uses the second alone."""
+    model, grads = build(mesh)
+    for loss in (model, lambda x: model.second(x.repeat(1, 2)[:, :7]).sum()):
+        grads.start()
+        loss(rows()).backward()
+        slices = grads.finish()
+    return plain(slices)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_a_layer_that_a_step_leaves_out_keeps_nothing_of_the_step_before(dp: int) -> None:
+    got = joined(spawn(left_out_of_a_step, dp=dp, preload=PRELOAD))
+    assert got["second.weight"].all()
+    assert not got["first.weight"].any() and not got["first.bias"].any()
+
+
 def half(mesh: Mesh, dtype: torch.dtype, count: int, iterations: int) -> list:
     """Updates of half-precision parameters: gradients and masters of each, and the parameters."""
     model, grads = build(mesh, dtype)

@@ -1,0 +1,205 @@
+"""The grid: every axis along which a training may be varied, and rows that cover all pairs of them.
+
+A row is one setting of all axes. Rows are made from the axes alone, so they are the same wherever
+they are made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
+from typing import Any
+
+Sizes = tuple[int, int, int]
+"""Ranks along pp, dp and tp."""
+GLOBAL_BATCH = 120
+"""Samples of a step: as many on every row, though 1 to 5 micro-batches do not divide all others."""
+ENGINES = ("1f1b", "afab", "interleaved", "zb-h1", "zb-v")
+TRIES = 40
+"""Rows that are thought of for each that is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One way to compute one training."""
+
+    sizes: Sizes = (1, 1, 1)
+    engine: str = "1f1b"
+    mode: str = "plain"
+    """What tp communicates: plain, sp (sequence parallel), overlap, or sp+overlap."""
+    zero: int = 1
+    accumulate: str = "fp32"
+    """What gradients of micro-batches are summed in: fp32, or the model's own format."""
+    micro: int = 3
+    """Micro-batches of a step on each dp rank."""
+    arch: str = "llama"
+    tied: bool = False
+    layers: int = 5
+    """6 are dealt evenly to 2 pp ranks, 5 to none."""
+    vocab: int = 257
+    """264 is divided by every tp, 257 is padded."""
+    documents: str = "joined"
+    """separate: a token sees its own document only."""
+    dropout: float = 0.0
+    recompute: str = "none"
+    attention: str = "sdpa"
+    saver: str = "torch"
+    """Writes checkpoints while training waits (torch), or from a copy behind it (datastates)."""
+    dtype: str = "fp32"
+
+    @property
+    def ranks(self) -> int:
+        pp, dp, tp = self.sizes
+        return pp * dp * tp
+
+    @property
+    def model(self) -> Row:
+        """What one process does for it: rows with the same one have the same numbers.
+
+        Gradients that are summed in bf16 are those of so many micro-batches.
+        """
+        names = OF_THE_MODEL
+        if self.dtype == "bf16" and self.accumulate == "own":
+            names += ("accumulate", "micro")
+        return Row(**{name: getattr(self, name) for name in names})
+
+    def __str__(self) -> str:
+        pp, dp, tp = self.sizes
+        words = [f"pp{pp}-dp{dp}-tp{tp}", *map(str, astuple(self)[1:])]
+        words[1] = self.engine.replace("-", "")
+        words[3:9] = [
+            f"zero{self.zero}", f"sum-{self.accumulate}", f"m{self.micro}", self.arch,
+            "tied" if self.tied else "untied", f"layers{self.layers}",
+        ]  # fmt: skip
+        words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
+        return "-".join(words)
+
+
+OF_THE_MODEL = ("arch", "tied", "layers", "vocab", "documents", "dropout", "dtype")
+AXES: dict[str, tuple] = {
+    "engine": ENGINES,
+    "mode": ("plain", "sp", "overlap", "sp+overlap"),
+    "zero": (0, 1),
+    "accumulate": ("fp32", "own"),
+    "micro": (1, 2, 3, 4, 5),
+    "arch": ("llama", "mistral", "qwen2", "qwen3", "starcoder2"),
+    "tied": (False, True),
+    "layers": (6, 5),
+    "vocab": (264, 257),
+    "documents": ("joined", "separate"),
+    "dropout": (0.0, 0.1),
+    "recompute": ("none", "full", "selective"),
+    "attention": ("sdpa", "blocked", "plain"),
+    "saver": ("torch", "datastates"),
+    "dtype": ("fp32", "bf16"),
+}
+
+
+def factorisations(ranks: int) -> Iterator[Sizes]:
+    """All (pp, dp, tp) with this product."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pp, dp, tp in itertools.product(divisors, repeat=3):
+        if pp * dp * tp == ranks:
+            yield pp, dp, tp
+
+
+HAND_PICKED = (
+    Row(sizes=(2, 2, 2), mode="sp", tied=True, engine="zb-v", arch="qwen2", documents="separate"),
+    Row(sizes=(2, 2, 2), mode="sp+overlap", engine="interleaved", arch="llama", recompute="full"),
+    Row(sizes=(8, 1, 1), tied=True, layers=6, micro=5, accumulate="own", saver="datastates"),
+    Row(sizes=(1, 8, 1), tied=True, zero=0, micro=5, arch="mistral", attention="blocked"),
+    Row(sizes=(1, 1, 8), mode="sp", arch="qwen3", recompute="selective", micro=2),
+    Row(sizes=(4, 2, 1), engine="zb-h1", tied=True, arch="starcoder2", dropout=0.1, micro=4),
+    Row(sizes=(1, 2, 4), mode="overlap", tied=True, arch="qwen2", dtype="bf16"),
+    Row(sizes=(2, 1, 4), engine="afab", mode="sp", arch="starcoder2", dropout=0.1, zero=0),
+)
+"""Rows of eight ranks that are always run: every axis is cut by two or more in one of them."""
+
+
+def sample() -> list[Row]:
+    """Rows for every change: all pairs on up to four ranks, and eight rows of eight ranks."""
+    return [*covering([s for ranks in (1, 2, 4) for s in factorisations(ranks)]), *HAND_PICKED]
+
+
+def full() -> list[Row]:
+    """Rows with all pairs on every layout of one, two, four and eight ranks."""
+    return covering([sizes for ranks in (1, 2, 4, 8) for sizes in factorisations(ranks)])
+
+
+CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
+    ("sizes", "engine", lambda sizes, engine: sizes[0] == 1 and engine != "1f1b"),
+    ("sizes", "engine", lambda sizes, engine: sizes[0] == 8 and engine in ("interleaved", "zb-v")),
+    ("sizes", "mode", lambda sizes, mode: sizes[2] == 1 and mode != "plain"),
+    ("sizes", "micro", lambda sizes, micro: GLOBAL_BATCH % (sizes[1] * micro)),
+    ("arch", "documents", lambda arch, documents: documents == "separate" and arch != "qwen2"),
+    ("arch", "dropout", lambda arch, dropout: dropout and arch != "starcoder2"),
+    ("arch", "attention", lambda arch, attention: arch == "starcoder2" and attention != "sdpa"),
+)
+"""Settings that no config can say together, or that would be another row's run."""
+
+
+def clash(settings: Mapping[str, object]) -> bool:
+    """Whether two of the settings cannot go together."""
+    return any(
+        one in settings and two in settings and bool(wrong(settings[one], settings[two]))
+        for one, two, wrong in CLASHES
+    )
+
+
+def covering(sizes: Sequence[Sizes], seed: int = 0) -> list[Row]:
+    """Rows in which every two settings of two axes that can go together do so at least once.
+
+    Greedy: of a few rows that begin with a pair nobody has yet, the one with the most new pairs is
+    taken (Cohen et al., The AETG system, 1997).
+    """
+    axes = {"sizes": tuple(sizes), **AXES}
+    draw = random.Random(seed)
+    open_pairs = _pairs_of_axes(axes, draw)
+    rows = []
+    while open_pairs:
+        first = min(open_pairs, key=lambda pair: sorted(map(repr, pair)))
+        found = [_fill(dict(first), axes, open_pairs, draw) for _ in range(TRIES)]
+        best = max((row for row in found if row), key=lambda row: len(_pairs(row) & open_pairs))
+        rows.append(best)
+        open_pairs -= _pairs(best)
+    return sorted(rows, key=lambda row: (row.ranks, row.sizes, str(row)))
+
+
+Pair = frozenset[tuple[str, object]]
+
+
+def _pairs(row: Row) -> set[Pair]:
+    return {frozenset(two) for two in itertools.combinations(asdict(row).items(), 2)}
+
+
+def _pairs_of_axes(axes: dict[str, tuple], draw: random.Random) -> set[Pair]:
+    """Every pair that some row has."""
+    settings = [(name, value) for name, values in axes.items() for value in values]
+    pairs = [
+        frozenset(two) for two in itertools.combinations(settings, 2) if two[0][0] != two[1][0]
+    ]
+    fitting = (pair for pair in pairs if not clash(dict(pair)))
+    return {pair for pair in fitting if _fill(dict(pair), axes, set(), draw)}
+
+
+def _fill(
+    chosen: dict[str, Any], axes: dict[str, tuple], wanted: set[Pair], draw: random.Random
+) -> Row | None:
+    """A row with these settings and, greedily, as many of the wanted pairs; None: there is none."""
+    names = [name for name in axes if name not in chosen]
+    draw.shuffle(names)
+    names.sort(key=lambda name: name not in ("arch", "sizes"))  # each other axis suits any of them
+    for name in names:
+        fitting = [value for value in axes[name] if not clash({**chosen, name: value})]
+        if not fitting:
+            return None
+        draw.shuffle(fitting)
+        chosen[name] = max(fitting, key=partial(_gain, chosen, name, wanted))
+    return Row(**chosen)
+
+
+def _gain(chosen: dict[str, Any], name: str, wanted: set[Pair], value: object) -> int:
+    return sum(frozenset(((name, value), other)) in wanted for other in chosen.items())

@@ -1,0 +1,193 @@
+"""Judging a row of the grid: against one process, and against itself, resumed elsewhere."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from grid import AXES, ENGINES, GLOBAL_BATCH, Row, factorisations
+from grid_run import Measured, Weights, measure, saved_after
+
+BOUND = 1e-5
+"""Largest relative deviation of an fp32 row's losses, norms and tensors from one process."""
+GRADIENT_FLOOR = 1e-7
+"""A gradient may deviate by this share of the norm of all of them, however small it is."""
+WEIGHT_FLOOR = 0.02
+"""A weight may deviate by this share of all the way that the learning rates let it go: Adam divides
+a gradient by its size, and where that is nearly nothing, rounding decides the way."""
+HALF = 1.5
+"""How far a bf16 row may be from one process in bf16, in units of how far that one is from fp32:
+losses and norms where they are farthest, all gradients and all weights by the norm of what differs.
+Two roundings that know nothing of each other differ by 1.4."""
+HALF_OF_ONE = 2.5
+"""The same for the gradient of each tensor alone: some have 16 elements, where chance is large."""
+MASTER = "optimizer.master."
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row's verdict, and its deviations in units of what is allowed: above 1 is too far."""
+
+    row: str
+    loss: float
+    """Of every step, and of the held-out samples after the last."""
+    norm: float
+    gradient: float
+    """Of the tensor that is farthest off."""
+    weight: float
+    """The same of the weights after the last step."""
+    elsewhere: str
+    """Where the run went on from a checkpoint."""
+    resumed: float | None
+    """The largest deviation there; None where not a bit may differ from the row."""
+    faults: tuple[str, ...] = ()
+    """What is not as it must be."""
+
+
+Reference = Callable[[Row], Measured]
+"""One process's numbers for a row of no layout."""
+
+
+def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -> Result:
+    """Run the row, resume it on at most ``most`` ranks, and compare."""
+    want = reference(row.model)
+    exact = reference(replace(row.model, dtype="fp32")) if row.dtype == "bf16" else None
+    got = measure(row, folder, str(row), steps)
+    other = elsewhere(row, most)
+    checkpoint = folder / str(row) / str(saved_after(steps))
+    again = measure(other, folder, f"{row}-resumed", steps, checkpoint)
+    off, off_again = deviations(got, want, exact), deviations(again, want, exact)
+    faults = [f"first value of {name}" for name in _unequal(got.first, want.first)]
+    faults += [f"no gradient of {name}" for name in want.gradients if name not in got.gradients]
+    faults += ["learning rates"] * (got.rates != want.rates)
+    faults += _too_far("", off) + _too_far("resumed: ", off_again)
+    bitwise = other.sizes[1:] == row.sizes[1:]
+    if bitwise:
+        faults += [f"bits of {what} when resumed" for what in _changed(again, got)]
+    worst = [max(v for k, v in off.items() if k.startswith(kind)) for kind in KINDS]
+    there = None if bitwise else max(off_again.values())
+    if len(faults) > MENTIONED:
+        faults[MENTIONED:] = [f"and {len(faults) - MENTIONED} more"]
+    return Result(str(row), *worst, str(other), there, tuple(faults))
+
+
+MENTIONED = 6
+"""Faults of a row that are told one by one."""
+KINDS = ("loss", "norm", "gradient", "weight")
+
+
+def elsewhere(row: Row, most: int) -> Row:
+    """Another way to go on with a row's run, of at most ``most`` ranks.
+
+    Half of the rows change only what must not change a bit: the cut of the layers, their schedule,
+    ZeRO, what is computed again. The others change dp or tp, too.
+    """
+    choice = zlib.crc32(str(row).encode())
+    room = 2 * row.sizes[1] * row.sizes[2] <= most  # for another cut of the layers
+    keeps = row.sizes[1:] == (1, 1) or (room and choice % 2 == 0)
+    possible = [
+        sizes
+        for ranks in (1, 2, 4, 8)
+        for sizes in factorisations(ranks)
+        if ranks <= most and sizes != row.sizes and GLOBAL_BATCH % (sizes[1] * row.micro) == 0
+    ]
+    fitting = [sizes for sizes in possible if (sizes[1:] == row.sizes[1:]) == keeps]
+    pp, dp, tp = sizes = fitting[choice // 2 % len(fitting)]
+    others = [kind for kind in AXES["recompute"] if kind != row.recompute]
+    return replace(
+        row,
+        sizes=sizes,
+        engine="1f1b" if pp == 1 else ENGINES[choice // 8 % (2 if pp > 2 else len(ENGINES))],
+        mode=row.mode if keeps else "plain" if tp == 1 else AXES["mode"][choice // 64 % 4],
+        zero=1 - row.zero,
+        recompute=others[choice // 512 % 2],
+    )
+
+
+def deviations(got: Measured, want: Measured, exact: Measured | None = None) -> dict[str, float]:
+    """How far ``got`` is from one process, in units of what is allowed, by what was compared.
+
+    ``exact`` is the same process in fp32, where ``got`` is in bf16. A run that was resumed is
+    compared in the steps that it made, and has no gradients.
+    """
+    steps = len(got.losses)
+    tail = [
+        None if of is None else ([*of.losses[-steps:], of.validation], of.norms[-steps:])
+        for of in (got, want, exact)
+    ]
+    found = {
+        kind: _of_series(*(series and series[i] for series in tail))
+        for i, kind in enumerate(("loss", "norm"))
+    }
+    masters = [name for name in want.last if name.startswith(MASTER)]
+    gradients = list(got.gradients)
+    if exact is not None:
+        found["weights"] = _together(got.last, want.last, exact.last, masters) / HALF
+        if gradients:
+            sets = got.gradients, want.gradients, exact.gradients
+            found["gradients"] = _together(*sets, gradients) / HALF
+            found |= {f"gradient of {n}": _together(*sets, [n]) / HALF_OF_ONE for n in gradients}
+        return found
+    floor = GRADIENT_FLOOR * _size(want.gradients, list(want.gradients))
+    for name in gradients:
+        found[f"gradient of {name}"] = _off(got.gradients[name], want.gradients[name], floor)
+    for name in masters:
+        floor = WEIGHT_FLOOR * sum(want.rates)
+        found[f"weight {name.removeprefix(MASTER)}"] = _off(got.last[name], want.last[name], floor)
+    return found
+
+
+def _of_series(got: list[float], want: list[float], exact: list[float] | None) -> float:
+    return _farthest(got, want) / (BOUND if exact is None else HALF * _farthest(want, exact))
+
+
+def _farthest(got: list[float], want: list[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(got, want, strict=True))
+
+
+def _off(got: np.ndarray, want: np.ndarray, floor: float) -> float:
+    """Largest deviation of an element, in units of what is allowed."""
+    return float(np.abs(got - want).max() / max(BOUND * np.abs(want).max(), floor))
+
+
+def _together(got: Weights, want: Weights, exact: Weights, names: list[str]) -> float:
+    """Norm of ``got - want`` over all these tensors, in units of that of ``want - exact``."""
+    off = {name: got[name] - want[name] for name in names}
+    return _size(off, names) / _size({name: want[name] - exact[name] for name in names}, names)
+
+
+def _size(tensors: Weights, names: list[str]) -> float:
+    return math.sqrt(sum(np.square(tensors[n], dtype=np.float64).sum() for n in names))
+
+
+def _too_far(where: str, off: dict[str, float]) -> list[str]:
+    return [
+        f"{where}{what}: {ratio:.2f} of what is allowed"
+        for what, ratio in off.items()
+        if not ratio <= 1
+    ]
+
+
+def _unequal(got: Weights, want: Weights) -> list[str]:
+    """Names of what is not there on both sides, or not the same bits."""
+    names = [*got, *(name for name in want if name not in got)]
+    return [
+        name
+        for name in names
+        if name not in got or name not in want or not np.array_equal(got[name], want[name])
+    ]
+
+
+def _changed(again: Measured, got: Measured) -> list[str]:
+    """What differs in a bit between a run and itself, resumed."""
+    steps = len(again.losses)
+    series = {"losses": "losses", "norms": "norms", "rates": "learning rates"}
+    found = [
+        said for name, said in series.items() if getattr(again, name) != getattr(got, name)[-steps:]
+    ]
+    found += ["validation"] * (again.validation != got.validation)
+    return found + _unequal(again.last, got.last)

@@ -1,0 +1,186 @@
+"""Running a row of the grid: its config, and everything that is compared, from all of its ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import parity
+from grid import GLOBAL_BATCH, Row
+
+from kenotron_dist import Mesh, spawn
+from kenotron_models import (
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RopeScaling,
+    Starcoder2Config,
+)
+from kenotron_models.registry import AnyConfig
+from kenotron_train.assemble import Training, build_training
+from kenotron_train.config import Config
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.loop import run
+from kenotron_train.pieces import Piece, assemble, pieces_of, weight_pieces
+from kenotron_train.progress import Progress
+from kenotron_train.yaml_config import parse_config
+
+PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+Weights = dict[str, np.ndarray]
+YARN = RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=8)
+FAMILIES = {
+    "llama": (
+        LlamaConfig,
+        {
+            "rope_scaling": RopeScaling(factor=8.0, original_max_position_embeddings=16),
+            "z_loss_enabled": True,
+            "z_loss_coefficient": 0.01,
+        },
+    ),
+    "mistral": (MistralConfig, {"sliding_window_size": 4}),
+    "qwen2": (
+        Qwen2Config,
+        {
+            "attention_bias": True,
+            "sliding_window_size": 6,
+            "rope_seq_len_interpolation_factor": 2.0,
+        },
+    ),
+    "qwen3": (Qwen3Config, {"head_dim": 16, "rope_interleaved": True, "rope_scaling": YARN}),
+}
+"""Families of Llama's keys, and keys of theirs."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of a run. Tensors are whole and in float32, by logical name."""
+
+    losses: list[float]
+    norms: list[float]
+    rates: list[float]
+    """Learning rates."""
+    validation: float
+    """Mean loss on held-out samples after the last step."""
+    first: Weights
+    """Weights before the first step."""
+    gradients: Weights
+    """Of the first step, before clipping."""
+    last: Weights
+    """After the last step: weights, and the optimizer's masters and moments."""
+
+
+def model_of(row: Row) -> AnyConfig:
+    """A small model with what its family has, and some that it may have."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": row.layers,
+        "num_attention_heads": 8,
+        "vocab_size": row.vocab,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": row.tied,
+    }
+    if row.arch == "starcoder2":
+        drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), row.dropout)
+        window = {"sliding_window_size": 5, "global_attn_layers": (1,)}
+        return Starcoder2Config(**sizes, **drops, **window, grouped_query=True, num_kv_heads=2)
+    kind, extra = FAMILIES[row.arch]
+    if kind is Qwen2Config:
+        extra = extra | {"no_rope_layer": 3 if row.layers == 6 else 5}
+        extra = extra | {"use_doc_masking": row.documents == "separate"}
+    return kind(**sizes, num_key_value_heads=2, attn_implementation=row.attention, **extra)
+
+
+def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None) -> Config:
+    """The config of a row, which reads what ``write_documents`` wrote and writes into ``run``."""
+    pp, dp, tp = row.sizes
+    overrides = {
+        "parallelism.pp": pp,
+        "parallelism.dp": dp,
+        "parallelism.tp": tp,
+        "parallelism.pp_engine": row.engine,
+        "parallelism.tp_mode": "REDUCE_SCATTER" if "sp" in row.mode else "ALL_REDUCE",
+        "parallelism.tp_linear_async_communication": str("overlap" in row.mode).lower(),
+        "parallelism.tp_recompute_allgather": str(not row.tied).lower(),
+        "parallelism.recompute": row.recompute,
+        "model.dtype": DTYPES[row.dtype],
+        "optimizer.zero_stage": row.zero,
+        "optimizer.accumulate_grad_in_fp32": str(row.accumulate == "fp32").lower(),
+        "optimizer.learning_rate_scheduler.lr_decay_steps": 16,
+        "tokens.train_steps": steps,
+        "tokens.micro_batch_size": GLOBAL_BATCH // row.micro // dp,
+        "tokens.batch_accumulation_per_replica": row.micro,
+        "tokens.limit_val_batches": 1,
+        "data_stages.0.data.dataset.hf_dataset_or_datasets": folder / "documents.jsonl",
+        "checkpoints.checkpoints_path": folder / run,
+        "checkpoints.checkpoint_interval": saved_after(steps) if resume is None else 1000,
+        "checkpoints.checkpointing_engine": row.saver,
+    }
+    if resume is not None:
+        overrides["checkpoints.resume_checkpoint_path"] = resume
+    flags = [f"{key}={value}" for key, value in overrides.items()]
+    config = parse_config(parity.YAML, "grid", flags)
+    return replace(config, model=replace(config.model, model_config=model_of(row)))
+
+
+def saved_after(steps: int) -> int:
+    """The step after which a checkpoint is written, for a run that goes on from it elsewhere."""
+    return steps // 2 + 1
+
+
+def write_documents(folder: Path) -> None:
+    """Documents of 5 to 23 bytes: most samples of 16 tokens hold parts of two or three."""
+    words = ["pipeline", "tensor", "slice", "rank", "mesh", "axis", "loss", "step"]
+    texts = (
+        f"{words[i % 8]} {i % 13}" + f" of {words[i * 5 % 7]}" * (i % 3 == 0) for i in range(6000)
+    )
+    (folder / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+
+
+def measure(row: Row, folder: Path, run: str, steps: int, resume: Path | None = None) -> Measured:
+    """Run a row on its ranks, which must report the same numbers and hold the same replicas.
+
+    It leaves its checkpoints in ``folder / run``.
+    """
+    config = configure(row, folder, run, steps, resume)
+    pp, dp, tp = row.sizes
+    ranks = spawn(_measure, config, resume is None, pp=pp, dp=dp, tp=tp, preload=PRELOAD)
+    assert all(rank[0] == ranks[0][0] for rank in ranks), "ranks report different numbers"
+    lines = (folder / run / "metrics.jsonl").read_text()
+    validation = json.loads(lines.splitlines()[-1])["validation_loss"]
+    whole = [assemble(rank[1][part] for rank in ranks) for part in range(3)]
+    return Measured(*ranks[0][0], validation, *whole)
+
+
+Series = tuple[list[float], list[float], list[float]]
+"""Losses, gradient norms and learning rates."""
+Pieces = list[list[Piece]]
+"""Of the first weights, the gradients and the last state."""
+
+
+class _Keep(LifeCycle):
+    """Keeps this rank's pieces of what there is before the first step and after the last."""
+
+    def __init__(self) -> None:
+        self.first: list[Piece] = []
+        self.last: list[Piece] = []
+
+    def pre_training(self, training: Training, progress: Progress) -> None:
+        self.first = weight_pieces(training)
+
+    def post_training(self, training: Training, progress: Progress) -> None:
+        state = pieces_of(training.optimizer.state(), training.mesh)
+        self.last = weight_pieces(training) + state
+
+
+def _measure(mesh: Mesh, config: Config, fresh: bool) -> tuple[Series, Pieces]:
+    """What this rank saw of what ``Measured`` holds."""
+    gradients = parity.gradients_of(build_training(config, mesh))[1] if fresh else []
+    keep = _Keep()
+    results = run(mesh, config, target_mask=parity.target_mask, hooks=(keep,)).results
+    series = [r.loss for r in results], [r.grad_norm for r in results], [r.lr for r in results]
+    return series, [keep.first, gradients, keep.last]

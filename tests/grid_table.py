@@ -1,0 +1,97 @@
+"""``GRID.md``: the rows of the grid with what was measured.
+
+``python tests/grid_table.py sample RESULTS`` writes one section anew from a folder of results. It
+ends with status 1 where a row failed, or has another verdict than the table that it replaces.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grid
+from grid import Row
+from grid_check import Result
+
+TABLE = Path(__file__).parent / "GRID.md"
+HEAD = "| row | loss | norm | gradient | weight | resumed with | there | verdict |"
+
+
+def rows_of(section: str) -> list[Row]:
+    """The rows that a section of the table has."""
+    return grid.sample() if section == "sample" else grid.full()
+
+
+def line(found: Result) -> str:
+    """A row of the table."""
+    words = set(found.row.split("-"))
+    changes = " ".join(word for word in found.elsewhere.split("-") if word not in words)
+    numbers = " | ".join(
+        f"{ratio:.3f}" for ratio in (found.loss, found.norm, found.gradient, found.weight)
+    )
+    there = "bitwise" if found.resumed is None else f"{found.resumed:.3f}"
+    verdict = "FAIL" if found.faults else "pass"
+    return f"| {found.row} | {numbers} | {changes} | {there} | {verdict} |"
+
+
+def verdicts(section: str) -> dict[str, str]:
+    """Verdicts of a section of ``GRID.md`` by row."""
+    table = re.findall(r"^\| (pp\S+) \|.*\| (\w+) \|$", read(section), re.MULTILINE)
+    return dict(table)
+
+
+def read(section: str) -> str:
+    """The text between the marks of a section."""
+    begin, end = _marks(section)
+    return TABLE.read_text().partition(begin)[2].partition(end)[0]
+
+
+def write(section: str, text: str) -> None:
+    """Put a text between the marks of a section, below when and where it was made."""
+    begin, end = _marks(section)
+    before, _, rest = TABLE.read_text().partition(begin)
+    after = rest.partition(end)[2]
+    TABLE.write_text(f"{before}{begin}\n{_made()}\n\n{text}\n{end}{after}")
+
+
+def _marks(section: str) -> tuple[str, str]:
+    return f"<!-- {section} -->\n", f"<!-- end of {section} -->\n"
+
+
+def _made() -> str:
+    """Day, commit and machine."""
+    import torch
+
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=TABLE.parent, capture_output=True, text=True
+    ).stdout.strip()
+    return (
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit or 'unknown'}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {platform.machine()}, gloo."
+    )
+
+
+def main(section: str, results: Path) -> int:
+    """Write a section from its results; the exit status."""
+    files = {str(row): results / f"{row}.json" for row in rows_of(section)}
+    if missing := [name for name, file in files.items() if not file.exists()]:
+        print(f"{len(missing)} rows were not run, {missing[0]} among them", file=sys.stderr)
+        return 1
+    found = {name: Result(**json.loads(file.read_text())) for name, file in files.items()}
+    before = verdicts(section)
+    rule = "|" + "---|" * HEAD.count(" | ") + "---|"
+    write(section, "\n".join([HEAD, rule, *map(line, found.values())]))
+    now = verdicts(section)
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            print(f"{name}: was {before.get(name, 'not there')}, is {now.get(name, 'not there')}")
+    return int(set(now.values()) != {"pass"})
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

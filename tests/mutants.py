@@ -1,0 +1,162 @@
+"""Planted bugs, from ``mutants.toml``: runs tests on a copy of the tree with one bug at a time.
+
+``python tests/mutants.py`` runs all, ``python tests/mutants.py NAME ...`` some. A bug is caught
+when an assertion of a test fails, or ``apps/train verify`` says that numbers depart; the table of
+all goes into ``GRID.md``. The status is 1 where one is not caught, or a test fails without a bug.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import grid_table
+
+ROOT = Path(__file__).parent.parent
+LIST = Path(__file__).parent / "mutants.toml"
+LIMIT = 600
+"""Seconds that the tests of one bug may take: one that hangs is not caught by its numbers."""
+FAILED = re.compile(r"^FAILED (.+?)(?: - (.*))?$", re.MULTILINE)
+DEPARTS = re.compile(r"^.*(?:departs|FAIL).*$", re.MULTILINE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One bug: ``old`` is ``new`` in a file."""
+
+    name: str
+    seen: str
+    """Where such a bug was, or what would make one write it."""
+    chosen_by: str
+    """``author``, or ``stranger``: who had not read the tests."""
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """What pytest is given; or ``verify`` and its flags."""
+
+
+def mutants() -> list[Mutant]:
+    """The list."""
+    entries = tomllib.loads(LIST.read_text())["mutant"]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
+def problems(mutant: Mutant, root: Path = ROOT) -> list[str]:
+    """Why a mutant cannot be planted: its text is not there just once, or no test is named."""
+    file = root / mutant.file
+    count = file.read_text().count(mutant.old) if file.is_file() else 0
+    found = [] if count == 1 else [f"{mutant.name}: {mutant.file} has its text {count} times"]
+    if mutant.old == mutant.new:
+        found.append(f"{mutant.name}: nothing is changed")
+    paths = list(takewhile(lambda test: not test.startswith(("-", "verify")), mutant.tests))
+    if not mutant.tests:
+        found.append(f"{mutant.name}: no tests are named")
+    for path in (test.partition("::")[0] for test in paths):
+        if not (root / path).exists():
+            found.append(f"{mutant.name}: there is no {path}")
+    return found
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git knows of, as it stands in the working tree."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True,
+    ).stdout.decode()  # fmt: skip
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def run(tests: tuple[str, ...], tree: Path) -> tuple[int, str]:
+    """Status and output of the tests, or of ``verify``, of a tree."""
+    paths = [*sorted(tree.glob("packages/*/src")), *sorted(tree.glob("apps/*/"))]
+    here = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    here |= {"COLUMNS": "400"}  # messages of failures are not cut
+    if tests[0].startswith("verify"):
+        command = ["apps/train", *shlex.split(tests[0])]
+    else:
+        command = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", *tests]
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            cwd=tree, env=os.environ | here, capture_output=True, text=True, timeout=LIMIT,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return -1, f"took longer than {LIMIT} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def catch(mutant: Mutant, tree: Path) -> tuple[bool, str, str]:
+    """Whether numbers showed the bug; which test, and what it said."""
+    file = tree / mutant.file
+    right = file.read_text()
+    file.write_text(right.replace(mutant.old, mutant.new))
+    try:
+        status, output = run(mutant.tests, tree)
+    finally:
+        file.write_text(right)
+    if mutant.tests[0].startswith("verify"):
+        said = DEPARTS.findall(output)
+        return (
+            status == 1 and bool(said),
+            mutant.tests[0],
+            said[0].strip() if said else output[-200:],
+        )
+    failed = FAILED.findall(output)
+    if status != 1 or not failed:
+        return False, "", output.strip()[-200:]
+    test, said = failed[0]
+    return "AssertionError" in said or said.startswith("assert "), test, said
+
+
+def main(names: list[str]) -> int:
+    """Run the bugs, all or the named ones; the table of all; the exit status."""
+    chosen = [each for each in mutants() if not names or each.name in names]
+    if wrong := [line for each in chosen for line in problems(each)]:
+        print("\n".join(wrong), file=sys.stderr)
+        return 2
+    rows, caught = [], 0
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = Path(folder)
+        copy_tree(tree)
+        for tests in sorted({each.tests for each in chosen}):
+            status, output = run(tests, tree)
+            if status:
+                print(f"without a bug, {' '.join(tests)} fails:\n{output[-2000:]}", file=sys.stderr)
+                return 1
+        for each in chosen:
+            is_caught, test, said = catch(each, tree)
+            caught += is_caught
+            print(
+                f"{'caught' if is_caught else 'NOT CAUGHT'}: {each.name}: {test} {said}", flush=True
+            )
+            rows.append(_line(each, is_caught, test, said))
+    score = f"{caught} of {len(chosen)} are caught."
+    print(score)
+    if not names:
+        head = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
+        grid_table.write("mutants", "\n".join([score, "", head, *rows]))
+    return int(caught < len(chosen))
+
+
+def _line(mutant: Mutant, is_caught: bool, test: str, said: str) -> str:
+    file = Path(mutant.file).relative_to(*Path(mutant.file).parts[:1])
+    words = said.replace("|", "/").replace("\n", " ")[:160]
+    by = test.rpartition("/")[2] if is_caught else "NOBODY"
+    return f"| {mutant.name} | {mutant.seen} | {file} | {mutant.chosen_by} | {by} | {words} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
