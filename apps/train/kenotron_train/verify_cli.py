@@ -37,9 +37,7 @@ def verify_main(argv: Sequence[str]) -> int:
     try:
         if launcher() != "none":
             raise ValueError("verify starts its processes itself: run it without a launcher")
-        target = None if given.json is None else Path(given.json)
-        if target is not None and not target.absolute().parent.is_dir():
-            raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
+        target = None if given.json is None else _target(given.json)
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
         check_available(config)
         small = shrink(config, given.ranks, given.steps)
@@ -69,6 +67,16 @@ def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
     except RankError as error:
         raise ValueError(f"one process cannot train the small copy: {error}") from error
     return compare(layout, alone, allowed(small)), ""
+
+
+def _target(text: str) -> Path:
+    """Where to write, if that can be: nobody wants to learn it after the comparison."""
+    target = Path(text)
+    if target.is_dir():
+        raise ValueError(f"--json {target}: this is a folder; give the path of a file")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
+    return target
 
 
 def _fail(text: str, code: int) -> int:

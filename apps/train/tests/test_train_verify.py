@@ -151,6 +151,7 @@ def test_a_layout_that_dies_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--ranks", "0"], "argument --ranks: '0' is no whole number from 1"),
         (["--steps", "two"], "argument --steps: 'two' is no whole number from 1"),
         (["--json", "no/such/folder.json"], "there is no folder no/such; make it first"),
+        (["--json", "."], "--json .: this is a folder; give the path of a file"),
     ],
 )
 def test_bad_input_is_told_apart_from_a_failure(
