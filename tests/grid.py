@@ -59,10 +59,10 @@ class Row:
     def model(self) -> Row:
         """What one process does for it: rows with the same one have the same numbers.
 
-        Gradients that are summed in bf16 are those of so many micro-batches.
+        In bf16 it does as many micro-batches: each of them rounds its gradient, and its sum, too.
         """
         names = OF_THE_MODEL
-        if self.dtype == "bf16" and self.accumulate == "own":
+        if self.dtype == "bf16":
             names += ("accumulate", "micro")
         return Row(**{name: getattr(self, name) for name in names})
 

@@ -55,7 +55,7 @@ Reference = Callable[[Row], Measured]
 def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -> Result:
     """Run the row, resume it on at most ``most`` ranks, and compare."""
     want = reference(row.model)
-    exact = reference(replace(row.model, dtype="fp32")) if row.dtype == "bf16" else None
+    exact = reference(replace(row, dtype="fp32").model) if row.dtype == "bf16" else None
     got = measure(row, folder, str(row), steps)
     other = elsewhere(row, most)
     checkpoint = folder / str(row) / str(saved_after(steps))

@@ -151,6 +151,21 @@ def test_a_rank_that_went_on_to_another_group_is_named(run):
         assert "rank 1 in all_gather #1 over tp[0, 1]" in report["text"]
 
 
+def leaves_out_a_group(mesh, job):
+    barrier(mesh.world)
+    if mesh.rank != 1:
+        mesh.subset("tp", (0, 1))
+    else:
+        time.sleep(20)
+
+
+def test_a_rank_that_leaves_out_the_making_of_a_group_is_named(run):
+    found = run(leaves_out_a_group, 3, [0])
+    assert (found[0]["kind"], found[0]["culprit"]) == ("absent", 1)
+    assert "making a process group" in found[0]["text"]
+    assert "test_dist_watchdog.py" in found[0]["text"]
+
+
 def computes(mesh, job):
     barrier(mesh.world)
     if mesh.rank == 1:
