@@ -59,11 +59,11 @@ class Row:
     def model(self) -> Row:
         """What one process does for it: rows with the same one have the same numbers.
 
-        In bf16 it does as many micro-batches: each of them rounds its gradient, and its sum, too.
+        In bf16 it computes attention in the same way, in as many micro-batches: each rounds anew.
         """
         names = OF_THE_MODEL
         if self.dtype == "bf16":
-            names += ("accumulate", "micro")
+            names += ("accumulate", "micro", "attention")
         return Row(**{name: getattr(self, name) for name in names})
 
     def __str__(self) -> str:
