@@ -28,7 +28,7 @@ LIMIT = 600
 NOBODY = "NOBODY"
 HEAD = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
 FAILED = re.compile(r"^FAILED (.+?)(?: - (.*))?$", re.MULTILINE)
-DEPARTS = re.compile(r"^.*(?:departs|FAIL).*$", re.MULTILINE)
+DEPARTS = re.compile(r"^FAIL: .* departs from one process.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,9 @@ def catch(mutant: Mutant, tree: Path) -> tuple[bool, str, str]:
 def main(names: list[str]) -> int:
     """Run the bugs, all or the named ones; the table of all; the exit status."""
     chosen = [each for each in mutants() if not names or each.name in names]
+    if unknown := set(names) - {each.name for each in chosen}:
+        print(f"no bugs of these names are listed: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
     if wrong := [line for each in chosen for line in problems(each)]:
         print("\n".join(wrong), file=sys.stderr)
         return 2

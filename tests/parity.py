@@ -183,8 +183,8 @@ def assemble(ranks: list[tuple[float, list[Piece]]]) -> pieces.Whole:
 
 def deviation(got: list[float], want: list[float]) -> float:
     """Largest relative deviation over the steps that were made."""
-    pairs = zip(got, want, strict=False)
-    return max(abs(a - b) / abs(b) for a, b in pairs)
+    steps = min(len(got), len(want))
+    return float(np.max(np.abs(np.array(got[:steps]) / np.array(want[:steps]) - 1)))
 
 
 def planted(mesh: Mesh, config: Config, fault: str) -> Trace:

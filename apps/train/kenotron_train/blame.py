@@ -78,9 +78,17 @@ class Taken:
         """What is known of the step without looking at it. Collective over the mesh."""
         progress, samples = self.progress, samples_of(self.batch, training.mesh)
         with training.mesh.pulse.busy("looking for samples in their files"):
-            data = on_first(training.mesh, lambda: self.stage.origins(samples))
+            data = on_first(training.mesh, lambda: _origins(self.stage, samples))
         step, cursor = progress.step + 1, progress.cursor
         return Blame(step, cursor, progress.left_out, samples, data, module, found)
+
+
+def _origins(stage: OpenStage, samples: list[int]) -> list[dict[str, Any]]:
+    """Where samples were read; a data set that cannot say so hides no cause."""
+    try:
+        return stage.origins(samples)
+    except Exception as error:
+        return [{"where": f"unknown: {type(error).__name__}: {error}"}]
 
 
 def samples_of(batch: Batch, mesh: Mesh) -> list[int]:

@@ -12,7 +12,7 @@ from kenotron_ckpt.folder import steps_in
 from kenotron_ckpt.together import on_first
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import Training
-from kenotron_train.blame import Taken
+from kenotron_train.blame import Blame, Taken
 from kenotron_train.left_out import keep_left_out
 from kenotron_train.progress import Progress
 from kenotron_train.records import write_record
@@ -33,12 +33,22 @@ def recorded(training: Training, taken: Taken) -> Iterator[None]:
 def record(training: Training, taken: Taken, found: NonFinite) -> str:
     """Write down the batch of a step that is not finite; a sentence about it. Collective."""
     cause, run = taken.blame(training, found), Path(training.config.checkpoints.checkpoints_path)
-    path = on_first(training.mesh, lambda: str(write_record(run, cause.to_dict())))
+    path, trouble = on_first(training.mesh, lambda: _written(run, cause))
+    if trouble:
+        return f"first module: {cause.module}; no record could be written: {trouble}"
     again = path if training.config.optimizer.nonfinite == "rollback" else cause.step
     return (
         f"first module: {cause.module}; its samples are in {path}, and --replay-step {again} makes "
         "it again"
     )
+
+
+def _written(run: Path, cause: Blame) -> tuple[str, str]:
+    """Path of the record; or why there is none, which hides no cause and ends no run."""
+    try:
+        return str(write_record(run, cause.to_dict())), ""
+    except OSError as error:
+        return "", str(error)
 
 
 def goes_back(training: Training, result: StepResult) -> bool:

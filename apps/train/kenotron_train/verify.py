@@ -130,9 +130,17 @@ def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -
 
 
 def layout_gradients(layout: list[Measured]) -> list[Whole]:
-    """The whole gradient of every step from what all ranks measured."""
+    """The whole gradient of every step from what all ranks measured.
+
+    Raises ValueError for a tensor of which some part, or all, has none.
+    """
     count = len(layout[0].steps)
-    return [assemble([m.steps[i].gradient for m in layout], check=False) for i in range(count)]
+    found = [assemble([m.steps[i].gradient for m in layout], check=False) for i in range(count)]
+    names = {name for m in layout for name, *_ in m.initial}
+    for whole in found:
+        if missing := sorted(names - whole.keys()):
+            raise ValueError(f"no rank has a gradient of {', '.join(missing)}")
+    return found
 
 
 def allowed(small: Config) -> float:

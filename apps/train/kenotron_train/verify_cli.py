@@ -61,9 +61,13 @@ def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
         )
     except RankError as error:
         return [], str(error)
+    try:
+        gradients = layout_gradients(layout)
+    except ValueError as error:
+        return [], f"its gradients are not whole: {error}"
     one = on_one_process(small)
     try:
-        alone = spawn(measure, one, documents, layout_gradients(layout), preload=PRELOAD)[0]
+        alone = spawn(measure, one, documents, gradients, preload=PRELOAD)[0]
     except RankError as error:
         raise ValueError(f"one process cannot train the small copy: {error}") from error
     return compare(layout, alone, allowed(small)), ""

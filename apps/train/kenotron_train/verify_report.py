@@ -101,10 +101,10 @@ def _plain(check: Check) -> dict[str, Any]:
         "what": check.what,
         "passed": check.passed,
         "deviation": or_null(check.deviation),
-        "bound": check.bound,
+        "bound": or_null(check.bound),
         "worst": check.worst or None,
         "departures": [
-            {"name": each.name, "deviation": or_null(each.deviation), "bound": each.bound}
+            {"name": each.name, "deviation": or_null(each.deviation), "bound": or_null(each.bound)}
             for each in check.departures
         ],
     }

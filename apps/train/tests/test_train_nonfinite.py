@@ -12,11 +12,14 @@ import pytest
 import runs
 import torch
 
+from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_optim import LRSchedule, learning_rate
+from kenotron_optim import LRSchedule, NonFinite, learning_rate
 from kenotron_train import step as room
+from kenotron_train.blame import Blame, _origins
 from kenotron_train.config import Config
 from kenotron_train.loop import train
+from kenotron_train.recovery import _written
 from kenotron_train.step import StepResult
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -155,3 +158,16 @@ def test_a_batch_without_any_target_is_an_error_naming_the_step(tmp_path: Path) 
     config = configure(tmp_path, "skip", {"dp": 2})  # no policy excuses it
     with pytest.raises(RankError, match="step 1: no position of the global batch has a target"):
         spawn(masked, config, (0, 1), dp=2, preload=PRELOAD)
+
+
+def test_a_record_that_cannot_be_made_hides_no_cause(tmp_path: Path) -> None:
+    stage = mock.Mock()
+    stage.origins.side_effect = KeyError("row 7")
+    data = _origins(stage, [3])
+    assert data == [{"where": "unknown: KeyError: 'row 7'"}]
+    blame = Blame(5, Cursor(), (), [3], data, "head", NonFinite(NAN, None, "nan", ()))
+    (tmp_path / "file").write_text("in the way")
+    path, trouble = _written(tmp_path / "file", blame)
+    assert not path and "file" in trouble
+    path, trouble = _written(tmp_path / "run", blame)
+    assert json.loads(Path(path).read_text())["data"] == data and not trouble

@@ -15,7 +15,7 @@ from verify_faults import Planted
 from kenotron_train import verify_cli
 from kenotron_train.cli import main
 from kenotron_train.pieces import assemble, gradient_deviations, largest_difference
-from kenotron_train.verify import Departure
+from kenotron_train.verify import Departure, Measured, Step, layout_gradients
 
 TIED = ["model.model_config.tie_word_embeddings=true"]
 
@@ -212,6 +212,14 @@ def test_replicas_that_differ_are_refused_by_name() -> None:
     assert np.array_equal(assemble(other, check=False)["a"], [1.0, 2.0, 3.0])
     with pytest.raises(ValueError, match="no rank has all of 'a': 1 elements missing"):
         assemble(pieces[:1])
+
+
+def test_a_gradient_that_no_rank_has_is_the_layouts_fault() -> None:
+    pieces = [(name, (0,), np.ones(2, np.float32), (2,)) for name in ("a", "b")]
+    with pytest.raises(ValueError, match="no rank has a gradient of b"):
+        layout_gradients([Measured(pieces, [Step(1.0, 1.0, pieces[:1], pieces)])])
+    whole = [Measured(pieces, [Step(1.0, 1.0, pieces, pieces)])]
+    assert list(layout_gradients(whole)[0]) == ["a", "b"]
 
 
 def test_deviations_are_in_units_of_what_is_allowed() -> None:

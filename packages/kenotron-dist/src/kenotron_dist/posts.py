@@ -81,7 +81,7 @@ class Posts:
     def erase(self, channel: str, low: int) -> None:
         """Forget what all have done with: ``low`` is the first number that others have not."""
         with self._lock:
-            low, kept = min(low, *self._open[channel]), self._kept.get(channel, 1)
+            low, kept = min([low, *self._open[channel]]), self._kept.get(channel, 1)
             for number in range(kept, low):
                 self._store.delete_key(_key(channel, number, self.rank))
             self._kept[channel] = max(low, kept)
