@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from grid import AXES, ENGINES, GLOBAL_BATCH, Row, factorisations
 from grid_run import Measured, Weights, measure, saved_after
+from parity import farthest
 
 BOUND = 1e-5
 """Largest relative deviation of an fp32 row's losses, norms and tensors from one process."""
@@ -142,11 +143,7 @@ def deviations(got: Measured, want: Measured, exact: Measured | None = None) -> 
 
 
 def _of_series(got: list[float], want: list[float], exact: list[float] | None) -> float:
-    return _farthest(got, want) / (BOUND if exact is None else HALF * _farthest(want, exact))
-
-
-def _farthest(got: list[float], want: list[float]) -> float:
-    return float(np.max(np.abs(np.array(got) / np.array(want) - 1)))  # nan, where there is one
+    return farthest(got, want) / (BOUND if exact is None else HALF * farthest(want, exact))
 
 
 def _off(got: np.ndarray, want: np.ndarray, floor: float) -> float:

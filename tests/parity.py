@@ -6,8 +6,6 @@ of 257 pads on every tp size, and every row has its own number of targets.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -95,14 +93,6 @@ class Trace:
     norms: list[float]
 
 
-def factorisations(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """All (pp, dp, tp) with this product."""
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    for sizes in itertools.product(divisors, repeat=3):
-        if np.prod(sizes) == ranks:
-            yield sizes
-
-
 def configure(layout: Layout, folder: Path, steps: int = 20) -> Config:
     """The config of a layout: the global batch is the same, in three micro-batches where it can."""
     micro = 3
@@ -184,7 +174,12 @@ def assemble(ranks: list[tuple[float, list[Piece]]]) -> pieces.Whole:
 def deviation(got: list[float], want: list[float]) -> float:
     """Largest relative deviation over the steps that were made."""
     steps = min(len(got), len(want))
-    return float(np.max(np.abs(np.array(got[:steps]) / np.array(want[:steps]) - 1)))
+    return farthest(got[:steps], want[:steps])
+
+
+def farthest(got: list[float], want: list[float]) -> float:
+    """Largest relative deviation of two series of one length; nan where one is in them."""
+    return float(np.max(np.abs(np.array(got) / np.array(want) - 1)))
 
 
 def planted(mesh: Mesh, config: Config, fault: str) -> Trace:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -259,8 +259,12 @@ class Mesh:
         """A group of these ranks, which wait for each other: the watchdog is told what for."""
         channel = f"group:{','.join(map(str, ranks))}"
         ticket = self.pulse.issue(channel, "group", ranks, "making a process group")
-        make = partial(dist.new_group, list(ranks), use_local_synchronization=True)
-        made = self.pulse.wait(ticket, lambda: make(timeout=self._timeout))
+        made = self.pulse.wait(
+            ticket,
+            lambda: dist.new_group(
+                list(ranks), timeout=self._timeout, use_local_synchronization=True
+            ),
+        )
         assert isinstance(made, dist.ProcessGroup)  # this rank is always among them
         return made
 
