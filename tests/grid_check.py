@@ -24,6 +24,9 @@ HALF = 1.5
 """How far a bf16 row may be from one process in bf16, in units of how far that one is from fp32:
 losses and norms where they are farthest, all gradients and all weights by the norm of what differs.
 Two roundings that know nothing of each other differ by 1.4."""
+LONG = 10
+"""In more steps than this, one turn of the loss may multiply rounding by ten. One process is then
+run in bf16 twice, gradients added in fp32 and in bf16: the one that is farther from fp32 counts."""
 HALF_OF_ONE = 2.5
 """The same for the gradient of each tensor alone: some have 16 elements, where chance is large."""
 MASTER = "optimizer.master."
@@ -56,12 +59,16 @@ Reference = Callable[[Row], Measured]
 def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -> Result:
     """Run the row, resume it on at most ``most`` ranks, and compare."""
     want = reference(row.model)
-    exact = reference(replace(row, dtype="fp32").model) if row.dtype == "bf16" else None
+    exact, ways = None, [want]
+    if row.dtype == "bf16":
+        exact = reference(replace(row, dtype="fp32").model)
+        if steps > LONG:
+            ways = [reference(replace(row, accumulate=way).model) for way in AXES["accumulate"]]
     got = measure(row, folder, str(row), steps)
     other = elsewhere(row, most)
     checkpoint = folder / str(row) / str(saved_after(steps))
-    again = measure(other, folder, f"{row}-resumed", steps, checkpoint)
-    off, off_again = deviations(got, want, exact), deviations(again, want, exact)
+    again = _continued(got, measure(other, folder, f"{row}-resumed", steps, checkpoint))
+    off, off_again = (deviations(run, want, exact, ways) for run in (got, again))
     faults = [f"first value of {name}" for name in _unequal(got.first, want.first)]
     faults += [f"no gradient of {name}" for name in want.gradients if name not in got.gradients]
     faults += ["learning rates"] * (got.rates != want.rates)
@@ -109,21 +116,18 @@ def elsewhere(row: Row, most: int) -> Row:
     )
 
 
-def deviations(got: Measured, want: Measured, exact: Measured | None = None) -> dict[str, float]:
+def deviations(
+    got: Measured, want: Measured, exact: Measured | None, ways: list[Measured]
+) -> dict[str, float]:
     """How far ``got`` is from one process, in units of what is allowed, by what was compared.
 
-    ``exact`` is the same process in fp32, where ``got`` is in bf16. A run that was resumed is
-    compared in the steps that it made, and has no gradients.
+    Where ``got`` is in bf16, ``exact`` is that process in fp32, and ``ways`` are bf16 runs of it. A
+    run that was resumed has no gradients.
     """
-    steps = len(got.losses)
-    tail = [
-        None if of is None else ([*of.losses[-steps:], of.validation], of.norms[-steps:])
-        for of in (got, want, exact)
-    ]
-    found = {
-        kind: _of_series(*(series and series[i] for series in tail))
-        for i, kind in enumerate(("loss", "norm"))
-    }
+    found = {}
+    for kind, series in (("loss", _losses), ("norm", lambda run: run.norms)):
+        far = [HALF * farthest(series(way), series(exact)) for way in ways if exact is not None]
+        found[kind] = farthest(series(got), series(want)) / max(far, default=BOUND)
     masters = [name for name in want.last if name.startswith(MASTER)]
     gradients = list(got.gradients)
     if exact is not None:
@@ -142,8 +146,18 @@ def deviations(got: Measured, want: Measured, exact: Measured | None = None) -> 
     return found
 
 
-def _of_series(got: list[float], want: list[float], exact: list[float] | None) -> float:
-    return farthest(got, want) / (BOUND if exact is None else HALF * farthest(want, exact))
+def _continued(got: Measured, again: Measured) -> Measured:
+    """A run up to its checkpoint, and from there on as it was resumed: one curve."""
+    kept = len(got.losses) - len(again.losses)
+    series = {
+        name: getattr(got, name)[:kept] + getattr(again, name)
+        for name in ("losses", "norms", "rates")
+    }
+    return replace(again, **series)
+
+
+def _losses(run: Measured) -> list[float]:
+    return [*run.losses, run.validation]
 
 
 def _off(got: np.ndarray, want: np.ndarray, floor: float) -> float:
@@ -181,10 +195,7 @@ def _unequal(got: Weights, want: Weights) -> list[str]:
 
 def _changed(again: Measured, got: Measured) -> list[str]:
     """What differs in a bit between a run and itself, resumed."""
-    steps = len(again.losses)
     series = {"losses": "losses", "norms": "norms", "rates": "learning rates"}
-    found = [
-        said for name, said in series.items() if getattr(again, name) != getattr(got, name)[-steps:]
-    ]
+    found = [said for name, said in series.items() if getattr(again, name) != getattr(got, name)]
     found += ["validation"] * (again.validation != got.validation)
     return found + _unequal(again.last, got.last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -80,6 +81,8 @@ def _target(text: str) -> Path:
         raise ValueError(f"--json {target}: this is a folder; give the path of a file")
     if not target.absolute().parent.is_dir():
         raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
+    if not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+        raise ValueError(f"--json {target}: no permission to write there; name another file")
     return target
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,7 +98,6 @@ def same_training(folder: Path, want: list[tuple[int, float, float]]) -> None:
 
 def trained(folder: Path, **changes: object) -> list[tuple[int, float, float]]:
     """The curve of a run that the app starts by itself."""
-    command = [sys.executable, str(runs.APP), *flags(folder, **changes)]
-    done = runs.start(*command, cwd=folder, timeout=240)
+    done = runs.train(folder, *flags(folder, **changes))
     assert done.returncode == 0, done.stderr
     return losses(folder)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import runs
 from doc_commands import Command, complaints, missing, to_run
+from warm import Worker
 
 from kenotron_train.cli import main
 from kenotron_train.reference import config_reference
@@ -46,43 +47,10 @@ ELSEWHERE = {  # examples that another test runs
 EXACT = ("--check", "kenotron_pp", "own_schedule")  # what prints the same on every machine
 
 
-class Worker:
-    """The process that most commands run in."""
-
-    def __init__(self, folder: Path) -> None:
-        self._printed = folder / "printed"
-        self._file = self._printed.open("a")
-        reply, theirs = os.pipe()
-        script = Path(__file__).with_name("doc_worker.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script), str(theirs)],
-            stdin=subprocess.PIPE, stdout=self._file, stderr=self._file, text=True, cwd=folder,
-            pass_fds=(theirs,), env=os.environ | {"KENOTRON_CACHE": str(folder / "cache")},
-        )  # fmt: skip
-        os.close(theirs)
-        self._replies = os.fdopen(reply)
-
-    def run(self, folder: Path, program: str, arguments: list[str]) -> tuple[int, str]:
-        """Exit status, and what was printed."""
-        self._file.truncate(0)
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([str(folder), program, arguments]) + "\n")
-        self._process.stdin.flush()
-        status = self._replies.readline()
-        return json.loads(status or "99"), self._printed.read_text(errors="replace")
-
-    def close(self) -> None:
-        """End it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(30)
-        self._replies.close()
-        self._file.close()
-
-
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    worker = Worker(tmp_path_factory.mktemp("worker"))
+    folder = tmp_path_factory.mktemp("worker")
+    worker = Worker(folder, KENOTRON_CACHE=str(folder / "cache"))
     yield worker
     worker.close()
 
@@ -107,8 +75,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, worker: Worker) -> Path:
         ("apps/train", flags),
         ("apps/convert", ["kenotron-to-hf", "--ckpt", "checkpoints", "--out", "model"]),
     ):
-        status, printed = worker.run(folder, program, arguments)
-        assert status == 0, printed
+        done = worker.run(folder, program, arguments)
+        assert done.returncode == 0, done.stderr
     letters = {chr(place): place for place in range(256)}
     Tokenizer(models.WordLevel(letters, unk_token=chr(0))).save(
         str(folder / "model/tokenizer.json")
@@ -151,10 +119,10 @@ def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[
             program, rest = rest[0], rest[1:]
         if program in ("apps/train", "apps/generate", "apps/convert", "kenotron_pp"):
             rest = shrunk(rest, name, folder) if is_training([program, *rest]) else rest
-            status, printed = worker.run(folder, program, rest)
+            done = worker.run(folder, program, rest)
             if target:
-                target.write_text(printed)
-            return status, printed
+                target.write_text(done.stdout)
+            return done.returncode, done.stdout + done.stderr
     at = next((i for i, word in enumerate(words) if is_training(words[i:])), None)
     text = command.text
     if at is not None:

@@ -93,6 +93,10 @@ def test_steps_after_a_rollback_are_replayed_as_the_run_made_them(
     assert again["loss"] == "nan" and {key: again[key] for key in want} == want
     with pytest.raises(ValueError, match=r"metrics\.jsonl is no record of a step"):
         replay.replay(Mesh.connect(), config, tmp_path / "checkpoints/metrics.jsonl")
+    cut = tmp_path / "cut.json"
+    cut.write_text(json.dumps({key: want[key] for key in want if key != "loss"}))
+    with pytest.raises(ValueError, match=r"cut\.json is no record of a step: loss is missing"):
+        replay.replay(Mesh.connect(), config, cut)
 
 
 def test_the_message_of_a_rollback_names_the_record_to_replay(

@@ -195,18 +195,13 @@ def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
 
 def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:
     assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
-    app = runs.APP.parent / "generate"
-    refused = runs.start(
-        sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "", cwd=tmp_path
-    )
+    prompt = ("apps/generate", tmp_path, "--ckpt-path", "checkpoints/6", "--prompt")
+    refused = runs.program(*prompt, "")
     assert refused.returncode == 1 and "--prompt is empty" in refused.stderr
     texts = [
-        runs.start(
-            sys.executable, str(app), "--ckpt-path", "checkpoints/6", "--prompt", "line ",
-            "--max-new-tokens", "12", *flags, cwd=tmp_path,
-        )
+        runs.program(*prompt, "line ", "--max-new-tokens", "12", *flags)
         for flags in ([], ["--tp", "2"], ["--pp", "2"])
-    ]  # fmt: skip
+    ]
     assert all(text.returncode == 0 for text in texts), texts[0].stderr
     assert texts[0].stdout.startswith("line ") and len(texts[0].stdout) > 8
     assert texts[0].stdout == texts[1].stdout == texts[2].stdout

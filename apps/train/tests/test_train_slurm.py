@@ -12,6 +12,7 @@ import launchers
 import pytest
 import runs
 import slurm_cluster
+from test_train_crashes import own
 
 from kenotron_train.yaml_config import load_config
 
@@ -26,6 +27,13 @@ LONG = {
     "checkpoints__checkpoint_interval": 1000,
     "parallelism__tp": 2,
 }
+SLOW = """
+import os, time
+
+def sample(i):
+    time.sleep(0 if "SLURM_RESTART_COUNT" in os.environ else 0.5)
+"""
+"""Own data that keeps a job's first start running, without work for the processors."""
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +46,10 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
         yield own
 
 
-def submit(cluster, folder: Path, *more: str) -> str:
+def submit(cluster, folder: Path, program: Path, *flags: str) -> str:
     """Submit a run over two nodes; the number of its job."""
-    flags = ["--nodes", "2", "--gpus-per-node", "0", *launchers.flags(folder, **LONG), *more]
-    done = cluster.run(sys.executable, str(runs.APP), "slurm", *flags, cwd=folder)
+    nodes = ("--nodes", "2", "--gpus-per-node", "0", "--time", "30")
+    done = cluster.run(sys.executable, str(program), "slurm", *nodes, *flags, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("Submitted job ")[1].split(":")[0]
 
@@ -55,7 +63,8 @@ def test_srun_over_two_nodes_trains_as_one_process_does(cluster, tmp_path) -> No
 
 
 def test_a_job_is_stopped_put_back_and_goes_on(cluster, tmp_path) -> None:
-    number = submit(cluster, tmp_path, "--time", "30", "--partition", "all")
+    flags = launchers.flags(tmp_path, **LONG)
+    number = submit(cluster, tmp_path, runs.APP, *flags, "--partition", "all")
     (folder,) = tmp_path.glob("checkpoints/slurm/*")
     log = folder / f"{number}.out"
 
@@ -82,6 +91,36 @@ def test_a_job_is_stopped_put_back_and_goes_on(cluster, tmp_path) -> None:
     assert origin["command"][1:4] == [str(runs.APP), "slurm", "--nodes"]
     assert origin["cwd"] == str(tmp_path)
     assert launchers.losses(tmp_path) == launchers.trained(tmp_path / "whole", **LONG)  # to the bit
+
+
+def test_a_job_whose_time_is_over_goes_on_in_another_start(cluster, tmp_path) -> None:
+    flags = own(tmp_path, tokens__train_steps=40, parallelism__tp=2)
+    script = tmp_path / "script.py"
+    script.write_text(launchers.PROGRAM.format(sample=SLOW.strip()))
+    number = submit(cluster, tmp_path, script, *flags)
+    (folder,) = tmp_path.glob("checkpoints/slurm/*")
+    log = folder / f"{number}.out"
+
+    def limit(minutes: int) -> None:
+        done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
+        assert done.returncode == 0, done.stderr
+
+    def told() -> str:
+        said = log.read_text() if log.exists() else ""
+        return f"{cluster.job(number)}\n{said}\n{cluster.logs()}"
+
+    launchers.until(lambda: launchers.steps_made(tmp_path) >= 3, told)
+    limit(1)  # its last five minutes have begun; Slurm looks at limits twice a minute
+    launchers.until(lambda: "back into the queue" in log.read_text(), told)
+    limit(30)
+    launchers.until(lambda: cluster.job(number).get("JobState") == "COMPLETED", told)
+    said = log.read_text()
+    assert cluster.job(number)["Restarts"] == "1", said
+    assert "received SIGUSR1" in said
+    stopped = int(said.split("Stopped after step ")[1].split(",")[0])
+    assert 3 <= stopped < 40
+    assert f"Resumed after step {stopped}" in said
+    assert [step for step, *_ in launchers.losses(tmp_path)] == list(range(1, 41))
 
 
 def test_slurm_s_own_reason_is_told_and_nothing_is_left(cluster, tmp_path) -> None:

@@ -165,6 +165,14 @@ def test_bad_input_is_told_apart_from_a_failure(
     assert said in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_the_comparison(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kenotron_train.verify_cli.os.access", lambda path, mode: path != tmp_path)
+    assert main(["verify", "--json", str(tmp_path / "found.json")]) == 2
+    assert "found.json: no permission to write there" in capsys.readouterr().err
+
+
 def test_a_config_that_diverges_is_no_fault_of_the_layout(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

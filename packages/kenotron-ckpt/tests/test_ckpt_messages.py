@@ -198,6 +198,7 @@ def fail_in_turn(mesh):
         fail_on(mesh, [0, 1, 2], [ValueError]),
         fail_on(mesh, [1, 2], [KeyError, ValueError]),
         fail_on(mesh, [1], [OSError]),
+        fail_on(mesh, [1, 2], [OSError, ValueError]),
         on_first(mesh, lambda: mesh.rank),
     ]
     try:
@@ -213,6 +214,7 @@ def test_a_failure_is_raised_on_every_rank_with_its_kind():
             ("ValueError", "no"),
             ("RuntimeError", "rank 1: no\nrank 2: KeyError: 'no'"),
             ("OSError", "rank 1: no"),
+            ("ValueError", "rank 1, 2: no"),
             0,
             "gone on 0",
         ]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dist_ranks import needs_gpu, on_gpus, on_ranks
 
 from kenotron_dist import (
+    Mesh,
     RankError,
     all_reduce,
     barrier,
@@ -133,6 +134,8 @@ def test_the_environment_of_the_program_decides(monkeypatch):
     monkeypatch.setenv("KENOTRON_DEBUG", "collectives,losses")
     with pytest.raises(ValueError, match=r"KENOTRON_DEBUG=.*: 'losses' is not known: set it to"):
         on_ranks(listeners, tp=2)
+    with pytest.raises(ValueError, match="'losses' is not known"):
+        Mesh.connect()
     assert debugging({"KENOTRON_DEBUG": " collectives, "}) == {"collectives"}
     assert debugging({}) == frozenset()
 

@@ -16,8 +16,9 @@ _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSErr
 def on_each(mesh: Mesh, run: Callable[[], T]) -> list[T]:
     """Run a step on every rank; returns every rank's result (JSON), in rank order.
 
-    Collective over the mesh. When it fails on some rank, every rank raises: ValueError if all
-    failures were, OSError likewise, else RuntimeError; the message names the ranks.
+    Collective over the mesh. When it fails on some rank, every rank raises: OSError if all
+    failures were, ValueError if all were one of these, else RuntimeError; the message names the
+    ranks.
     """
     value, failure, error = _try(run)
     outcomes = gather_objects([value, failure], mesh.world)
@@ -78,8 +79,8 @@ def _error(failures: Sequence[_Failure | None]) -> Exception:
     for rank, failure in enumerate(failures):
         if failure:
             ranks.setdefault(failure[1], []).append(str(rank))
-    kinds = {failure[0] for failure in failures if failure}
-    error = _KINDS.get(kinds.pop(), RuntimeError) if len(kinds) == 1 else RuntimeError
+    kinds = [failure[0] for failure in failures if failure]
+    error = RuntimeError if "" in kinds else _KINDS[max(kinds)]  # "ValueError" comes last
     if list(map(len, ranks.values())) == [len(failures)]:
         return error(*ranks)
     return error("\n".join(f"rank {', '.join(at)}: {text}" for text, at in ranks.items()))

@@ -10,6 +10,7 @@ from torch import Tensor
 from kenotron_dist.collectives import all_gather, all_reduce
 from kenotron_dist.mesh import Axis, Mesh
 from kenotron_dist.placement import TensorLayout
+from kenotron_dist.ranks import listed
 
 
 def check_replicas(
@@ -58,7 +59,7 @@ def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
     if wrong:
         raise ValueError(
             f"{len(wrong)} of {len(paths)} tensors that must be equal over {axis.name} "
-            f"(ranks {', '.join(map(str, axis.ranks))}) differ, first {wrong[0]!r}"
+            f"({listed(axis.ranks)}) differ, first {wrong[0]!r}"
             f"{_odd(sums[wrong[0]], axis)}: "
             "were all ranks given the same seed, config and checkpoint?"
         )
@@ -71,4 +72,4 @@ def _odd(own: Tensor, axis: Axis) -> str:
     odd = [rank for rank, row in zip(axis.ranks, rows, strict=True) if row != most]
     if 2 * len(odd) >= axis.size:
         return ""
-    return f" (on rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))})"
+    return f" (on {listed(odd)})"

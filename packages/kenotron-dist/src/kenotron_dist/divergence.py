@@ -6,11 +6,12 @@ Pure: the ``Comparer`` collects what the ranks call, this file reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
 from kenotron_dist.pulse import Entry
+from kenotron_dist.ranks import listed
 
 _TRANSFERS = ("send", "receive")
 _MANY = 8
@@ -106,14 +107,6 @@ def called(calls: Mapping[int, Call], blamed: int | None = None) -> str:
         for what, ranks in alike.items()
     ]
     return "; ".join(parts)
-
-
-def listed(ranks: Iterable[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``."""
-    found = sorted(ranks)
-    shown = ", ".join(map(str, found[:_MANY]))
-    more = f", ... {found[-1]}: {len(found)} in all" if len(found) > _MANY else ""
-    return f"rank{'' if len(found) == 1 else 's'} {shown}{more}"
 
 
 class Sites:

@@ -19,6 +19,7 @@ from typing import Self
 import torch.distributed as dist
 
 from kenotron_dist.leave import STALLED, leave
+from kenotron_dist.ranks import listed
 
 _LONGEST_PAUSE = 1.0
 """Seconds between two looks at the store."""
@@ -147,7 +148,7 @@ class Meeting:
         if missing:
             have = "has" if len(missing) == 1 else "have"
             parts.append(
-                f"{_ranks(missing)} {have} not come: see whether they were started, and what they "
+                f"{listed(missing)} {have} not come: see whether they were started, and what they "
                 "do; a start that is slow needs a longer limit"
             )
         for rank in silent[:_SHOWN]:
@@ -161,8 +162,3 @@ class Meeting:
 
     def _said(self, what: str, ranks: range | list[int]) -> list[int]:
         return [rank for rank in ranks if self._store.check([f"{what}/{rank}"])]
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

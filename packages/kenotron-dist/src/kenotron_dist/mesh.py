@@ -129,10 +129,12 @@ class Mesh:
         that of the world). A mesh of one rank needs no initialised process group. With
         ``KENOTRON_DEBUG=collectives`` its ranks are compared (``compare_collectives``).
 
-        Raises ValueError when an axis is not positive or the product is not the world size.
+        Raises ValueError when an axis is not positive, when the product is not the world size, or
+        for a ``KENOTRON_DEBUG`` that asks for something else.
         """
         config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp)
         live = dist.is_available() and dist.is_initialized()
+        compared = bool(debugging())
         _check_sizes(config, dist.get_world_size() if live else 1)
         backend = str(dist.get_backend()) if live else "gloo"
         place = torch.device(device) if device is not None else _default_device(backend)
@@ -143,7 +145,7 @@ class Mesh:
             mesh._groups[tuple(range(config.world_size))] = world
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
-        if live and config.world_size > 1 and debugging():
+        if live and config.world_size > 1 and compared:
             Comparer(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
         return mesh
 

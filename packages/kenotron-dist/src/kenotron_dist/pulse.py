@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from kenotron_dist.ranks import listed
+
 T = TypeVar("T")
 _OWN = (str(Path(__file__).parent) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 _STANDARD = str(Path(threading.__file__).parent) + os.sep
@@ -45,12 +47,8 @@ class Ticket(NamedTuple):
         return f"{Path(self.file).name}:{self.line}"
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:8]))
-        more = f", ... {self.ranks[-1]}: {len(self.ranks)} in all" if len(self.ranks) > 8 else ""
-        return (
-            f"{self.operation} #{self.number} over {self.axis} (ranks {shown}{more}), called at "
-            f"{self.site}"
-        )
+        who = listed(self.ranks)
+        return f"{self.operation} #{self.number} over {self.axis} ({who}), called at {self.site}"
 
 
 class Entry(NamedTuple):

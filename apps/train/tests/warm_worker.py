@@ -1,4 +1,4 @@
-"""Runs programs one after another in one process, so that torch is loaded once.
+"""What ``warm.Worker`` starts: it calls the programs that it is told to.
 
 Standard input has a JSON line for each: folder, program, arguments; the exit status goes to the
 file descriptor in the first argument, what it prints where standard output goes.
