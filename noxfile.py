@@ -171,9 +171,10 @@ def measure(session: nox.Session, section: str) -> None:
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
     results = scratch(session, "results")
     rows = ("tests/test_parity.py", "-k", "a_row_has", f"--grid={section}")
+    patience = ("-o", "faulthandler_timeout=1800")  # for 20 steps of eight ranks on two cores
     codes = [*range(2)]  # rows that fail belong into the table, too
     session.run(
-        "pytest", *AT_ONCE, *rows, "--grid-results", str(results), *session.posargs,
+        "pytest", *AT_ONCE, *rows, *patience, "--grid-results", str(results), *session.posargs,
         env=TEST_ENV, success_codes=codes,
     )  # fmt: skip
     session.run("python", "tests/grid_table.py", section, str(results))

@@ -21,17 +21,15 @@ from kenotron_dist import (
     MeshConfig,
     PeerLost,
     RankError,
-    first_cause,
     first_to_say,
     start,
-    tell_launcher,
 )
 from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
 from kenotron_train.durations import seconds_of
-from kenotron_train.failures import noted
+from kenotron_train.failures import latest_start, told
 from kenotron_train.flag_reference import flag_reference
 from kenotron_train.loop import LOADED_ONCE, run
 from kenotron_train.own_data import Hook, check_hook
@@ -75,8 +73,10 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     if arguments.json_schema:
         return _show(json_schema())
     config: Config | None = None
+    before = 0
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
+        before = latest_start(Path(config.checkpoints.checkpoints_path))
         if arguments.check:
             return _show(preview(config))
         check_available(config)
@@ -103,9 +103,9 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except (RankError, PeerLost, *USER_ERRORS) as error:
-        return _failed(error, config)
+        return _failed(error, told(error, config, before))
     except Exception as error:
-        _again(error, config)
+        told(error, config, before)
         raise
     return STOPPED if stopped else 0
 
@@ -141,22 +141,15 @@ def _show(text: str) -> int:
     return 0
 
 
-def _failed(error: Exception, config: Config | None) -> int:
-    """Say what ended the run, the first cause last; the exit status."""
+def _failed(error: Exception, said: str) -> int:
+    """Say what ended the run, the first cause last, then what is ``said``; the exit status."""
     text, code = str(error), 1
     if isinstance(error, PeerLost):
         code = STALLED
     elif isinstance(error, RankError):
         known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
         text, code = (text if known else error.trace), error.code
-    return _fail("\n".join(filter(None, (text, _again(error, config)))), code)
-
-
-def _again(error: Exception, config: Config | None) -> str:
-    """Note a failure and tell the launcher; a sentence when it is the last one once more."""
-    said = noted(Path(config.checkpoints.checkpoints_path), first_cause(error)) if config else ""
-    tell_launcher("\n".join(filter(None, (first_cause(error), said))))
-    return said
+    return _fail("\n".join(filter(None, (text, said))), code)
 
 
 def _fail(text: str, code: int = 1) -> int:
@@ -215,7 +208,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         default=300.0,
         metavar="SECONDS",
-        help="report a rank that lets others wait longer than this (default: 300)",
+        help="report a rank that lets others wait longer than this (default: 300), or that has not "
+        "met them by then (30 at least)",
     )
     parser.add_argument(
         "--replay-step",
@@ -228,7 +222,8 @@ def _parser() -> argparse.ArgumentParser:
         "--time-limit",
         type=_duration,
         default=math.inf,
-        metavar="SECONDS or HH:MM:SS",
-        help=f"save and end before so much time is over, with exit status {STOPPED}",
+        metavar="TIME",
+        help=f"save and end before so much time is over, with exit status {STOPPED}: seconds, or a "
+        "time as Slurm writes it (11:55:00, 2-00:00:00)",
     )
     return parser

@@ -7,28 +7,48 @@ import json
 import uuid
 from pathlib import Path
 
+from kenotron_dist import first_cause, tell_launcher
+from kenotron_train.config import Config
+
 FILE = "failure.json"
 """In ``checkpoints_path``: the step, the cause, and how often it came in a row."""
 
 
-def noted(folder: Path, cause: str) -> str:
+def told(error: Exception, config: Config | None, before: int = 0) -> str:
+    """Note a failure and tell the launcher; a sentence when it is the last one once more."""
+    cause = first_cause(error)
+    said = noted(Path(config.checkpoints.checkpoints_path), cause, before) if config else ""
+    tell_launcher("\n".join(filter(None, (cause, said))))
+    return said
+
+
+def latest_start(folder: Path) -> int:
+    """Tells starts of a run apart: each makes a metrics file of its own. 0: there was none."""
+    try:
+        return (folder / "metrics.jsonl").stat().st_ino
+    except OSError:
+        return 0
+
+
+def noted(folder: Path, cause: str, before: int = 0) -> str:
     """Write a failure down; a sentence when the last one was the same, else nothing.
 
-    A run that had not begun leaves nothing. Ranks that fail together write the same. Never raises:
-    the failure itself is what must be told.
+    A run that had not begun leaves nothing: ``before`` is what ``latest_start`` was when it was
+    started. Ranks that fail together write the same. Never raises: the failure itself is what must
+    be told.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        metrics = folder / "metrics.jsonl"
-        if not metrics.exists():
+        metrics, start = folder / "metrics.jsonl", latest_start(folder)
+        if start == before:
             return ""
         step = _last_step(metrics) + 1
         path = folder / FILE
-        before = json.loads(path.read_text()) if path.exists() else {}
-        same = before.get("cause") == cause and before.get("step") == step
+        last = json.loads(path.read_text()) if path.exists() else {}
+        same = last.get("cause") == cause and last.get("step") == step
         # Of ranks that fail together the later ones find what the first has written.
-        times = before["times"] if same else 0
-        times += not (same and _is_of_this_start(before, metrics))
-        known = {"step": step, "cause": cause, "times": times, "start": _start(metrics)}
+        times = last["times"] if same else 0
+        times += not (same and last.get("start") == start)
+        known = {"step": step, "cause": cause, "times": times, "start": start}
         fresh = path.with_name(f"{FILE}.{uuid.uuid4().hex}")
         fresh.write_text(json.dumps(known) + "\n")
         fresh.replace(path)
@@ -38,15 +58,6 @@ def noted(folder: Path, cause: str) -> str:
                 "starting it again will not help"
             )
     return ""
-
-
-def _is_of_this_start(before: dict, metrics: Path) -> bool:
-    return before.get("start") == _start(metrics)
-
-
-def _start(metrics: Path) -> int:
-    """Tells starts of a run apart: each makes a metrics file of its own."""
-    return metrics.stat().st_ino
 
 
 def _last_step(metrics: Path) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 HEAD = """\
-# Every flag
+# Every flag of apps/train
 
 This page is made from the parsers of the command line; a test fails when it is stale:
 

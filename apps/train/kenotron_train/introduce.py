@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kenotron_dist import Mesh
 from kenotron_dist.device import visible_gpus
-from kenotron_dist.launch import local_ranks
+from kenotron_dist.launch import debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training
@@ -20,6 +20,8 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     report.say(f"Project {config.general.project} | {sizes} | device {mesh.device}")
     if mesh.device.type == "cpu":
         report.say(*_why_cpu(mesh))
+    if debugging():
+        report.say("KENOTRON_DEBUG: calls of all ranks are compared before they start", "warning")
     count = parameter_count(config.decoder)
     report.say(
         f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kenotron_dist import Mesh, MeshConfig, start
 from kenotron_dist.launch import launcher
@@ -14,11 +15,15 @@ from kenotron_train.assemble import OwnModel
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
 from kenotron_train.corpus import prepare
+from kenotron_train.failures import latest_start, told
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.loop import LOADED_ONCE, Outcome, run
 from kenotron_train.own_data import Hook, check_hook
+from kenotron_train.replay import replay
 from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.yaml_config import load_config
+
+T = TypeVar("T")
 
 
 def train(
@@ -52,19 +57,39 @@ def train(
     if is_program:
         check_vocabulary(config)
         prepare(config)
+    deadline = math.inf if time_limit is None else time.time() + time_limit.total_seconds()
+    before = latest_start(Path(config.checkpoints.checkpoints_path))
+    given = (config, model, loader, tuple(hooks), is_program, deadline)
+    try:
+        return _start(_train, config, stall_limit, *given)
+    except Exception as error:
+        if said := told(error, config, before):
+            error.add_note(said)
+        raise
+
+
+def replay_step(
+    config: Config | str | Path,
+    what: int | Path,
+    *,
+    model: OwnModel | None = None,
+    loader: Hook | None = None,
+    stall_limit: timedelta = timedelta(minutes=5),
+) -> dict[str, Any]:
+    """Make a step of a run of ``train`` again, as ``--replay-step`` does; what was found.
+
+    Arguments: as for ``train``, and the number of the step, or the path of a record in
+    ``nonfinite``. Raises as ``train`` does, ValueError for a step that the run has not.
+    """
+    if not isinstance(config, Config):
+        config = load_config(config, [])
+    return _start(replay, config, stall_limit, config, what, loader, model)
+
+
+def _start(run: Callable[..., T], config: Config, limit: timedelta, *given: Any) -> T:
     sizes = config.parallelism
-    return start(
-        _train,
-        config,
-        model,
-        loader,
-        tuple(hooks),
-        is_program,
-        math.inf if time_limit is None else time.time() + time_limit.total_seconds(),
-        config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
-        limit=stall_limit,
-        preload=LOADED_ONCE,
-    )
+    layout = MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp)
+    return start(run, *given, config=layout, limit=limit, preload=LOADED_ONCE)
 
 
 def _train(

@@ -12,7 +12,7 @@ from kenotron_ckpt.together import on_first
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_optim import NonFinite, find_nonfinite
-from kenotron_train.assemble import Training, build_training
+from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.availability import check_available
 from kenotron_train.blame import Taken
 from kenotron_train.config import Config
@@ -30,7 +30,11 @@ SHOWN = 5
 
 
 def replay(
-    mesh: Mesh, config: Config, what: int | Path, loader: Hook | None = None
+    mesh: Mesh,
+    config: Config,
+    what: int | Path,
+    loader: Hook | None = None,
+    model: OwnModel | None = None,
 ) -> dict[str, Any]:
     """Make a step of a run again without its update; what was found, on every rank.
 
@@ -53,7 +57,7 @@ def replay(
             f"{config.tokens.train_steps}"
         )
     run = Path(config.checkpoints.checkpoints_path)
-    training = build_training(_apart(config, run, step, name, mesh), mesh)
+    training = build_training(_apart(config, run, step, name, mesh), mesh, model)
     progress, remark = resume(training, run)
     if record is not None:
         left_out = tuple(map(Cursor.from_dict, record["left_out"]))
@@ -156,9 +160,24 @@ def _lines(found: dict[str, Any], run: Path) -> list[str]:
     lines += [f"gradient of {name}: norm {norm}" for name, norm in largest[:SHOWN]]
     record = record_at(run, found["step"], found["cursor"])
     if record is not None:
-        before = read_record(record)
-        same = [key for key in ("samples", "loss", "parameter") if before[key] == found[key]]
-        lines.append(f"as in {record}: {', '.join(same) or 'nothing'}")
+        lines += _compared(found, read_record(record), record)
+    return lines
+
+
+def _compared(found: dict[str, Any], before: dict[str, Any], record: Path) -> list[str]:
+    """What is as in a record, and what is not."""
+    words = {"data": "samples", "loss": "loss", "parameter": "parameter"}
+    same = [word for key, word in words.items() if before[key] == found[key]]
+    other = [
+        f"{key} {found[key]} instead of {before[key]}"
+        for key in ("loss", "parameter")
+        if before[key] != found[key]
+    ]
+    other = ["samples"] * ("samples" not in same) + other
+    lines = [f"as in {record}: {', '.join(same)}"] * bool(same)
+    if other:
+        about = "Are config, flags and layout those of the run?"
+        lines.append(f"not as in {record}: {', '.join(other)}. {about}")
     return lines
 
 

@@ -15,7 +15,7 @@ from launchers import PROGRAM
 from test_train_launch import TORCHRUN, runs_still
 from test_train_stopping import flags, ranks_of, running
 
-from kenotron_train.failures import noted
+from kenotron_train.failures import latest_start, noted
 
 SAMPLE = """
 def sample(i):
@@ -96,3 +96,6 @@ def test_only_the_same_failure_at_the_same_step_counts(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text("cut o")
     start(9)
     assert noted(tmp_path, "b") == ""
+    (tmp_path / "failure.json").unlink()  # a start that ended before it made metrics
+    assert noted(tmp_path, "b", latest_start(tmp_path)) == ""
+    assert not (tmp_path / "failure.json").exists()

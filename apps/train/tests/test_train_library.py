@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import runs
 import torch
 
-from kenotron_dist import RankError, named_parameters
-from kenotron_train import LifeCycle, OwnData, train
+from kenotron_dist import Mesh, RankError, named_parameters
+from kenotron_train import LifeCycle, OwnData, replay_step, train
 from kenotron_train.config import Config
+from kenotron_train.replay import replay
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 EXAMPLE = runs.APP / "examples/own_program"
@@ -131,3 +134,43 @@ def test_an_update_with_a_gradient_that_is_not_finite_is_found(tmp_path: Path) -
     }  # fmt: skip
     with pytest.raises(RankError, match="step 1: .* and the update was made"):
         train(configure(tmp_path, parallelism__dp=2, **changes))
+
+
+class Break(LifeCycle):
+    """Makes all that comes after the third step nan."""
+
+    def post_train_step(self, training, progress, result):
+        if progress.step == 3:
+            with torch.no_grad():
+                next(training.model.stack.parameters()).fill_(torch.nan)
+
+
+def test_a_failure_is_kept_and_its_step_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE)
+    own = importlib.import_module("train")
+    flags = {
+        "tokens.train_steps": 6, "checkpoints.checkpoint_interval": 2,
+        "checkpoints.checkpoints_path": tmp_path / "checkpoints",
+    }  # fmt: skip
+    config = load_config(
+        EXAMPLE / "config.yaml", [f"{key}={value}" for key, value in flags.items()]
+    )
+    given = {"model": own.layers, "loader": OwnData(own.sample, samples=2000)}
+    with pytest.raises(RankError, match="step 4: .*--replay-step 4 makes it again"):
+        train(config, hooks=[Break()], **given)
+    failure = json.loads((tmp_path / "checkpoints/failure.json").read_text())
+    assert (failure["step"], failure["times"]) == (4, 1)
+    found = replay_step(config, 4, **given)
+    assert found["parameter"] is None
+    record = tmp_path / "checkpoints/nonfinite/step-4.json"
+    alone = replace(config, parallelism=replace(config.parallelism, pp=1))
+    assert float(replay(Mesh.connect(), alone, 4, **given)["loss"]) == float(found["loss"])
+    said = capsys.readouterr().out
+    assert f"]: as in {record}: samples\n" in said
+    assert f"]: not as in {record}: loss {found['loss']} instead of nan, parameter None " in said
+    (stage,) = config.data_stages
+    other = replace(stage, data=replace(stage.data, seed=7))
+    replay(Mesh.connect(), replace(alone, data_stages=[other]), 4, **given)
+    assert f"]: not as in {record}: samples, loss" in capsys.readouterr().out

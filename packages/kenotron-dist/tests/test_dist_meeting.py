@@ -1,6 +1,7 @@
 """Ranks that do not meet: who is missing is named within the limit, by every rank that waits."""
 
 import contextlib
+import fcntl
 import os
 import re
 import subprocess
@@ -171,6 +172,20 @@ def test_ranks_that_all_answer_blame_the_network(tmp_path):
         while len(told) < 2 and time.monotonic() < end:
             time.sleep(0.05)
     assert len(told) == 2 and all("all have come and answer, but they do not" in t for t in told)
+
+
+def test_a_file_that_stays_locked_blames_no_rank(tmp_path):
+    told = []
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    meeting = Meeting("a", store, 0, 2, timedelta(seconds=0.4), told.append)
+    with open(tmp_path / "store") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # as one that is stopped at the wrong moment
+        with meeting:
+            end = time.monotonic() + 20
+            while not told and time.monotonic() < end:
+                time.sleep(0.05)
+            fcntl.flock(file, fcntl.LOCK_UN)
+    assert len(told) == 1 and "the file that they meet at stays locked: one of them" in told[0]
 
 
 def test_a_meeting_that_ends_in_time_says_nothing():

@@ -29,6 +29,10 @@ SILENT = (
     "the store that they meet at does not answer: the process that hosts it is stopped or dead "
     "(rank 0, unless the launcher hosts it)"
 )
+_LOCKED = (
+    "the file that they meet at stays locked: one of them was stopped while it wrote there; see "
+    "which local process is stopped (state T)"
+)
 _SHOWN = 8
 """So many ranks are named one by one."""
 
@@ -58,6 +62,7 @@ class Meeting:
         on_late: Callable[[str], None] = leave_late,
     ) -> None:
         clone = getattr(store, "clone", lambda: store)  # torch's stubs do not know it
+        self._silence = _LOCKED if isinstance(store, dist.FileStore) else SILENT
         self._store = dist.PrefixStore(f"kenotron-meeting/{name}", clone())
         self._rank, self._size, self._on_late = rank, size, on_late
         self._limit, self._began = limit.total_seconds(), time.monotonic()
@@ -123,7 +128,7 @@ class Meeting:
         if self._late.is_set() and not self._over.wait(self._patience):
             self._judge.set()
         if self._judge.is_set() and not self._over.wait(self._patience):
-            self._found = SILENT
+            self._found = self._silence
         if not self._done.wait(3 * self._pause):
             self._tell(self._found)
 
@@ -148,8 +153,8 @@ class Meeting:
         if missing:
             have = "has" if len(missing) == 1 else "have"
             parts.append(
-                f"{listed(missing)} {have} not come: see whether they were started, and what they "
-                "do; a start that is slow needs a longer limit"
+                f"{listed(missing)} {have} not come: see whether each was started, and what "
+                "it does; a start that is slow needs a longer limit"
             )
         for rank in silent[:_SHOWN]:
             who = self._store.get(f"come/{rank}").decode()
