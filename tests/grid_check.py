@@ -67,11 +67,13 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     got = measure(row, folder, str(row), steps)
     other = elsewhere(row, most)
     checkpoint = folder / str(row) / str(saved_after(steps))
-    again = _continued(got, measure(other, folder, f"{row}-resumed", steps, checkpoint))
+    again = measure(other, folder, f"{row}-resumed", steps, checkpoint)
+    resumed, again = len(again.losses), _continued(got, again)
     off, off_again = (deviations(run, want, exact, ways) for run in (got, again))
     faults = [f"first value of {name}" for name in _unequal(got.first, want.first)]
     faults += [f"no gradient of {name}" for name in want.gradients if name not in got.gradients]
     faults += ["learning rates"] * (got.rates != want.rates)
+    faults += ["steps when resumed"] * (resumed != steps - saved_after(steps))
     faults += _too_far("", off) + _too_far("resumed: ", off_again)
     bitwise = other.sizes[1:] == row.sizes[1:]
     if bitwise:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 
@@ -72,11 +73,18 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     deadline = time.time() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
-    config: Config | None = None
-    before = 0
+    with ExitStack() as held:
+        return _run(arguments, loader, deadline, held)
+
+
+def _run(
+    arguments: argparse.Namespace, loader: Hook | None, deadline: float, held: ExitStack
+) -> int:
+    """Train as the flags say; the exit status."""
+    config, before = None, None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
-        before = latest_start(Path(config.checkpoints.checkpoints_path))
+        before = held.enter_context(latest_start(Path(config.checkpoints.checkpoints_path)))
         if arguments.check:
             return _show(preview(config))
         check_available(config)

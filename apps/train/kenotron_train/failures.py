@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from kenotron_dist import first_cause, tell_launcher
@@ -14,7 +16,7 @@ FILE = "failure.json"
 """In ``checkpoints_path``: the step, the cause, and how often it came in a row."""
 
 
-def told(error: Exception, config: Config | None, before: int = 0) -> str:
+def told(error: Exception, config: Config | None, before: os.stat_result | None = None) -> str:
     """Note a failure and tell the launcher; a sentence when it is the last one once more."""
     cause = first_cause(error)
     said = noted(Path(config.checkpoints.checkpoints_path), cause, before) if config else ""
@@ -22,15 +24,22 @@ def told(error: Exception, config: Config | None, before: int = 0) -> str:
     return said
 
 
-def latest_start(folder: Path) -> int:
-    """Tells starts of a run apart: each makes a metrics file of its own. 0: there was none."""
-    try:
-        return (folder / "metrics.jsonl").stat().st_ino
-    except OSError:
-        return 0
+@contextlib.contextmanager
+def latest_start(folder: Path) -> Iterator[os.stat_result | None]:
+    """Around a start: what tells the one before from it; None where there was none.
+
+    Each makes a metrics file of its own. While that of the one before is open, no other can get
+    its number.
+    """
+    with contextlib.ExitStack() as held:
+        found = None
+        with contextlib.suppress(OSError):
+            file = held.enter_context((folder / "metrics.jsonl").open("rb"))
+            found = os.fstat(file.fileno())
+        yield found
 
 
-def noted(folder: Path, cause: str, before: int = 0) -> str:
+def noted(folder: Path, cause: str, before: os.stat_result | None = None) -> str:
     """Write a failure down; a sentence when the last one was the same, else nothing.
 
     A run that had not begun leaves nothing: ``before`` is what ``latest_start`` was when it was
@@ -38,8 +47,9 @@ def noted(folder: Path, cause: str, before: int = 0) -> str:
     be told.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        metrics, start = folder / "metrics.jsonl", latest_start(folder)
-        if start == before:
+        metrics = folder / "metrics.jsonl"
+        status = metrics.stat()
+        if before is not None and os.path.samestat(status, before):
             return ""
         step = _last_step(metrics) + 1
         path = folder / FILE
@@ -47,6 +57,7 @@ def noted(folder: Path, cause: str, before: int = 0) -> str:
         same = last.get("cause") == cause and last.get("step") == step
         # Of ranks that fail together the later ones find what the first has written.
         times = last["times"] if same else 0
+        start = f"{status.st_ino}.{status.st_mtime_ns}"
         times += not (same and last.get("start") == start)
         known = {"step": step, "cause": cause, "times": times, "start": start}
         fresh = path.with_name(f"{FILE}.{uuid.uuid4().hex}")

@@ -20,7 +20,7 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     report.say(f"Project {config.general.project} | {sizes} | device {mesh.device}")
     if mesh.device.type == "cpu":
         report.say(*_why_cpu(mesh))
-    if debugging():
+    if debugging() and mesh.world.size > 1:
         report.say("KENOTRON_DEBUG: calls of all ranks are compared before they start", "warning")
     count = parameter_count(config.decoder)
     report.say(

@@ -49,23 +49,8 @@ def train(
 
     Raises what the run raises; RankError, which names the rank, where processes were started.
     """
-    if not isinstance(config, Config):
-        config = load_config(config, [])
-    check_available(config)
-    check_hook(config, loader)
-    is_program = launcher() == "none"
-    if is_program:
-        check_vocabulary(config)
-        prepare(config)
     deadline = math.inf if time_limit is None else time.time() + time_limit.total_seconds()
-    before = latest_start(Path(config.checkpoints.checkpoints_path))
-    given = (config, model, loader, tuple(hooks), is_program, deadline)
-    try:
-        return _start(_train, config, stall_limit, *given)
-    except Exception as error:
-        if said := told(error, config, before):
-            error.add_note(said)
-        raise
+    return _start(_train, config, loader, stall_limit, model, tuple(hooks), deadline)
 
 
 def replay_step(
@@ -79,30 +64,68 @@ def replay_step(
     """Make a step of a run of ``train`` again, as ``--replay-step`` does; what was found.
 
     Arguments: as for ``train``, and the number of the step, or the path of a record in
-    ``nonfinite``. Raises as ``train`` does, ValueError for a step that the run has not.
+    ``nonfinite``. Raises what the replay raises, see ``replay``; RankError where processes were
+    started.
     """
+    return _start(_replay, config, loader, stall_limit, model, what)
+
+
+def _start(
+    work: Callable[..., T],
+    config: Config | str | Path,
+    loader: Hook | None,
+    limit: timedelta,
+    *given: Any,
+) -> T:
+    """Do a piece of work on all ranks; a failure is kept, and the launcher told."""
     if not isinstance(config, Config):
         config = load_config(config, [])
-    return _start(replay, config, stall_limit, config, what, loader, model)
-
-
-def _start(run: Callable[..., T], config: Config, limit: timedelta, *given: Any) -> T:
+    check_available(config)
+    check_hook(config, loader)
+    is_program = launcher() == "none"
+    if is_program:
+        _prepare(config)
     sizes = config.parallelism
     layout = MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp)
-    return start(run, *given, config=layout, limit=limit, preload=LOADED_ONCE)
+    given = (config, is_program, loader, *given)
+    with latest_start(Path(config.checkpoints.checkpoints_path)) as before:
+        try:
+            return start(work, *given, config=layout, limit=limit, preload=LOADED_ONCE)
+        except Exception as error:
+            if said := told(error, config, before):
+                error.add_note(said)
+            raise
+
+
+def _prepare(config: Config) -> None:
+    check_vocabulary(config)
+    prepare(config)
 
 
 def _train(
     mesh: Mesh,
     config: Config,
-    model: OwnModel | None,
-    loader: Hook | None,
-    hooks: tuple[LifeCycle, ...],
     is_prepared: bool,
+    loader: Hook | None,
+    model: OwnModel | None,
+    hooks: tuple[LifeCycle, ...],
     deadline: float,
 ) -> Outcome:
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):
-            check_vocabulary(config)
-            prepare(config)
+            _prepare(config)
     return run(mesh, config, loader=loader, model=model, hooks=hooks, deadline=deadline)
+
+
+def _replay(
+    mesh: Mesh,
+    config: Config,
+    is_prepared: bool,
+    loader: Hook | None,
+    model: OwnModel | None,
+    what: int | Path,
+) -> dict[str, Any]:
+    if not is_prepared:
+        with mesh.pulse.busy("making tokens"):
+            _prepare(config)
+    return replay(mesh, config, what, loader, model)

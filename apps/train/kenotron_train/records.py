@@ -9,7 +9,7 @@ from typing import Any
 
 FOLDER = "nonfinite"
 """Its name, in ``checkpoints_path``."""
-_NEEDED = ("step", "cursor", "left_out", "data", "loss", "parameter")
+_NEEDED = ("step", "cursor", "left_out", "samples", "data", "loss", "parameter")
 
 
 def write_record(run: Path, record: dict[str, Any]) -> Path:

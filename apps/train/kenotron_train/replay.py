@@ -166,15 +166,15 @@ def _lines(found: dict[str, Any], run: Path) -> list[str]:
 
 def _compared(found: dict[str, Any], before: dict[str, Any], record: Path) -> list[str]:
     """What is as in a record, and what is not."""
-    words = {"data": "samples", "loss": "loss", "parameter": "parameter"}
-    same = [word for key, word in words.items() if before[key] == found[key]]
-    other = [
-        f"{key} {found[key]} instead of {before[key]}"
-        for key in ("loss", "parameter")
-        if before[key] != found[key]
-    ]
-    other = ["samples"] * ("samples" not in same) + other
-    lines = [f"as in {record}: {', '.join(same)}"] * bool(same)
+    same, other = [], []
+    alike = all(before[key] == found[key] for key in ("samples", "data"))
+    (same if alike else other).append("samples")
+    for key in ("loss", "parameter"):
+        if before[key] == found[key]:
+            same.append(key)
+        else:
+            other.append(f"{key} {found[key]} instead of {before[key]}")
+    lines = [f"as in {record}: {', '.join(same)}"] if same else []
     if other:
         about = "Are config, flags and layout those of the run?"
         lines.append(f"not as in {record}: {', '.join(other)}. {about}")

@@ -98,6 +98,6 @@ def same_training(folder: Path, want: list[tuple[int, float, float]]) -> None:
 
 def trained(folder: Path, **changes: object) -> list[tuple[int, float, float]]:
     """The curve of a run that the app starts by itself."""
-    done = runs.train(folder, *flags(folder, **changes))
+    done = runs.program("apps/train", folder, *flags(folder, **changes), timeout=240)
     assert done.returncode == 0, done.stderr
     return losses(folder)

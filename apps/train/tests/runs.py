@@ -53,11 +53,13 @@ def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return program("apps/train", folder, *flags)
 
 
-def program(name: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def program(
+    name: str, folder: Path, *flags: str, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
     """What ``python <name>`` does with these flags, without the seconds in which it starts."""
-    if warm.shared().fits():
-        return warm.shared().run(folder, name, list(flags))
-    return start(sys.executable, str(APP.parents[1] / name), *flags, cwd=folder)
+    if worker := warm.shared():
+        return worker.run(folder, name, list(flags), timeout)
+    return start(sys.executable, str(APP.parents[1] / name), *flags, cwd=folder, timeout=timeout)
 
 
 def metrics(folder: Path) -> list[dict]:

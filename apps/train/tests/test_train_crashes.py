@@ -97,5 +97,6 @@ def test_only_the_same_failure_at_the_same_step_counts(tmp_path: Path) -> None:
     start(9)
     assert noted(tmp_path, "b") == ""
     (tmp_path / "failure.json").unlink()  # a start that ended before it made metrics
-    assert noted(tmp_path, "b", latest_start(tmp_path)) == ""
+    with latest_start(tmp_path) as before:
+        assert noted(tmp_path, "b", before) == ""
     assert not (tmp_path / "failure.json").exists()

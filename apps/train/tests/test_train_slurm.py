@@ -110,7 +110,7 @@ def test_a_job_whose_time_is_over_goes_on_in_another_start(cluster, tmp_path) ->
         return f"{cluster.job(number)}\n{said}\n{cluster.logs()}"
 
     launchers.until(lambda: launchers.steps_made(tmp_path) >= 3, told)
-    limit(1)  # its last five minutes have begun; Slurm looks at limits twice a minute
+    limit(4)  # its last five minutes have begun; Slurm looks at limits twice a minute
     launchers.until(lambda: "back into the queue" in log.read_text(), told)
     limit(30)
     launchers.until(lambda: cluster.job(number).get("JobState") == "COMPLETED", told)

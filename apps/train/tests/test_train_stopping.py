@@ -207,3 +207,4 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     done = runs.train(tmp_path, *other)
     assert done.returncode == 1 and "is of another model" in done.stderr
     assert {path: path.read_bytes() for path in files} == files
+    assert not (tmp_path / "checkpoints/failure.json").exists()  # it is no failure of that run

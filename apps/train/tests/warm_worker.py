@@ -1,5 +1,8 @@
 """What ``warm.Worker`` starts: it calls the programs that it is told to.
 
+They find more loaded than they load themselves, and do not leave by ``shutdown``: tests of
+launching start them as users do.
+
 Standard input has a JSON line for each: folder, program, arguments; the exit status goes to the
 file descriptor in the first argument, what it prints where standard output goes.
 """
@@ -44,9 +47,12 @@ def main() -> None:
     """Work until standard input ends."""
     from kenotron_dist import spawn
 
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as the program has it before it starts ranks
     known = programs()
     spawn(nothing, preload=PRELOAD)
     with os.fdopen(int(sys.argv[1]), "w") as replies:
+        replies.write("0\n")  # ready
+        replies.flush()
         for line in sys.stdin:
             folder, program, arguments = json.loads(line)
             os.chdir(folder)

@@ -80,7 +80,7 @@ def _error(failures: Sequence[_Failure | None]) -> Exception:
         if failure:
             ranks.setdefault(failure[1], []).append(str(rank))
     kinds = [failure[0] for failure in failures if failure]
-    error = RuntimeError if "" in kinds else _KINDS[max(kinds)]  # "ValueError" comes last
+    error = RuntimeError if "" in kinds else ValueError if "ValueError" in kinds else OSError
     if list(map(len, ranks.values())) == [len(failures)]:
         return error(*ranks)
     return error("\n".join(f"rank {', '.join(at)}: {text}" for text, at in ranks.items()))
