@@ -19,29 +19,25 @@ from kenotron_dist import (
     STALLED,
     Diverged,
     Mesh,
-    MeshConfig,
     PeerLost,
     RankError,
     first_to_say,
-    start,
 )
-from kenotron_dist.launch import launcher
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
-from kenotron_train.corpus import prepare
 from kenotron_train.durations import seconds_of
 from kenotron_train.failures import latest_start, told
 from kenotron_train.flag_reference import flag_reference
-from kenotron_train.loop import LOADED_ONCE, run
+from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
 from kenotron_train.reference import config_reference
 from kenotron_train.replay import replay, step_or_record
 from kenotron_train.report_cli import report_main, report_parser
 from kenotron_train.slurm_cli import slurm_main, slurm_parser
+from kenotron_train.start_ranks import start_ranks
 from kenotron_train.stopping import STOPPED
 from kenotron_train.verify_cli import verify_main, verify_parser
-from kenotron_train.vocabulary import check_vocabulary
 from kenotron_train.watching import check_watching
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
@@ -91,23 +87,9 @@ def _run(
         check_hook(config, loader)
         check_watching(config)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
-        is_program = launcher() == "none"
-        if is_program:  # and not one of many ranks
-            check_vocabulary(config)
-            prepare(config)
-        sizes = config.parallelism
-        stopped = start(
-            _train,
-            config,
-            arguments.config_file is None,
-            loader,
-            is_program,
-            deadline,
-            arguments.replay_step,
-            config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
-            limit=timedelta(seconds=arguments.stall_limit),
-            preload=LOADED_ONCE,
-        )
+        limit = timedelta(seconds=arguments.stall_limit)
+        given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
+        stopped = start_ranks(_train, config, limit, *given)
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
     except (RankError, PeerLost, *USER_ERRORS) as error:
@@ -123,18 +105,10 @@ def _train(
     config: Config,
     sample: bool,
     loader: Hook | None,
-    is_prepared: bool,
     deadline: float,
     replayed: int | Path | None,
 ) -> str:
-    """What every rank does; why it stopped before the last step, if it did.
-
-    Where no program came before the ranks, they make the cache themselves.
-    """
-    if not is_prepared:
-        with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
-            check_vocabulary(config)
-            prepare(config)
+    """What every rank does; why it stopped before the last step, if it did."""
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""

@@ -9,18 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kenotron_dist import Mesh, MeshConfig, start
-from kenotron_dist.launch import launcher
+from kenotron_dist import Mesh
 from kenotron_train.assemble import OwnModel
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
-from kenotron_train.corpus import prepare
 from kenotron_train.failures import latest_start, told
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.loop import LOADED_ONCE, Outcome, run
+from kenotron_train.loop import Outcome, run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.replay import replay
-from kenotron_train.vocabulary import check_vocabulary
+from kenotron_train.start_ranks import start_ranks
 from kenotron_train.yaml_config import load_config
 
 T = TypeVar("T")
@@ -50,7 +48,7 @@ def train(
     Raises what the run raises; RankError, which names the rank, where processes were started.
     """
     deadline = math.inf if time_limit is None else time.time() + time_limit.total_seconds()
-    return _start(_train, config, loader, stall_limit, model, tuple(hooks), deadline)
+    return _start(_train, config, loader, stall_limit, loader, model, tuple(hooks), deadline)
 
 
 def replay_step(
@@ -67,7 +65,7 @@ def replay_step(
     ``nonfinite``. Raises what the replay raises, see ``replay``; RankError where processes were
     started.
     """
-    return _start(_replay, config, loader, stall_limit, model, what)
+    return _start(replay, config, loader, stall_limit, what, loader, model)
 
 
 def _start(
@@ -82,50 +80,21 @@ def _start(
         config = load_config(config, [])
     check_available(config)
     check_hook(config, loader)
-    is_program = launcher() == "none"
-    if is_program:
-        _prepare(config)
-    sizes = config.parallelism
-    layout = MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp)
-    given = (config, is_program, loader, *given)
     with latest_start(Path(config.checkpoints.checkpoints_path)) as before:
         try:
-            return start(work, *given, config=layout, limit=limit, preload=LOADED_ONCE)
+            return start_ranks(work, config, limit, *given)
         except Exception as error:
             if said := told(error, config, before):
                 error.add_note(said)
             raise
 
 
-def _prepare(config: Config) -> None:
-    check_vocabulary(config)
-    prepare(config)
-
-
 def _train(
     mesh: Mesh,
     config: Config,
-    is_prepared: bool,
     loader: Hook | None,
     model: OwnModel | None,
     hooks: tuple[LifeCycle, ...],
     deadline: float,
 ) -> Outcome:
-    if not is_prepared:
-        with mesh.pulse.busy("making tokens"):
-            _prepare(config)
     return run(mesh, config, loader=loader, model=model, hooks=hooks, deadline=deadline)
-
-
-def _replay(
-    mesh: Mesh,
-    config: Config,
-    is_prepared: bool,
-    loader: Hook | None,
-    model: OwnModel | None,
-    what: int | Path,
-) -> dict[str, Any]:
-    if not is_prepared:
-        with mesh.pulse.busy("making tokens"):
-            _prepare(config)
-    return replay(mesh, config, what, loader, model)

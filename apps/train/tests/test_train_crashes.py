@@ -24,8 +24,8 @@ def sample(i):
 """
 
 
-def own(folder: Path, **more: object) -> list[str]:
-    (folder / "script.py").write_text(PROGRAM.format(sample=SAMPLE.strip()))
+def own(folder: Path, sample: str = SAMPLE, **more: object) -> list[str]:
+    (folder / "script.py").write_text(PROGRAM.format(sample=sample.strip()))
     changes = {"data_stages__0__data__dataset": "null", "parallelism__dp": 2} | more
     given = flags(folder, "one", **changes, tokens__micro_batch_size=2)
     at = next(i for i, flag in enumerate(given) if "hf_dataset" in flag)

@@ -69,8 +69,7 @@ def test_torchrun_starts_ranks_again_and_they_go_on_from_the_checkpoint(tmp_path
         folder = tmp_path / name
         changes = {"tokens__train_steps": 8, "checkpoints__checkpoint_interval": 3}
         folder.mkdir()
-        flags = own(folder, **changes)
-        (folder / "script.py").write_text(launchers.PROGRAM.format(sample=DIES_ONCE.strip()))
+        flags = own(folder, DIES_ONCE, **changes)
         done = runs.start(*launcher, "script.py", *flags, cwd=folder, timeout=240)
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import launchers
@@ -54,6 +55,12 @@ def submit(cluster, folder: Path, program: Path, *flags: str) -> str:
     return done.stdout.split("Submitted job ")[1].split(":")[0]
 
 
+def story(cluster, number: str, log: Path) -> str:
+    """What is shown where a job does not go on as it should."""
+    said = log.read_text() if log.exists() else ""
+    return f"{cluster.job(number)}\n{said}\n{cluster.logs()}"
+
+
 def test_srun_over_two_nodes_trains_as_one_process_does(cluster, tmp_path) -> None:
     want = launchers.trained(tmp_path / "one", **launchers.SHORT)
     flags = launchers.flags(tmp_path, **launchers.SHORT, parallelism__pp=2, parallelism__tp=2)
@@ -67,10 +74,7 @@ def test_a_job_is_stopped_put_back_and_goes_on(cluster, tmp_path) -> None:
     number = submit(cluster, tmp_path, runs.APP, *flags, "--partition", "all")
     (folder,) = tmp_path.glob("checkpoints/slurm/*")
     log = folder / f"{number}.out"
-
-    def told() -> str:
-        said = log.read_text() if log.exists() else ""
-        return f"{cluster.job(number)}\n{said}\n{cluster.logs()}"
+    told = partial(story, cluster, number, log)
 
     launchers.until(lambda: launchers.steps_made(tmp_path) >= 3, told)
     signalled = cluster.run("scancel", "--signal=USR1", number)  # as Slurm does before the end
@@ -94,20 +98,15 @@ def test_a_job_is_stopped_put_back_and_goes_on(cluster, tmp_path) -> None:
 
 
 def test_a_job_whose_time_is_over_goes_on_in_another_start(cluster, tmp_path) -> None:
-    flags = own(tmp_path, tokens__train_steps=40, parallelism__tp=2)
-    script = tmp_path / "script.py"
-    script.write_text(launchers.PROGRAM.format(sample=SLOW.strip()))
-    number = submit(cluster, tmp_path, script, *flags)
+    flags = own(tmp_path, SLOW, tokens__train_steps=40, parallelism__tp=2)
+    number = submit(cluster, tmp_path, tmp_path / "script.py", *flags)
     (folder,) = tmp_path.glob("checkpoints/slurm/*")
     log = folder / f"{number}.out"
+    told = partial(story, cluster, number, log)
 
     def limit(minutes: int) -> None:
         done = cluster.run("scontrol", "update", f"JobId={number}", f"TimeLimit={minutes}")
         assert done.returncode == 0, done.stderr
-
-    def told() -> str:
-        said = log.read_text() if log.exists() else ""
-        return f"{cluster.job(number)}\n{said}\n{cluster.logs()}"
 
     launchers.until(lambda: launchers.steps_made(tmp_path) >= 3, told)
     limit(4)  # its last five minutes have begun; Slurm looks at limits twice a minute
