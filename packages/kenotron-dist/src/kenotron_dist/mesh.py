@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.comparer import Comparer
+from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.grid import AXES, MeshConfig, coords_of, line_through
 from kenotron_dist.launch import debugging
 from kenotron_dist.pulse import Pulse
@@ -143,6 +144,7 @@ class Mesh:
             world = dist.group.WORLD
             assert world is not None  # live says that it exists
             mesh._groups[tuple(range(config.world_size))] = world
+            let_gloo_threads_wait()
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
         if live and config.world_size > 1 and compared:
@@ -268,6 +270,7 @@ class Mesh:
             ),
         )
         assert isinstance(made, dist.ProcessGroup)  # this rank is always among them
+        let_gloo_threads_wait()
         return made
 
     def __repr__(self) -> str:

@@ -1,0 +1,66 @@
+"""gloo's threads are batch threads, unless somebody chose otherwise or the system forbids it."""
+
+import os
+import sys
+
+import pytest
+from dist_ranks import on_ranks
+
+from kenotron_dist import gloo_threads
+from kenotron_dist.gloo_threads import let_gloo_threads_wait
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sched(7) is of Linux")
+
+
+def policies():
+    return {os.sched_getscheduler(thread) for thread in gloo_threads.gloo_threads()}
+
+
+def check_threads(mesh):
+    """Those of the world, of the axes and of a group that is made later; nobody else's."""
+    before = len(gloo_threads.gloo_threads())
+    assert before >= 3  # the world, tp and dp
+    assert policies() == {os.SCHED_BATCH}
+    mesh.twin("tp")
+    assert len(gloo_threads.gloo_threads()) > before
+    assert policies() == {os.SCHED_BATCH}
+    return os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_threads_of_every_group_are_batch_threads_and_python_is_not():
+    assert on_ranks(check_threads, dp=2, tp=2) == [True] * 4
+
+
+def check_choice(mesh):
+    for thread in gloo_threads.gloo_threads():
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+    let_gloo_threads_wait()
+    return policies() == {os.SCHED_IDLE}
+
+
+def test_a_policy_that_somebody_chose_stays():
+    assert on_ranks(check_choice, tp=2) == [True, True]
+
+
+def check_forbidden(mesh):
+    for thread in gloo_threads.gloo_threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def forbidden(*_):
+            raise PermissionError(1, "not permitted")
+
+        patch.setattr(os, "sched_setscheduler", forbidden)
+        let_gloo_threads_wait()
+    left = policies()
+    let_gloo_threads_wait()
+    return left == {os.SCHED_OTHER} and policies() == {os.SCHED_BATCH}
+
+
+def test_a_system_that_forbids_it_is_no_error():
+    assert on_ranks(check_forbidden, tp=2) == [True, True]
+
+
+def test_a_thread_that_has_ended_is_no_error(monkeypatch):
+    monkeypatch.setattr(gloo_threads, "gloo_threads", lambda: [2**22 + 1])  # above pid_max
+    let_gloo_threads_wait()
