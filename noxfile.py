@@ -29,10 +29,15 @@ XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
 REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # no torch needed
-# Tests start many processes: one thread each, and compiled modules are kept (uv compiles none at
-# installation: without them each process would compile torch anew, 8 s instead of 3).
-TEST_ENV = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-AT_ONCE = ("-n", "3", "--dist", "loadgroup")  # while one starts its processes, others compute
+# Tests start many processes: one thread each, and modules are compiled at installation, by uv as by
+# pip: each process would compile torch anew, 8 s instead of 3.
+COMPILED = {"UV_COMPILE_BYTECODE": "1"}
+TEST_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    "PYTEST_XDIST_AUTO_NUM_WORKERS": "3",  # where a conftest.py says nothing else
+}
+AT_ONCE = ("-n", "auto", "--dist", "loadgroup")  # while one starts its processes, others compute
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -58,11 +63,13 @@ def scratch(session: nox.Session, name: str) -> Path:
     return folder
 
 
-def install(session: nox.Session, *what: str, pins: tuple[str, ...] = ()) -> None:
+def install(
+    session: nox.Session, *what: str, pins: tuple[str, ...] = (), env: dict[str, str] | None = None
+) -> None:
     """Install `what`; torch and `pins` fix versions only: a constraint installs nothing itself."""
     constraints = scratch(session, "constraints") / "constraints.txt"
     constraints.write_text("\n".join([TORCH, *pins, ""]))
-    session.install("--constraint", str(constraints), *what)
+    session.install("--constraint", str(constraints), *what, env=env)
 
 
 def install_tree(
@@ -73,7 +80,8 @@ def install_tree(
         folder for folder in test if extra in project(folder).get("optional-dependencies", {})
     ]
     paths = [f"{folder}[{extra}]" if folder in having else str(folder) for folder in use]
-    install(session, *tools, *(part for path in paths for part in ("--editable", path)))
+    editable = (part for path in paths for part in ("--editable", path))
+    install(session, *tools, *editable, env=COMPILED if test else None)
 
 
 def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:

@@ -6,7 +6,13 @@ import pytest
 
 from kenotron_dist import spawn
 
-LOADED = ("torch._dynamo", "kenotron_train.loop", "transformers.activations", "pytest")
+LOADED = (
+    "torch._dynamo",
+    "kenotron_train.loop",
+    "transformers.activations",
+    "transformers.models.auto.tokenization_auto",
+    "pytest",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -141,6 +141,7 @@ def test_commands_are_run_or_marked(name: str) -> None:
     assert not complaints(ROOT / name)
 
 
+@pytest.mark.xdist_group("docs")  # what readers have is made once, what documents share run once
 @pytest.mark.parametrize("name", [name for name in NAMES if to_run(ROOT / name)])
 def test_commands_run(
     name: str, trained: Path, worker: Worker, already: set[str], tmp_path: Path

@@ -66,7 +66,10 @@ def curve(folder: Path) -> list[tuple]:
     return [tuple(step[key] for key in keys) for step in runs.metrics(folder)]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LAYOUTS],
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A layout, and the curve of a run that nothing stops."""
     folder = tmp_path_factory.mktemp("whole")

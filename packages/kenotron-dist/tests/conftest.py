@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -10,3 +11,9 @@ torch.set_num_threads(1)
 os.environ.setdefault("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
 settings.register_profile("house", derandomize=True, deadline=None, max_examples=200)
 settings.load_profile("house")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What ``-n auto`` means here: many of these tests wait for a limit while others compute."""
+    return 6
