@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron_dist import Mesh, all_reduce, barrier, reduce_scatter, spawn
-from kenotron_dist.gloo_threads import gloo_threads
+from kenotron_dist.gloo_threads import gloo_threads, let_gloo_threads_wait
 
 SIZES = {"64 B": 64, "1 KB": 2**10, "16 KB": 2**14, "64 KB": 2**16, "1 MB": 2**20, "16 MB": 2**24}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -47,17 +47,15 @@ def torch_reduce_scatter(x: Tensor) -> Tensor:
     return out
 
 
-def let_preempt(threads: list[int], which: bool) -> None:
-    """Give gloo's threads the policy that torch leaves them with, or the one that a mesh sets."""
-    for thread in threads:
-        policy = os.SCHED_OTHER if which else os.SCHED_BATCH
-        os.sched_setscheduler(thread, policy, os.sched_param(0))
+def let_gloo_threads_preempt() -> None:
+    """Give gloo's threads the policy again that torch leaves them with."""
+    for thread in gloo_threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
 
 
 def measure(mesh: Mesh, rounds: int) -> dict[Case, dict[str, list[float]]]:
     """Seconds of every round on this rank, by case and contestant."""
     axis = mesh["dp"]
-    threads = gloo_threads()
     ours: dict[str, Callable[[Tensor], Tensor]] = {
         "all_reduce": lambda x: all_reduce(x, axis),
         "reduce_scatter": lambda x: reduce_scatter(x, axis),
@@ -74,7 +72,10 @@ def measure(mesh: Mesh, rounds: int) -> dict[Case, dict[str, list[float]]]:
                 for turn in range(WARM_UP + turns):
                     order = list(contestants)[:: 1 if turn % 2 else -1]
                     for name in order:
-                        let_preempt(threads, name != "ours")
+                        if name == "ours":
+                            let_gloo_threads_wait()
+                        else:
+                            let_gloo_threads_preempt()
                         barrier(axis)
                         start = time.perf_counter()
                         contestants[name](x)

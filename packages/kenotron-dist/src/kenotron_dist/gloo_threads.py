@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from pathlib import Path
 
 _NAME = "gloo_tcp_loop"
@@ -33,8 +32,6 @@ def let_gloo_threads_wait() -> None:
     starve beside other programs. No-op where the system has no such policy or forbids it, and for
     threads whose policy somebody chose.
     """
-    if sys.platform != "linux":
-        return
     for thread in gloo_threads():
         with contextlib.suppress(OSError):
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
