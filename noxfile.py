@@ -24,7 +24,7 @@ APPS = sorted(file.parent for file in ROOT.glob("apps/*/pyproject.toml"))
 ALL = [*PACKAGES, *APPS]
 
 TORCH = "torch==2.13.0"  # the version that is tested; a local build (2.13.0+cpu) goes before it
-PYTEST = "pytest>=9,<10"
+PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issue 1386)
 XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"

@@ -39,6 +39,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in files for name, value in load_file(file).items()}
 
 
+def test_a_group_has_one_worker(request: pytest.FixtureRequest) -> None:
+    grouped = getattr(request.config.option, "loadgroup", False)  # a worker of --dist loadgroup
+    assert not grouped or request.node.nodeid.endswith("@hf"), "pytest-xdist saw no group"
+
+
 @pytest.mark.parametrize("case", hf_cases.CASES)
 def test_every_bit_and_every_key_come_back(case, tmp_path):
     hf_cases.save(case, tmp_path / "hf")
