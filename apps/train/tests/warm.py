@@ -84,6 +84,13 @@ def remember() -> None:
     _usual.update(_environment())
 
 
+def restore() -> None:
+    """Undo what tests have left in the environment: programs that they call set variables."""
+    for name in _environment().keys() - _usual.keys():
+        del os.environ[name]
+    os.environ.update(_usual)
+
+
 def shared() -> Worker | None:
     """The one of this process of pytest; None for a test that has changed the environment."""
     if _environment() != _usual:
