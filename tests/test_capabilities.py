@@ -1,5 +1,8 @@
 """The README's table of what the repository does names tests that exist."""
 
+import ast
+import re
+
 import pytest
 from capabilities import ROOT, table, written
 
@@ -20,3 +23,11 @@ def test_a_test_that_is_gone_or_needs_a_gpu_is_seen(tmp_path):
         table(tmp_path, {"x": ["test_a.py::test_three"]})
     with pytest.raises(ValueError, match=r"test_b\.py has no test_one"):
         table(tmp_path, {"x": ["test_b.py::test_one"]})
+
+
+def test_ranks_find_the_same_modules_whichever_test_comes_first() -> None:
+    """The first spawn of a process decides, and some workers begin with a test of the app."""
+    files = [ROOT / "tests/conftest.py", ROOT / "apps/train/tests/conftest.py"]
+    found = [re.findall(r"^LOADED = \(.*?^\)", path.read_text(), re.M | re.S) for path in files]
+    here, there = (ast.literal_eval(one.removeprefix("LOADED = ")) for [one] in found)
+    assert here == there

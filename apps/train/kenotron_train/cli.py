@@ -31,6 +31,7 @@ from kenotron_train.flag_reference import flag_reference
 from kenotron_train.loop import run
 from kenotron_train.own_data import Hook, check_hook
 from kenotron_train.preview import json_schema, preview
+from kenotron_train.printing import say
 from kenotron_train.reference import config_reference
 from kenotron_train.replay import replay, step_or_record
 from kenotron_train.report_cli import report_main, report_parser
@@ -116,10 +117,7 @@ def _train(
 
 
 def _show(text: str) -> int:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader, head say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    say(text)
     return 0
 
 

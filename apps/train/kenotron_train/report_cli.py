@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kenotron_train.curves import read_runs, summary
+from kenotron_train.printing import say
 from kenotron_train.report_page import AXES, can_draw_png, report_html, write_png
 
 
@@ -31,11 +32,9 @@ def report_main(argv: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
     _show(summary(runs))
-    print(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
+    say(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
     if not can_draw_png():
-        print(
-            "No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository"
-        )
+        say("No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository")
     return 0
 
 
@@ -51,7 +50,10 @@ def _show(table: list[list[str]]) -> None:
     shown.columns[0].header = ""
     for place, title in enumerate(titles[1:], 1):
         shown.add_row(title, *(run[place] for run in runs))
-    Console(highlight=False).print(shown)
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    say(captured.get().removesuffix("\n"))
 
 
 def report_parser() -> argparse.ArgumentParser:

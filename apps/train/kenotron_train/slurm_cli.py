@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kenotron_train.availability import check_available
 from kenotron_train.config import Config
+from kenotron_train.printing import say
 from kenotron_train.provenance import packages, provenance
 from kenotron_train.slurm_job import SlurmJob, script_of
 from kenotron_train.yaml_config import DEFAULT_CONFIG, dump_config, load_config
@@ -36,15 +37,14 @@ def slurm_main(argv: Sequence[str]) -> int:
         script = script_of(job, config, folder, [sys.executable, _program()], cwd)
         _warn(job, config)
         if given.dry_run:
-            print(script, end="")
+            say(script.removesuffix("\n"))
             return 0
         words = [sys.executable, _program(), "slurm", *argv]
         number = submit(script, config, folder, words, cwd)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    print(f"Submitted job {number}: {job.places(config)}")
-    print(f"Script, config and log: {folder}", flush=True)
+    say(f"Submitted job {number}: {job.places(config)}\nScript, config and log: {folder}")
     return 0
 
 

@@ -16,7 +16,7 @@ from kenotron_train.config import Config
 from kenotron_train.loop import LOADED_ONCE
 from kenotron_train.shrink import changes, has_documents, on_one_process, shrink
 from kenotron_train.verify import Check, allowed, compare, layout_gradients, measure
-from kenotron_train.verify_report import Verdict, show, write_json
+from kenotron_train.verify_report import Verdict, layout_of, show, write_json
 from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
 
 PRELOAD = (*LOADED_ONCE, "kenotron_train.verify")
@@ -42,6 +42,7 @@ def verify_main(argv: Sequence[str]) -> int:
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
         check_available(config)
         small = shrink(config, given.ranks, given.steps)
+        _check_ranks(config, small, given.ranks)
         verdict = Verdict(name, config, small, changes(config, small), *_outcome(config, small))
         show(verdict, time.monotonic() - begin)
         if target is not None:
@@ -74,6 +75,14 @@ def _outcome(config: Config, small: Config) -> tuple[list[Check], str]:
     return compare(layout, alone, allowed(small)), ""
 
 
+def _check_ranks(config: Config, small: Config, ranks: int) -> None:
+    if small.world_size == 1 < config.world_size:
+        raise ValueError(
+            f"--ranks {ranks}: nothing is left of {layout_of(config.parallelism)} to compare with "
+            "one process; give more"
+        )
+
+
 def _target(text: str) -> Path:
     """Where to write, if that can be: nobody wants to learn it after the comparison."""
     target = Path(text)
@@ -104,7 +113,9 @@ def verify_parser() -> argparse.ArgumentParser:
         description="Compare a config's layout with one process, before GPU hours are spent: a "
         "small copy of the same structure runs for some steps on local CPU processes, and losses, "
         "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "
-        "not; 2: the config cannot be used. Nothing that the config names is read or written.",
+        "not; 2: the config cannot be used, or nothing could be compared. An axis for which "
+        "--ranks does not suffice is named and not compared. Nothing that the config names is "
+        "read or written.",
     )
     add = parser.add_argument
     add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")

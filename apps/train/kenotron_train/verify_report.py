@@ -13,6 +13,7 @@ from rich.table import Table
 from kenotron_train.config import Config
 from kenotron_train.figures import or_null
 from kenotron_train.pieces import FLOOR
+from kenotron_train.printing import say
 from kenotron_train.sections import ParallelismConfig
 from kenotron_train.verify import Check, allowed
 
@@ -40,6 +41,12 @@ class Verdict:
     """Why the layout did not run; empty where it did."""
 
     @property
+    def not_compared(self) -> list[str]:
+        """Axes of the config that the copy has no more, for want of ranks."""
+        before, after = self.config.parallelism, self.small.parallelism
+        return [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
+
+    @property
     def passed(self) -> bool:
         """Whether every check did."""
         return not self.broken and all(check.passed for check in self.checks)
@@ -53,6 +60,12 @@ def layout_of(sizes: ParallelismConfig) -> str:
 def show(verdict: Verdict, seconds: float) -> None:
     """Print what was made smaller, every check, and the verdict last."""
     console = Console(highlight=False, markup=False)
+    with console.capture() as captured:
+        _print(verdict, console)
+    say(f"{captured.get()}{seconds:.0f} s")
+
+
+def _print(verdict: Verdict, console: Console) -> None:
     small = verdict.small
     console.print(f"A small copy of {verdict.name}, with made-up tokens:")
     table = _table("key", "config", "copy")
@@ -68,7 +81,6 @@ def show(verdict: Verdict, seconds: float) -> None:
         console.print()
     for line in _conclusion(verdict):
         console.print(line)
-    console.print(f"{seconds:.0f} s")
 
 
 def _runs(small: Config) -> str:
@@ -88,6 +100,7 @@ def write_json(path: Path, verdict: Verdict) -> None:
         "config": verdict.name,
         "passed": verdict.passed,
         "layout": {"dp": sizes.dp, "pp": sizes.pp, "tp": sizes.tp},
+        "not_compared": verdict.not_compared,
         "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
         "checks": [_plain(check) for check in verdict.checks],
         "broken": verdict.broken or None,
@@ -134,11 +147,10 @@ def _checks(checks: list[Check]) -> Table:
 
 def _dropped(verdict: Verdict) -> list[str]:
     """What is not compared."""
-    before, after = verdict.config.parallelism, verdict.small.parallelism
-    if before.world_size == 1:
+    if verdict.config.world_size == 1:
         return ["The config asks for one process: nothing is cut."]
-    lost = [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
-    return [f"Not compared, for want of --ranks: {', '.join(lost)}"] if lost else []
+    lost = ", ".join(verdict.not_compared)
+    return [f"Not compared, for want of --ranks: {lost}"] if lost else []
 
 
 def _conclusion(verdict: Verdict) -> list[str]:
@@ -147,7 +159,9 @@ def _conclusion(verdict: Verdict) -> list[str]:
         return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
     failed = [check for check in verdict.checks if not check.passed]
     if not failed:
-        return [f"PASS: {layout} computes what one process computes"]
+        lost = " and ".join(verdict.not_compared)
+        passed = f"PASS: {layout} computes what one process computes"
+        return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
     tensors = next((check for check in failed if check.departures), None)
     lines = [] if tensors is None else _departures(tensors, allowed(verdict.small))
     step = f"step {failed[0].step}" if failed[0].step else "before the first step"

@@ -129,10 +129,15 @@ def test_a_planted_fault_is_found_and_named(
 
 
 def test_axes_that_do_not_fit_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ("--ranks", "1", "--steps", "1")
-    assert verify(tmp_path, "parallelism.dp=2", more=more)[0] == 0
-    assert "Not compared, for want of --ranks: dp, tp" in capsys.readouterr().out
-    assert verify(tmp_path, "parallelism.tp=1", more=more)[0] == 0
+    layout = ("parallelism.dp=2", "parallelism.pp=2")
+    status, found = verify(tmp_path, *layout, more=("--ranks", "2", "--steps", "1"))
+    printed = capsys.readouterr().out
+    assert status == 0 and found["passed"]
+    assert found["layout"]["tp"] == 2 and found["not_compared"] == ["dp", "pp"]
+    assert "Not compared, for want of --ranks: dp, pp" in printed
+    assert "dp and pp of the config: not compared" in printed.split("PASS: ")[1]
+    status, found = verify(tmp_path, "parallelism.tp=1", more=("--ranks", "1", "--steps", "1"))
+    assert status == 0 and found["not_compared"] == []
     assert "The config asks for one process: nothing is cut." in capsys.readouterr().out
 
 
@@ -148,6 +153,7 @@ def test_a_layout_that_dies_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--config-file", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (flags("parallelism.tp=3"), "it must divide model.model_config.num_attention_heads"),
         (flags("parallelism.expert_parallel_size=2"), "more than 1 is not available yet"),
+        (["--ranks", "1"], "--ranks 1: nothing is left of dp 1 x pp 1 x tp 2 to compare"),
         (["--ranks", "0"], "argument --ranks: '0' is no whole number from 1"),
         (["--steps", "two"], "argument --steps: 'two' is no whole number from 1"),
         (["--json", "no/such/folder.json"], "there is no folder no/such; make it first"),

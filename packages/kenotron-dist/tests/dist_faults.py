@@ -158,6 +158,25 @@ def with_faults(mesh, bad, checked_by_torch):
     return found
 
 
+def makes_a_group_alone(mesh, bad, finishes):
+    """One rank asks for a group that the others do not ask for, then or ever."""
+    with compare_collectives(mesh):
+        mesh["dp", "tp"]  # all of them ask for this one
+        if mesh.rank == bad:
+            mesh.twin("tp")  # group_alone: one
+        if not finishes:
+            barrier(mesh["tp"])  # group_alone: others
+
+
+def group_alone(mesh, bad, finishes):
+    """What it raised."""
+    try:
+        makes_a_group_alone(mesh, bad, finishes)
+    except Diverged as error:
+        return str(error)
+    return ""
+
+
 def calls_and_computes(mesh, seconds):
     """The last rank is late, and right: nothing but the watchdog's limit is against it."""
     all_reduce(torch.ones(4), mesh["tp"])  # too_late: one

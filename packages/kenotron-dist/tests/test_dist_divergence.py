@@ -1,5 +1,7 @@
 """A rank that communicates what others do not is named, with its line and theirs, in seconds."""
 
+import time
+
 import dist_faults
 import pytest
 from dist_ranks import on_ranks
@@ -38,3 +40,18 @@ def test_a_fault_is_attributed_to_its_rank_and_line(fault, ranks, found):
         assert silent == [bad]  # it has finished
     else:
         assert not silent
+
+
+@pytest.mark.parametrize("finishes", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_group_that_one_rank_alone_makes_is_found(ranks, finishes):
+    began = time.monotonic()
+    texts = on_ranks(dist_faults.group_alone, 1, finishes, tp=ranks)
+    assert time.monotonic() - began < 20
+    assert "rank 1 " in texts[1] and "new_group at dist_faults.py:" in texts[1]
+    assert f"dist_faults.py:{dist_faults.line('group_alone: one')}" in texts[1]
+    if finishes:
+        assert "finished" in texts[1] and not any(texts[:1] + texts[2:])
+    else:
+        assert f"dist_faults.py:{dist_faults.line('group_alone: others')}" in texts[1]
+        assert len({*texts}) == 1

@@ -162,7 +162,7 @@ def leaves_out_a_group(mesh, job):
 def test_a_rank_that_leaves_out_the_making_of_a_group_is_named(run):
     found = run(leaves_out_a_group, 3, [0])
     assert (found[0]["kind"], found[0]["culprit"]) == ("absent", 1)
-    assert "making a process group" in found[0]["text"]
+    assert "new_group" in found[0]["text"]
     assert "test_dist_watchdog.py" in found[0]["text"]
 
 

@@ -12,7 +12,7 @@ import contextlib
 import os
 from pathlib import Path
 
-_NAME = "gloo_tcp_loop"
+_NAME = b"gloo_tcp_loop"
 
 
 def gloo_threads() -> list[int]:
@@ -20,7 +20,7 @@ def gloo_threads() -> list[int]:
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # threads come and go
-            if (task / "comm").read_text().strip() == _NAME:
+            if (task / "comm").read_bytes().strip() == _NAME:  # others' may be no text
                 found.append(int(task.name))
     return found
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from kenotron_dist.comparer import Comparer
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.grid import AXES, MeshConfig, coords_of, line_through
+from kenotron_dist.groups import make_group
 from kenotron_dist.launch import debugging
 from kenotron_dist.pulse import Pulse
 
@@ -224,9 +225,11 @@ class Mesh:
 
         if not dist.is_initialized():
             raise RuntimeError("device_mesh() needs a process group: start with spawn or from_env")
-        return init_device_mesh(
+        made = init_device_mesh(
             self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
         )
+        let_gloo_threads_wait()
+        return made
 
     def _view(self, names: tuple[str, ...]) -> Axis:
         if names not in self._axes:
@@ -260,18 +263,7 @@ class Mesh:
         return self._groups[ranks]
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """A group of these ranks, which wait for each other: the watchdog is told what for."""
-        channel = f"group:{','.join(map(str, ranks))}"
-        ticket = self.pulse.issue(channel, "group", ranks, "making a process group")
-        made = self.pulse.wait(
-            ticket,
-            lambda: dist.new_group(
-                list(ranks), timeout=self._timeout, use_local_synchronization=True
-            ),
-        )
-        assert isinstance(made, dist.ProcessGroup)  # this rank is always among them
-        let_gloo_threads_wait()
-        return made
+        return make_group(ranks, self.pulse, self._timeout)
 
     def __repr__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
