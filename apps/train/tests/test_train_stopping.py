@@ -22,6 +22,8 @@ from kenotron_train.stopping import Stopper
 STOPPED = 85
 STEPS = 60
 LAYOUTS = {"one": {}, "four": {"parallelism__pp": 2, "parallelism__tp": 2}}
+GROUPS = {name: pytest.mark.xdist_group(name) for name in LAYOUTS}  # each has one whole run
+SIGNALS = [("four", "SIGTERM"), ("four", "SIGINT"), ("four", "SIGUSR1"), ("one", "SIGTERM")]
 DRAW = random.Random(time.time_ns())
 
 
@@ -68,7 +70,7 @@ def curve(folder: Path) -> list[tuple]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in LAYOUTS],
+    params=[pytest.param(name, marks=GROUPS[name]) for name in LAYOUTS],
 )
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple:
     """A layout, and the curve of a run that nothing stops."""
@@ -78,7 +80,11 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, curve(folder)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize(
+    ("whole", "name"),
+    [pytest.param(*each, marks=GROUPS[each[0]]) for each in SIGNALS],
+    indirect=["whole"],
+)
 def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     whole: tuple, name: str, tmp_path: Path
 ) -> None:
