@@ -158,20 +158,15 @@ def with_faults(mesh, bad, checked_by_torch):
     return found
 
 
-def makes_a_group_alone(mesh, bad, finishes):
-    """One rank asks for a group that the others do not ask for, then or ever."""
-    with compare_collectives(mesh):
-        mesh["dp", "tp"]  # all of them ask for this one
-        if mesh.rank == bad:
-            mesh.twin("tp")  # group_alone: one
-        if not finishes:
-            barrier(mesh["tp"])  # group_alone: others
-
-
 def group_alone(mesh, bad, finishes):
-    """What it raised."""
+    """What was raised where one rank asks for a group that the others do not ask for."""
     try:
-        makes_a_group_alone(mesh, bad, finishes)
+        with compare_collectives(mesh):
+            mesh["dp", "tp"]  # all of them ask for this one
+            if mesh.rank == bad:
+                mesh.twin("tp")  # group_alone: one
+            if not finishes:
+                barrier(mesh["tp"])  # group_alone: others
     except Diverged as error:
         return str(error)
     return ""

@@ -223,11 +223,9 @@ class _Compared:
 
 
 def _blocks(entry: Entry) -> bool:
-    """Whether starting it blocks until all have come, where nobody can compare.
-
-    One without data makes a group.
-    """
-    return entry.whole and (not entry.dtype or dist.get_debug_level() == dist.DebugLevel.DETAIL)
+    """Whether starting it blocks until all have come, where nobody can compare."""
+    checked = entry.whole and dist.get_debug_level() == dist.DebugLevel.DETAIL
+    return checked or entry.makes_group
 
 
 def _same(one: tuple[Link, ...], other: tuple[Link, ...]) -> bool:

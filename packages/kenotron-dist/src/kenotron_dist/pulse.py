@@ -70,6 +70,11 @@ class Entry(NamedTuple):
     whole: bool = False
     """Whether it is one call of the backend, which all ranks make, and no set of transfers."""
 
+    @property
+    def makes_group(self) -> bool:
+        """Whether ranks make a group; a set of transfers without data, too, has no dtype."""
+        return self.whole and not self.dtype
+
 
 class Listener(Protocol):
     """Hears of every communication before it starts."""

@@ -42,8 +42,9 @@ class Recorder:
         their own (``tp/2``, ``pp[0, 3]``).
         """
         found: dict[str, int] = {}
-        given = self.entries if entries is None else entries
-        for entry in (each for each in given if each.dtype):  # others make a group
+        for entry in self.entries if entries is None else entries:
+            if entry.makes_group:
+                continue
             name = self._name(entry.ticket.axis)
             found[name] = found.get(name, 0) + entry.sent
         return found
