@@ -8,6 +8,7 @@ import functools
 import os
 import re
 import shutil
+import subprocess
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,10 @@ PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issu
 XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
-REPO_TESTS = [ROOT / "tests/test_packages.py", ROOT / "tests/test_rooms.py"]  # no torch needed
+REPO_TESTS = [
+    ROOT / f"tests/test_{name}.py"
+    for name in ("api", "lock", "packages", "rooms", "spack", "versions")
+]  # no torch
 # Tests start many processes: one thread each, and modules are compiled at installation, by uv as by
 # pip: each process would compile torch anew, 8 s instead of 3.
 COMPILED = {"UV_COMPILE_BYTECODE": "1"}
@@ -36,8 +40,12 @@ TEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "",
     "PYTEST_XDIST_AUTO_NUM_WORKERS": "3",  # where a conftest.py says nothing else
+    # A minute of g++ on a cold machine, for programs that take a second to compile without it.
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
 }
-AT_ONCE = ("-n", "auto", "--dist", "loadgroup")  # while one starts its processes, others compute
+# While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
+# 3.8 would start another one and then wait for ever for tests that nobody has.
+AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -72,16 +80,20 @@ def install(
     session.install("--constraint", str(constraints), *what, env=env)
 
 
-def install_tree(
-    session: nox.Session, *tools: str, use: list[Path], test: list[Path], extra: str = "test"
-) -> None:
-    """Install the folders of `use` editable; those in `test` with their own `extra`, if any."""
+def editable(use: list[Path], test: list[Path], extra: str = "test") -> list[str]:
+    """Name the folders of `use` for pip, editable; those in `test` with their `extra`, if any."""
     having = [
         folder for folder in test if extra in project(folder).get("optional-dependencies", {})
     ]
     paths = [f"{folder}[{extra}]" if folder in having else str(folder) for folder in use]
-    editable = (part for path in paths for part in ("--editable", path))
-    install(session, *tools, *editable, env=COMPILED if test else None)
+    return [part for path in paths for part in ("--editable", path)]
+
+
+def install_tree(
+    session: nox.Session, *tools: str, use: list[Path], test: list[Path], extra: str = "test"
+) -> None:
+    """Install the folders of `use` editable; those in `test` with their own `extra`, if any."""
+    install(session, *tools, *editable(use, test, extra), env=COMPILED if test else None)
 
 
 def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
@@ -99,6 +111,32 @@ def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
     install_tree(session, PYTEST, XDIST, use=closure(package), test=[package])
     session.run("pytest", *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
+
+
+@nox.session(name="tests-nccl")
+def tests_nccl(session: nox.Session) -> None:
+    """Test what communicates over the fake NCCL: what needs no GPU to go wrong goes wrong here.
+
+    Left out: what starts no ranks, starting and ending them, what each computes alone, tests marked
+    ``gloo``, which give the reason, and of tests with many variants all but two or three.
+    """
+    chosen = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
+    starting = ("gloo_threads", "launch", "meeting", "notes", "signals", "signed", "spawn")
+    alone = ("compact_state", "freed", "fused", "memory", "products", "update_rule")
+    files = [
+        str(file)
+        for package in chosen
+        for file in sorted(package.glob("tests/test_*.py"))
+        if not file.stem.endswith((*starting, *alone, "nccl"))
+        and re.search(r"\b(on_ranks|spawn)\(", file.read_text())
+    ]
+    use = list(dict.fromkeys(each for package in chosen for each in closure(package)))
+    install_tree(session, PYTEST, XDIST, use=use, test=chosen)
+    session.run(
+        "pytest", *AT_ONCE, "-n", "3", "-m", "not gloo", "-p", "some_of_each",
+        *files, *session.posargs,
+        env=TEST_ENV | {"KENOTRON_DEBUG": "fake_nccl", "PYTHONPATH": str(ROOT / "tests")},
+    )  # fmt: skip
 
 
 def wheel(session: nox.Session, package: Path) -> None:
@@ -130,12 +168,29 @@ def repo(session: nox.Session) -> None:
     session.run("pytest", "--noconftest", *map(str, REPO_TESTS), *session.posargs)
 
 
+def check_style(session: nox.Session) -> None:
+    """Run both checks of ruff."""
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check style and layout of the code with ruff."""
     session.install(RUFF)
-    session.run("ruff", "check")
-    session.run("ruff", "format", "--check")
+    check_style(session)
+
+
+@nox.session(default=False)
+def quick(session: nox.Session) -> None:
+    """Check a change in minutes: style, types, rooms, and what is marked ``smoke`` everywhere."""
+    tools = (PYTEST, XDIST, RUFF, PYREFLY, "types-PyYAML")
+    install_tree(session, *tools, use=ALL, test=ALL)
+    check_style(session)
+    session.run("pyrefly", "check")
+    session.run("pytest", "-n", "2", "--noconftest", *map(str, REPO_TESTS), env=TEST_ENV)
+    for folder in ALL:
+        session.run("pytest", "-m", "smoke", str(folder / "tests"), env=TEST_ENV)
 
 
 @nox.session
@@ -163,6 +218,13 @@ for each in ALL:
         add(f"bench-{each.name.removeprefix('kenotron-')}", bench, each, default=False)
 
 
+@nox.session(name="bench-kernels", default=False)
+def bench_kernels(session: nox.Session) -> None:
+    """Count the kernels and bytes of a training step on an accelerator; no GPU is needed."""
+    install_tree(session, use=ALL, test=[])
+    session.run("python", "apps/train/benchmarks/bench_kernels.py", *session.posargs)
+
+
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test all packages and apps together: parity, resume, the programs."""
@@ -172,6 +234,49 @@ def integration(session: nox.Session) -> None:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
     session.run("pytest", *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
+
+
+def newest_python() -> str:
+    """Name the newest Python on the path; one of pyenv's links may lead nowhere."""
+    names = [f"python3.{minor}" for minor in range(19, 10, -1)]
+    found = (name for name in names if shutil.which(name))
+    runs = (n for n in found if not subprocess.run([n, "-c", ""], capture_output=True).returncode)
+    return next(runs, "python3")
+
+
+def versions(session: nox.Session, section: str, *options: str) -> None:
+    """Test packages one by one, each with only what it declares; write `tests/VERSIONS.md`.
+
+    Names of packages and apps after `--` choose some; the rows of the others stay as they are.
+    """
+    folders = {folder.name.removeprefix("kenotron-"): folder for folder in ALL}
+    chosen = session.posargs or [short for short in folders if folders[short] in PACKAGES]
+    if unknown := set(chosen) - set(folders):
+        session.error(f"{sorted(unknown)} are no packages: choose of {', '.join(folders)}")
+    results = scratch(session, "results")
+    for short in chosen:
+        folder, result = folders[short], results / f"{short}.xml"
+        use = ALL if folder in APPS else closure(folder)
+        what = (PYTEST, XDIST, *editable(use, [folder]))
+        session.install("--exact", "--upgrade", *options, *what, env=COMPILED)
+        session.run(
+            "pytest", "-n", "2", "--dist", "loadgroup", f"--junit-xml={result}",
+            str(folder / "tests"), env=TEST_ENV, success_codes=[0, 1],
+        )  # fmt: skip
+        session.run("python", "tests/version_table.py", section, str(folder), str(result))
+    session.run("python", "tests/version_table.py", section)
+
+
+@nox.session(name="tests-oldest", default=False, python="3.11", venv_backend="uv")
+def tests_oldest(session: nox.Session) -> None:
+    """Test packages with the oldest versions that they declare: `tests/VERSIONS.md`."""
+    versions(session, "oldest", "--resolution", "lowest-direct")
+
+
+@nox.session(name="tests-newest", default=False, python=newest_python(), venv_backend="uv")
+def tests_newest(session: nox.Session) -> None:
+    """Test packages with the newest versions there are: `tests/VERSIONS.md`."""
+    versions(session, "newest")
 
 
 def measure(session: nox.Session, section: str) -> None:

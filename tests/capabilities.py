@@ -58,7 +58,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     ],
     "copies in S3": [f"{TRAIN}_upload.py::test_a_run_goes_on_from_its_copy_as_if_never_stopped"],
     "Nanotron's files and checkpoints": [
-        f"{TRAIN}_config_nanotron.py::test_models_are_told_apart_by_their_marker",
+        "packages/kenotron-config/tests/test_config_nanotron.py::test_models_are_told_apart_by_their_marker",
         f"{CKPT}_nanotron.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",
     ],
     "torchrun, Slurm with requeue, mpirun; two hosts": [
@@ -75,7 +75,6 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_trackers.py::test_tensorboard_has_every_figure_and_steps_done_again_once",
         f"{TRAIN}_report.py::test_a_report_of_a_real_run",
     ],
-    "a layout on GPUs trains as one GPU": ["tests/test_cuda.py::test_a_layout_trains_as_one_gpu"],
 }
 
 

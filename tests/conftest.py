@@ -8,7 +8,7 @@ from kenotron_dist import spawn
 
 LOADED = (
     "torch._dynamo",
-    "kenotron_train.loop",
+    "kenotron_train.run.loop",
     "transformers.activations",
     "transformers.models.auto.tokenization_auto",
     "pytest",

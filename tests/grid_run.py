@@ -10,8 +10,11 @@ import numpy as np
 import parity
 from grid import GLOBAL_BATCH, Row
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
+from kenotron_engine import Piece, join_pieces, pieces_of, weight_pieces
 from kenotron_models import (
+    AnyConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -19,16 +22,13 @@ from kenotron_models import (
     RopeScaling,
     Starcoder2Config,
 )
-from kenotron_models.registry import AnyConfig
 from kenotron_train.assemble import Training, build_training
-from kenotron_train.config import Config
+from kenotron_train.config_file import parse_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.loop import run
-from kenotron_train.pieces import Piece, assemble, pieces_of, weight_pieces
-from kenotron_train.progress import Progress
-from kenotron_train.yaml_config import parse_config
+from kenotron_train.run.loop import run
+from kenotron_train.run.progress import Progress
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Weights = dict[str, np.ndarray]
 YARN = RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=8)
@@ -152,7 +152,7 @@ def measure(row: Row, folder: Path, run: str, steps: int, resume: Path | None = 
     assert all(rank[0] == ranks[0][0] for rank in ranks), "ranks report different numbers"
     lines = (folder / run / "metrics.jsonl").read_text()
     validation = json.loads(lines.splitlines()[-1])["validation_loss"]
-    whole = [assemble(rank[1][part] for rank in ranks) for part in range(3)]
+    whole = [join_pieces(rank[1][part] for rank in ranks) for part in range(3)]
     return Measured(*ranks[0][0], validation, *whole)
 
 

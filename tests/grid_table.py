@@ -1,7 +1,7 @@
-"""``GRID.md``: the rows of the grid with what was measured.
+"""Write the tables of ``GRID.md``: the rows of the grid and what was measured for each.
 
-``python tests/grid_table.py sample RESULTS`` writes one section anew from a folder of results. It
-ends with status 1 where a row failed, or has another verdict than the table that it replaces.
+``python tests/grid_table.py sample RESULTS`` writes one section again from a folder of results. It
+exits with status 1 if a row failed, or if its verdict differs from that in the previous table.
 """
 
 from __future__ import annotations

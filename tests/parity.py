@@ -13,15 +13,15 @@ from unittest import mock
 import numpy as np
 import torch
 
+from kenotron_config import Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, named_parameters
-from kenotron_train import pieces
-from kenotron_train.assemble import Training, build_model, build_training
-from kenotron_train.config import Config
-from kenotron_train.corpus import open_corpus, open_loader
-from kenotron_train.loop import train
-from kenotron_train.pieces import Piece
-from kenotron_train.yaml_config import parse_config
+from kenotron_engine import Piece, build_model
+from kenotron_engine import gathered_tensors as pieces
+from kenotron_train.assemble import Training, build_training, plan_of
+from kenotron_train.config_file import parse_config
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.run.loop import train
 
 GLOBAL_BATCH = 24
 BOUND = 1e-5
@@ -146,7 +146,7 @@ def first_batch(config: Config, mesh: Mesh) -> Batch:
 
 def parameters(mesh: Mesh, config: Config) -> dict[str, np.ndarray]:
     """First values of every parameter, on one process."""
-    stack = build_model(config, mesh).stack
+    stack = build_model(plan_of(config), mesh).stack
     return {name: p.detach().numpy().copy() for name, p in named_parameters(stack).items()}
 
 
@@ -168,7 +168,7 @@ def gradients_of(training: Training) -> tuple[float, list[Piece]]:
 
 def assemble(ranks: list[tuple[float, list[Piece]]]) -> pieces.Whole:
     """Whole gradients by logical name from every rank's; replicas must agree bit for bit."""
-    return pieces.assemble(own for _, own in ranks)
+    return pieces.join_pieces(own for _, own in ranks)
 
 
 def deviation(got: list[float], want: list[float]) -> float:
@@ -191,10 +191,10 @@ def planted(mesh: Mesh, config: Config, fault: str) -> Trace:
 def _local_count() -> mock._patch:
     """Every rank divides its loss by its own targets and a share of the ranks."""
 
-    def count(batch, mesh, step):
-        return int((batch.labels_MBS != -100).sum()) * mesh["dp"].size
+    def counts(batch, mesh):
+        return ((batch.labels_MBS != -100).sum() * mesh["dp"].size).repeat(2)
 
-    return mock.patch("kenotron_train.step.global_count", count)
+    return mock.patch("kenotron_engine.step.global_counts", counts)
 
 
 def _padding_counts() -> mock._patch:
@@ -204,7 +204,7 @@ def _padding_counts() -> mock._patch:
     def wrong(x, weight, labels, axis, *, vocab_size, **options):
         return right(x, weight, labels, axis, **options)
 
-    return mock.patch("kenotron_train.step.linear_cross_entropy_sum", wrong)
+    return mock.patch("kenotron_engine.objective.linear_cross_entropy_sum", wrong)
 
 
 def _replicas_count() -> mock._patch:

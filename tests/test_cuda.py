@@ -7,12 +7,17 @@ from pathlib import Path
 import parity
 import pytest
 import torch
-from parity import BOUND, Layout, Trace
+from parity import Layout, Trace
 
 from kenotron_dist import spawn
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no GPU here")
 STEPS = 6
+LAYOUT_BOUND = 1e-4
+"""Largest relative deviation from one GPU. A product of another shape may take another kernel, that
+adds in another order, and AdamW's first updates divide small gradients by their own size."""
+DEVICE_BOUND = 5e-4
+"""The same from a CPU, where every kernel is another one."""
 LAYOUTS = [
     Layout(pp=2),
     Layout(pp=2, engine="zb-v", tied=True),
@@ -46,11 +51,11 @@ def test_a_layout_trains_as_one_gpu(layout: Layout, reference) -> None:
     losses = parity.deviation(got.losses, want.losses)
     norms = parity.deviation(got.norms, want.norms)
     print(f"\n{layout!s:34} loss {losses:.1e} norm {norms:.1e}", end="")
-    assert losses <= BOUND and norms <= BOUND
+    assert losses <= LAYOUT_BOUND and norms <= LAYOUT_BOUND
 
 
 def test_a_gpu_trains_as_a_cpu(reference) -> None:
     folder, one = reference
     cpu = run(Layout(), folder, "cpu")
-    assert parity.deviation(one[False].losses, cpu.losses) <= BOUND
-    assert parity.deviation(one[False].norms, cpu.norms) <= BOUND
+    assert parity.deviation(one[False].losses, cpu.losses) <= DEVICE_BOUND
+    assert parity.deviation(one[False].norms, cpu.norms) <= DEVICE_BOUND

@@ -16,17 +16,16 @@ from parity import Layout
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from kenotron_config import Config, ExistingCheckpointInitConfig
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import import_hf
 from kenotron_dist import Mesh, spawn
+from kenotron_engine import Piece
 from kenotron_generate.load import describe, load_model
 from kenotron_models import Context
 from kenotron_models.hf import hf_tensors, read_hf_config
 from kenotron_train.assemble import build_training
-from kenotron_train.config import Config
-from kenotron_train.init_sections import ExistingCheckpointInitConfig
-from kenotron_train.initial import load_initial
-from kenotron_train.pieces import Piece
+from kenotron_train.run.initial import load_initial
 
 pytestmark = pytest.mark.xdist_group("hf")  # what all of them share is made once
 LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]

@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from definitions import Trees, definition, exported, trees_of
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -26,19 +26,22 @@ TOP_LEVEL |= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
 GROUND = {"kenotron-dist", "kenotron-data"}
 FIRST_FLOOR = {f"kenotron-{room}" for room in ("tp", "pp", "cp", "ep", "optim", "ckpt")}
 SECOND_FLOOR = {"kenotron-models"}
+COMPOSED = {f"kenotron-{room}" for room in ("tp", "pp", "optim", "ckpt", "data", "models")}
+ENGINE = {*COMPOSED, "kenotron-dist", "kenotron-cp", "kenotron-ep"} - {"kenotron-ckpt"}
+THIRD_FLOOR = {"kenotron-config": COMPOSED, "kenotron-engine": ENGINE}
 RUNNING = {f"kenotron-{room}" for room in ("dist", "tp", "pp", "models", "ckpt", "data")}
 FLOORS = {  # who may import whom: always something lower in the house
     **dict.fromkeys(GROUND, frozenset()),
     **dict.fromkeys(FIRST_FLOOR, {"kenotron-dist"}),
     **dict.fromkeys(SECOND_FLOOR, {f"kenotron-{room}" for room in ("dist", "tp", "cp", "ep")}),
-    "kenotron-generate": RUNNING,
+    **THIRD_FLOOR,
+    "kenotron-generate": RUNNING | {"kenotron-engine"},
     "kenotron-convert": RUNNING,
-    "kenotron-train": GROUND | FIRST_FLOOR | SECOND_FLOOR,
+    "kenotron-train": GROUND | FIRST_FLOOR | SECOND_FLOOR | {*THIRD_FLOOR},
 }
 DISTRIBUTION = {"yaml": "pyyaml", "triton": "torch"}  # an import name: who brings it, if not itself
 README_LINES = 120
 README_SECTIONS = ("Install", "Example", "API", "Why", "Limits")
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
@@ -190,51 +193,10 @@ def documents(unit: Unit) -> list[str]:
     return [f"{unit.path}: {problem}" for problem, found in problems.items() if found]
 
 
-def exported(tree: ast.Module) -> list[str]:
-    """List the names in `__all__`."""
-    values = [
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
-    ]
-    return [name for value in values for name in ast.literal_eval(value)]
-
-
-def documented(name: str, module: str, trees: dict[str, tuple[str, ast.Module]]) -> bool | None:
-    """Say whether `name` of `module` has a docstring; None if it is not found.
-
-    A name that is imported is followed to where it is defined, in any package of `trees` (module to
-    path and tree). A constant is documented by a string on the line that follows it.
-    """
-    if f"{module}.{name}" in trees:
-        return ast.get_docstring(trees[f"{module}.{name}"][1]) is not None
-    if module not in trees:
-        return None
-    path, tree = trees[module]
-    definitions = [n for n in tree.body if isinstance(n, Definition) and n.name == name]
-    if definitions:  # more than one where it is overloaded
-        return any(ast.get_docstring(node) for node in definitions)
-    for node, following in pairwise([*tree.body, None]):
-        if isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(t, ast.Name) and t.id == name for t in targets):
-                value = following.value if isinstance(following, ast.Expr) else None
-                return isinstance(value, ast.Constant) and isinstance(value.value, str)
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    single = ast.Module([ast.ImportFrom(node.module, [alias], node.level)], [])
-                    source = next(imported_modules(path, ast.fix_missing_locations(single)))[0]
-                    return documented(alias.name, source.rpartition(".")[0], trees)
-    return None
-
-
 @cache
-def all_modules(root: Path) -> dict[str, tuple[str, ast.Module]]:
+def all_modules(root: Path) -> Trees:
     """Map every module of all packages and apps to its path and tree."""
-    everything = [item for unit in units(root) for item in unit.modules.items()]
-    return {module_name(path): (path, tree) for path, tree in everything}
+    return trees_of({path: tree for unit in units(root) for path, tree in unit.modules.items()})
 
 
 def public_names(unit: Unit) -> list[str]:
@@ -246,11 +208,18 @@ def public_names(unit: Unit) -> list[str]:
         found.append(f"{unit.path}: {top}/__init__.py has no __all__")
     for path, tree in unit.modules.items():
         for name in exported(tree):
-            known = documented(name, module_name(path), trees)
-            if not known:
+            known = definition(name, module_name(path), trees)
+            if known is None or not known.docstring:
                 problem = "cannot be found" if known is None else "has no docstring"
                 found.append(f"{path}: {name} of __all__ {problem}")
     return found
+
+
+def smoke_tests(unit: Unit) -> list[str]:
+    """Complain of a package or app of which `nox -s quick` runs no test."""
+    files = (unit.root / unit.path).glob("tests/test_*.py")
+    marked = any("@pytest.mark.smoke\n" in file.read_text(encoding="utf-8") for file in files)
+    return [] if marked else [f"{unit.path}: no test is marked smoke: mark a fast one"]
 
 
 def strangers(root: Path) -> list[str]:
@@ -273,7 +242,7 @@ def shared_test_names(root: Path) -> list[str]:
 
 RULES: list[Callable[[Unit], list[str]]] = [
     siblings_imported_and_declared, floors, others_declared, sibling_ranges,
-    metadata, documents, public_names,
+    metadata, documents, public_names, smoke_tests,
 ]  # fmt: skip
 
 
@@ -326,6 +295,7 @@ def plant(root: Path, path: str, files: dict[str, str]) -> Unit:
         "CHANGELOG.md": "# Changelog\n\n## [0.1.0] - 2026-11-20\n",
         "LICENSE": "licence",
         f"src/{name.replace('-', '_')}/py.typed": "",
+        "tests/test_it.py": "@pytest.mark.smoke\n",
     }
     for file, text in (usual | files).items():
         (root / path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -379,6 +349,7 @@ OFFENDERS = [
     (documents, {"CHANGELOG.md": "## Unreleased"}, "newest entry"),
     (documents, pyproject("kenotron-tp", "kenotron-other"), "kenotron_other/py.typed is missing"),
     (public_names, {TOP: ""}, "has no __all__"),
+    (smoke_tests, {"tests/test_it.py": ""}, "no test is marked smoke"),
     (public_names, {TOP: INIT.replace('SIZE = 1\n"""x"""', "SIZE = 1")}, "SIZE of __all__ has no"),
     (public_names, {MODULE: "class Axis:\n    x = 1"}, "Axis of __all__ has no docstring"),
     (public_names, {MODULE: "AXES = 1, 2\nAxis = int"}, "Axis of __all__ has no docstring"),

@@ -23,7 +23,7 @@ from parity import BOUND, Layout, Trace
 from kenotron_data.file_lock import locked
 from kenotron_dist import spawn
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import subprocess
 import tokenize
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -23,13 +24,25 @@ Rule = Callable[[str, str], list[str]]
 PROGRAMS = ["apps/*", "*/__main__.py"]
 HUGGING_FACE = [
     "kenotron_data/hub.py",
+    "kenotron_data/hub_reach.py",
     "kenotron_data/sft.py",
     "kenotron_data/tokenizer.py",
     "kenotron_data/train_bpe.py",
 ]
 ROOMS = {  # a module, or a name in one: the files that may use it (paths start below src/)
     "torch.distributed": ["kenotron_dist/*"],
-    "torch.cuda": ["kenotron_dist/launch.py"],
+    "kenotron_dist.diagnosis": [  # collectives and placements are read without it
+        "kenotron_dist/diagnosis/*",
+        "kenotron_dist/__init__.py",
+        "kenotron_dist/mesh.py",
+        "kenotron_dist/start.py",
+    ],
+    "kenotron_ckpt.nanotron": [
+        "kenotron_ckpt/nanotron/*",
+        "kenotron_ckpt/__init__.py",
+        "kenotron_ckpt/__main__.py",
+    ],
+    "torch.cuda": ["kenotron_dist/launch.py", "kenotron_engine/cuda_graphs.py"],
     "os.environ": ["kenotron_dist/launch.py", *PROGRAMS],
     "os.environb": ["kenotron_dist/launch.py", "apps/*"],
     "os.getenv": ["kenotron_dist/launch.py", "apps/*"],
@@ -40,8 +53,9 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "datasets": HUGGING_FACE,
     "transformers": [*HUGGING_FACE, "apps/convert/*"],
     "tokenizers": HUGGING_FACE,
-    "yaml": ["apps/*"],
-    "pydantic": ["apps/*"],
+    "yaml": ["kenotron_config/*"],
+    "pydantic": ["kenotron_config/*"],
+    "pydantic_core": ["kenotron_config/*"],
     "fsspec": ["kenotron_ckpt/remote.py", "kenotron_data/*"],
     "argparse": PROGRAMS,
     "rich": PROGRAMS,
@@ -49,6 +63,33 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "print": PROGRAMS,
     "logging.basicConfig": PROGRAMS,
     "logging.config": PROGRAMS,
+}
+PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs import, and why
+    "kenotron_data.config": "the data sections of a config, for programs only",
+    "kenotron_dist.autograd": "its collectives have the names of those without gradients",
+    "kenotron_dist.boxes": "arithmetic of placements, for packages that store or add up parts",
+    "kenotron_dist.gradients": "the steps of sum_gradients and clip_gradients, for slices",
+    "kenotron_dist.init": "first values; names such as Normal need the module's",
+    "kenotron_dist.launch": "what the launcher says, for programs only",
+    "kenotron_dist.rng": "random masks; names such as dropout need the module's",
+    "kenotron_dist.testing": "for tests only",
+    "kenotron_dist.weight_products": "between layers and accumulators only",
+    "kenotron_models.hf": "the formats of Hugging Face, for programs only",
+}
+REPLACES_PARTS = {  # tests and benchmarks that put another in the place of a sibling's own function
+    "packages/kenotron-tp/benchmarks/tp_alone.py",
+    "packages/kenotron-tp/tests/test_tp_overlap.py",
+}
+PLAIN_WORDS = {
+    "alike": "equal, or the same",
+    "anew": "again, or from scratch",
+    "beside": "next to, or during",
+    "go on": "continue, or resume",
+    "goes on": "continues, or resumes",
+    "nobody": "what does not happen",
+    "somebody": "what does it",
+    "strange": "unknown, or unexpected",
+    "whoever": "what does it",
 }
 FILE_LINES = 300
 FUNCTION_LINES = 60
@@ -176,6 +217,15 @@ def unfinished(path: str, source: str) -> list[str]:
     return found
 
 
+def words(path: str, source: str) -> list[str]:
+    """Complain of words that readers of English as a second language do not know, or misread."""
+    return [
+        f"{path}:{number}: write {PLAIN_WORDS[found.group().lower()]} instead of {found.group()!r}"
+        for number, line in enumerate(source.splitlines(), 1)
+        for found in re.finditer(rf"\b(?:{'|'.join(PLAIN_WORDS)})\b", line, re.IGNORECASE)
+    ]
+
+
 def silenced(path: str, source: str) -> list[str]:
     """Complain of a checker that is silenced without saying which of its rules."""
     bare = re.compile(
@@ -242,7 +292,67 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
     return []
 
 
-HOUSE_RULES: list[Rule] = [rooms, sizes, naming, global_state]  # packages and apps
+PARTS = re.compile(
+    r"(?:[\w.*]*\.)?(?:gate_up|qkv|q_norm|k_norm|mlp|attention|mlp_norm|attention_norm|self_attn)(?:\..*)?"
+    r"|is_(?:llama|mistral|qwen\d|starcoder2)_config"
+)
+PARTS_OF_OTHERS = ("kenotron_models/", "kenotron_ckpt/nanotron/")  # the second: foreign files
+
+
+def anatomy(path: str, source: str) -> list[str]:
+    """Complain of a string that names a part of a decoder outside of models."""
+    if any(room in path for room in PARTS_OF_OTHERS):
+        return []
+    return [
+        f"{path}:{node.lineno}: {node.value!r} is a part of a decoder, which models alone names"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and PARTS.fullmatch(node.value)
+    ]
+
+
+Public = dict[str, set[str]]
+
+
+def exported_names(source: str) -> set[str]:
+    """List the names in `__all__`."""
+    return {
+        name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+
+
+def public_names(root: Path) -> Public:
+    """Map each package, and each public module of one, to the names in its `__all__`."""
+    paths = [path for path in python_files(root) if path.startswith("packages/")]
+    modules = {module_name(path): path for path in paths}
+    wanted = {name for name in modules if "." not in name} | PUBLIC_MODULES.keys()
+    return {
+        name: exported_names((root / modules[name]).read_text(encoding="utf-8"))
+        for name in sorted(wanted & modules.keys())
+    }
+
+
+def deep_imports(path: str, source: str, public: Public) -> list[str]:
+    """Complain of an import from a sibling that is none of its public names."""
+    unit = path.split("/")[1].replace("-", "_")
+    own = unit if path.startswith("packages/") else f"kenotron_{unit}"
+    found = []
+    for name, line in imported_modules(path, ast.parse(source)):
+        module, _, last = name.rpartition(".")
+        if (
+            name.split(".")[0] in public.keys() - {own}
+            and name not in public
+            and last not in public.get(module, ())
+        ):
+            found.append(f"{path}:{line}: {name} is no public name: import one of {module}.__all__")
+    return found
+
+
+HOUSE_RULES: list[Rule] = [rooms, sizes, naming, words, global_state, anatomy]  # packages and apps
 WIDE_RULES: list[Rule] = [unfinished, silenced]  # every Python file
 
 
@@ -270,6 +380,16 @@ def test_no_module_imports_itself_through_others(folder):
     assert not import_cycle({path: (ROOT / path).read_text() for path in paths})
 
 
+def test_siblings_import_public_names_only():
+    paths = [path for path in python_files(ROOT, tests=True) if path.startswith("packages/")]
+    public = public_names(ROOT)
+    rule = partial(deep_imports, public=public)
+    found = complaints(rule, ROOT, [path for path in paths if path not in REPLACES_PARTS])
+    assert not found, "\n".join(found)
+    assert all(public[name] for name in PUBLIC_MODULES)
+    assert all(complaints(rule, ROOT, [path]) for path in REPLACES_PARTS)
+
+
 DIST, TP = "packages/kenotron-dist/src/kenotron_dist", "packages/kenotron-tp/src/kenotron_tp"
 LONG_FUNCTION = "def long():\n" + "    x = 1\n" * 60
 OFFENDERS: list[tuple[Rule, str, str, str]] = [
@@ -278,6 +398,7 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (rooms, f"{TP}/a.py", "from torch.distributed import nn", "torch.distributed belongs in"),
     (rooms, f"{TP}/a.py", "import torch\ntorch.distributed.barrier()", "a.py:2: torch.distributed"),
     (rooms, "apps/train/kenotron_train/a.py", "import torch.distributed", "torch.distributed"),
+    (rooms, f"{DIST}/axis.py", "import kenotron_dist.diagnosis.stall", "diagnosis belongs"),
     (rooms, f"{DIST}/mesh.py", "import os\nos.environ['RANK']", "os.environ belongs in"),
     (rooms, f"{DIST}/mesh.py", "from os import environ as e", "os.environ belongs in"),
     (rooms, f"{DIST}/mesh.py", "import os as o\no.getenv('RANK')", "os.getenv belongs in"),
@@ -288,6 +409,7 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (rooms, f"{TP}/a.py", "import datasets, transformers, tokenizers", "tokenizers belongs in"),
     (rooms, f"{TP}/a.py", "import importlib\nimportlib.import_module('yaml')", "yaml belongs in"),
     (rooms, f"{TP}/a.py", "__import__('pydantic')", "pydantic belongs in"),
+    (rooms, "apps/train/kenotron_train/a.py", "import yaml", "yaml belongs in kenotron_config"),
     (rooms, f"{TP}/a.py", "import fsspec", "fsspec belongs in"),
     (rooms, f"{TP}/a.py", "import argparse", "argparse belongs in"),
     (rooms, f"{TP}/a.py", "import sys\nsys.exit(1)", "sys.exit belongs in"),
@@ -295,6 +417,7 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (rooms, f"{TP}/a.py", "x = map(print, [])", "print belongs in"),
     (rooms, f"{TP}/a.py", "import rich", "rich belongs in"),
     (rooms, f"{TP}/a.py", "import logging\nlogging.basicConfig()", "logging.basicConfig belongs"),
+    (words, f"{TP}/a.py", "x = 1\n# Made Anew", "a.py:2: write again, or from scratch instead"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 301, "the file has 301 lines, more than 300"),
     (sizes, f"{TP}/a.py", LONG_FUNCTION, "long has 61 lines, more than 60"),
     (naming, f"{TP}/utils.py", "", "utils does not say"),
@@ -309,6 +432,9 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (silenced, f"{TP}/a.py", "x = 1  # noqa", "name the rule"),
     (silenced, f"{TP}/a.py", "# ruff: noqa: E501", "name the rule"),
     (silenced, "tests/test_a.py", "x = 1  # pyrefly: ignore", "name the rule"),
+    (anatomy, f"{TP}/a.py", "x = 'layers.3.mlp.down'", "a.py:1: 'layers.3.mlp.down' is a part"),
+    (anatomy, f"{TP}/a.py", "x = 'gate_up'", "'gate_up' is a part of a decoder"),
+    (anatomy, f"{TP}/a.py", "x = 'is_llama_config'", "'is_llama_config' is a part of a decoder"),
     (global_state, f"{TP}/a.py", "x = 1\ndef f():\n    global x\n    x = 2", "a.py:3: pass x as"),
     (local_paths, "README.md", "see .." + "/shared/plan.md", "README.md:1: this path"),
     (local_paths, f"{TP}/a.py", "x = '" + "/work" + "/main'", "this path is on one machine"),
@@ -320,13 +446,17 @@ LAWFUL: list[tuple[Rule, str, str]] = [
     (rooms, f"{TP}/a.py", "from kenotron_dist import distributed\nimport os\nos.getpid()"),
     (rooms, f"{TP}/ops/a.py", "import triton"),
     (rooms, f"{TP}/__main__.py", "import argparse, sys\nprint(1)\nsys.exit(1)"),
-    (rooms, "apps/train/kenotron_train/a.py", "import os, yaml, rich\nprint(os.environ)"),
+    (rooms, "apps/train/kenotron_train/a.py", "import os, rich\nprint(os.environ)"),
+    (rooms, "packages/kenotron-config/src/kenotron_config/a.py", "import yaml, pydantic"),
+    (words, f"{TP}/a.py", "besides = 1  # a strangeness, going on"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 300),
     (sizes, f"{TP}/a.py", LONG_FUNCTION.removesuffix("    x = 1\n")),
     (naming, f"{TP}/commonplace.py", "class Management: ..."),
     (unfinished, f"{TP}/a.py", "'''A mastodon.'''\nx = NotImplemented"),
     (unfinished, "tests/test_a.py", "x = 'TODO'"),
     (silenced, f"{TP}/a.py", "x = 1  # type: ignore[assignment]\ny = '# noqa'  # noqa: E501"),
+    (anatomy, f"{TP}/a.py", "x = 'What has mlp.down in it'\ny = 'a qkv'"),
+    (anatomy, "packages/kenotron-models/src/kenotron_models/a.py", "x = 'mlp.down'"),
     (local_paths, f"{TP}/a.py", "x = 'net/work/a', 'https://example.org/work'"),
 ]
 
@@ -342,6 +472,38 @@ def test_a_planted_offender_is_found(rule, path, source, words, tmp_path):
 @pytest.mark.parametrize(("rule", "path", "source"), LAWFUL)
 def test_lawful_code_is_left_in_peace(rule, path, source):
     assert rule(path, source) == []
+
+
+PUBLIC = {"kenotron_dist": {"Mesh"}, "kenotron_dist.rng": {"dropout"}, "kenotron_tp": {"Linear"}}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kenotron_dist.mesh import Mesh",
+        "from kenotron_dist import Axis",
+        "from kenotron_dist import mesh",
+        "from kenotron_dist.rng import Mesh",
+        "import kenotron_dist.mesh",
+        "def f():\n    from kenotron_dist.mesh import Mesh",
+    ],
+)
+def test_a_planted_deep_import_is_found(source):
+    assert "is no public name" in deep_imports(f"{TP}/a.py", source, PUBLIC)[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from kenotron_dist import Mesh, rng",
+        "from kenotron_dist.rng import dropout",
+        "import kenotron_dist, kenotron_dist.rng, torch.nn",
+        "from kenotron_tp.linear import Linear",
+        "from .linear import Linear",
+    ],
+)
+def test_public_names_and_those_of_the_own_package_are_no_deep_imports(source):
+    assert deep_imports(f"{TP}/a.py", source, PUBLIC) == []
 
 
 @pytest.mark.parametrize(

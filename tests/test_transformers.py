@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from parity import Layout
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kenotron_config import Config
 from kenotron_dist import spawn
+from kenotron_engine import gathered_tensors as pieces
 from kenotron_models import RopeScaling
 from kenotron_models.hf import config_to_hf, hf_tensors
-from kenotron_train import pieces
-from kenotron_train.config import Config
 
 
 def to_transformers(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -11,10 +11,9 @@ import pytest
 from parity import BOUND, Layout, Trace
 
 from kenotron_dist import spawn
-from kenotron_models import Recompute, Starcoder2Config
-from kenotron_models.registry import AnyConfig
+from kenotron_models import AnyConfig, Recompute, Starcoder2Config
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 STEPS = 6
 MANY = Layout(pp=2, dp=2, tp=2, tied=True, sequence_parallel=True)
 

@@ -12,6 +12,8 @@ import torch
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import import_hf
 from kenotron_convert.shards import parse_size
+from kenotron_convert.tokenizer_files import tokenizer_files
+from kenotron_data import printable
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -22,19 +24,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert a model; the exit status."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.threads is not None:
+            torch.set_num_threads(_positive(arguments.threads))
         print(arguments.run(arguments), flush=True)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     return 0
 
 
+def _positive(threads: int) -> int:
+    if threads < 1:
+        raise ValueError(f"--threads {threads}: give a number from 1 on")
+    return threads
+
+
 def _import(arguments: argparse.Namespace) -> str:
-    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
+    dtype = arguments.dtype and getattr(torch, arguments.dtype)
     written = import_hf(arguments.hf, arguments.out, dtype=dtype, overwrite=arguments.overwrite)
+    if not tokenizer_files(arguments.hf):
+        print(f"no tokenizer: {arguments.hf} has none", file=sys.stderr)
     return f"wrote {written}"
 
 
@@ -44,11 +56,17 @@ def _export(arguments: argparse.Namespace) -> str:
         arguments.out,
         tokenizer=arguments.tokenizer,
         shard_bytes=parse_size(arguments.max_shard_size),
+        dtype=arguments.dtype and getattr(torch, arguments.dtype),
         check=arguments.check,
         overwrite=arguments.overwrite,
     )
     for reason in done.passed_over:
-        print(f"passed over {reason}", file=sys.stderr)
+        print(f"passed over {printable(reason)}", file=sys.stderr)
+    if not done.tokenizer:
+        print(
+            "no tokenizer: the checkpoint names none that is here; give --tokenizer",
+            file=sys.stderr,
+        )
     compared = (
         "logits were not compared"
         if done.deviation is None
@@ -67,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     importer = commands.add_parser("hf-to-kenotron", help="a checkpoint from a model folder")
     importer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
     importer.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
-    importer.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
     importer.set_defaults(run=_import)
 
     exporter = commands.add_parser("kenotron-to-hf", help="a model folder from a checkpoint")
@@ -80,5 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     exporter.set_defaults(run=_export)
     for command in (importer, exporter):
+        command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
+        command.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

@@ -21,13 +21,15 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
+from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS, cast
 from kenotron_convert.probe import check_export
+from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_dist import Mesh
-from kenotron_models import config_from_json
+from kenotron_models import AnyConfig, config_from_json
 from kenotron_models.hf import (
+    EMBEDDING,
     Part,
     Whole,
     config_from_hf,
@@ -35,8 +37,6 @@ from kenotron_models.hf import (
     differences,
     hf_tensors,
 )
-from kenotron_models.hf_tensors import EMBEDDING
-from kenotron_models.registry import AnyConfig
 
 SHARD_BYTES = 5 * 10**9
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
@@ -53,6 +53,8 @@ class Exported:
     """Of the logits, in units of the largest; None: they were not compared."""
     passed_over: list[str]
     """Why each checkpoint that would have been preferred was not read; a sentence each."""
+    tokenizer: bool
+    """Whether a tokenizer is in the folder."""
 
 
 def export_hf(
@@ -61,17 +63,19 @@ def export_hf(
     *,
     tokenizer: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    dtype: torch.dtype | None = None,
     check: bool = True,
     overwrite: bool = False,
 ) -> Exported:
     """Write a model folder that transformers loads, from a checkpoint of any layout.
 
     Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
-    the one that the checkpoint names or came with, if it is there; most bytes of a file; whether
-    logits are compared before the folder gets its name; whether an older export may be replaced.
+    the one that the checkpoint names or came with, if it is there; most bytes of a file; dtype of
+    all tensors, None: each as it is; whether logits are compared before the folder gets its name
+    (only where the dtype stays); whether an older export may be replaced.
 
     Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
-    model that no architecture of Hugging Face can say; damaged bytes; logits that differ; a folder
+    model that no architecture of Hugging Face has; damaged bytes; logits that differ; a folder
     that is there. OSError. No folder of that name is made, or changed, then.
     """
     _check_free(folder, overwrite)
@@ -79,21 +83,29 @@ def export_hf(
     config = _config_of(checkpoint)
     ours = hf_tensors(config)
     _check_records(checkpoint, ours)
-    values = _config_json(checkpoint, config)
+    values = _config_json(checkpoint, config, dtype)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
-        _write_weights(checkpoint, ours, draft, shard_bytes)
-        _write_json(draft / CONFIG, values)
-        _write_json(draft / GENERATION, _generation_config(checkpoint, values))
+        _write_weights(checkpoint, ours, draft, shard_bytes, dtype)
+        _write_json(draft / CONFIG, without_code(values))
+        generation = _generation_config(checkpoint, values)
+        _write_json(draft / GENERATION, without_code(generation))
         if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
             copy_tokenizer(words, draft)
-        deviation = check_export(checkpoint, config.decoder, draft) if check else None
+        compared = check and dtype in (None, _dtype_of(checkpoint))
+        deviation = check_export(checkpoint, config.decoder, draft) if compared else None
         _rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return Exported(folder, checkpoint.folder, deviation, checkpoint.passed_over)
+    return Exported(
+        folder, checkpoint.folder, deviation, checkpoint.passed_over, bool(tokenizer_files(folder))
+    )
+
+
+def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
+    return getattr(torch, checkpoint.manifest.records[EMBEDDING].dtype)
 
 
 def _is_weight(name: str) -> bool:
@@ -137,9 +149,11 @@ def _check_records(checkpoint: Checkpoint, ours: Mapping[str, Whole]) -> None:
         raise ValueError("\n  ".join([where, *lines[:20]]))
 
 
-def _config_json(checkpoint: Checkpoint, config: AnyConfig) -> dict[str, Any]:
-    """The config.json that the model came with, where it still says what the model is."""
-    dtype = checkpoint.manifest.records[EMBEDDING].dtype
+def _config_json(
+    checkpoint: Checkpoint, config: AnyConfig, given: torch.dtype | None
+) -> dict[str, Any]:
+    """The config.json that the model came with, where it still describes the model."""
+    dtype = str(given or _dtype_of(checkpoint)).removeprefix("torch.")
     came_with = checkpoint.manifest.state.get("imported", {}).get("config")
     try:
         same = came_with and not differences(config_from_hf(came_with).decoder, config.decoder)
@@ -164,18 +178,22 @@ def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
 
 
 def _write_weights(
-    checkpoint: Checkpoint, ours: Mapping[str, Whole], draft: Path, shard_bytes: int
+    checkpoint: Checkpoint,
+    ours: Mapping[str, Whole],
+    draft: Path,
+    shard_bytes: int,
+    dtype: torch.dtype | None,
 ) -> None:
     places = {part.name: (name, part) for name, whole in ours.items() for part in whole.parts}
     records = checkpoint.manifest.records
     sizes = [
-        (theirs, TensorSize(part.shape, getattr(torch, records[name].dtype)))
+        (theirs, TensorSize(part.shape, dtype or getattr(torch, records[name].dtype)))
         for theirs, (name, part) in places.items()
     ]
     files = deal(sizes, shard_bytes)
     for file, own in files.items():
         parts = ((records[places[n][0]], places[n][1]) for n in own)
-        write_safetensors(draft / file, own, _made(checkpoint.folder, parts))
+        write_safetensors(draft / file, own, _made(checkpoint.folder, parts, dtype))
     if len(files) > 1:
         total = sum(size.nbytes for _, size in sizes)
         weight_map = {name: file for file, own in files.items() for name in own}
@@ -185,10 +203,15 @@ def _write_weights(
         )
 
 
-def _made(folder: Path, parts: Iterator[tuple[Record, Part]]) -> Iterator[Tensor]:
+def _made(
+    folder: Path, parts: Iterator[tuple[Record, Part]], dtype: torch.dtype | None
+) -> Iterator[Tensor]:
     for record, part in parts:
         start = (part.first, *(0 for _ in part.shape[1:]))
-        yield part.from_ours(read_box(folder, record, start, part.shape))
+        values = [part.from_ours(read_box(folder, record, start, part.shape))]
+        if dtype is not None:
+            values[0] = cast(folder, part.name, values[0], dtype)
+        yield values.pop()  # it must not stay here while the next one is read
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

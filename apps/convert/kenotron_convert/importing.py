@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
+from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
-from kenotron_models.hf_tensors import EMBEDDING
-from kenotron_models.registry import AnyConfig
+from kenotron_models import AnyConfig
+from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What a text begins, ends and is padded with, in a config.json."""
 TOKENIZER = "tokenizer"
-"""Folder beside the steps that keeps the tokenizer's files."""
+"""Folder next to the steps that keeps the tokenizer's files."""
 STEP = 0
 
 
@@ -40,21 +40,28 @@ def import_hf(
     run or a checkpoint; OSError. Nothing is written then.
     """
     config, values = read_hf_config(hf)
-    records = open_safetensors(hf).records(
-        hf_tensors(config), lambda name: is_superfluous(name, config.decoder)
-    )
+    opened = open_safetensors(hf)
+    config = with_its_head(config, opened.same)
+    records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config.decoder))
     _check_free(folder, overwrite)
     sources = {
         name: Source(
             record.shape,
             dtype or getattr(torch, record.dtype),
-            partial(_read, hf, record, dtype),
+            partial(_read, hf, name, record, dtype),
         )
         for name, record in records.items()
     }
     kept = dtype or getattr(torch, records[EMBEDDING].dtype)
     imported = {"from": str(hf), "config": values, **_generation(hf, values)}
-    written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
+    imported = without_code(imported)
+    made = not folder.exists()
+    try:
+        written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     if tokenizer_files(hf):
         (folder / TOKENIZER).mkdir()
@@ -72,13 +79,24 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder / str(STEP)} is there: give --overwrite to replace it")
 
 
-def _read(folder: Path, record: Record, dtype: torch.dtype | None) -> Tensor:
+def _read(folder: Path, name: str, record: Record, dtype: torch.dtype | None) -> Tensor:
     values = read_box(folder, record, (0,) * len(record.shape), record.shape)
-    return values if dtype is None else values.to(dtype)
+    if not values.isfinite().all():
+        raise ValueError(f"{folder}: weights are nan or inf in {name}")
+    return values if dtype is None else cast(folder, name, values, dtype)
+
+
+def cast(folder: Path, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of ``folder`` in another dtype. Raises ValueError when a number is too large."""
+    found = values.to(dtype)
+    if not found.isfinite().all():
+        most = values.abs().max().item()
+        raise ValueError(f"{folder}: {name} has numbers up to {most:.3g}, too large for {dtype}")
+    return found
 
 
 def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """What the folder says of generation, kept for an export and for all tokens that end a text.
+    """The folder's settings of generation, kept for an export and for all tokens that end a text.
 
     Raises ValueError, OSError.
     """

@@ -1,4 +1,4 @@
-"""Whether an exported model says what ours says: logits of a few texts, both in float32."""
+"""Whether an exported model computes what ours computes: logits of a few texts, both in float32."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Checkpoint
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, tie_storages
-from kenotron_models import Context, DecoderSpec, LayerStack, build_decoder
+from kenotron_dist import Mesh, materialize, named_parameters, parameter_layouts
+from kenotron_models import Build, Context, DecoderSpec, LayerStack, build_decoder
 
 BOUND = 1e-4
 """Largest deviation of a logit, in units of the largest logit."""
@@ -36,11 +36,13 @@ def check_export(checkpoint: Checkpoint, spec: DecoderSpec, folder: Path) -> flo
     except ImportError as error:
         raise ValueError(
             f"the export is compared by transformers, which cannot be imported ({error}): pip "
-            "install 'kenotron-convert[check]', or give --no-check"
+            "install transformers, or give --no-check"
         ) from error
     tokens = probe_tokens(spec)
     ours = our_logits(checkpoint, spec, tokens)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.no_grad():
         theirs = model.eval()(tokens).logits
     deviation = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=1e-30))
@@ -56,10 +58,9 @@ def check_export(checkpoint: Checkpoint, spec: DecoderSpec, folder: Path) -> flo
 def our_logits(checkpoint: Checkpoint, spec: DecoderSpec, tokens: Tensor) -> Tensor:
     """Logits (B, S, V) fp32 of tokens (B, S) from a checkpoint, on this process alone."""
     mesh = Mesh.connect()
-    stack = LayerStack(build_decoder(spec, mesh["tp"], dtype=torch.float32))
-    layouts = parameter_layouts(stack, mesh.sizes)
-    stack.to_empty(device="cpu")
-    tie_storages(stack)
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], dtype=torch.float32)))
+    layouts = parameter_layouts(stack, mesh.axis_sizes)
+    materialize(stack, "cpu")
     wanted = {
         path: (p.detach().zero_(), layouts[path]) for path, p in named_parameters(stack).items()
     }

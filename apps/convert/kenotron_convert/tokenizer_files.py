@@ -1,10 +1,12 @@
-"""The files of a tokenizer beside a model's weights."""
+"""The files of a tokenizer next to a model's weights."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+
+from kenotron_convert.remote_code import without_code
 
 NAMES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -25,7 +27,10 @@ def tokenizer_files(path: Path) -> list[Path]:
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy a tokenizer's files into a folder, so that AutoTokenizer finds it there.
 
-    Arguments: a folder that has one, or a ``tokenizer.json``. Raises ValueError when there is none.
+    References to code in them (``auto_map``) are left out.
+
+    Arguments: a folder that has one, or a ``tokenizer.json``. Raises ValueError when there is none,
+    or when its settings are not JSON.
     """
     found = tokenizer_files(source)
     if not found or (source.is_file() and source.name != FAST):
@@ -34,7 +39,22 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             f" or a {FAST}"
         )
     for file in found:
-        shutil.copyfile(file, folder / file.name)
+        _copy(file, folder / file.name)
     if (folder / FAST).exists() and not (folder / SETTINGS).exists():
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"}
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def _copy(file: Path, place: Path) -> None:
+    if file.name != SETTINGS:
+        shutil.copyfile(file, place)
+        return
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    kept = without_code(settings)
+    if kept == settings:
+        shutil.copyfile(file, place)
+    else:
+        place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

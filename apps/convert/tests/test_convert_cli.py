@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import weakref
@@ -12,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
 
 from kenotron_ckpt import read_box, read_manifest, read_record
 from kenotron_convert import exporting, importing, probe
@@ -62,6 +63,7 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+@pytest.mark.smoke
 def test_the_program_goes_both_ways(hf):
     def start(*flags: str) -> str:
         command = [sys.executable, str(APP), *flags]
@@ -84,6 +86,55 @@ def test_a_tokenizer_travels_both_ways(hf):
     assert imported(hf) == exported(hf) == 0
     tokenizer = AutoTokenizer.from_pretrained(hf.parent / "out")
     assert tokenizer("b c a")["input_ids"] == [2, 3, 1]
+
+
+CODE = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+
+
+def test_code_of_a_folder_is_neither_run_nor_carried_along(hf):
+    write_tokenizer(hf)
+    (hf / "evil.py").write_text(f"open({str(hf.parent / 'ran')!r}, 'w')\n")
+    config = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(config | {"auto_map": CODE}))
+    (hf / "generation_config.json").write_text(json.dumps({"auto_map": CODE, "eos_token_id": 2}))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "auto_map": {"AutoTokenizer": "evil.T"},
+    }
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert imported(hf) == 0
+    run = hf.parent / "run"
+    state = read_manifest(run).state["imported"]
+    assert "auto_map" not in json.dumps(state) and state["generation_config"] == {"eos_token_id": 2}
+    assert "auto_map" not in (run / "tokenizer/tokenizer_config.json").read_text()
+    manifest = read_manifest(run)  # as an older version wrote it
+    manifest.state["imported"]["config"]["auto_map"] = CODE
+    manifest.state["imported"]["generation_config"]["auto_map"] = CODE
+    (run / "0/manifest.json").write_text(manifest.to_json())
+    assert exported(hf, "--tokenizer", str(hf)) == 0
+    for file in (hf.parent / "out").glob("*.json"):
+        assert "auto_map" not in file.read_text(), file
+    assert not (hf.parent / "ran").exists()
+
+
+def test_settings_of_a_tokenizer_that_are_not_json_are_named(hf, capsys):
+    write_tokenizer(hf)
+    (hf / "tokenizer_config.json").write_text("{")
+    assert imported(hf) == 1
+    assert "tokenizer_config.json is not JSON: " in capsys.readouterr().err
+
+
+def test_transformers_is_told_to_run_no_code(hf, monkeypatch):
+    assert imported(hf) == 0
+    told, load = [], AutoModelForCausalLM.from_pretrained
+
+    def loads(*given, **options):
+        told.append(options.get("trust_remote_code"))
+        return load(*given, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loads)
+    assert exported(hf) == 0
+    assert told == [False]
 
 
 def test_a_tokenizer_can_be_given(hf, capsys):
@@ -111,6 +162,16 @@ def test_weights_keep_their_dtype_unless_another_is_asked_for(hf, dtype):
     assert read_manifest(hf.parent / "run").state["dtype"] == "float32"
     assert exported(hf, "--overwrite") == 0
     assert json.loads((hf.parent / "out/config.json").read_text())["dtype"] == "float32"
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_refused_both_ways(hf, capsys):
+    spoilt(hf, lambda v: v[f"{UP}.weight"][0, 0].fill_(70000.0))
+    assert imported(hf, "--dtype", "float16") == 1
+    assert "numbers up to 7e+04, too large for torch.float16" in capsys.readouterr().err
+    assert imported(hf) == 0
+    assert exported(hf, "--dtype", "float16") == 1
+    assert f"{UP}.weight has numbers up to 7e+04" in capsys.readouterr().err
+    assert left_in(hf.parent) == ["hf", "run"]
 
 
 def test_a_changed_model_gets_a_config_of_its_own(hf):
@@ -188,7 +249,7 @@ def test_without_transformers_the_check_says_what_to_do(hf, capsys, monkeypatch)
     assert imported(hf) == 0
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert exported(hf) == 1
-    assert "pip install 'kenotron-convert[check]', or give --no-check" in capsys.readouterr().err
+    assert "pip install transformers, or give --no-check" in capsys.readouterr().err
     assert exported(hf, "--no-check") == 0
 
 
@@ -223,6 +284,15 @@ def spoilt(hf: Path, change) -> None:
             lambda v: v.update({f"{UP}.weight": v[f"{UP}.weight"].half()}),
             "layers.0.mlp.gate_up.weight is made of tensors of several dtypes",
         ),
+        (
+            lambda v: v.update({f"{UP}.weight": v[f"{UP}.weight"].to(torch.int8)}),
+            f"{UP}.weight is int8; weights must be bfloat16, float16, float32",
+        ),
+        (
+            lambda v: v.update({"model.norm.weight": v["model.norm.weight"].double()}),
+            "model.norm.weight is float64; weights must be",
+        ),
+        (lambda v: v[f"{UP}.weight"][3].fill_(torch.nan), "nan or inf in layers.0.mlp.gate_up"),
     ],
 )
 def test_tensors_that_are_not_the_models_are_named_and_nothing_is_written(
@@ -270,14 +340,57 @@ def test_a_damaged_checkpoint_is_not_exported(hf, capsys):
     assert left_in(hf.parent) == ["hf", "run"]
 
 
-def test_the_head_of_a_tied_model_may_be_in_the_file_and_is_not_read(hf):
+def say_tied(hf: Path) -> None:
     config = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+
+
+def test_the_head_of_a_tied_model_may_be_in_the_file_and_is_not_read(hf):
+    say_tied(hf)
+    spoilt(hf, lambda v: v.update({"lm_head.weight": v["model.embed_tokens.weight"].clone()}))
     assert imported(hf) == 0
     manifest = read_manifest(hf.parent / "run")
     assert "head.weight" not in manifest.records
     embedding = load_file(hf / "model.safetensors")["model.embed_tokens.weight"]
     assert torch.equal(read_record(hf.parent / "run/0", manifest, "embedding.weight"), embedding)
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_a_head_that_is_not_the_embedding_is_kept_whatever_the_config_says(hf, family):
+    if family == "starcoder2":  # without the key, which means that it is tied
+        shutil.rmtree(hf)
+        config = Starcoder2Config(**TINY, tie_word_embeddings=False)
+        AutoModelForCausalLM.from_config(config).save_pretrained(hf)
+        said = json.loads((hf / "config.json").read_text())
+        del said["tie_word_embeddings"]
+        (hf / "config.json").write_text(json.dumps(said))
+    else:
+        say_tied(hf)
+    assert imported(hf) == exported(hf) == 0
+    manifest = read_manifest(hf.parent / "run")
+    head = load_file(hf / "model.safetensors")["lm_head.weight"]
+    assert torch.equal(read_record(hf.parent / "run/0", manifest, "head.weight"), head)
+    assert not manifest.state["model_config"]["tie_word_embeddings"]
+    assert torch.equal(load_file(hf.parent / "out/model.safetensors")["lm_head.weight"], head)
+    assert not json.loads((hf.parent / "out/config.json").read_text())["tie_word_embeddings"]
+
+
+def test_an_export_can_have_another_dtype(hf, capsys):
+    assert imported(hf) == exported(hf, "--dtype", "bfloat16") == 0
+    said = capsys.readouterr()
+    assert "logits were not compared" in said.out
+    assert json.loads((hf.parent / "out/config.json").read_text())["dtype"] == "bfloat16"
+    was, now = (load_file(hf.parent / name / "model.safetensors") for name in ("hf", "out"))
+    assert all(torch.equal(now[name], values.bfloat16()) for name, values in was.items())
+
+
+def test_what_is_not_carried_is_said(hf, capsys):
+    assert imported(hf) == exported(hf) == 0
+    said = capsys.readouterr().err
+    assert f"no tokenizer: {hf} has none" in said and "give --tokenizer" in said
+    write_tokenizer(hf)
+    assert imported(hf, "--overwrite") == exported(hf, "--overwrite") == 0
+    assert "no tokenizer" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

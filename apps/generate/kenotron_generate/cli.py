@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
+from kenotron_data import printable
 from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_dist.launch import launcher
 from kenotron_generate.continuing import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
-from kenotron_generate.prompts import FROM_STDIN, read_prompts, read_stdin
+from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
 from kenotron_generate.words import libraries
 from kenotron_models import Sampling
 
 AXES = ("pp", "tp", "dp")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
-"""Errors whose message says all; others come with a traceback."""
+"""Errors whose message is enough; others come with a traceback."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             request,
             config=MeshConfig(pp=pp, dp=dp, tp=tp),
             preload=libraries(tokenizer_name(described, request)),
+            threads=_threads(arguments.threads),
         )
     except KeyboardInterrupt:
         return _fail("interrupted", INTERRUPTED)
@@ -64,15 +66,15 @@ def _request(arguments: argparse.Namespace) -> Request:
         raise ValueError("--stop '': an empty text ends every other; leave it out")
     _check_written(arguments.jsonl)
     prompts = read_prompts(arguments.prompt, arguments.prompt_file)
-    if prompts is None and launcher() == "none":
-        prompts = read_stdin()  # the processes that are started have none
+    if launcher() == "none":
+        prompts[:] = with_stdin(prompts)  # the processes that are started have none
     return Request(
         prompts=prompts,
         max_new_tokens=arguments.max_new_tokens,
         batch_size=arguments.batch_size,
         sampling=Sampling(
             temperature=arguments.temperature,
-            top_k=arguments.top_k,
+            top_k=arguments.top_k or None,
             top_p=arguments.top_p,
             repetition_penalty=arguments.repetition_penalty,
             seed=arguments.seed,
@@ -106,7 +108,7 @@ def _say_which(described: Description, given: Path) -> None:
 
 def _fail(text: str, code: int = 1) -> int:
     if first_to_say(text):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        print(f"error: {printable(text)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -114,6 +116,12 @@ def _size(name: str, given: int, described: Description) -> int:
     if given < 0:
         raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
     return given or (1 if name == "dp" else described.sizes.get(name, 1))
+
+
+def _threads(given: int | None) -> int | None:
+    if given is not None and given < 1:
+        raise ValueError(f"--threads {given}: give a number from 1 on")
+    return given
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -132,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompt-file", metavar="FILE", help="a prompt a line, or JSON lines (.jsonl)")
     add("--max-new-tokens", type=int, default=128)
     add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
-    add("--top-k", type=int, help="draw among the k likeliest tokens")
+    add("--top-k", type=int, help="draw among the k likeliest tokens; 0: among all")
     add("--top-p", type=float, help="draw among the likeliest tokens of this share")
     add("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was there")
     add("--seed", type=int, default=42)
@@ -149,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         "--tokenizer",
         metavar="NAME",
         help="instead of the checkpoint's: a folder, a "
-        "tokenizer.json, a name that transformers knows, or bytes",
+        "tokenizer.json, a name that transformers loads, or bytes",
     )
     flag = argparse.BooleanOptionalAction
     add(
@@ -167,4 +175,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
     add("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
     add("--dp", type=int, default=1, help="groups of ranks that share the prompts")
+    add("--threads", type=int, help="CPU threads of each rank (default: a share of the cores)")
     return parser  # fmt: skip

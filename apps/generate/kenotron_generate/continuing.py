@@ -1,4 +1,4 @@
-"""Continue prompts on a mesh, and say what came of each."""
+"""Continue prompts on a mesh; one result for each prompt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from kenotron_data import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model
-from kenotron_generate.prompts import Prompt, read_stdin
+from kenotron_generate.prompts import Prompt, with_stdin
 from kenotron_generate.words import Words, Writer, open_words
 from kenotron_models import Sampling, generate
 
@@ -24,7 +24,7 @@ from kenotron_models import Sampling, generate
 class Request:
     """What to generate."""
 
-    prompts: list[Prompt] | None
+    prompts: list[Prompt | None]
     """None: what rank 0 finds on standard input."""
     max_new_tokens: int
     batch_size: int
@@ -64,14 +64,15 @@ def tokenizer_name(described: Description, request: Request) -> str | None:
 def continue_prompts(mesh: Mesh, described: Description, request: Request) -> None:
     """Print what the model adds to the prompts. Collective over the mesh.
 
-    Every dp rank continues every so-manieth prompt. Raises ValueError for bad input, OSError.
+    Dp rank r of d continues prompts r, r + d, r + 2d... Raises ValueError for bad input, OSError.
     """
-    prompts = request.prompts
-    if prompts is None:
-        prompts = broadcast_object(read_stdin() if mesh.rank == 0 else None, mesh.world)
+    read = with_stdin(request.prompts) if mesh.rank == 0 else None
+    prompts: list[Prompt] = broadcast_object(read, mesh.world)
     name = tokenizer_name(described, request)
     special = described.hub if request.special is None else request.special
-    words = open_words(name, described.ends, special=special)
+    words = open_words(name, described.ends, described.begin, special=special)
+    if name is None and mesh.rank == 0:
+        print(f"{described.folder} names no tokenizer: bytes are read", file=sys.stderr)
     pipeline = load_model(described, mesh)
 
     def forward(tokens: Tensor, context: Any) -> Tensor | None:
@@ -106,6 +107,7 @@ class _Run:
         """Continue some prompts together; one that is alone is shown while it grows."""
         request, words = self.request, self.words
         texts = [words.read(prompt, template=request.template) for prompt in prompts]
+        self._say_what_is_cut(first, texts)
         writers = [Writer(words.to_text, text, request.stop) for text in texts]
         new: list[list[int]] = [[] for _ in texts]
         finish = ["length"] * len(texts)
@@ -149,6 +151,18 @@ class _Run:
             Result(first + i, prompts[i], writers[i].text, len(texts[i]), new[i], finish[i])
             for i in range(len(prompts))
         ]
+
+    def _say_what_is_cut(self, first: int, texts: Sequence[Sequence[int]]) -> None:
+        window = self.described.sequence_length
+        if self.mesh["tp"].rank or self.mesh["pp"].rank:
+            return
+        for number, text in enumerate(texts, start=first):
+            if len(text) > window:
+                print(
+                    f"prompt {number} has {len(text)} tokens and the model reads {window}: it goes "
+                    f"on from the last {window // 2}",
+                    file=sys.stderr,
+                )
 
 
 def _show(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,26 +11,30 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import load, open_safetensors, read_manifest, resolve
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, tie_storages
+from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resolve
+from kenotron_dist import Mesh, named_parameters
+from kenotron_engine import Layouts, assemble
 from kenotron_models import (
+    AnyConfig,
+    Build,
     DecoderSpec,
     LayerStack,
     build_decoder,
     config_from_json,
     layer_costs,
 )
-from kenotron_models.hf import hf_tensors, is_superfluous, read_hf_config
-from kenotron_pp import Pipeline, Stages
+from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
+from kenotron_pp import Pipeline
 
 HF_CONFIG = "config.json"
+_VARIABLE = "!env "
 TOKENIZER = "tokenizer"
-"""Folder beside the steps where a converted model keeps its tokenizer."""
+"""Folder next to the steps where a converted model keeps its tokenizer."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """What a checkpoint, or a folder of Hugging Face, says of its model."""
+    """The model of a checkpoint or of a folder of Hugging Face."""
 
     folder: Path
     """The step folder, or the model's."""
@@ -40,13 +45,15 @@ class Description:
     sizes: dict[str, int] = field(default_factory=dict)
     """Mesh it was trained on."""
     tokenizer: str | None = None
-    """Where its tokenizer is; None: bytes, or nobody says."""
+    """Where its tokenizer is; None: bytes, or unknown."""
     hub: bool = False
     """Whether the weights are Hugging Face's own, whose prompts begin with special tokens."""
-    foreign: bool = False
-    """Whether the folder is one of Hugging Face."""
+    source: AnyConfig | None = None
+    """The config of a folder of Hugging Face; None: it is a checkpoint."""
     ends: tuple[int, ...] = ()
-    """Tokens that end a text."""
+    """Tokens that end a text: of generation_config.json where there is one, else of the config."""
+    begin: int | None = None
+    """Token that begins a text out of nothing."""
 
 
 def describe(path: str | Path) -> Description:
@@ -59,23 +66,24 @@ def describe(path: str | Path) -> Description:
     folder = resolve(Path(path))
     manifest = read_manifest(folder)
     state = manifest.state
-    missing = [key for key in ("model_config", "dtype", "sequence_length") if key not in state]
-    if missing:
+    if "model_config" not in state:
         raise ValueError(
-            f"{folder} does not describe a model ({', '.join(missing)} missing): "
+            f"{folder} does not describe a model (model_config is missing): "
             "was it written by apps/train?"
         )
     spec = config_from_json(state["model_config"]).decoder
     imported = state.get("imported") or {}
+    generation = imported.get("generation_config") or {"eos_token_id": spec.eos_token_id}
     return Description(
         folder,
         spec,
-        state["dtype"],
-        int(state["sequence_length"]),
+        state.get("dtype") or _dtype_of(folder, manifest),
+        int(state.get("sequence_length") or spec.max_position_embeddings),
         dict(manifest.mesh),
         _tokenizer(folder, state),
         hub=bool(imported),
-        ends=_ends(spec, imported.get("generation_config")),
+        ends=_ends(generation),
+        begin=generation.get("bos_token_id", spec.bos_token_id),
     )
 
 
@@ -85,31 +93,32 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
     Raises ValueError when the mesh does not fit the model, or a file is damaged.
     """
     spec = described.model
-    layers = build_decoder(spec, mesh["tp"], dtype=getattr(torch, described.dtype))
-    stages = Stages.balanced(layers, layer_costs(spec), mesh.sizes["pp"])
-    layouts = parameter_layouts(LayerStack(layers), mesh.sizes, stages.of_parameter)
-    stack = LayerStack(stages.own(layers, mesh["pp"].rank))
-    stack.to_empty(device=mesh.device)
-    tie_storages(stack)
-    wanted = {
-        path: (parameter.detach().zero_(), layouts[path])  # padding is in no checkpoint
-        for path, parameter in named_parameters(stack).items()
-    }
-    if described.foreign:
+
+    def read(stack: LayerStack, layouts: Layouts) -> None:
+        wanted = {
+            path: (parameter.detach().zero_(), layouts[path])  # padding is in no checkpoint
+            for path, parameter in named_parameters(stack).items()
+        }
+        if described.source is None:
+            load(described.folder, wanted, mesh)
+            return
         opened = open_safetensors(described.folder)
-        records = opened.records(hf_tensors(spec), lambda name: is_superfluous(name, spec))
+        records = opened.records(
+            hf_tensors(described.source), lambda name: is_superfluous(name, spec)
+        )
         opened.load(records, wanted, mesh)
-    else:
-        load(described.folder, wanted, mesh)
-    return Pipeline(stack, mesh["pp"], device=mesh.device)
+
+    layers = build_decoder(spec, Build(mesh["tp"], dtype=getattr(torch, described.dtype)))
+    return assemble(layers, mesh, read, costs=layer_costs(spec)).pipeline
 
 
 def _foreign(folder: Path) -> Description:
     config, values = read_hf_config(folder)
+    config = with_its_head(config, open_safetensors(folder).same)
     spec = config.decoder
     given = values.get("dtype") or values.get("torch_dtype") or "float32"
     generation = folder / "generation_config.json"
-    said = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    said = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else values
     named = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return Description(
         folder,
@@ -118,21 +127,43 @@ def _foreign(folder: Path) -> Description:
         spec.max_position_embeddings,
         tokenizer=str(folder) if named else None,
         hub=True,
-        foreign=True,
-        ends=_ends(spec, {"eos_token_id": values.get("eos_token_id"), **said}),
+        source=config,
+        ends=_ends(said),
+        begin=said.get("bos_token_id", values.get("bos_token_id")),
     )
 
 
 def _tokenizer(folder: Path, state: Mapping[str, Any]) -> str | None:
-    """What a checkpoint names, or the files that a conversion has put beside its steps."""
+    """What a checkpoint names, or the files that a conversion has put next to its steps."""
     named = state.get("tokenizer")
     if named:
-        return str(named["name"])
-    beside = folder.parent / TOKENIZER
-    return str(beside) if beside.is_dir() else None
+        return _named(folder, str(named["name"]))
+    tokenizer = folder.parent / TOKENIZER
+    return str(tokenizer) if tokenizer.is_dir() else None
 
 
-def _ends(spec: DecoderSpec, generation: dict[str, Any] | None) -> tuple[int, ...]:
-    found = (generation or {}).get("eos_token_id")
-    given = found if isinstance(found, list) else [spec.eos_token_id if found is None else found]
+def _dtype_of(folder: Path, manifest: Manifest) -> str:
+    """Dtype of the weights where the state has none: of an imported checkpoint."""
+    if EMBEDDING not in manifest.records:
+        raise ValueError(f"{folder} holds no model: {EMBEDDING} is missing")
+    return manifest.records[EMBEDDING].dtype
+
+
+def _ends(generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """As transformers reads it: a token, several, or none."""
+    found = generation.get("eos_token_id")
+    given = found if isinstance(found, list) else [found]
     return tuple(int(token) for token in given if token is not None)
+
+
+def _named(folder: Path, name: str) -> str:
+    """Look up a name that the run took from a variable of its environment (`!env NAME`)."""
+    if not name.startswith(_VARIABLE):
+        return name
+    variable, *other = name.removeprefix(_VARIABLE).split(" ", 1)
+    if variable not in os.environ and not other:
+        raise ValueError(
+            f"{folder} was trained with the tokenizer that {variable} named in the environment: "
+            f"set {variable}, or give --tokenizer"
+        )
+    return os.environ.get(variable, *other)

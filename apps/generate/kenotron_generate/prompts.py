@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ DEFAULT = "def "
 FROM_STDIN = "-"
 
 
-def read_prompts(given: list[str], file: str | None) -> list[Prompt] | None:
-    """The prompts that the command line names; None: they are on standard input.
+def read_prompts(given: list[str], file: str | None) -> list[Prompt | None]:
+    """The prompts that the command line names; None stands for standard input.
 
     Arguments: texts; a file, of JSON lines (``prompt`` or ``messages``) where its name ends in
     .jsonl, else of one prompt a line.
@@ -23,12 +24,32 @@ def read_prompts(given: list[str], file: str | None) -> list[Prompt] | None:
     """
     if given and file is not None:
         raise ValueError(f"--prompt and --prompt-file {file}: give one of them")
-    if given == [FROM_STDIN]:
-        return None
     if file is None:
-        return [_checked("--prompt", text) for text in given or [DEFAULT]]
-    prompts = [
-        _of_json(f"{file}, line {number}", line) if file.endswith(".jsonl") else line
+        return [None if text == FROM_STDIN else _checked(text) for text in given or [DEFAULT]]
+    return _of_json_lines(file) if file.endswith(".jsonl") else _of_lines(file)
+
+
+def with_stdin(prompts: Sequence[Prompt | None]) -> list[Prompt]:
+    """The prompts, with all of standard input where one is None.
+
+    Raises ValueError when it holds nothing, or no UTF-8.
+    """
+    known = [prompt for prompt in prompts if prompt is not None]
+    if len(known) == len(prompts):
+        return known
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
+    if not text:
+        raise ValueError("standard input is empty: give a text to continue")
+    return [text if prompt is None else prompt for prompt in prompts]
+
+
+def _of_json_lines(file: str) -> list[Prompt | None]:
+    """Lines that hold nothing are between prompts."""
+    prompts: list[Prompt | None] = [
+        _of_json(f"{file}, line {number}", line)
         for number, line in enumerate(_lines(Path(file)), start=1)
         if line.strip()
     ]
@@ -37,9 +58,14 @@ def read_prompts(given: list[str], file: str | None) -> list[Prompt] | None:
     return prompts
 
 
-def read_stdin() -> list[Prompt]:
-    """All of standard input as one prompt. Raises ValueError when there is nothing."""
-    return [_checked("standard input", sys.stdin.read().removesuffix("\n"))]
+def _of_lines(file: str) -> list[Prompt | None]:
+    """A prompt for each line; an empty one begins a text out of nothing."""
+    lines: list[Prompt | None] = [*_lines(Path(file))]
+    if lines[-1] == "":  # after the last line feed
+        lines.pop()
+    if not any(lines):
+        raise ValueError(f"{file} has no prompt: give one a line")
+    return lines
 
 
 def _lines(path: Path) -> list[str]:
@@ -55,9 +81,11 @@ def _lines(path: Path) -> list[str]:
     return lines
 
 
-def _checked(where: str, text: str) -> str:
-    if not text:
-        raise ValueError(f"{where} is empty: give a text to continue")
+def _checked(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # bytes of the command line that were none
+        raise ValueError(f"--prompt {text!a} is not UTF-8") from None
     return text
 
 
@@ -70,13 +98,14 @@ def _of_json(where: str, line: str) -> Prompt:
     if len(known) != 1:
         raise ValueError(f"{where}: needed is a mapping with either prompt or messages")
     found = values[known[0]]
-    if known == ["prompt"] and isinstance(found, str) and found:
+    if known == ["prompt"] and isinstance(found, str):
         return found
     if known == ["messages"] and isinstance(found, list) and found and all(map(_is_message, found)):
         return found
     raise ValueError(
-        f"{where}: {known[0]} is {'a text' if known == ['prompt'] else 'a list of messages'}, "
-        "not empty; a message has role and content"
+        f"{where}: {known[0]} is "
+        + ("a text" if known == ["prompt"] else "a list of messages, not empty")
+        + "; a message has role and content"
     )
 
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kenotron_data import decode, encode
-from kenotron_data.tokenizer import BYTES, open_tokenizer, open_transformers
-from kenotron_data.tokens import END_OF_DOCUMENT
+from kenotron_data import BYTES, END_OF_DOCUMENT, decode, encode, open_tokenizer, open_transformers
 from kenotron_generate.prompts import Prompt
 
 _BYTES = 256
@@ -24,14 +22,19 @@ class Words:
     to_text: Callable[[Sequence[int]], str]
     ends: frozenset[int]
     """Tokens that end a text."""
+    begin: int | None = None
+    """Token that begins a text out of nothing; None: the model has none."""
     chat: Callable[[list[dict[str, Any]]], list[int]] | None = None
     """Tokens of a chat whose next turn is the assistant's; None: there is no template."""
 
     def read(self, prompt: Prompt, *, template: bool) -> list[int]:
         """The tokens of a prompt; with ``template`` a text is one turn of a chat.
 
-        Raises ValueError for messages where the tokenizer has no template.
+        An empty text is the token that begins one. Raises ValueError where there is none, and for
+        messages where the tokenizer has no template.
         """
+        if prompt == "":
+            return self._nothing()
         if isinstance(prompt, str) and not (template and self.chat):
             return self.to_ids(prompt)
         if self.chat is None:
@@ -41,23 +44,34 @@ class Words:
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         return self.chat(turns)
 
+    def _nothing(self) -> list[int]:
+        if self.begin is None:
+            raise ValueError(
+                "an empty prompt was given, but the model has no bos_token_id to begin a text "
+                "with: give a text"
+            )
+        return [self.begin]
 
-def open_words(name: str | None, eos: Sequence[int], *, special: bool) -> Words:
+
+def open_words(
+    name: str | None, eos: Sequence[int], begin: int | None = None, *, special: bool
+) -> Words:
     """Open a tokenizer.
 
-    Arguments: a folder or a name that transformers knows, a ``tokenizer.json``, or ``bytes``; None:
-    bytes; tokens that end a text besides the tokenizer's own; whether a prompt gets the special
-    tokens that the tokenizer puts around a text.
+    Arguments: a folder or a name that transformers loads, a ``tokenizer.json``, or ``bytes``; None:
+    bytes; tokens that end a text, whatever the tokenizer's own are; the one that begins a
+    text out of nothing; whether a prompt gets the special tokens that the tokenizer puts around a
+    text.
 
     Raises ValueError when there is no such tokenizer, ImportError when a library is missing.
     """
     if name is None or name == BYTES:
         ends = frozenset({END_OF_DOCUMENT, *(token for token in eos if token >= _BYTES)})
-        return Words(lambda text: encode([text], _BYTES).tolist(), decode, ends)
+        begin = END_OF_DOCUMENT if begin is None or begin < _BYTES else begin
+        return Words(lambda text: encode([text], _BYTES).tolist(), decode, ends, begin)
     if Path(name).suffix == ".json":
-        return _tokenizer_file(Path(name), eos, special=special)
+        return _tokenizer_file(Path(name), eos, begin, special=special)
     opened = open_transformers(name)
-    own = [] if opened.eos_token_id is None else [int(opened.eos_token_id)]
 
     def chat(messages: list[dict[str, Any]]) -> list[int]:
         found = opened.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
@@ -66,7 +80,8 @@ def open_words(name: str | None, eos: Sequence[int], *, special: bool) -> Words:
     return Words(
         lambda text: list(opened(text, add_special_tokens=special)["input_ids"]),
         lambda ids: opened.decode(list(ids), skip_special_tokens=True),
-        frozenset([*eos, *own]),
+        frozenset(eos),
+        begin,
         chat if getattr(opened, "chat_template", None) else None,
     )
 
@@ -80,14 +95,14 @@ def libraries(name: str | None) -> list[str]:
     return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
 
 
-def _tokenizer_file(path: Path, eos: Sequence[int], *, special: bool) -> Words:
+def _tokenizer_file(path: Path, eos: Sequence[int], begin: int | None, *, special: bool) -> Words:
     opened: Any = open_tokenizer(str(path), end_of_document=None)
     inner = opened.backend
-    own = [] if opened.end is None else [opened.end]
     return Words(
         lambda text: list(inner.encode(text, add_special_tokens=special).ids),
         lambda ids: inner.decode(list(ids), skip_special_tokens=True),
-        frozenset([*eos, *own]),
+        frozenset(eos),
+        begin,
     )
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
+import torch
 
+from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_generate.cli import main
 from kenotron_generate.prompts import read_prompts
+from kenotron_models.hf import hf_tensors, read_hf_config
 
 APP = Path(__file__).parents[1]
 
@@ -35,6 +41,7 @@ def plain(model: Path, *flags: str) -> list[str]:
     return ["--ckpt-path", str(model), *short, *flags]
 
 
+@pytest.mark.smoke
 def test_a_text_goes_to_standard_output_and_the_rest_elsewhere(model: Path) -> None:
     done = run(*plain(model, "--prompt", "abc"))
     assert done.returncode == 0, done.stderr
@@ -52,13 +59,71 @@ def test_standard_input_is_read_by_who_starts(model: Path) -> None:
     assert done.stdout.removesuffix("\n") == want, done.stderr
 
 
+def test_standard_input_is_one_of_several_prompts(model: Path, tmp_path: Path) -> None:
+    flags = plain(model, "--prompt", "x", "--prompt", "-", "--jsonl", "-", "--top-k", "0")
+    first, second = map(json.loads, run(*flags, text="abc\n").stdout.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("x", "abc")
+    assert second["completion"] == tiny.continued(model, "abc", 6)[0]
+    done = run(*plain(model, "--prompt", "-"), text="")
+    assert done.returncode == 1 and "standard input is empty" in done.stderr
+    command = [sys.executable, str(APP), *plain(model, "--prompt", "-")]
+    spoilt = subprocess.run(command, input=b"a\xff", capture_output=True, timeout=240, check=False)
+    assert spoilt.returncode == 1 and b"standard input is not UTF-8" in spoilt.stderr
+    assert b"Traceback" not in spoilt.stderr
+
+
+def test_what_is_cut_or_read_as_bytes_is_said(model: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(model, bare, ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
+    done = run(*plain(bare, "--prompt", "a" * 97))
+    assert done.returncode == 0, done.stderr
+    assert f"{bare} names no tokenizer: bytes are read" in done.stderr
+    assert (
+        "prompt 0 has 97 tokens and the model reads 96: it goes on from the last 48" in done.stderr
+    )
+    done = run(*plain(model, "--prompt", "a" * 60))
+    assert "bytes" not in done.stderr and "goes on from" not in done.stderr
+
+
+def test_a_checkpoint_that_another_program_made_is_read(model: Path, tmp_path: Path) -> None:
+    """Of dtype and length of samples the state of an imported one says nothing."""
+    config, _ = read_hf_config(model)
+    records = open_safetensors(model).records(hf_tensors(config), lambda _: True)
+
+    def read(record: Record) -> torch.Tensor:
+        return read_box(model, record, (0,) * len(record.shape), record.shape)
+
+    sources = {n: Source(r.shape, torch.float32, partial(read, r)) for n, r in records.items()}
+    save_streamed(tmp_path / "run", 7, sources, {"step": 7, "model_config": asdict(config)})
+    words = ("--tokenizer", str(model), "--special-tokens", "--prompt", "abc")
+    done = run(*plain(tmp_path / "run", *words))
+    assert done.stdout.removesuffix("\n") == "abc" + tiny.continued(model, "abc", 6)[0], done.stderr
+
+
+def test_the_tokenizers_own_end_ends_no_text(model: Path, tmp_path: Path) -> None:
+    """transformers asks generation_config.json, or else config.json."""
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    flags = plain(own, "--prompt", "abc", "--jsonl", str(tmp_path / "out"))
+    assert main(flags) == 0
+    tokens = json.loads((tmp_path / "out").read_text())["tokens"]
+    (own / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": chr(tokens[2])})
+    )
+    for said, want in [({}, tokens), ({"eos_token_id": tokens[2]}, tokens[:3])]:
+        (own / "generation_config.json").write_text(json.dumps(said))
+        assert main(flags) == 0
+        assert json.loads((tmp_path / "out").read_text())["tokens"] == want
+
+
 def test_files_of_prompts_and_json_lines(model: Path, tmp_path: Path) -> None:
     (tmp_path / "some.txt").write_text("one\n\ntwo words\n")
     lines = [{"prompt": "x"}, {"messages": [{"role": "user", "content": "y"}]}]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     done = run(*plain(model, "--prompt-file", str(tmp_path / "some.txt")))
-    texts = [tiny.continued(model, prompt, 6)[0] for prompt in ("one", "two words")]
-    assert done.stdout == (f"--- 0 (length)\none{texts[0]}\n--- 1 (length)\ntwo words{texts[1]}\n")
+    first, nothing, last = (tiny.continued(model, p, 6)[0] for p in ("one", "", "two words"))
+    shown = [f"--- 0 (length)\none{first}", f"--- 1 (length)\n{nothing}"]
+    assert done.stdout == "\n".join([*shown, f"--- 2 (length)\ntwo words{last}\n"])
     done = run(*plain(model, "--prompt-file", str(tmp_path / "some.jsonl"), "--jsonl", "-"))
     first, second = map(json.loads, done.stdout.splitlines())
     assert first["prompt"] == "x"
@@ -97,7 +162,7 @@ def test_a_text_ends_at_a_token_or_at_a_string(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--prompt", ""], "--prompt is empty: give a text to continue"),
+        (["--prompt", "\udcff"], "--prompt '\\udcff' is not UTF-8"),
         (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file b: give one of them"),
         (["--prompt-file", "not-there.txt"], "not-there.txt: there is no such file"),
         (["--jsonl", "nowhere/x.jsonl"], "--jsonl nowhere/x.jsonl: there is no folder nowhere"),
@@ -105,7 +170,7 @@ def test_a_text_ends_at_a_token_or_at_a_string(model: Path, tmp_path: Path) -> N
         (["--max-new-tokens", "-1"], "--max-new-tokens -1: give a number from 0 on"),
         (["--batch-size", "0"], "--batch-size 0: give a number from 1 on"),
         (["--temperature", "-1"], "temperature -1.0 is not 0 or more"),
-        (["--temperature", "1", "--top-k", "0"], "top_k 0 is not a whole number from 1"),
+        (["--temperature", "1", "--top-k", "-1"], "top_k -1 is not a whole number from 1"),
         (["--temperature", "1", "--top-p", "2"], "top_p 2.0 is not within"),
         (["--repetition-penalty", "0"], "repetition_penalty 0.0 is not a finite number above 0"),
         (["--stop", ""], "--stop '': an empty text ends every other"),
@@ -130,7 +195,8 @@ def test_bad_input_is_one_sentence(
     [
         ("{", "line 1 is not JSON"),
         ("[]", "needed is a mapping with either prompt or messages"),
-        ('{"prompt": ""}', "prompt is a text, not empty"),
+        ('{"prompt": 3}', "prompt is a text; a message has role and content"),
+        ('{"messages": []}', "messages is a list of messages, not empty"),
         ('{"messages": [{"role": "user"}]}', "a message has role and content"),
         ("", "has no prompt: give one a line"),
     ],

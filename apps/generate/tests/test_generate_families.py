@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
+from safetensors.torch import load_file, save_file
 
 from kenotron_generate.cli import main
 
@@ -37,6 +40,28 @@ def test_greedy_texts_are_those_of_transformers(
     text, tokens = tiny.continued(models[name], PROMPT, COUNT)
     assert result["tokens"] == tokens
     assert result["completion"] == text
+
+
+@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+def test_a_head_that_is_not_the_embedding_is_read_whatever_the_config_says(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / name
+    shutil.copytree(models[name], folder)
+    weights = load_file(folder / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    weights["lm_head.weight"] = 0.4 * torch.randn(weights["model.embed_tokens.weight"].shape)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["tie_word_embeddings"]
+    if name == "starcoder2":
+        del config["tie_word_embeddings"]  # true is what its absence means
+        (folder / "config.json").write_text(json.dumps(config))
+    results = [
+        run(each, tmp_path / "out.jsonl", "--prompt", PROMPT, "--tp", "2")[0]["tokens"]
+        for each in (folder, models[name])
+    ]
+    assert results[0] == tiny.continued(folder, PROMPT, COUNT)[1] != results[1]
 
 
 @pytest.mark.parametrize("name", tiny.configs())

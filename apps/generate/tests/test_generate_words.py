@@ -52,6 +52,11 @@ def test_bytes_are_the_words_of_a_model_without_tokenizer() -> None:
     assert words.to_ids("hé") == [104, 195, 169]
     assert words.ends == {256, 300}  # 2 is a byte of text
     assert words.chat is None
+    assert (
+        words.read("", template=True)
+        == [256]
+        == open_words(None, [], 2, special=True).read("", template=True)
+    )
     with pytest.raises(ValueError, match="the tokenizer has no chat template: give texts"):
         words.read([{"role": "user", "content": "x"}], template=True)
 
@@ -63,7 +68,7 @@ def test_a_template_makes_a_turn_of_a_text(tmp_path) -> None:
     assert words.to_text(asked) == "[user]hi\n[assistant]"
     assert words.read([{"role": "user", "content": "hi"}], template=True) == asked
     assert words.to_text(words.read("hi", template=False)) == "hi"
-    assert words.ends == {257}
+    assert words.ends == set()  # the tokenizer's own end is none of the model's
 
 
 def test_special_tokens_begin_a_text_where_they_are_wanted(tmp_path) -> None:
@@ -71,10 +76,13 @@ def test_special_tokens_begin_a_text_where_they_are_wanted(tmp_path) -> None:
     assert open_words(str(tmp_path), [], special=True).to_ids("a")[0] == 256
     plain = open_words(str(tmp_path), [], special=False).to_ids("a")
     assert 256 not in plain
+    assert open_words(str(tmp_path), [], 256, special=False).read("", template=True) == [256]
+    with pytest.raises(ValueError, match="the model has no bos_token_id to begin a text"):
+        open_words(str(tmp_path), [], special=False).read("", template=True)
     file = open_words(str(tmp_path / "tokenizer.json"), [9], special=False)
     assert file.to_ids("a") == plain
     assert file.to_text(plain) == "a"
-    assert file.ends == {9, 257}  # and what tokenizer_config.json says
+    assert file.ends == {9}
 
 
 @pytest.mark.parametrize("name", ["/nowhere/tokenizer.json", "/nowhere"])

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from kenotron_config import Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, MeshConfig, barrier, spawn
+from kenotron_engine import training_step
 from kenotron_train.assemble import build_training
-from kenotron_train.config import Config
-from kenotron_train.corpus import open_corpus, open_loader
-from kenotron_train.step import training_step
-from kenotron_train.yaml_config import parse_config
+from kenotron_train.config_file import parse_config
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
 
 WARM_UP = 3
 HUGGING_FACE = "transformers"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import math
 import os
+import shlex
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
+from kenotron_config import Config, Mask, check_available, config_reference, json_schema
 from kenotron_dist import (
     STALLED,
     Diverged,
@@ -22,28 +25,33 @@ from kenotron_dist import (
     PeerLost,
     RankError,
     first_to_say,
+    resolve,
 )
-from kenotron_train.availability import check_available
-from kenotron_train.config import Config
-from kenotron_train.durations import seconds_of
-from kenotron_train.failures import latest_start, told
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.counts import count
+from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.failures.last_failure import latest_start, told
+from kenotron_train.failures.passing_errors import PassingError, as_passing
+from kenotron_train.failures.replay import replay, step_or_record
 from kenotron_train.flag_reference import flag_reference
-from kenotron_train.loop import run
-from kenotron_train.own_data import Hook, check_hook
-from kenotron_train.preview import json_schema, preview
-from kenotron_train.printing import say
-from kenotron_train.reference import config_reference
-from kenotron_train.replay import replay, step_or_record
-from kenotron_train.report_cli import report_main, report_parser
-from kenotron_train.slurm_cli import slurm_main, slurm_parser
-from kenotron_train.start_ranks import start_ranks
-from kenotron_train.stopping import STOPPED
-from kenotron_train.verify_cli import verify_main, verify_parser
-from kenotron_train.watching import check_watching
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.report.cli import report_main, report_parser
+from kenotron_train.report.instrumentation import check_watching
+from kenotron_train.report.printing import on_screen, say
+from kenotron_train.run.loop import run
+from kenotron_train.run.machine import check_machine, host_cautions, without_gpus
+from kenotron_train.run.preview import cannot_run, preview
+from kenotron_train.run.start_ranks import start_ranks
+from kenotron_train.run.stopping import STOPPED
+from kenotron_train.slurm.cli import slurm_main, slurm_parser
+from kenotron_train.slurm.durations import seconds_of
+from kenotron_train.verify.cli import verify_main, verify_parser
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed, Diverged)
-"""Errors whose message says all; others come with a traceback."""
+"""Errors whose message is enough; others come with a traceback."""
+
+TRY_AGAIN = (SaveFailed, PassingError)
+"""Errors after which another start may help, so that the exit status is ``STALLED``."""
+_NO_MASK = Mask()
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -52,49 +60,69 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     """Train from a YAML file or the embedded default, draw a report, or submit; the exit status.
 
-    ``loader`` is data of one's own for stages whose config says ``dataset: null``, see
+    ``loader`` is data of one's own for stages with ``dataset: null``, see
     ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["report"]:
-        return report_main(words[1:])
-    if words[:1] == ["config-reference"]:
-        return _show(config_reference())
-    if words[:1] == ["flag-reference"]:
-        return _show(flag_reference([_parser(), slurm_parser(), verify_parser(), report_parser()]))
-    if words[:1] == ["slurm"]:
-        return slurm_main(words[1:])
-    if words[:1] == ["verify"]:
-        return verify_main(words[1:])
+    if words and not words[0].startswith("-"):
+        return _subcommand(words[0], words[1:])
     arguments = _parser().parse_args(words)
-    deadline = time.time() + arguments.time_limit
+    deadline = time.monotonic() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
-    with ExitStack() as held:
-        return _run(arguments, loader, deadline, held)
+    return _run(arguments, loader, deadline)
 
 
-def _run(
-    arguments: argparse.Namespace, loader: Hook | None, deadline: float, held: ExitStack
-) -> int:
-    """Train as the flags say; the exit status."""
+SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "report": report_main,
+    "slurm": slurm_main,
+    "verify": verify_main,
+    "config-reference": lambda _: _show(config_reference()),
+    "flag-reference": lambda _: _show(
+        flag_reference([_parser(), slurm_parser(), verify_parser(), report_parser()])
+    ),
+}
+"""What the program does besides training, by its first word."""
+
+
+def _subcommand(name: str, words: list[str]) -> int:
+    """Do what a first word asks for; exit with status 2 where there is no such thing."""
+    if name in SUBCOMMANDS:
+        return SUBCOMMANDS[name](words)
+    if Path(name).suffix in (".yaml", ".yml"):
+        advice = f"; a config is given with --config-file {shlex.quote(name)}"
+    else:
+        near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
+        advice = f"; did you mean {near[0]}?" if near else ""
+    _parser().error(
+        f"there is no subcommand {name!r}{advice} (subcommands: {', '.join(SUBCOMMANDS)}; training "
+        "needs none)"
+    )
+
+
+def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) -> int:
+    """Train as the flags ask. Returns the exit status."""
     config, before = None, None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
-        before = held.enter_context(latest_start(Path(config.checkpoints.checkpoints_path)))
+        before = latest_start(Path(config.checkpoints.checkpoints_path))
         if arguments.check:
-            return _show(preview(config))
+            _show(preview(config))
+            return 1 if cannot_run(config) or without_gpus(config) else 0
         check_available(config)
         check_hook(config, loader)
         check_watching(config)
+        check_machine(config)
+        for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
+            _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         limit = timedelta(seconds=arguments.stall_limit)
         given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
-        stopped = start_ranks(_train, config, limit, *given)
+        stopped = start_ranks(_train, config, limit, *given, leaves=True, threads=arguments.threads)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
-        return _failed(error, told(error, config, before))
+        return _failed(error, told(error, config, before), config)
     except Exception as error:
         told(error, config, before)
         raise
@@ -113,7 +141,15 @@ def _train(
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""
-    return run(mesh, config, sample, loader, deadline=deadline).stopped
+    try:
+        return run(mesh, config, sample, loader, deadline=deadline, leaves=True).stopped
+    except OSError as error:
+        raise as_passing(error) from error
+
+
+def interrupted() -> int:
+    """Report that Ctrl-C ended the program. Returns the exit status."""
+    return _fail("interrupted", INTERRUPTED)
 
 
 def _show(text: str) -> int:
@@ -121,22 +157,34 @@ def _show(text: str) -> int:
     return 0
 
 
-def _failed(error: Exception, said: str) -> int:
-    """Say what ended the run, the first cause last, then what is ``said``; the exit status."""
+def _failed(error: Exception, said: str, config: Config | None) -> int:
+    """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
     text, code = str(error), 1
-    if isinstance(error, PeerLost):
+    error = as_passing(error) if isinstance(error, OSError) else error
+    if isinstance(error, (PeerLost, *TRY_AGAIN)):
         code = STALLED
     elif isinstance(error, RankError):
         known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
         text, code = (text if known else error.trace), error.code
-    return _fail("\n".join(filter(None, (text, said))), code)
+        code = STALLED if error.is_any(*TRY_AGAIN) else code
+    return _fail("\n".join(filter(None, (text, said))), code, Mask(config))
 
 
-def _fail(text: str, code: int = 1) -> int:
-    Console().show_cursor()  # a rank that died may have left its progress bar unfinished
+def _fail(text: str, code: int = 1, mask: Mask = _NO_MASK) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        if on_screen():
+            Console().show_cursor()  # a rank that died may have left its progress bar unfinished
     if first_to_say(text):
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # it is not read: the status is enough
+            print(f"error: {mask.line(text)}", file=sys.stderr, flush=True)
     return code
+
+
+def _warn(text: str) -> None:
+    """Print on standard error what is known before there are ranks."""
+    if first_to_say(text):
+        with contextlib.suppress(OSError):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _seconds(text: str) -> float:
@@ -190,6 +238,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="report a rank that lets others wait longer than this (default: 300), or that has not "
         "met them by then (30 at least)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=count,
+        metavar="N",
+        help="CPU threads of each rank (default: OMP_NUM_THREADS, else an equal share of the "
+        "cores)",
     )
     parser.add_argument(
         "--replay-step",

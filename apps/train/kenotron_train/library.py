@@ -9,17 +9,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kenotron_config import Config, check_available
 from kenotron_dist import Mesh
 from kenotron_train.assemble import OwnModel
-from kenotron_train.availability import check_available
-from kenotron_train.config import Config
-from kenotron_train.failures import latest_start, told
+from kenotron_train.config_file import load_config
+from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.failures.last_failure import latest_start, told
+from kenotron_train.failures.replay import replay
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.loop import Outcome, run
-from kenotron_train.own_data import Hook, check_hook
-from kenotron_train.replay import replay
-from kenotron_train.start_ranks import start_ranks
-from kenotron_train.yaml_config import load_config
+from kenotron_train.run.loop import Outcome, run
+from kenotron_train.run.start_ranks import start_ranks
 
 T = TypeVar("T")
 
@@ -32,23 +31,26 @@ def train(
     hooks: Sequence[LifeCycle] = (),
     stall_limit: timedelta = timedelta(minutes=5),
     time_limit: timedelta | None = None,
+    threads: int | None = None,
 ) -> Outcome:
-    """Train as ``python apps/train`` does; what every step reported, and why it stopped, if it did.
+    """Train as ``python apps/train`` does; what its last steps reported, and why it stopped, if so.
 
     Arguments: a config or the path of a YAML file; the model's layers, see ``OwnModel`` (default:
     those of ``model.model_config``); data for stages with ``dataset: null``, see ``own_data.Hook``;
     what is called at seven moments of the run, see ``LifeCycle``; how long a rank may let others
-    wait; how long the run may take: before that it saves and stops, as it does on a signal.
+    wait; how long the run may take: before that it saves and stops, as it does on a signal; CPU
+    threads of each rank (default: ``OMP_NUM_THREADS``, else an equal share of the cores).
 
     Without a launcher local processes are started: then all of it must be picklable, the hooks are
     copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end
     the program with ``kenotron_dist.shutdown``. After a run that has ``stopped`` exit with
-    ``STOPPED``: launchers then know that the same command goes on.
+    ``STOPPED``: launchers then know that the same command resumes it.
 
     Raises what the run raises; RankError, which names the rank, where processes were started.
     """
-    deadline = math.inf if time_limit is None else time.time() + time_limit.total_seconds()
-    return _start(_train, config, loader, stall_limit, loader, model, tuple(hooks), deadline)
+    deadline = math.inf if time_limit is None else time.monotonic() + time_limit.total_seconds()
+    given = (loader, model, tuple(hooks), deadline)
+    return _start(_train, config, loader, stall_limit, *given, threads=threads)
 
 
 def replay_step(
@@ -74,19 +76,20 @@ def _start(
     loader: Hook | None,
     limit: timedelta,
     *given: Any,
+    threads: int | None = None,
 ) -> T:
-    """Do a piece of work on all ranks; a failure is kept, and the launcher told."""
+    """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
         config = load_config(config, [])
     check_available(config)
     check_hook(config, loader)
-    with latest_start(Path(config.checkpoints.checkpoints_path)) as before:
-        try:
-            return start_ranks(work, config, limit, *given)
-        except Exception as error:
-            if said := told(error, config, before):
-                error.add_note(said)
-            raise
+    before = latest_start(Path(config.checkpoints.checkpoints_path))
+    try:
+        return start_ranks(work, config, limit, *given, threads=threads)
+    except Exception as error:
+        if said := told(error, config, before):
+            error.add_note(said)
+        raise
 
 
 def _train(

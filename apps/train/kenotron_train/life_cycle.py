@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from kenotron_ckpt import SaveReport
+from kenotron_config import Config
 from kenotron_dist import Mesh
+from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.config import Config
-from kenotron_train.progress import Progress
-from kenotron_train.step import StepResult
+from kenotron_train.run.progress import Progress
 
 
 class LifeCycle:
-    """Seven moments of a run; override those you need. Every rank has one and calls it alike.
+    """Seven moments of a run; override those you need. Every rank calls its own at the same time.
 
     A method may communicate over the mesh, ``post_save_checkpoint`` excepted. What it raises ends
     the run.
@@ -57,25 +57,33 @@ class Together(LifeCycle):
 
     def pre_training(self, training: Training, progress: Progress) -> None:
         """Each one's."""
-        for hook in self._hooks:
+        for hook in self._hooks_of("pre_training", training):
             hook.pre_training(training, progress)
 
     def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
         """Each one's."""
-        for hook in self._hooks:
+        for hook in self._hooks_of("post_train_step", training):
             hook.post_train_step(training, progress, result)
 
     def pre_save_checkpoint(self, training: Training, progress: Progress) -> None:
         """Each one's."""
-        for hook in self._hooks:
+        for hook in self._hooks_of("pre_save_checkpoint", training):
             hook.pre_save_checkpoint(training, progress)
 
     def post_save_checkpoint(self, training: Training, saved: SaveReport) -> None:
         """Each one's."""
-        for hook in self._hooks:
+        for hook in self._hooks_of("post_save_checkpoint", training):
             hook.post_save_checkpoint(training, saved)
 
     def post_training(self, training: Training, progress: Progress) -> None:
         """Each one's."""
-        for hook in self._hooks:
+        for hook in self._hooks_of("post_training", training):
             hook.post_training(training, progress)
+
+    def _hooks_of(self, method: str, training: Training) -> list[LifeCycle]:
+        """Those that override a method. They may read parameters: none are in flight then."""
+        plain = getattr(LifeCycle, method)
+        hooks = [hook for hook in self._hooks if getattr(type(hook), method) is not plain]
+        if hooks:
+            training.optimizer.wait_for_parameters()
+        return hooks

@@ -1,14 +1,28 @@
 """The program: ``python apps/train``, ``torchrun apps/train``, and ``kenotron-train``."""
 
-from typing import NoReturn
+import signal
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from kenotron_dist import shutdown
-from kenotron_train.cli import main
+from kenotron_train.cli import interrupted, main
 
 
-def program() -> NoReturn:
-    """Run the command line and end this process as a rank must: see ``shutdown``."""
+def program(
+    ctrl_c: Callable[..., Any] | int | None = None, end: Callable[[], None] = lambda: None
+) -> NoReturn:
+    """Run the command line and end this process as a rank must: see ``shutdown``.
+
+    Args:
+        ctrl_c: handler of SIGINT from now on; None: the one that is there.
+        end: called when the work is done.
+    """
     try:
+        if ctrl_c is not None:
+            signal.signal(signal.SIGINT, ctrl_c)
         raise SystemExit(main())
+    except KeyboardInterrupt:  # outside of a run: flags are read, a report is drawn
+        raise SystemExit(interrupted()) from None
     finally:
+        end()
         shutdown()

@@ -9,7 +9,7 @@ from kenotron_dist import spawn
 
 LOADED = (  # as in the tests across packages, some of which may come before or after in one process
     "torch._dynamo",
-    "kenotron_train.loop",
+    "kenotron_train.run.loop",
     "transformers.activations",
     "transformers.models.auto.tokenization_auto",
     "pytest",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,14 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train.yaml_config import DEFAULT_CONFIG
+from kenotron_train.config_file import DEFAULT_CONFIG
 
 SHORT = {"tokens__train_steps": 3, "tokens__limit_val_batches": 0}
 """Changes of ``flags`` for a run of three steps."""
 PROGRAM = """
 from kenotron_dist import shutdown
 from kenotron_train.cli import main
-from kenotron_train.own_data import OwnData
+from kenotron_train.data.own_data import OwnData
 
 {sample}
     return [i * j % 251 for j in range(33)]
@@ -45,17 +44,6 @@ def flags(folder: Path, **changes: object) -> list[str]:
     """Flags of a tiny run. It names its config, so that it does not end with a sample of text."""
     folder.mkdir(exist_ok=True)
     return ["--config-file", str(DEFAULT_CONFIG), *runs.arguments(folder, **changes)]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on."""
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def until(is_so: Callable[[], bool], failed: Callable[[], str], seconds: float = 240) -> None:

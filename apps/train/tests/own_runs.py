@@ -10,12 +10,12 @@ from typing import Any
 
 import runs
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_train.config import Config
-from kenotron_train.loop import train
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.loop import train
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 WORDS = "the a of alpha beta gamma delta été naïve question answer one two three".split()
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"

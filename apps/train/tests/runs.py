@@ -10,6 +10,7 @@ from pathlib import Path
 import warm
 
 APP = Path(__file__).parents[1]
+TINY_LLAMA = APP.parents[1] / "packages/kenotron-config/tests/tiny_llama.yaml"
 TINY = {
     "model.model_config.hidden_size": 32,
     "model.model_config.intermediate_size": 48,
@@ -62,7 +63,7 @@ def program(
     return start(sys.executable, str(APP.parents[1] / name), *flags, cwd=folder, timeout=timeout)
 
 
-def metrics(folder: Path) -> list[dict]:
+def metrics(folder: Path, run: str = "checkpoints") -> list[dict]:
     """The steps of a run's metrics.jsonl."""
-    lines = (folder / "checkpoints/metrics.jsonl").read_text().splitlines()
+    lines = (folder / run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers import environment, free_ports, marked, until
+from launchers import environment, marked, until
+
+from kenotron_dist.testing import free_port
 
 NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel", "sinfo")
 SEARCH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
@@ -133,7 +135,7 @@ def _configure(folder: Path, conf: Path) -> None:
         "host": socket.gethostname(),
         "user": getpass.getuser(),
         "folder": folder,
-        "ports": free_ports(3),
+        "ports": [free_port() for _ in range(3)],
         "first": random.randrange(1000, 60_000),  # ports of ranks come from it
     }
     conf.write_text(CONF.format(**values))

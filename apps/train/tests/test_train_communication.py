@@ -9,22 +9,24 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, RankError, all_reduce, spawn
+from kenotron_engine import StepResult
 from kenotron_models import parameter_count
-from kenotron_train import loop
 from kenotron_train.assemble import Training
-from kenotron_train.config import Config
-from kenotron_train.curves import read_runs, summary
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.progress import Progress
-from kenotron_train.step import StepResult
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.report.curves import read_runs, summary
+from kenotron_train.run import loop
+from kenotron_train.run.progress import Progress
 
 TOKENS, HIDDEN, LAYERS, MICRO = 64, 32, 2, 2
 """Of a micro-batch; and how many a step has."""
 NORMS = 2 * LAYERS + 1
-WORLD = 16 * 8 + 4
-"""Partial sums of the gradient's norm, in fp64, and the loss, from the first rank to the other."""
+POWERS = 16 * 8 // 2
+"""The other rank's half of the sums of squares of 15 tensors and a filling one, in fp64."""
+WORLD = (16 // 2 + 1) * 8 + 4
+"""This rank's half of the whole sums and its word, in fp64, and the loss."""
 
 
 def config_of(folder: Path, **changes: object) -> Config:
@@ -45,9 +47,12 @@ def test_bytes_over_tp_are_activations_times_the_calls_of_layers(tmp_path: Path)
     activations = calls * (TOKENS * HIDDEN * 4 // 2)
     losses = 5 * TOKENS * 4  # five numbers of each token for the softmax over the vocabulary
     norms = NORMS * HIDDEN * 4  # whose gradients are sums over tp
-    assert sent(tmp_path) == [{"tp": MICRO * (activations + losses) + norms, "world": WORLD}] * 3
+    assert (
+        sent(tmp_path)
+        == [{"tp": MICRO * (activations + losses) + norms + POWERS, "world": WORLD}] * 3
+    )
     titles, line = summary(read_runs([str(tmp_path / "checkpoints")]))
-    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "tp 167KB, world 132B"
+    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "tp 167KB, world 76B"
 
 
 def test_bytes_over_dp_are_gradients_and_parameters(tmp_path: Path) -> None:
@@ -56,8 +61,9 @@ def test_bytes_over_dp_are_gradients_and_parameters(tmp_path: Path) -> None:
     spawn(loop.train, config, dp=2)
     half = parameter_count(config.decoder) * 4 // 2  # to the other rank: its part of the sum
     updated = half  # and this rank's part, which it has updated
-    count, loss = 8, 4
-    assert sent(tmp_path) == [{"dp": half + updated + count + loss, "world": WORLD}] * 3
+    counts, loss = 2 * 8, 4  # targets and real tokens
+    expected = half + updated + counts + loss + POWERS
+    assert sent(tmp_path) == [{"dp": expected, "world": WORLD}] * 3
 
 
 def test_nothing_is_counted_unless_it_is_asked_for(tmp_path: Path) -> None:

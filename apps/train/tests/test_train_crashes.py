@@ -15,7 +15,8 @@ from launchers import PROGRAM
 from test_train_launch import TORCHRUN, runs_still
 from test_train_stopping import flags, ranks_of, running
 
-from kenotron_train.failures import latest_start, noted
+from kenotron_ckpt import FolderLock
+from kenotron_train.failures.last_failure import latest_start, noted
 
 SAMPLE = """
 def sample(i):
@@ -78,9 +79,10 @@ def test_only_the_same_failure_at_the_same_step_counts(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
 
     def start(last: int) -> None:
-        fresh = tmp_path / "fresh"
-        fresh.write_text(json.dumps({"step": last}) + "\n")
-        fresh.replace(metrics)
+        lock = FolderLock(tmp_path)
+        metrics.write_text(json.dumps({"step": last}) + "\n")
+        lock.release()
+        time.sleep(0.02)  # the clock of file systems ticks every few milliseconds
 
     assert noted(tmp_path, "a") == "" and not (tmp_path / "failure.json").exists()
     start(4)
@@ -96,7 +98,8 @@ def test_only_the_same_failure_at_the_same_step_counts(tmp_path: Path) -> None:
     (tmp_path / "failure.json").write_text("cut o")
     start(9)
     assert noted(tmp_path, "b") == ""
-    (tmp_path / "failure.json").unlink()  # a start that ended before it made metrics
-    with latest_start(tmp_path) as before:
-        assert noted(tmp_path, "b", before) == ""
+    (tmp_path / "failure.json").unlink()  # a start that ended before it had the folder
+    before = latest_start(tmp_path)
+    metrics.write_text('{"step": 9}\n{"step": 10}\n')  # another start is still writing
+    assert noted(tmp_path, "b", before) == ""
     assert not (tmp_path / "failure.json").exists()

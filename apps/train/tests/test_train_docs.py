@@ -1,6 +1,7 @@
 """Every command of every document runs, or is marked as needing what a test has not.
 
-Trainings are made small: flags that shrink the model go before a command's own.
+All run in one folder, in reading order. Trainings are made small: flags that shrink the model go
+before a command's own.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ import runs
 from doc_commands import Command, complaints, missing, to_run
 from warm import Worker
 
+from kenotron_config import config_reference
 from kenotron_train.cli import main
-from kenotron_train.reference import config_reference
 
 ROOT = runs.APP.parents[1]
 DOCS = runs.APP / "docs"
 FOUND = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("apps/*/README.md")]
 FOUND = sorted([*FOUND, *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/docs/*.md")])
+BEGINNING = ("apps/train/docs/first-training.md", "README.md", "apps/train/README.md")
 NAMES = [path.relative_to(ROOT).as_posix() for path in FOUND]
+NAMES = [*BEGINNING, *(name for name in NAMES if name not in BEGINNING)]  # in reading order
 SMALL = [
     "model.model_config.hidden_size=32",
     "model.model_config.intermediate_size=48",
@@ -38,11 +41,11 @@ SMALL = [
     "tokens.limit_val_batches=2",
 ]
 SEQUEL = ("first-training.md",)  # its commands go on from one another, with the steps that it says
-EMPTY = (*SEQUEL, "extending.md")  # whose first run has no checkpoints
-FRESH = ["tokens.train_steps=3", "checkpoints.checkpoints_path={}"]
+FIRST = "python apps/train"  # the run with which most documents begin, made once in a folder
 ELSEWHERE = {  # examples that another test runs
     "custom_dataloader/train.py": "test_train_own_data.py",
     "own_program/train.py": "test_train_library.py",
+    "one_file/train.py": "test_train_one_file.py",
 }
 EXACT = ("--check", "kenotron_pp", "own_schedule")  # what prints the same on every machine
 
@@ -56,9 +59,19 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
 
 
 @pytest.fixture(scope="module")
-def already() -> set[str]:
-    """Commands that have run: several documents have the same ones."""
-    return set()
+def printed() -> dict[str, str]:
+    """What the run of FIRST printed; made again it has nothing to do."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def here(trained: Path, request: pytest.FixtureRequest) -> Path:
+    """The folder of a reader of all documents; a reader of later ones alone has a run before."""
+    folder = trained.with_name("here")
+    begins = any(BEGINNING[0] in item.nodeid for item in request.session.items)
+    skipped = shutil.ignore_patterns("checkpoints") if begins else None
+    shutil.copytree(trained, folder, symlinks=True, ignore=skipped)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +104,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, worker: Worker) -> Path:
     return folder
 
 
-def shrunk(arguments: list[str], name: str, folder: Path) -> list[str]:
+def shrunk(arguments: list[str], name: str) -> list[str]:
     """The arguments of a training, made small."""
-    last = folder / "last"
-    if "--replay-step" not in arguments:
-        count = int(last.read_text()) + 1 if last.exists() else 0
-        last.write_text(str(count))
-    fresh = [] if name in SEQUEL else [each.format(f"run{last.read_text()}") for each in FRESH]
-    return [*(part for each in [*SMALL, *fresh] for part in ("--set", each)), *arguments]
+    few = [] if name in SEQUEL else ["tokens.train_steps=3"]
+    return [*(part for each in [*SMALL, *few] for part in ("--set", each)), *arguments]
 
 
 def is_training(words: list[str]) -> bool:
@@ -118,7 +127,7 @@ def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[
         if program == "-m":
             program, rest = rest[0], rest[1:]
         if program in ("apps/train", "apps/generate", "apps/convert", "kenotron_pp"):
-            rest = shrunk(rest, name, folder) if is_training([program, *rest]) else rest
+            rest = shrunk(rest, name) if is_training([program, *rest]) else rest
             done = worker.run(folder, program, rest)
             if target:
                 target.write_text(done.stdout)
@@ -126,7 +135,7 @@ def execute(command: Command, name: str, folder: Path, worker: Worker) -> tuple[
     at = next((i for i, word in enumerate(words) if is_training(words[i:])), None)
     text = command.text
     if at is not None:
-        text = shlex.join([*words[: at + 1], *shrunk(words[at + 1 :], name, folder)])
+        text = shlex.join([*words[: at + 1], *shrunk(words[at + 1 :], name)])
         text = re.sub(r"^'([A-Z_]+=\w+)'", r"\1", text)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
@@ -141,26 +150,80 @@ def test_commands_are_run_or_marked(name: str) -> None:
     assert not complaints(ROOT / name)
 
 
-@pytest.mark.xdist_group("docs")  # what readers have is made once, what documents share run once
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("packages/")])
+def test_install_lines_name_the_version_of_torch(name: str) -> None:
+    lines = (ROOT / name).read_text().splitlines()
+    lines = [line for line in lines if line.startswith("pip install ") and "./packages/" in line]
+    assert lines and all(line.startswith("pip install torch==2.13.0 ") for line in lines), (
+        "the newest torch, with CUDA, is 3 GB"
+    )
+
+
+@pytest.mark.xdist_group("docs")  # one after the other, in one folder
 @pytest.mark.parametrize("name", [name for name in NAMES if to_run(ROOT / name)])
-def test_commands_run(
-    name: str, trained: Path, worker: Worker, already: set[str], tmp_path: Path
-) -> None:
-    folder, document = tmp_path / "here", ROOT / name
-    skipped = shutil.ignore_patterns("checkpoints") if document.name in EMPTY else None
-    shutil.copytree(trained, folder, symlinks=True, ignore=skipped)
+def test_commands_run(name: str, here: Path, worker: Worker, printed: dict[str, str]) -> None:
+    document = ROOT / name
     for command in to_run(document):
         words = " ".join(shlex.split(command.text, comments=True))
-        known = words in already and document.name not in SEQUEL and not command.output
-        if known or any(each in words for each in ELSEWHERE):
+        if any(each in words for each in ELSEWHERE):
             continue
-        already.add(words)
-        status, printed = execute(command, document.name, folder, worker)
+        status, said = execute(command, document.name, here, worker)
         place = f"{name}:{command.line}: {command.text}"
-        assert status == 0, f"{place}\n{printed}"
+        assert status == 0, f"{place}\n{said}"
+        if words == FIRST:
+            before = printed.setdefault(words, said)
+            said = said if document.name in SEQUEL else before
         exact = any(each in command.text for each in EXACT)
-        line = missing(command.output, printed, exact)
-        assert not line, f"{place}\nthe document has {line!r}, and it printed\n{printed}"
+        line = missing(command.output, said, exact)
+        assert not line, f"{place}\nthe document has {line!r}, and it printed\n{said}"
+
+
+def folder_of(words: list[str]) -> str:
+    """The run folder of a command that trains, as its flags or its example's config name it."""
+    given = [word for word in words if word.startswith("checkpoints.checkpoints_path=")]
+    if given:
+        return given[-1].partition("=")[2]
+    script, own = next(word for word in words if "apps/train" in word), ""
+    if "/examples/" in script:
+        config = (ROOT / script).with_name("config.yaml")
+        if not config.exists():  # the script names its folder, which is called as its own
+            return config.parent.name
+        own = re.findall(r"checkpoints_path: (\S+)", config.read_text())[0]
+    return own or "checkpoints"
+
+
+def test_each_documented_training_has_a_folder_of_its_own() -> None:
+    """Read in one folder, one document after the other, no command finds another one's run."""
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        for command in to_run(ROOT / name):
+            words = shlex.split(command.text, comments=True)
+            at = next((i for i, word in enumerate(words) if word.startswith("apps/train")), None)
+            aside = ("own_schedule", "/benchmarks/")  # these train nothing
+            if at is None or any(each in words[at] for each in aside) or words[0] == "cp":
+                continue
+            if words[at] == "apps/train" and not is_training(words[at:]):
+                continue
+            if words[at:] != ["apps/train"]:  # the default run, with which most documents begin
+                found.setdefault(folder_of(words), []).append(f"{name}: {' '.join(words)}")
+    several = {folder: lines for folder, lines in found.items() if len(lines) > 1}
+    assert set(several) == {"runs/replayed", "runs/custom_dataloader"}  # a sequel, and a repetition
+    assert [line for line in found["checkpoints"] if "first-training.md" not in line] == []
+
+
+def test_examples_run_after_a_first_training_in_one_folder(tmp_path: Path) -> None:
+    first = runs.train(tmp_path, *runs.arguments(tmp_path, tokens__train_steps=3))
+    assert first.returncode == 0, first.stderr
+    for script, *flags in (
+        ("custom_dataloader/train.py", "--set", "tokens.train_steps=2", "--config-file"),
+        ("own_model/gpt2.py",),
+        ("own_program/train.py",),
+    ):
+        path = runs.APP / "examples" / script
+        done = runs.start(
+            sys.executable, str(path), *flags, str(path.with_name("config.yaml")), cwd=tmp_path
+        )
+        assert done.returncode == 0, f"{script}: {done.stdout}{done.stderr}"
 
 
 @pytest.mark.parametrize(("example", "test"), ELSEWHERE.items())

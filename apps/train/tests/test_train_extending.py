@@ -10,13 +10,22 @@ import pytest
 import runs
 import torch
 
+from kenotron_config.yaml_build import build
 from kenotron_dist import Axis, spawn, tie_storages
-from kenotron_models import Context, LayerStack, LlamaConfig, build_decoder, registry
+from kenotron_models import (
+    AnyConfig,
+    Build,
+    Context,
+    Family,
+    LayerStack,
+    LlamaConfig,
+    build_decoder,
+    registry,
+)
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
-from kenotron_train.preview import stage_sizes
-from kenotron_train.yaml_build import build
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.preview import stage_sizes
 
 EXAMPLES = runs.APP / "examples"
 sys.path[:0] = [str(EXAMPLES / "own_model"), str(EXAMPLES / "own_schedule")]
@@ -59,7 +68,7 @@ def test_the_example_is_transformers_gpt2() -> None:
     torch.manual_seed(3)
     theirs = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=16,
                                         vocab_size=61)).eval()  # fmt: skip
-    layers = build_decoder(gpt2.Gpt2Config(**SIZES), Axis("tp", 0, (0,)), device="cpu")
+    layers = build_decoder(gpt2.Gpt2Config(**SIZES), Build(Axis("tp", 0, (0,)), device="cpu"))
     stack = LayerStack(layers)
     tie_storages(stack)
     stack.load_state_dict(as_ours(theirs.transformer.state_dict()))
@@ -100,7 +109,15 @@ def test_a_family_in_the_union_and_in_the_registry_is_found_by_its_marker(
     assert found == gpt2.Gpt2Config(**SIZES) and not problems
     build(union, given | {"hidden_size": 30}, "model.model_config", report)
     assert problems[0][0] == "model.model_config.hidden_size"
-    monkeypatch.setitem(registry.FAMILIES, "is_gpt2_config", gpt2.Gpt2Config)
+    build(union, given | {"rms_norm_eps": 1e-5}, "model.model_config", report)
+    assert problems[1][0] == "model.model_config.rms_norm_eps"
+    assert problems[1][1].startswith("is not a known key; ")
+    other = {"is_starcoder2_config": True, "rms_norm_eps": 1e-5}
+    build(AnyConfig, other, "model.model_config", report)
+    assert problems[2][0] == "model.model_config.rms_norm_eps"
+    assert problems[2][1].startswith("is not a known key; ")
+    family = Family(marker="is_gpt2_config", config=gpt2.Gpt2Config)
+    monkeypatch.setattr(registry, "FAMILIES", (*registry.FAMILIES, family))
     assert registry.config_from_json(asdict(found)) == found
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import runs
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_train.config import Config
-from kenotron_train.loop import train
-from kenotron_train.step import StepResult
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_engine import StepResult
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.loop import train
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 LAYOUTS = {
     "one": {},
     "dp2": {"parallelism__dp": 2, "tokens__micro_batch_size": 1},

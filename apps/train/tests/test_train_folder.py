@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_ckpt import SaveFailed
-from kenotron_ckpt.lock import FolderLock
+from kenotron_ckpt import FolderLock, SaveFailed
+from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_train import journal, loop, resume
-from kenotron_train.config import Config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.report import metrics_file
+from kenotron_train.run import loop, resume
 
 
 def configure(folder: Path, **changes: object) -> Config:
@@ -43,16 +43,16 @@ def test_a_journal_that_goes_on_drops_steps_done_again_and_cut_lines(tmp_path: P
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": i, "lm_loss": i / 2}) for i in (1, 2, 3)]
     path.write_text("\n".join(lines) + '\n{"step": 4, "lm_')
-    book = journal.Journal(tmp_path, 3)
+    book = metrics_file.Journal(tmp_path, 3)
     book.write({"step": 3, "lm_loss": 9.0})
     book.close()
-    assert [(s["step"], s["lm_loss"]) for s in journal.read_journal(path)] == [
+    assert [(s["step"], s["lm_loss"]) for s in metrics_file.read_journal(path)] == [
         (1, 0.5), (2, 1.0), (3, 9.0),
     ]  # fmt: skip
-    book = journal.Journal(tmp_path, 1)
+    book = metrics_file.Journal(tmp_path, 1)
     book.close()
     assert path.read_text() == "" and book.aside == tmp_path / "metrics.1.jsonl"
-    assert [s["step"] for s in journal.read_journal(book.aside)] == [1, 2, 3]
+    assert [s["step"] for s in metrics_file.read_journal(book.aside)] == [1, 2, 3]
 
 
 def test_metrics_of_a_run_without_checkpoints_are_kept(

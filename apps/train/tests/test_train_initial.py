@@ -11,13 +11,13 @@ import torch
 from runs import arguments, metrics, train
 
 from kenotron_ckpt import TensorSize, read_manifest, read_record, resolve, write_safetensors
+from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
 from kenotron_models import config_from_json
 from kenotron_models.hf import config_to_hf, hf_tensors
-from kenotron_train.assemble import build_training, model_records
-from kenotron_train.config import Config
-from kenotron_train.initial import load_initial
-from kenotron_train.yaml_config import DEFAULT_CONFIG, parse_config
+from kenotron_train.assemble import build_training
+from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
+from kenotron_train.run.initial import load_initial
 
 SHORT = {"tokens__train_steps": 1, "checkpoints__save_final_state": True}
 
@@ -65,7 +65,7 @@ def begun(mesh: Mesh, config: Config) -> tuple[dict[str, torch.Tensor], str]:
     """First weights of one process, padding too, and the sentence about them."""
     training = build_training(config, mesh)
     said = load_initial(training)
-    return {n: tensor.clone() for n, (tensor, _) in model_records(training.model).items()}, said
+    return {n: tensor.clone() for n, (tensor, _) in training.records().items()}, said
 
 
 @pytest.mark.parametrize("kind", ["run folder", "step folder", "hugging face"])
@@ -108,8 +108,14 @@ def test_a_tied_model_begins_an_untied_one_and_not_the_other_way_round(folder, t
     found, _ = spawn(begun, configure(tmp_path, tied))[0]
     assert torch.equal(found["head.weight"], saved(folder)["embedding.weight"])
 
+    said_tied = as_hf(folder, tmp_path / "said tied")
+    says = json.loads((said_tied / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (said_tied / "config.json").write_text(json.dumps(says))
+    found, _ = spawn(begun, configure(tmp_path, said_tied))[0]
+    assert torch.equal(found["head.weight"], saved(folder)["head.weight"])
+
     changes = {"model__model_config__tie_word_embeddings": "true"}
-    for source in (folder / "checkpoints", as_hf(folder, tmp_path / "untied")):
+    for source in (folder / "checkpoints", as_hf(folder, tmp_path / "untied"), said_tied):
         done = train(tmp_path, *arguments(tmp_path, **begin(source), **changes))
         assert done.returncode == 1
         assert "has a head of its own, and model.model_config.tie_word" in done.stderr

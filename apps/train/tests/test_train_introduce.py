@@ -9,8 +9,9 @@ import pytest
 import runs
 
 from kenotron_dist import Mesh
-from kenotron_train import introduce, loop
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.report import banner
+from kenotron_train.run import loop
 
 FEW = (
     "WARNING|DP=0|PP=0|TP=0]: 1 GPU can be seen on this host, which has 2 ranks: all ranks compute "
@@ -25,6 +26,6 @@ def test_a_run_on_cpus_says_why(
 ) -> None:
     config = load_config(DEFAULT_CONFIG, runs.arguments(tmp_path, tokens__train_steps=1)[1::2])
     seen = {"visible_gpus": lambda: gpus, "local_ranks": lambda size: ranks}
-    with mock.patch.multiple(introduce, **seen):
+    with mock.patch.multiple(banner, **seen):
         loop.run(Mesh.connect(), config)
     assert said in capsys.readouterr().out

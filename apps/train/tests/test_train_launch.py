@@ -11,6 +11,8 @@ from pathlib import Path
 
 import runs
 
+from kenotron_train.run.start_ranks import _secret_file
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
 
 
@@ -30,6 +32,13 @@ def test_torchrun_trains_the_same_numbers(tmp_path: Path) -> None:
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert losses(spawned) == losses(launched)
     assert len(losses(launched)) == 3
+    assert not (launched / "checkpoints/.job-secret").exists()  # all ranks have read it
+
+
+def test_ranks_get_a_secret_from_the_folder_of_the_run(tmp_path: Path, monkeypatch) -> None:
+    assert _secret_file(tmp_path / "a/b") == tmp_path / "a/b/.job-secret"
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert _secret_file(tmp_path / "a/b") is None
 
 
 def test_a_wrong_number_of_processes_is_a_sentence_said_once(tmp_path: Path) -> None:
@@ -42,14 +51,17 @@ def test_a_wrong_number_of_processes_is_a_sentence_said_once(tmp_path: Path) -> 
 
 
 def descendants(pid: int) -> list[int]:
-    found = []
+    """All children of a process, and theirs, from one look at the processes there are."""
+    children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             parent = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
-        if parent == pid:
-            found += [int(entry.name), *descendants(int(entry.name))]
+        children.setdefault(parent, []).append(int(entry.name))
+    found = list(children.get(pid, []))
+    for each in found:  # grows while it is read
+        found += children.get(each, [])
     return found
 
 

@@ -8,11 +8,12 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_train import layer_metrics, loop, step
-from kenotron_train.config import Config
-from kenotron_train.layer_names import component_of, reported_name
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_engine import layer_metrics, step
+from kenotron_models import component_of, reported_name
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run import loop
 
 EVERY = 2
 STATS = {"mean", "std", "min", "max", "norm_l1", "norm_l2", "zero_frac", "kurtosis"}

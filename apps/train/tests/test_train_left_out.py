@@ -12,15 +12,16 @@ from test_train_rollback import BAD, configure, poison
 
 from kenotron_data import Cursor, TokenFile
 from kenotron_dist import Mesh
-from kenotron_train import loop, replay
-from kenotron_train import step as room
-from kenotron_train.corpus import open_corpus
-from kenotron_train.feed import OpenStage
-from kenotron_train.left_out import keep_left_out, left_out_since
+from kenotron_engine import step as room
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.data.stage_loader import OpenStage
+from kenotron_train.failures import replay
+from kenotron_train.failures.records import read_record
+from kenotron_train.failures.skipped_batches import keep_left_out, left_out_since
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.progress import Progress
-from kenotron_train.records import read_record
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.run import loop
+from kenotron_train.run.progress import Progress
 
 GOOD = -7
 """No sample has this number: nothing is poisoned."""
@@ -114,7 +115,7 @@ def test_a_checkpoint_that_was_written_anew_is_another(tmp_path: Path) -> None:
     def write(seal: str) -> None:
         (step / "manifest.json").write_text(f'{{\n"records": {{}},\n"checksum": "{seal}"\n}}\n')
 
-    from kenotron_ckpt.index import seal_of
+    from kenotron_ckpt import seal_of
 
     write("0123456789abcdef")
     assert seal_of((step / "manifest.json").read_text()) == "0123456789abcdef"
@@ -151,12 +152,16 @@ def caught(config) -> tuple[dict[int, list[int]], dict]:
     tokens: dict[int, list[int]] = {}
     right = room.loss_fn
 
-    def loss_fn(training, batch, count, extra=None):
-        places, rows = batch.samples_MB.flatten().tolist(), batch.tokens_MBS.flatten(0, 1)
-        if 4 in places:
-            tokens.update(zip(places, rows.tolist(), strict=True))
-        whole = right(training, batch, count, extra)
-        return lambda logits, m: whole(logits, m) * (float("nan") if 4 in places else 1.0)
+    def loss_fn(training, micros, count, extra=None):
+        found = {
+            place: row.tolist()
+            for micro in micros
+            for place, row in zip(micro.samples_B.tolist(), micro.tokens_BS, strict=True)
+        }
+        if 4 in found:
+            tokens.update(found)
+        whole = right(training, micros, count, extra)
+        return lambda logits, m: whole(logits, m) * (float("nan") if 4 in found else 1.0)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
         patch.setattr(room, "loss_fn", loss_fn)

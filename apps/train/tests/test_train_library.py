@@ -13,11 +13,11 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import Config
 from kenotron_dist import Mesh, RankError, named_parameters
 from kenotron_train import LifeCycle, OwnData, replay_step, train
-from kenotron_train.config import Config
-from kenotron_train.replay import replay
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.failures.replay import replay
 
 EXAMPLE = runs.APP / "examples/own_program"
 TP4 = {"parallelism__tp": 4}
@@ -83,7 +83,7 @@ def test_the_example_learns_on_two_stages(tmp_path: Path) -> None:
     done = runs.start(*command, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("nats off") == 4
-    losses = [step["lm_loss"] for step in runs.metrics(tmp_path)]
+    losses = [step["lm_loss"] for step in runs.metrics(tmp_path, "runs/own_program")]
     assert len(losses) == 40 and losses[-1] < 0.8 * losses[0]
 
 

@@ -12,18 +12,18 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
+from kenotron_engine import StepResult
+from kenotron_engine import step as room
 from kenotron_optim import LRSchedule, NonFinite, learning_rate
-from kenotron_train import step as room
-from kenotron_train.blame import Blame, _origins
-from kenotron_train.config import Config
-from kenotron_train.loop import train
-from kenotron_train.recovery import _written
-from kenotron_train.step import StepResult
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.failures.nonfinite_record import Blame, _origins
+from kenotron_train.failures.recovery import _written
+from kenotron_train.run.loop import train
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 NAN = float("nan")
 SIX = range(1, 7)
 LAYOUTS = [{"dp": 2}, {"pp": 2, "tp": 2}]
@@ -43,13 +43,13 @@ def configure(
 
 def poisoned(mesh: Mesh, config: Config, rank: int, where: str) -> list[StepResult]:
     """Train with a loss, or a gradient and loss, that is nan on one rank in steps 2 and 3."""
-    right_count, right_loss = room.global_count, room.loss_fn
+    right_gradient, right_loss = room.gradient, room.loss_fn
     now = 0
 
-    def count(batch, mesh, step):
+    def gradient(training, batch, step, *more):
         nonlocal now
         now = step
-        return right_count(batch, mesh, step)
+        return right_gradient(training, batch, step, *more)
 
     def loss_fn(training, batch, count, extra=None):
         whole = right_loss(training, batch, count, extra)
@@ -59,8 +59,7 @@ def poisoned(mesh: Mesh, config: Config, rank: int, where: str) -> list[StepResu
             return lambda logits, m: whole(logits, m) + NAN
         return lambda logits, m: whole(logits, m) * NAN
 
-    patches = {"global_count": count, "loss_fn": loss_fn}
-    with mock.patch.multiple(room, **patches):
+    with mock.patch.multiple(room, gradient=gradient, loss_fn=loss_fn):
         return train(mesh, config)
 
 

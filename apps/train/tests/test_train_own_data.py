@@ -11,8 +11,8 @@ import runs
 from own_runs import LAYOUTS, configure, run
 
 from kenotron_dist import RankError
-from kenotron_train.corpus import open_corpus
-from kenotron_train.own_data import OwnData, check_hook, own_data
+from kenotron_train.data.own_data import OwnData, check_hook, own_data
+from kenotron_train.data.stage_dataset import open_corpus
 
 SIZE = 200
 EXAMPLE = Path(__file__).parents[1] / "examples/custom_dataloader"
@@ -114,7 +114,8 @@ def test_the_example_learns(tmp_path):
     assert len(script.read_text().splitlines()) <= 40
     done = runs.start(
         sys.executable, str(script), "--config-file", str(EXAMPLE / "config.yaml"),
-        "--set", "tokens.train_steps=30", cwd=tmp_path,
+        "--set", "tokens.train_steps=30", "--set", "checkpoints.checkpoints_path=checkpoints",
+        cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "data of one's own: 9,000 samples, 1,000 held out" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 import runs
 
 DATA, TOKENIZER = "stas/openwebtext-10k", "robot-test/dummy-tokenizer-wordlevel"
-YAML = Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8")
+YAML = runs.TINY_LLAMA.read_text(encoding="utf-8")
 
 
 def words(folder: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train import report_cli, report_page
-from kenotron_train.charts import Line, line_chart, ticks
 from kenotron_train.cli import main
-from kenotron_train.curves import MOST_POINTS, Run, read_runs, summary
+from kenotron_train.report import cli as report_cli
+from kenotron_train.report import page as report_page
+from kenotron_train.report.charts import Line, line_chart, ticks
+from kenotron_train.report.curves import MOST_POINTS, Run, read_runs, summary
 
 
 def write_run(folder: Path, losses: list[float | None], **more: list) -> Path:

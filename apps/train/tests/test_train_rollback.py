@@ -13,14 +13,15 @@ import runs
 import torch
 
 from kenotron_ckpt import read_manifest
+from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_train import loop, replay
-from kenotron_train import step as room
-from kenotron_train.config import Config
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_engine import step as room
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.failures import replay
+from kenotron_train.run import loop
 
-PRELOAD = ("torch._dynamo", "kenotron_train.loop")
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 LAYOUTS = {
     "one": {},
     "dp2": {"parallelism__dp": 2, "tokens__micro_batch_size": 1},
@@ -41,9 +42,9 @@ def poison(sample: int | None):
     """A loss that is nan for batches with a sample (None: all)."""
     right = room.loss_fn
 
-    def loss_fn(training, batch, count, extra=None):
-        whole = right(training, batch, count, extra)
-        if sample is not None and sample not in batch.samples_MB:
+    def loss_fn(training, micros, count, extra=None):
+        whole = right(training, micros, count, extra)
+        if sample is not None and all(sample not in micro.samples_B for micro in micros):
             return whole
         return lambda logits, m: whole(logits, m) * math.nan
 

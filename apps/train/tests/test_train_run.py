@@ -18,6 +18,7 @@ LINE = re.compile(
 )
 
 
+@pytest.mark.smoke
 def test_a_run_prints_nanotrons_lines_and_writes_full_precision(tmp_path: Path) -> None:
     done = runs.train(tmp_path, *runs.arguments(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -196,8 +197,8 @@ def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
 def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:
     assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
     prompt = ("apps/generate", tmp_path, "--ckpt-path", "checkpoints/6", "--prompt")
-    refused = runs.program(*prompt, "")
-    assert refused.returncode == 1 and "--prompt is empty" in refused.stderr
+    free = runs.program(*prompt, "", "--max-new-tokens", "12")  # out of nothing
+    assert free.returncode == 0 and "12 tokens for 1 prompt" in free.stderr
     texts = [
         runs.program(*prompt, "line ", "--max-new-tokens", "12", *flags)
         for flags in ([], ["--tp", "2"], ["--pp", "2"])
@@ -242,3 +243,14 @@ def test_an_empty_corpus_and_a_folder_that_is_no_checkpoint(tmp_path: Path) -> N
         tmp_path, *runs.arguments(tmp_path, checkpoints__resume_checkpoint_path=empty)
     )
     assert done.returncode == 1 and str(empty) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_an_unknown_subcommand_gets_a_suggestion(tmp_path: Path) -> None:
+    for word, advice in (
+        ("reprot", "there is no subcommand 'reprot'; did you mean report? (subcommands: report, "),
+        ("my run.yaml", "; a config is given with --config-file 'my run.yaml' (subcommands"),
+        ("xyz", "there is no subcommand 'xyz' (subcommands: report, slurm, verify, "),
+    ):
+        done = runs.train(tmp_path, word, "runs")
+        assert done.returncode == 2
+        assert advice in " ".join(done.stderr.split())

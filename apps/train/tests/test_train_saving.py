@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kenotron_ckpt import SaveFailed, loading, save
+from kenotron_ckpt import SaveFailed, byte_checks, save
 from kenotron_dist import Mesh, TensorLayout, spawn
-from kenotron_train.saving import check_saved
+from kenotron_train.run.saving import check_saved
 
 
 def saved(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
@@ -20,14 +20,14 @@ def saved(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
     tensors = {name: (torch.ones(64, 64), layout) for name, layout in layouts.items()}
     save(folder, 3, tensors, mesh, {})
     read: list[str] = []
-    right = loading.file_faults
+    right = byte_checks.file_faults
 
     def faults(path, entry, pieces):
         read.extend(piece.key.partition("@")[0] for piece in pieces)
         return right(path, entry, pieces)
 
     saver = SimpleNamespace(mesh=mesh, folder=Path(folder))
-    with mock.patch.object(loading, "file_faults", faults):
+    with mock.patch.object(byte_checks, "file_faults", faults):
         check_saved(saver, 3)
     errors = []
     for damage in (_flip, Path.unlink):

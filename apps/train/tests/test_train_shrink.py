@@ -11,14 +11,13 @@ import pytest
 import runs
 import yaml
 
+from kenotron_config import Config, dump_config, unavailable
 from kenotron_models import parameter_count
 from kenotron_optim import MuonConfig
-from kenotron_train.availability import unavailable
-from kenotron_train.config import Config
-from kenotron_train.shrink import changes, has_documents, on_one_process, shrink
-from kenotron_train.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
-from kenotron_train.shrink_model import small_heads, small_vocabulary
-from kenotron_train.yaml_config import dump_config, load_config, parse_config
+from kenotron_train.config_file import load_config, parse_config
+from kenotron_train.verify.shrink import changes, has_documents, on_one_process, shrink
+from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
+from kenotron_train.verify.shrink_model import small_heads, small_vocabulary
 
 BASE = yaml.safe_load((runs.APP / "kenotron_train/default.yaml").read_text())
 FILES = sorted(
@@ -26,7 +25,7 @@ FILES = sorted(
         *runs.APP.glob("configs/*.yaml"),
         *runs.APP.glob("examples/*/*.yaml"),
         runs.APP / "kenotron_train/default.yaml",
-        Path(__file__).with_name("tiny_llama.yaml"),
+        runs.TINY_LLAMA,
     ]
 )
 LLAMA3 = {"factor": 8.0, "rope_type": "llama3", "original_max_position_embeddings": 8192}
@@ -132,25 +131,29 @@ def structure(config: Config) -> dict[str, Any]:
     depth, stages = spec.num_hidden_layers, sizes.pp * sizes.schedule.chunks
     unit = config.model.make_vocab_size_divisible_by * sizes.tp
     sequence = config.longest_sequence
-    shared = sum(layer in spec.full_attention_layers for layer in layers)
+    mixers, block = [block.mixer for block in spec.blocks], spec.blocks[0]
+    first, windows = mixers[0], [mixer.window for mixer in mixers]
+    shared = sum(window is None for window in windows)
+    ropes = [mixer.rope for mixer in mixers if mixer.rope is not None]
     again = {sizes.recompute_of(layer) for layer in layers}
-    whole = spec.num_attention_heads * spec.head_dim
+    whole = first.heads * first.head_dim
     return {
         "family": type(config.model.model_config),
         "tied": spec.tie_word_embeddings,
         "axes": (sizes.dp > 1, sizes.pp > 1, sizes.tp > 1),
         "mode": (sizes.mode, sizes.schedule.name),
         "layers over stages": (depth % stages == 0, depth < stages),
-        "kv heads": (spec.kv_heads == spec.num_attention_heads, spec.kv_heads < sizes.tp),
+        "kv heads": (first.kv_heads == first.heads, first.kv_heads < sizes.tp),
         "heads": (whole > spec.hidden_size) - (whole < spec.hidden_size),
         "vocabulary": (spec.vocab_size % sizes.tp == 0, spec.vocab_size % unit == 0),
         "windows": (spec.window is not None, (spec.window or sequence) < sequence),
         "without window": (shared == 0, shared == depth),
-        "positions": (spec.rope_theta, spec.rope_interleaved, spec.learned_positions),
-        "no positions": {spec.rotates(layer) for layer in layers},
-        "stretched": spec.rope_scaling and spec.rope_scaling.rope_type,
-        "biases": (spec.qkv_bias, spec.out_bias, spec.mlp_bias, spec.norm, spec.qk_norm),
-        "loss": (spec.z_loss, spec.embedding_dropout, spec.residual_dropout),
+        "positions": ({(r.theta, r.interleaved) for r in ropes}, spec.learned_positions),
+        "no positions": {mixer.rope is None for mixer in mixers},
+        "stretched": {rope.scaling and rope.scaling.rope_type for rope in ropes},
+        "biases": (first.qkv_bias, first.out_bias, block.feed_forward.bias),
+        "norms": (spec.norm, block.norm, first.qk_norm),
+        "loss": (spec.z_loss, spec.embedding_dropout, block.dropout),
         "documents": has_documents(config) if tokens.train_steps > 10 else None,
         "again": again,
         "compile": config.model.compile,

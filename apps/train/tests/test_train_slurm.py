@@ -15,7 +15,7 @@ import runs
 import slurm_cluster
 from test_train_crashes import own
 
-from kenotron_train.yaml_config import load_config
+from kenotron_train.config_file import load_config
 
 pytestmark = [
     pytest.mark.xdist_group("slurm"),  # one cluster for all of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,9 +13,9 @@ import pytest
 import runs
 
 from kenotron_train.cli import _duration, main
-from kenotron_train.durations import seconds_of
-from kenotron_train.provenance import code_state
-from kenotron_train.slurm_job import TEMPLATE
+from kenotron_train.slurm.durations import seconds_of
+from kenotron_train.slurm.job import TEMPLATE
+from kenotron_train.slurm.provenance import code_state
 
 SUBMIT = "python apps/train slurm "
 STUB = """#!/bin/sh
@@ -120,7 +121,7 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
         ),
         ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp or tp"),
         ("--nodes 1 --time soon", "--time soon is no time: give MINUTES, MINUTES:SECONDS, "),
-        ("--nodes 1 --time 6", "--time 6 is 360 s, and the ranks are told to save and end 300 s"),
+        ("--nodes 1 --time 6", "--time 6 is 360 s, and the ranks are asked to save and end 300 s"),
         ("--nodes 1 --stop-before 70000", "give 1 to 65535 seconds"),
         ("--nodes 1 --sbatch C=h100", "'h100' is no option of sbatch: write its long name"),
         ("--nodes 1 --sbatch time=5", "--sbatch time: the script has it; give --time instead"),
@@ -172,10 +173,11 @@ def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     folder = next(line[7:] for line in script.splitlines() if line.startswith("folder="))
     Path(folder).mkdir(parents=True)
 
-    def end(status: int) -> tuple[int, str, str]:
+    def end(status: int, starts: int = 0) -> tuple[int, str, str]:
         log.write_text("")
         env = {"PATH": f"{tools}:{os.environ['PATH']}", "srun_status": str(status)}
         env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+        env |= {"SLURM_RESTART_COUNT": str(starts)} if starts else {}
         done = subprocess.run(
             ["bash"], input=script, env=env, capture_output=True, text=True, check=False
         )
@@ -183,6 +185,73 @@ def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         return done.returncode, done.stdout.splitlines()[-1], log.read_text().splitlines()[-1]
 
     return end
+
+
+def test_the_file_of_failures_is_no_code(ending, tmp_path: Path) -> None:
+    (failures,) = [folder / "failures" for folder in tmp_path.glob("checkpoints/slurm/*")]
+    hostile = f"a[$(touch$IFS{tmp_path}/ran)] 0"
+    for text in (hostile, "9999999999999999999 0", "-1 0", "", "01 0"):
+        failures.write_text(text + "\n")
+        assert ending(75)[::2] == (0, "scontrol requeue 7")
+        assert failures.read_text() == ("2 0\n" if text == "01 0" else "1 0\n")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "what", ["checkpoints_path", "the current folder", "the interpreter", "the program"]
+)
+def test_a_path_that_breaks_out_of_the_script_is_refused(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a\ntouch ran #"
+    folder.mkdir()
+    flags = ["--set", f"checkpoints.checkpoints_path={json.dumps(str(folder))}"]
+    if what != "checkpoints_path":
+        flags = ["--set", "checkpoints.checkpoints_path=/tmp/run"]
+    if what == "the current folder":
+        monkeypatch.chdir(folder)
+    elif what == "the interpreter":
+        monkeypatch.setattr("sys.executable", f"{folder}/venv/bin/python")
+    elif what == "the program":
+        monkeypatch.setattr("sys.argv", [f"{folder}/train"])
+    code, script, remarks = dry(capsys, "--nodes", "1", *flags)
+    assert code == 1 and script == ""
+    assert f"{what} '{tmp_path}/a\\ntouch ran #" in remarks
+    assert "cannot be printed, which would break out of the job's script: rename it" in remarks
+
+
+def test_a_path_that_reads_like_commands_is_one_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / """a $(touch ran) `touch ran` "q" it's; touch ran #é"""
+    tools = tmp_path / "tools"
+    for folder in (home, tools):
+        folder.mkdir()
+    for name in ("srun", "scontrol"):
+        (tools / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$PWD" "$@" > {tmp_path}/{name}\n')
+        (tools / name).chmod(0o755)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr("sys.executable", f"{home}/venv/bin/python")
+    monkeypatch.setattr("sys.argv", [f"{home}/train"])
+    code, script, _ = dry(capsys, "--nodes", "1")
+    assert code == 0
+    env = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    done = subprocess.run(["bash"], input=script, env=env, text=True, check=True)
+    assert done.returncode == 0
+    where, *_, python, program, _, config = (tmp_path / "srun").read_text().splitlines()
+    assert (where, python) == (str(home), f"{home}/venv/bin/python")
+    assert program == f"{home}/train" and config.startswith(f"{home}/checkpoints/slurm/")
+    assert not list(tmp_path.rglob("ran"))
+
+
+def test_each_start_has_a_secret_for_its_ranks(ending, tmp_path: Path) -> None:
+    (tmp_path / "tools" / "srun").write_text(
+        f'#!/bin/sh\necho "$KENOTRON_JOB_SECRET" >> {tmp_path}/secrets; echo >> {tmp_path}/called\n'
+    )
+    ending(0)
+    ending(0)
+    first, second = (tmp_path / "secrets").read_text().split()
+    assert len(first) == len(second) == 64 and first != second
 
 
 def test_a_job_goes_back_when_it_was_stopped_and_not_for_ever_when_it_fails(ending) -> None:
@@ -208,10 +277,11 @@ def test_failures_with_a_checkpoint_between_them_are_not_in_a_row(ending, tmp_pa
     assert [ending(137)[0] for _ in range(2)] == [0, 137]
 
 
-def test_a_job_that_cannot_count_its_failures_ends(ending, tmp_path: Path) -> None:
+def test_a_job_that_cannot_count_its_failures_counts_its_starts(ending, tmp_path: Path) -> None:
     (folder,) = tmp_path.glob("checkpoints/slurm/*")
     (folder / "failures").mkdir()
-    code, said, called = ending(75)
+    assert [ending(75, starts)[::2] for starts in (0, 1)] == [(0, "scontrol requeue 7")] * 2
+    code, said, called = ending(75, 2)
     assert code == 75 and "failures cannot be written: not started again" in said
     assert called.startswith("srun")
 

@@ -9,8 +9,8 @@ import pytest
 import runs
 from own_runs import LAYOUTS, configure, documents, jsonl, run
 
-from kenotron_train.config import cautions
-from kenotron_train.preview import preview, stage_sizes
+from kenotron_config import cautions
+from kenotron_train.run.preview import preview, stage_sizes
 
 SHORT, LONG = 16, 48
 

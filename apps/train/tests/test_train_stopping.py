@@ -17,7 +17,7 @@ import runs
 from test_train_launch import TORCHRUN, descendants
 
 from kenotron_dist import Signals
-from kenotron_train.stopping import Stopper
+from kenotron_train.run.stopping import Stopper
 
 STOPPED = 85
 STEPS = 60
@@ -42,16 +42,20 @@ def running(folder: Path, *arguments: str, steps: int, launcher: tuple[str, ...]
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True,
     ) as process:  # fmt: skip
-        metrics = folder / "checkpoints/metrics.jsonl"
-        deadline = time.monotonic() + 90
-        while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
-            assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
-            time.sleep(0.02)
+        wait_for_steps(folder, process, steps)
         try:
             yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int) -> None:
+    metrics = folder / "checkpoints/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= steps):
+        assert time.monotonic() < deadline and process.poll() is None, process.stdout.read()
+        time.sleep(0.02)
 
 
 def ranks_of(pid: int) -> list[int]:
@@ -90,8 +94,10 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
 ) -> None:
     layout, want = whole
     steps = DRAW.randint(1, STEPS // 3)
-    with running(tmp_path, *flags(tmp_path, layout), steps=steps) as process:
-        os.kill(DRAW.choice(ranks_of(process.pid)), getattr(signal, name))  # any rank
+    with running(tmp_path, *flags(tmp_path, layout), steps=1) as process:
+        rank = DRAW.choice(ranks_of(process.pid))  # looked for early: all steps take about a second
+        wait_for_steps(tmp_path, process, steps)
+        os.kill(rank, getattr(signal, name))
         out, _ = process.communicate(timeout=60)
     assert process.returncode == STOPPED, out
     stopped = len(runs.metrics(tmp_path))
@@ -136,6 +142,25 @@ def test_the_program_passes_signals_on_and_a_second_one_ends_it(tmp_path: Path) 
         out, _ = process.communicate(timeout=60)
     assert time.monotonic() - began < 15
     assert process.returncode == 128 + signal.SIGTERM, out
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_closes_stops_a_run_unless_that_is_ignored(
+    nohup: bool, tmp_path: Path
+) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        many = flags(tmp_path, "four", tokens__train_steps=40 if nohup else 100_000)
+        with running(tmp_path, *many, steps=2) as process:
+            os.killpg(process.pid, signal.SIGHUP)  # all processes of the session get it
+            out, _ = process.communicate(timeout=90)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    if nohup:
+        assert process.returncode == 0 and len(runs.metrics(tmp_path)) == 40, out
+        return
+    assert process.returncode == STOPPED and "received SIGHUP" in out, out
+    assert (tmp_path / f"checkpoints/{len(runs.metrics(tmp_path))}/manifest.json").exists()
 
 
 @pytest.fixture
@@ -187,12 +212,37 @@ def test_a_time_limit_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_time_of_a_save_is_counted() -> None:
-    stopper = Stopper(Signals(), time.time() + 60, 0)
+    stopper = Stopper(Signals(), time.monotonic() + 60, 0)
     assert stopper.word() == 0
     stopper.saved(50.0)
     assert stopper.word() == 510
-    stopper.hear([0.0, 510.0])
+    stopper.receive([0.0, 510.0])
     assert stopper.reason == "the time limit is near"
+
+
+def test_a_clock_that_is_set_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopper = Stopper(Signals(), time.monotonic() + 60, 0)
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    assert stopper.word() == 0
+    late = Stopper(Signals(), time.monotonic() + 1, 0)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert late.word() == 510
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_finished_run_that_is_stopped_while_it_leaves_is_finished(
+    layout: str, tmp_path: Path
+) -> None:
+    """All its processes get signals from the moment when the last step is written."""
+    few = flags(tmp_path, layout, tokens__train_steps=3)
+    with running(tmp_path, *few, steps=3) as process:
+        began = time.monotonic()
+        while process.poll() is None and time.monotonic() - began < 0.9:
+            os.kill(process.pid, signal.SIGTERM)
+            time.sleep(0.01)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, out
+    assert (tmp_path / "checkpoints/3/manifest.json").exists()
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "1:2:3:4", "nan", "1::2"])
@@ -207,7 +257,9 @@ def test_a_finished_run_is_not_run_again(tmp_path: Path) -> None:
     files = {
         path: path.read_bytes()
         for path in tmp_path.rglob("*")
-        if path.suffix and path.suffix != ".lock"
+        if path.suffix
+        and path.suffix != ".lock"
+        and path.name != "log.txt"  # it tells of each start
     }
     done = runs.train(tmp_path, *short)
     assert done.returncode == 0 and "nothing is left to do" in done.stdout, done.stderr

@@ -12,14 +12,14 @@ import runs
 from own_runs import DATASET, configure, documents, jsonl, run
 
 from kenotron_ckpt import read_manifest
+from kenotron_config import ignored_keys
 from kenotron_data import TokenFolder, open_tokenizer
 from kenotron_dist import RankError, spawn
 from kenotron_train.assemble import build_training
-from kenotron_train.config import ignored_keys
-from kenotron_train.corpus import Corpus, open_corpus, prepare
-from kenotron_train.reading import tokenizer_state
-from kenotron_train.resume import resume
-from kenotron_train.vocabulary import check_vocabulary, text_tokenizer
+from kenotron_train.data.data_settings import tokenizer_state
+from kenotron_train.data.stage_dataset import Corpus, open_corpus, prepare
+from kenotron_train.data.vocabulary import check_vocabulary, text_tokenizer
+from kenotron_train.run.resume import resume
 
 NAME = "tokenizer.tokenizer_name_or_path"
 VOCABULARY = "model.model_config.vocab_size"
@@ -163,7 +163,7 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(tmp_path, texts, monkey
     monkeypatch.setenv("KENOTRON_CACHE", f"{tmp_path}/file")
     config = configure(tmp_path, {"hf_dataset_or_datasets": str(texts)})
     for read in (prepare, lambda config: open_corpus(config, 0)):
-        with pytest.raises(ValueError, match="cannot be kept in .*set KENOTRON_CACHE to one"):
+        with pytest.raises(ValueError, match="cannot be kept in .*set KENOTRON_CACHE to a"):
             read(config)
 
 

@@ -11,12 +11,12 @@ import pytest
 import runs
 from test_train_rollback import poison
 
+from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_train import trackers
-from kenotron_train.config import Config
-from kenotron_train.loop import train
-from kenotron_train.trackers import Trackers, check_trackers, chosen_trackers, flat
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.report import trackers
+from kenotron_train.report.trackers import Trackers, check_trackers, chosen_trackers, flat
+from kenotron_train.run.loop import train
 
 
 @pytest.fixture(autouse=True)

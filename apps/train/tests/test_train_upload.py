@@ -12,8 +12,8 @@ import runs
 from moto.server import ThreadedMotoServer
 
 from kenotron_dist import Mesh
-from kenotron_train.loop import train
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.loop import train
 
 BUCKET = "runs"
 URL = f"s3://{BUCKET}/tiny"

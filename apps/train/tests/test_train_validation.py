@@ -12,10 +12,11 @@ from own_runs import LAYOUTS, PRELOAD, configure, documents, jsonl, run
 from torch.nn.functional import cross_entropy
 
 from kenotron_dist import Mesh, spawn
+from kenotron_engine import Validation, perplexity
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
-from kenotron_train.corpus import open_corpus
-from kenotron_train.validation import Validation, perplexity, validate
+from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.run.validation import validate
 
 VALIDATING = {"tokens.limit_val_batches": 3, "tokens.val_check_interval": 2}
 

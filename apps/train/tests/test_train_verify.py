@@ -12,10 +12,10 @@ import pytest
 import runs
 from verify_faults import Planted
 
-from kenotron_train import verify_cli
+from kenotron_engine import gradient_deviations, largest_difference
 from kenotron_train.cli import main
-from kenotron_train.pieces import assemble, gradient_deviations, largest_difference
-from kenotron_train.verify import Departure, Measured, Step, layout_gradients
+from kenotron_train.verify import cli as verify_cli
+from kenotron_train.verify.comparison import Departure, Measured, Step, layout_gradients
 
 TIED = ["model.model_config.tie_word_embeddings=true"]
 
@@ -174,7 +174,7 @@ def test_bad_input_is_told_apart_from_a_failure(
 def test_a_file_that_cannot_be_written_is_refused_before_the_comparison(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kenotron_train.verify_cli.os.access", lambda path, mode: path != tmp_path)
+    monkeypatch.setattr("kenotron_train.verify.cli.os.access", lambda path, mode: path != tmp_path)
     assert main(["verify", "--json", str(tmp_path / "found.json")]) == 2
     assert "found.json: no permission to write there" in capsys.readouterr().err
 
@@ -209,23 +209,12 @@ def test_a_launcher_is_refused(
 
 def test_files_of_nanotron_and_own_loaders_are_verified(tmp_path: Path) -> None:
     for path in (
-        Path(__file__).with_name("tiny_llama.yaml"),
+        runs.TINY_LLAMA,
         runs.APP / "examples/custom_dataloader/config.yaml",
     ):
         more = ("--config-file", str(path), "--ranks", "2", "--steps", "1")
         status, found = verify(tmp_path, more=more)
         assert status == 0 and found["config"] == str(path)
-
-
-def test_replicas_that_differ_are_refused_by_name() -> None:
-    pieces = [[("a", (0,), np.array([1.0, 2.0]), (3,))], [("a", (1,), np.array([2.0, 3.0]), (3,))]]
-    assert np.array_equal(assemble(pieces)["a"], [1.0, 2.0, 3.0])
-    other = [[*pieces[0]], [("a", (1,), np.array([2.5, 3.0]), (3,))]]
-    with pytest.raises(ValueError, match="same part of 'a' do not agree"):
-        assemble(other)
-    assert np.array_equal(assemble(other, check=False)["a"], [1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="no rank has all of 'a': 1 elements missing"):
-        assemble(pieces[:1])
 
 
 def test_a_gradient_that_no_rank_has_is_the_layouts_fault() -> None:

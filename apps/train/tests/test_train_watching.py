@@ -16,15 +16,15 @@ import pytest
 import runs
 import torch
 
+from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
-from kenotron_train import benchmark, figures
-from kenotron_train.config import Config
-from kenotron_train.figures import Memory, Meter, StepFigures
-from kenotron_train.loop import train
-from kenotron_train.step import StepResult, real_tokens
-from kenotron_train.stopwatch import StepTimes, Stopwatch
-from kenotron_train.yaml_config import DEFAULT_CONFIG, load_config
+from kenotron_engine import StepResult, global_counts
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.report import figures, speed_table
+from kenotron_train.report.figures import Memory, Meter, StepFigures
+from kenotron_train.report.stopwatch import StepTimes, Stopwatch
+from kenotron_train.run.loop import train
 
 
 def config_of(folder: Path, **changes: object) -> Config:
@@ -39,6 +39,7 @@ def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
         "tokens": tokens,
         "consumed_tokens": 128,
         "consumed_samples": 4,
+        "memory": Memory(1.5),
     }
     return StepFigures(**(given | changes))
 
@@ -71,7 +72,7 @@ def test_speeds_are_those_of_a_calculation_by_hand(
         "save_after_s": 0.0625,
     }
     assert found | times == found
-    assert found["memory_gb"] > 0.05
+    assert found["memory_gb"] == 1.5 and "memory_device_gb" not in found
 
 
 def test_without_a_known_peak_there_is_no_mfu(
@@ -99,7 +100,7 @@ def padded(mesh: Mesh) -> int:
     else:
         documents[0, 1, 6:] = -1
     batch = Batch(zeros, zeros, zeros, samples, None, documents)
-    return real_tokens(batch, mesh)
+    return int(global_counts(batch, mesh)[1])
 
 
 def test_padding_is_not_counted() -> None:
@@ -180,9 +181,9 @@ def test_nanotron_benchmark_ends_the_run_after_four_steps(tmp_path: Path) -> Non
 
 
 def add_many(path: str, name: str) -> None:
-    row = dict.fromkeys(benchmark.COLUMNS, name * 50)
+    row = dict.fromkeys(speed_table.COLUMNS, name * 50)
     for _ in range(50):
-        benchmark.add_row(path, row)
+        speed_table.add_row(path, row)
 
 
 def test_lines_of_runs_at_once_are_whole(tmp_path: Path) -> None:
@@ -194,7 +195,7 @@ def test_lines_of_runs_at_once_are_whole(tmp_path: Path) -> None:
     for each in both:
         each.join()
     head, *rows = csv.reader(Path(path).read_text().splitlines())
-    assert tuple(head) == benchmark.COLUMNS
+    assert tuple(head) == speed_table.COLUMNS
     assert len(rows) == 100
     assert {tuple(set(row)) for row in rows} == {("a" * 50,), ("b" * 50,)}
 
@@ -235,7 +236,51 @@ def test_memory_of_a_process_is_what_the_system_says() -> None:
     if not status.exists():
         pytest.skip("there is no /proc")
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024 / 1e9
-    assert Memory.of(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
+    assert Memory.of_step(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
+
+
+class Device:
+    """Stands in for an accelerator of 80 GB, 20 of them taken by others, and torch's allocator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.most = 0.0
+        monkeypatch.setattr(torch, "get_device_module", lambda device: self)
+        for name in ("max_memory_allocated", "max_memory_reserved", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.accelerator, name, getattr(self, name))
+
+    def allocate(self, gb: float) -> None:
+        self.now += gb * 1e9
+        self.most = max(self.most, self.now)
+
+    def max_memory_allocated(self, device: torch.device) -> float:
+        return self.most
+
+    def max_memory_reserved(self, device: torch.device) -> float:
+        return 2 * self.most
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.most = self.now
+
+    def mem_get_info(self, device: torch.device) -> tuple[float, float]:
+        return 60e9 - 2 * self.now, 80e9
+
+
+def test_memory_of_a_step_is_its_own_and_that_of_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, cuda = Device(monkeypatch), torch.device("cuda", 1)
+    device.allocate(3)
+    device.allocate(7)
+    device.allocate(-6)
+    assert Memory.of_step(cuda) == Memory(10, 20, 28)
+    device.allocate(1)
+    device.allocate(-1)
+    second = Memory.of_step(cuda)
+    assert second == Memory(5, 10, 28)  # the peak of the step before is not in it
+    step = figures_of(96, 0.5, memory=second)
+    found = Meter(config_of(tmp_path), torch.device("cpu")).metrics(step)
+    names = ("memory_gb", "memory_reserved_gb", "memory_device_gb")
+    assert [found[name] for name in names] == [5, 10, 28]
     assert figures.short(999.6) == "1e+03"
 
 

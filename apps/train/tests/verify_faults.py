@@ -10,12 +10,11 @@ from unittest import mock
 
 import torch
 
-from kenotron_dist import Mesh, Partial
-from kenotron_dist.placement import parameter_layouts
-from kenotron_optim import SlicedOptimizer
-from kenotron_optim.accumulate import GradAccumulator, Slices
-from kenotron_train.config import Config
-from kenotron_train.verify import Measured, measure
+from kenotron_config import Config
+from kenotron_dist import Mesh, Partial, parameter_layouts
+from kenotron_engine import ModelPlan, build_model
+from kenotron_optim import GradAccumulator, SlicedOptimizer, Slices
+from kenotron_train.verify.comparison import Measured, measure
 
 
 def norms_not_reduced() -> Any:
@@ -27,7 +26,7 @@ def norms_not_reduced() -> Any:
             path: replace(each, placement=_kept(each.placement)) for path, each in found.items()
         }
 
-    return mock.patch("kenotron_train.assemble.parameter_layouts", layouts)
+    return mock.patch("kenotron_engine.assembly.parameter_layouts", layouts)
 
 
 def _kept(placement: tuple) -> tuple:
@@ -46,10 +45,11 @@ def tie_missed() -> Any:
 def local_count() -> Any:
     """Every rank divides its loss by its own targets and the data ranks."""
 
-    def count(batch: Any, mesh: Mesh, step: int) -> int:
-        return int((batch.labels_MBS != -100).sum()) * mesh["dp"].size
+    def counts(batch: Any, mesh: Mesh) -> torch.Tensor:
+        own = (batch.labels_MBS != -100).sum() * mesh["dp"].size
+        return torch.stack([own, own])
 
-    return mock.patch("kenotron_train.step.global_count", count)
+    return mock.patch("kenotron_engine.step.global_counts", counts)
 
 
 def one_gradient_off() -> Any:
@@ -77,18 +77,16 @@ def norm_of_replicas() -> Any:
 
 def other_weights() -> Any:
     """The second data rank draws other weights."""
-    from kenotron_train import assemble
+    right = build_model
 
-    right = assemble.build_model
-
-    def build(config: Config, mesh: Mesh, *more: Any) -> Any:
-        model = right(config, mesh, *more)
+    def build(plan: ModelPlan, mesh: Mesh, *more: Any) -> Any:
+        model = right(plan, mesh, *more)
         if mesh["dp"].rank == 1:
             with torch.no_grad():
                 next(model.stack.parameters()).mul_(1.5)
         return model
 
-    return mock.patch("kenotron_train.assemble.build_model", build)
+    return mock.patch("kenotron_engine.assembly.build_model", build)
 
 
 def nan_gradient() -> Any:
@@ -109,7 +107,7 @@ def crash() -> Any:
     def leave(*_: Any) -> None:
         os._exit(9)
 
-    return mock.patch("kenotron_train.step.global_count", leave)
+    return mock.patch("kenotron_engine.step.global_counts", leave)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {

@@ -18,7 +18,7 @@ from collections.abc import Callable
 PRELOAD = (
     "torch._dynamo",
     "torch.utils.tensorboard",
-    "kenotron_train.loop",
+    "kenotron_train.run.loop",
     "kenotron_generate.continuing",
     "transformers.models.auto.tokenization_auto",
 )

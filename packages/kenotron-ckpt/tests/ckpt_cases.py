@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from kenotron_dist import Chunk, Mesh, Partial, Shard, TensorLayout, Tie
-from kenotron_dist.boxes import local_boxes, local_shape, scatter
+from kenotron_dist import Chunk, Mesh, Partial, Shard, TensorLayout, Tie, local_boxes, local_shape
+from kenotron_dist.boxes import scatter
 
 torch.set_num_threads(1)
 
@@ -18,6 +18,8 @@ MESHES = [
     {"tp": 8},
     {"pp": 2, "dp": 2, "tp": 2},
     {"dp": 2, "cp": 2, "tp": 2},
+    {"pp": 2, "dp": 2, "tp": 2, "ep": 2},
+    {"dp": 4, "ep": 4},
 ]
 PADDING = 77.0
 
@@ -48,6 +50,7 @@ def parameters(sizes):
         (TensorLayout("scalar", (), (), (last,)), torch.float64),
         (TensorLayout("count", (3,)), torch.int64),
         (TensorLayout("mask", (2, 3)), torch.bool),
+        (TensorLayout("experts", (8, 3, 2), (Shard("ep", 0),), (last,)), torch.bfloat16),
         (TensorLayout("nothing", (0, 4)), torch.float32),
     ]
     return {layout.name: (layout, dtype) for layout, dtype in found}
@@ -70,9 +73,9 @@ def cut(full, layout, mesh):
     """The rank's tensor of the logical tensor ``full``: padding is PADDING."""
     flat = layout.flat
     unsliced = TensorLayout(layout.name, layout.shape, layout.shards, layout.stages)
-    tensor = scatter(full, unsliced, mesh.sizes, mesh.coords)
+    tensor = scatter(full, unsliced, mesh.view(unsliced))
     held = torch.zeros(tensor.shape, dtype=torch.bool)
-    for box in local_boxes(unsliced, mesh.sizes, mesh.coords):
+    for box in local_boxes(unsliced, mesh.view(unsliced)):
         box.of_local(held).fill_(True)
     tensor[~held] = torch.tensor(PADDING).to(full.dtype)
     return tensor if flat is None else tensor.reshape(-1)[flat.start : flat.stop].clone()
@@ -93,7 +96,6 @@ def uneven(numel, ranks, rank):
 
 def model(mesh: Mesh, blank=False):
     """Parameters and optimizer state of a rank, for save; blank, for load."""
-    data = mesh["dp", "cp"]
     tensors = {}
     for name, (layout, dtype) in parameters(mesh.sizes).items():
         if mesh.coords["pp"] not in layout.stages:
@@ -103,7 +105,8 @@ def model(mesh: Mesh, blank=False):
             tensors["head"] = (tensors[name][0].clone(), layout)  # tied, on the same stage
         if layout.shape == ():
             continue
-        numel = math.prod(local_shape(layout, mesh.sizes))
+        data = mesh[mesh.view(layout).data]
+        numel = math.prod(local_shape(layout, mesh.view(layout)))
         for kind, cut in (("exp_avg", even), ("uneven", uneven)):
             sliced = layout.renamed(f"optimizer.{kind}.{name}").sliced(
                 *cut(numel, data.size, data.rank)
@@ -114,11 +117,11 @@ def model(mesh: Mesh, blank=False):
 
 def zero0(mesh: Mesh):
     """Every data rank's slice of every optimizer record, blank: several entries a record."""
-    data = mesh["dp", "cp"]
     wanted = {}
     for name, (layout, _) in parameters(mesh.sizes).items():
         if mesh.coords["pp"] in layout.stages and layout.shape:
-            numel = math.prod(local_shape(layout, mesh.sizes))
+            data = mesh[mesh.view(layout).data]
+            numel = math.prod(local_shape(layout, mesh.view(layout)))
             for rank in range(data.size):
                 start, stop = even(numel, data.size, rank)
                 sliced = layout.renamed(f"optimizer.exp_avg.{name}").sliced(start, stop)

@@ -35,7 +35,7 @@ def tensors(mesh, change=None):
         for prefix, dtype in (("", torch.bfloat16), ("optimizer.master.", torch.float32)):
             layout = TensorLayout(prefix + name, shape, cut)
             number = 1.0 + (mesh["tp"].rank if cut else 0)
-            value = torch.full(local_shape(layout, mesh.sizes), number, dtype=dtype)
+            value = torch.full(local_shape(layout, mesh.view(layout)), number, dtype=dtype)
             found[layout.name] = (value, layout)
     layout = TensorLayout("optimizer.momentum.scale", (2,))
     found[layout.name] = (torch.zeros(2), layout)
@@ -283,3 +283,9 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
         job.stdout.close()
         assert job.stderr.read() == b""
     assert job.returncode == 0
+
+
+def test_what_a_terminal_would_obey_is_not_printed(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path / "a\x1b[31m")]) == 2
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and "a\ufffd[31m" in said

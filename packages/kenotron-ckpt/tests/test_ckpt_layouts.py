@@ -27,17 +27,27 @@ from kenotron_ckpt.job import Job
 from kenotron_ckpt.reader import fill, plan_reads
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
-from kenotron_dist import Chunk, Mesh, Notes, Shard, TensorLayout, Tie, local_shape, spawn
-from kenotron_dist.mesh import MeshConfig
+from kenotron_dist import (
+    Chunk,
+    Mesh,
+    MeshConfig,
+    Notes,
+    Shard,
+    TensorLayout,
+    Tie,
+    local_shape,
+    spawn,
+)
 
 TP = (1, 2, 3, 4, 6, 8)
 GRIDS = [
-    {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+    {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "ep": ep}
     for pp in range(1, 9)
     for dp in range(1, 9)
     for cp in range(1, 9)
     for tp in TP
-    if pp * dp * cp * tp <= 8
+    for ep in range(1, 9)
+    if pp * dp * cp * tp <= 8 and dp * cp * tp % ep == 0
 ]
 HEADS = 24
 
@@ -56,6 +66,7 @@ class Model:
     kv: int
     """Heads of keys and of values; ``tp`` may be more."""
     vocabulary: int
+    experts: int = 8
 
     def layouts(self, sizes):
         """Parameters by logical name: layout, dtype."""
@@ -75,6 +86,9 @@ class Model:
             at = (layer * pp // 2,)
             found.append(TensorLayout(f"{layer}.qkv", (wide, 3), (Shard("tp", 0, heads),), at))
             found.append(TensorLayout(f"{layer}.out", (2, HEADS), (Shard("tp", 1),), at))
+            stacked = (Shard("ep", 0),)
+            found.append(TensorLayout(f"{layer}.up", (self.experts, 3, 2), stacked, at))
+            found.append(TensorLayout(f"{layer}.bias", (self.experts, 2), stacked, at))
         named = {layout.name: (layout, self.dtype) for layout in found}
         return named | {"step": (TensorLayout("step", (), (), (pp - 1,)), torch.int64)}
 
@@ -99,7 +113,6 @@ def of_rank(shape_of, mesh, zero):
     def add(key, layout, dtype):
         tensors[key] = (cut(bits(layout.name, layout.shape, dtype), layout, mesh), layout)
 
-    data = mesh["dp", "cp"]
     for name, (layout, dtype) in shape_of.layouts(mesh.sizes).items():
         if mesh.coords["pp"] not in layout.stages:
             continue
@@ -109,7 +122,8 @@ def of_rank(shape_of, mesh, zero):
         for kind, slices in (("exp_avg", even), ("exp_avg_sq", uneven)):
             moment = layout.renamed(f"optimizer.{kind}.{name}")
             if zero:
-                numel = math.prod(local_shape(layout, mesh.sizes))
+                data = mesh[mesh.view(layout).data]
+                numel = math.prod(local_shape(layout, mesh.view(layout)))
                 moment = moment.sliced(*slices(numel, data.size, data.rank))
             add(moment.name, moment, torch.float32)
     return tensors
@@ -157,7 +171,7 @@ def load_as(sizes, shape_of, zero, step_folder):
     for mesh in views(sizes):
         due = of_rank(shape_of, mesh, zero)
         wanted = {k: (torch.full_like(t, PADDING), layout) for k, (t, layout) in due.items()}
-        fill(step_folder, plan_reads(manifest.records, blocks_of(wanted, mesh.sizes, mesh.coords)))
+        fill(step_folder, plan_reads(manifest.records, blocks_of(wanted, mesh.view)))
         for key, (tensor, _) in due.items():
             found = wanted[key][0]
             assert found.dtype == tensor.dtype
@@ -181,6 +195,7 @@ def pairs(draw):
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])),
         kv=draw(st.sampled_from(kv)),
         vocabulary=draw(st.integers(5, 13)),
+        experts=math.lcm(a["ep"], b["ep"]) * draw(st.integers(1, 2)),
     )
     return a, b, shape_of
 

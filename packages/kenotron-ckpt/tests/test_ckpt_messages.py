@@ -8,6 +8,8 @@ from ckpt_cases import small
 
 import kenotron_ckpt.saving
 from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve, save
+from kenotron_ckpt.cut import blocks_of
+from kenotron_ckpt.reader import plan_reads
 from kenotron_ckpt.together import on_all, on_first
 from kenotron_dist import Mesh, Shard, TensorLayout, spawn
 
@@ -40,7 +42,11 @@ def tensor(name, shape, dtype=torch.float32, **options):
         ),
         (
             {"tensors": tensor("w", (2,), placement=(Shard("tq", 0),))},
-            "w: cut over axis 'tq'; the mesh has pp, dp, cp, tp",
+            "w: cut over axis 'tq'; its grid has pp, dp, cp, tp",
+        ),
+        (
+            {"tensors": tensor("w", (2, 2), placement=(Shard("ep", 0), Shard("tp", 1)))},
+            "w: w: placed on tp of the dense grid and on ep of the expert grid: a tensor lives in",
         ),
         (
             {"tensors": tensor("w", (2,), placement=(Shard("tp", 1),))},
@@ -159,8 +165,11 @@ def test_pieces_that_do_not_cover_a_record_are_found_when_it_is_read(tmp_path):
     file = tmp_path / "0" / "manifest.json"
     manifest = read_manifest(tmp_path)
     records = {**manifest.records, "w": replace(manifest.records["w"], pieces=())}
-    file.write_text(replace(manifest, records=records).to_json())
+    forged = replace(manifest, records=records)
     with pytest.raises(ValueError, match="w: manifest.json is damaged: its pieces are not whole"):
+        plan_reads(forged.records, blocks_of(small(mesh), mesh.view))
+    file.write_text(forged.to_json())
+    with pytest.raises(ValueError, match="manifest.json is damaged: w: 32 of the 32 elements"):
         load(tmp_path, small(mesh), mesh)
 
 

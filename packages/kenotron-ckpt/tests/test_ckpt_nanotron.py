@@ -104,14 +104,14 @@ def layouts():
 
 def load_cut(mesh, folder, whole):
     wanted = {
-        name: (torch.empty(local_shape(layout, mesh.sizes), dtype=torch.bfloat16), layout)
+        name: (torch.empty(local_shape(layout, mesh.view(layout)), dtype=torch.bfloat16), layout)
         for name, layout in layouts().items()
     }
     load(folder, wanted, mesh)
     return [
         name
         for name, (tensor, layout) in wanted.items()
-        if not torch.equal(tensor, scatter(whole[name], layout, mesh.sizes, mesh.coords))
+        if not torch.equal(tensor, scatter(whole[name], layout, mesh.view(layout)))
     ]
 
 

@@ -1,10 +1,12 @@
 """A plain module and its optimizer: saved beside the training, resumed bit for bit."""
 
+import random
+
 import pytest
 import torch
 from torch import nn
 
-from kenotron_ckpt import Saver, load_plain, plain_state, plain_tensors
+from kenotron_ckpt import Saver, load_plain, plain_state, plain_tensors, random_state
 from kenotron_dist import Mesh
 
 torch.set_num_threads(1)
@@ -70,6 +72,44 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, make):
     assert resumed == losses[4:]
     for name, tensor in net.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def noisy(net, optimizer):
+    """A step that draws its input."""
+    optimizer.zero_grad()
+    loss = net(torch.randn(8, 4) + random.random()).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.param_groups[1]["lr"] *= 0.5
+    return loss.item()
+
+
+def two_groups(net):
+    groups = [{"params": [net.weight]}, {"params": [net.bias], "betas": (0.5, 0.6)}]
+    return torch.optim.AdamW(groups, lr=0.02)
+
+
+def test_rates_and_random_streams_come_back_with_the_rest(tmp_path):
+    net = nn.Linear(4, 2)
+    optimizer = two_groups(net)
+    with Saver(tmp_path, Mesh.connect()) as saver:
+        noisy(net, optimizer)
+        state = {"optimizer_groups": plain_state(optimizer)}
+        saver.save(1, plain_tensors(net, optimizer), state, rank_state=random_state())
+        saver.wait()
+        losses = [noisy(net, optimizer) for _ in range(3)]
+    again = nn.Linear(4, 2)
+    fresh = two_groups(again)
+    load_plain(tmp_path, again, fresh)
+    assert fresh.param_groups[1]["lr"] == 0.01 and fresh.param_groups[1]["betas"] == (0.5, 0.6)
+    assert [noisy(again, fresh) for _ in range(3)] == losses
+    one = torch.optim.AdamW(again.parameters())
+    weight = again.weight.clone()
+    with pytest.raises(ValueError, match="options of 2 groups of parameters, but the optimizer ha"):
+        load_plain(tmp_path, again, one)
+    assert torch.equal(weight, again.weight)
+    load_plain(tmp_path, again)  # parameters alone
+    assert not torch.equal(weight, again.weight)
 
 
 def test_buffers_may_change_before_the_wait(tmp_path):

@@ -43,6 +43,7 @@ def saved(tmp_path_factory):
     return {name_of(sizes): root / name_of(sizes) for sizes in MESHES}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("sizes", MESHES, ids=name_of)
 def test_a_mesh_reads_what_every_mesh_wrote(saved, sizes):
     wrong = spawn(load_all, [str(folder) for folder in saved.values()], **sizes)

@@ -99,9 +99,9 @@ def load_rows(mesh: Mesh, folder: str) -> tuple[torch.Tensor, int]:
     """A rank's rows, and how many bytes were read for them."""
     read, into = [], reader._into
 
-    def counted(handle, target, begin):
+    def counted(handle, target, begin, checksum):
         read.append(target.numel() * target.element_size())
-        into(handle, target, begin)
+        into(handle, target, begin, checksum)
 
     reader._into = counted
     layout = TensorLayout("fused", (10, 4), (Shard("tp", 0),))
@@ -193,3 +193,31 @@ def test_a_tensor_that_the_index_does_not_name_is_an_error(tmp_path):
     write(tmp_path / "model-00002-of-00002.safetensors", "b", "a")
     with pytest.raises(ValueError, match="has a, which model.safetensors.index.json does not say"):
         open_safetensors(tmp_path)
+
+
+def test_two_tensors_are_compared_some_rows_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr("kenotron_ckpt.safetensors_folder._COMPARED", 2 * 4 * 4)
+    values = {"a": torch.randn(5, 4), "short": torch.randn(4, 4), "c": torch.randn(5, 4)}
+    values |= {"b": values["a"].clone(), "d": values["a"].clone()}
+    values["d"][4, 3] += 1
+    sizes = {name: TensorSize(tuple(x.shape), x.dtype) for name, x in values.items()}
+    write_safetensors(tmp_path / "model.safetensors", sizes, values.values())
+    same = open_safetensors(tmp_path).same
+    assert same("a", "b") is True and same("a", "a") is True
+    assert same("a", "c") is same("a", "d") is same("a", "short") is False
+    assert same("a", "none") is same("none", "a") is None
+
+
+def loaded_with_nan(mesh: Mesh, folder: str) -> str:
+    opened = open_safetensors(folder)
+    layout = TensorLayout("fused", (10, 4), (Shard("tp", 0),))
+    with pytest.raises(ValueError) as error:
+        opened.load(opened.records(OURS), {"x": (torch.zeros(5, 4), layout)}, mesh)
+    return str(error.value)
+
+
+def test_numbers_that_are_none_are_named_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setitem(VALUES, "b", torch.full((4, 4), torch.nan))  # on the first rank
+    folder = single(tmp_path)
+    for said in spawn(loaded_with_nan, str(folder), tp=2):
+        assert f"{folder}: weights are nan or inf in fused" in said

@@ -11,8 +11,7 @@ from kenotron_ckpt import Saver, load, open_checkpoint
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.cut import blocks_of
 from kenotron_ckpt.parts import plan_parts
-from kenotron_dist import Mesh, TensorLayout
-from kenotron_dist.mesh import MeshConfig, coords_of
+from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
 
 
 def read(folder, tensors):
@@ -172,11 +171,10 @@ def test_a_plan_is_made_anew_when_a_tensor_moves(tmp_path):
 
 
 def test_slots_of_a_plan_that_fitted_serve_one_that_does_not():
-    sizes, arena = MeshConfig().sizes, Arena()
-    coords = coords_of(sizes, 0)
+    view, arena = views_of(MeshConfig(), 0), Arena()
 
     def parts(tensors):
-        return plan_parts(blocks_of(tensors, sizes, coords), 40)
+        return plan_parts(blocks_of(tensors, view), 40)
 
     arena.fit(parts(vectors(4, 10) | {"w": (torch.zeros(5), TensorLayout("w", (5,)))}), 180, False)
     assert [slot.numel() for slot in arena.slots] == [40, 40, 40, 40, 20]

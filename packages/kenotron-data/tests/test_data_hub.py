@@ -2,9 +2,15 @@
 
 import os
 import threading
+from unittest import mock
 
+import datasets
+import huggingface_hub
 import pytest
-from datasets import Dataset, DatasetDict, concatenate_datasets
+import transformers
+from datasets import Dataset, DatasetDict, concatenate_datasets, config
+from huggingface_hub import constants
+from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from kenotron_data import PackedTokens
 from kenotron_data.config import PretrainDatasetsConfig
@@ -97,7 +103,8 @@ def test_one_makes_it_and_the_others_wait(tmp_path, jsonl):
         assert thread.is_alive() and not found
     thread.join(30)
     assert texts(found[0]) == ["a", "b", "c"]
-    assert read_note(found[0].path)["done"] == {"documents": 3, "tokens": 6}
+    done = read_note(found[0].path)["done"]
+    assert (done["documents"], done["tokens"]) == (3, 6)
 
 
 def test_a_lock_is_refused_or_waited_for_and_leaves_no_file(tmp_path):
@@ -201,3 +208,77 @@ def test_without_the_libraries_paths_work_and_names_say_what_to_install(
         (tmp_path / name).write_text("x")
         with pytest.raises(ImportError, match="install (pyarrow|zstandard), or kenotron-data"):
             tokens(tmp_path / "cache", str(tmp_path / name))
+
+
+def test_a_fraction_that_is_no_row_names_the_data_set(tmp_path, jsonl):
+    path = str(jsonl(rows("a", "b")))
+    with pytest.raises(ValueError, match=r"a.jsonl': 0.3 of its 2 rows is less than one"):
+        tokens(tmp_path, {path: 0.3})
+
+
+class Hub:
+    """Stands for the hub's interface: what it answers."""
+
+    answer = None
+
+    def dataset_info(self, name, timeout):
+        if Hub.answer is not None:
+            raise Hub.answer
+
+    model_info = dataset_info
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Whether the hub's libraries were told to stay away from it, of each load."""
+    offline = []
+
+    def load(name, config_name, split):
+        offline.append((constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE))
+        return Dataset.from_list(rows("x"))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    yield offline
+    Hub.answer = None
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(hub, monkeypatch):
+    before = (constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE)
+    assert data_pieces("some/one", ("text",))[0].count() == 1
+    Hub.answer = OSError("nobody there")
+    assert data_pieces("some/one", ("text",))[0].count() == 1  # from the cache
+    Hub.answer = HfHubHTTPError("busy", response=mock.Mock())
+    data_pieces("some/one", ("text",))
+    assert hub == [before, (True, True), before]
+    assert (constants.HF_HUB_OFFLINE, config.HF_HUB_OFFLINE) == before
+
+
+def test_a_name_that_the_hub_does_not_know_is_said_at_once(hub):
+    Hub.answer = RepositoryNotFoundError("404", response=mock.Mock())
+    with pytest.raises(ValueError, match="data set 'some/one' .* the hub has no data set of this"):
+        data_pieces("some/one", ("text",))
+    assert hub == []
+
+
+def test_a_name_of_a_tokenizer_is_asked_for_once(hub, monkeypatch):
+    def load(name, **options):
+        hub.append(constants.HF_HUB_OFFLINE)
+        raise OSError("not in the cache")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
+    before = constants.HF_HUB_OFFLINE
+    for Hub.answer, said in (
+        (OSError("nobody there"), "not in the cache"),
+        (RepositoryNotFoundError("404", response=mock.Mock()), "the hub has no tokenizer of this"),
+    ):
+        with pytest.raises(ValueError, match=f"tokenizer 'some/one': .*{said}"):
+            open_tokenizer("some/one")
+    assert hub == [True] and constants.HF_HUB_OFFLINE == before
+
+
+def test_a_lock_file_that_is_a_symbolic_link_is_not_followed(tmp_path):
+    (tmp_path / "x.lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="symbolic link"), locked(tmp_path / "x.lock"):
+        pass
+    assert not (tmp_path / "elsewhere").exists()

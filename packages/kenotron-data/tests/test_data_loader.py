@@ -43,6 +43,7 @@ def odd_mask(samples, s):
 LAYOUTS = [(1, 1, 12), (1, 12, 1), (12, 1, 1), (2, 3, 2), (3, 2, 2), (2, 2, 3), (4, 3, 1)]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_global_batch_does_not_depend_on_the_layout(layout):
     data = numbered(29)

@@ -134,7 +134,8 @@ def test_samples_go_through_a_loader(jsonl):
 
 def test_a_chat_by_hand(chat):
     ids, mask = Chat(chat).encode([(HELLO,)])[0]
-    assert ids.tolist() == chat.apply_chat_template(HELLO)["input_ids"]
+    theirs = chat.apply_chat_template(HELLO, return_dict=True)  # a list by default before 5
+    assert ids.tolist() == theirs["input_ids"]
     assert chat.decode(ids[mask]) == "beta<|im_end|>\ngamma delta<|im_end|>\n"
     rest = "<|im_start|>user\nthe alpha<|im_end|>\n<|im_start|>assistant\n"
     assert chat.decode(ids[~mask]).startswith(rest)

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron_data import TokenFile, TokenFolder, TokenMetadata, TokenWriter
+from kenotron_data import (
+    TokenFile,
+    TokenFolder,
+    TokenMetadata,
+    TokenWriter,
+    tokenizer_of_folder,
+)
 
 DOCUMENTS = [[5, 6, 7], [], [8], [65_535, 0]]
 
@@ -248,3 +254,13 @@ def test_files_of_a_folder_must_be_alike(tmp_path):
         TokenFolder(tmp_path)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         TokenFolder(tmp_path / "nowhere")
+
+
+def test_a_folder_says_its_tokenizer_without_being_mapped(tmp_path):
+    write(tmp_path / "b.ds", name="later")
+    write(tmp_path / "a.ds", name="gpt2").write_bytes(b"")
+    assert tokenizer_of_folder(tmp_path) == "gpt2"
+    assert tokenizer_of_folder(tmp_path / "none") == ""
+    (tmp_path / "a.ds.metadata").write_text("?")
+    with pytest.raises(ValueError, match=r"a\.ds\.metadata': line 1 must be 'tokenizer\|2'"):
+        tokenizer_of_folder(tmp_path)

@@ -16,7 +16,7 @@ settings.load_profile("house")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """What ``-n auto`` means here: many of these tests wait for a limit while others compute."""
-    return 8
+    return 5
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from dist_ranks import on_ranks
 
 from kenotron_dist import Axis
 from kenotron_dist.autograd import (
@@ -14,6 +13,7 @@ from kenotron_dist.autograd import (
     reduce_scatter_to,
     scatter_to,
 )
+from kenotron_dist.testing import on_ranks
 
 
 def draw(*shape, seed):

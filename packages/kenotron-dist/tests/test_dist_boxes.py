@@ -9,7 +9,7 @@ from dist_layouts import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron_dist import Chunk, Partial, Shard, TensorLayout, gradient_sums, local_boxes
+from kenotron_dist import Chunk, GridView, Partial, Shard, TensorLayout, gradient_sums, local_boxes
 from kenotron_dist.boxes import (
     Box,
     gather_into,
@@ -31,17 +31,17 @@ def numbers(layout, first=1):
 
 @given(cases())
 def test_each_element_is_held_counted_once_and_replicas_are_known(case):
-    layout, sizes = case.layout, case.sizes
+    layout = case.layout
     holders = torch.zeros(layout.shape, dtype=torch.int64)
     weight = torch.zeros(layout.shape, dtype=torch.float64)
     promised, indices = torch.zeros_like(holders), defaultdict(set)
-    for coords in case.ranks():
-        for box in local_boxes(layout, sizes, coords):
+    for view in case.ranks():
+        for box in local_boxes(layout, view):
             box.of_global(holders).add_(1)
-            box.of_global(weight).add_(norm_weight(layout, sizes, coords, box))
-            box.of_global(promised).fill_(replicas(layout, sizes, box))
+            box.of_global(weight).add_(norm_weight(layout, view, box))
+            box.of_global(promised).fill_(replicas(layout, view, box))
             for element in box.of_global(numbers(layout)).flatten().tolist():
-                index = replica_index(layout, sizes, coords, box)
+                index = replica_index(layout, view, box)
                 assert index not in indices[element]
                 indices[element].add(index)
     assert holders.min() >= 1
@@ -52,15 +52,15 @@ def test_each_element_is_held_counted_once_and_replicas_are_known(case):
 
 @given(cases())
 def test_scatter_and_gather_are_inverse_and_padding_is_zero(case):
-    layout, sizes = case.layout, case.sizes
+    layout = case.layout
     whole = numbers(layout)
     found = torch.zeros_like(whole)
-    for coords in case.ranks():
-        local = scatter(whole, layout, sizes, coords)
-        assert local.shape == local_shape(layout, sizes)
-        boxes = local_boxes(layout, sizes, coords)
+    for view in case.ranks():
+        local = scatter(whole, layout, view)
+        assert local.shape == local_shape(layout, view)
+        boxes = local_boxes(layout, view)
         assert sum(box.numel for box in boxes) == local.count_nonzero()  # no overlap, rest is zero
-        gather_into(found, local, layout, sizes, coords)
+        gather_into(found, local, layout, view)
         for box in boxes:
             assert torch.equal(box.of_local(local), box.of_global(whole))
     assert torch.equal(found, whole)
@@ -69,11 +69,11 @@ def test_scatter_and_gather_are_inverse_and_padding_is_zero(case):
 @given(cases())
 def test_the_local_tensor_is_the_concatenation_of_the_parts(case):
     """One dim at a time, by plain slicing, from the outermost axis to the innermost."""
-    layout, sizes = case.layout, case.sizes
-    for coords in case.ranks()[:: max(1, len(case.ranks()) // 3)]:
+    layout = case.layout
+    for view in case.ranks()[:: max(1, len(case.ranks()) // 3)]:
         expected = numbers(layout)
         for shard in layout.shards:
-            ranks, rank = sizes[shard.axis], coords[shard.axis]
+            ranks, rank = view.sizes[shard.axis], view.coords[shard.axis]
             chunks = shard.chunks or (Chunk(expected.shape[shard.dim]),)
             pieces = []
             for chunk, piece in zip(
@@ -85,75 +85,75 @@ def test_the_local_tensor_is_the_concatenation_of_the_parts(case):
                 parts = min(chunk.parts or ranks, ranks)
                 pieces.append(padded.chunk(parts, shard.dim)[rank * parts // ranks])
             expected = torch.cat(pieces, shard.dim)
-        assert torch.equal(scatter(numbers(layout), layout, sizes, coords), expected)
+        assert torch.equal(scatter(numbers(layout), layout, view), expected)
 
 
 @given(cases())
 def test_slices_of_the_data_ranks_cover_each_local_element_once(case):
-    layout, sizes = case.layout, case.sizes
+    layout = case.layout
     weight = torch.zeros(layout.shape, dtype=torch.float64)
     held, promised = torch.zeros_like(weight), torch.zeros_like(weight)
-    for coords in case.ranks():
-        sliced = case.flat(coords)
-        boxes = local_boxes(sliced, sizes, coords)
-        inside = torch.zeros(local_shape(layout, sizes)).flatten()
+    for view in case.ranks():
+        sliced = case.flat(view)
+        boxes = local_boxes(sliced, view)
+        inside = torch.zeros(local_shape(layout, view)).flatten()
         inside[sliced.flat.start : sliced.flat.stop] = 1
         for box in boxes:
-            assert box.of_local(inside.view(local_shape(layout, sizes))).all()
-            box.of_global(weight).add_(norm_weight(sliced, sizes, coords, box))
+            assert box.of_local(inside.view(local_shape(layout, view))).all()
+            box.of_global(weight).add_(norm_weight(sliced, view, box))
             box.of_global(held).add_(1)
-            box.of_global(promised).fill_(replicas(sliced, sizes, box))
+            box.of_global(promised).fill_(replicas(sliced, view, box))
     assert torch.equal(weight, torch.ones_like(weight))
     assert torch.equal(held, promised)
 
 
 @given(cases())
 def test_sliced_tensors_come_back(case):
-    layout, sizes = case.layout, case.sizes
+    layout = case.layout
     whole = numbers(layout)
     found = torch.zeros_like(whole)
-    for coords in case.ranks():
-        sliced = case.flat(coords)
-        gather_into(found, scatter(whole, sliced, sizes, coords), sliced, sizes, coords)
+    for view in case.ranks():
+        sliced = case.flat(view)
+        gather_into(found, scatter(whole, sliced, view), sliced, view)
     assert torch.equal(found, whole)
 
 
 @given(cases(partial=True))
 def test_summing_over_the_groups_makes_a_gradient_whole(case):
     """A rank's part of an element's gradient is any number; those that the cut parted are added."""
-    layout, sizes = case.layout, case.sizes
+    layout = case.layout
     grads = {}
     partial = set(layout.partial_axes)
-    for rank_number, coords in enumerate(case.ranks()):
+    for rank_number, view in enumerate(case.ranks()):
         whole = numbers(layout) * 10.0 + rank_number
-        grads[rank_of(sizes, coords)] = (coords, scatter(whole, layout, sizes, coords))
+        grads[rank_of(view.sizes, view.coords)] = (view, scatter(whole, layout, view))
     expected = defaultdict(float)  # (element, coordinates that do not matter for it) -> sum
-    for coords, local in grads.values():
-        for element, value, key in elements(layout, sizes, coords, local, partial):
+    for view, local in grads.values():
+        for element, value, key in elements(layout, view, local, partial):
             expected[element, key] += value
     summed = {rank: local for rank, (_, local) in grads.items()}
-    plans = {rank: gradient_sums(layout, sizes, coords) for rank, (coords, _) in grads.items()}
+    plans = {rank: gradient_sums(layout, view) for rank, (view, _) in grads.items()}
     for turn in range(max(map(len, plans.values()))):  # one sum after the other
         before = {rank: local.clone() for rank, local in summed.items()}
         for rank, plan in plans.items():
             for each in plan[turn : turn + 1]:
-                peers = group(sizes, each, rank)
+                peers = group(case.sizes, each, rank)
                 assert rank in peers and len(peers) > 1
                 assert all(plans[peer][turn] == each for peer in peers)
                 for box in each.boxes:
                     total = sum(box.of_local(before[peer]) for peer in peers)
                     box.of_local(summed[rank]).copy_(total)
-    for rank, (coords, _) in grads.items():
-        for element, value, key in elements(layout, sizes, coords, summed[rank], partial):
+    for rank, (view, _) in grads.items():
+        for element, value, key in elements(layout, view, summed[rank], partial):
             assert value == expected[element, key]
 
 
-def elements(layout, sizes, coords, local, partial):
+def elements(layout, view, local, partial):
     """Each element a rank holds, its value, and the coordinates that its gradient depends on."""
     names = numbers(layout)
-    for box in local_boxes(layout, sizes, coords):
-        free = partial | {axis for axis, parts in box.parts if parts < sizes[axis]}
-        key = tuple(c for axis, c in coords.items() if axis not in free)
+    for box in local_boxes(layout, view):
+        free = partial | {axis for axis, parts in box.parts if parts < view.sizes[axis]}
+        key = tuple(c for axis, c in view.coords.items() if axis not in free)
         for name, value in zip(
             box.of_global(names).flatten().tolist(),
             box.of_local(local).flatten().tolist(),
@@ -171,20 +171,19 @@ def group(sizes, each, rank):
 
 
 def test_gradient_sums_are_only_where_they_are_needed():
-    sizes = {"dp": 2, "tp": 4}
-    coords = {"dp": 0, "tp": 1}
+    view = GridView({"dp": 2, "tp": 4}, {"dp": 0, "tp": 1})
     q_k = (Chunk(8), Chunk(4, parts=2), Chunk(2, parts=1))
     layout = TensorLayout("qkv", (14, 3), (Shard("tp", 0, q_k),))
-    plan = {(each.axis, each.parts): each.boxes for each in gradient_sums(layout, sizes, coords)}
+    plan = {(each.axis, each.parts): each.boxes for each in gradient_sums(layout, view)}
     assert set(plan) == {("tp", 2), ("tp", 1)}
     assert [box.start for box in plan["tp", 2]] == [(8, 0)]
     assert [(box.local, box.shape) for box in plan["tp", 2]] == [((2, 0), (2, 3))]
     assert [(box.local, box.shape) for box in plan["tp", 1]] == [((4, 0), (2, 3))]
     whole = TensorLayout("w", (4, 4), (Shard("tp", 0),))
-    assert gradient_sums(whole, sizes, coords) == []
+    assert gradient_sums(whole, view) == []
     norm = TensorLayout("n", (4,), (Partial("tp"),))
-    assert [(e.axis, e.parts) for e in gradient_sums(norm, sizes, coords)] == [("tp", 1)]
-    assert gradient_sums(norm, {"dp": 2, "tp": 1}, {"dp": 0, "tp": 0}) == []
+    assert [(e.axis, e.parts) for e in gradient_sums(norm, view)] == [("tp", 1)]
+    assert gradient_sums(norm, GridView.at({"dp": 2, "tp": 1}, 0)) == []
 
 
 def test_all_ranks_list_the_same_sums_also_one_that_holds_padding_only():
@@ -199,7 +198,7 @@ def test_all_ranks_list_the_same_sums_also_one_that_holds_padding_only():
             ),
         ),
     )
-    plans = [gradient_sums(layout, {"tp": 4}, {"tp": rank}) for rank in range(4)]
+    plans = [gradient_sums(layout, GridView.at({"tp": 4}, rank)) for rank in range(4)]
     assert [[(e.axis, e.parts) for e in plan] for plan in plans] == [[("tp", 2), ("tp", 1)]] * 4
     assert [len(plan[0].boxes) for plan in plans] == [1, 1, 0, 0]
 
@@ -222,19 +221,19 @@ def test_a_flat_range_is_few_blocks_in_order(shape, data):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool, torch.float64])
 def test_dtypes_and_scalars_pass_through(dtype):
-    sizes, coords = {"dp": 2, "tp": 2}, {"dp": 1, "tp": 1}
+    view = GridView({"dp": 2, "tp": 2}, {"dp": 1, "tp": 1})
     whole, rows = torch.ones(4, 2, dtype=dtype), TensorLayout("w", (4, 2), (Shard("tp", 0),))
-    assert scatter(whole, rows, sizes, coords).dtype == dtype
+    assert scatter(whole, rows, view).dtype == dtype
     scalar = TensorLayout("s", ())
-    assert local_boxes(scalar, sizes, coords) == [Box((), (), ())]
-    assert scatter(torch.ones((), dtype=dtype), scalar, sizes, coords).item() == 1
-    assert local_boxes(scalar.sliced(0, 1), sizes, coords) == [Box((), (), (), (("dp", 2),))]
-    assert local_boxes(scalar.sliced(1, 2), sizes, coords) == []
+    assert local_boxes(scalar, view) == [Box((), (), ())]
+    assert scatter(torch.ones((), dtype=dtype), scalar, view).item() == 1
+    assert local_boxes(scalar.sliced(0, 1), view) == [Box((), (), (), (("dp", 2),))]
+    assert local_boxes(scalar.sliced(1, 2), view) == []
 
 
 def test_one_rank_holds_everything_as_it_is():
     layout = TensorLayout("w", (6, 4), (Shard("tp", 0, (Chunk(4, 2), Chunk(2, pad=0))),))
-    boxes = local_boxes(layout, {"tp": 1}, {"tp": 0})
+    boxes = local_boxes(layout, GridView.at({"tp": 1}, 0))
     assert [(box.local, box.start, box.shape) for box in boxes] == [
         ((0, 0), (0, 0), (4, 4)),
         ((4, 0), (4, 0), (2, 4)),
@@ -262,6 +261,6 @@ def test_one_rank_holds_everything_as_it_is():
 def test_sizes_that_do_not_divide_are_an_error(shape, shard, words):
     layout = TensorLayout("w", shape, (shard,))
     with pytest.raises(ValueError, match=words):
-        local_shape(layout, {"tp": 2})
+        local_shape(layout, GridView.at({"tp": 2}, 0))
     with pytest.raises(ValueError, match=words):
-        local_boxes(layout, {"tp": 2}, {"tp": 0})
+        local_boxes(layout, GridView.at({"tp": 2}, 0))

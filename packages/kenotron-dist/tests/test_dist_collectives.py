@@ -6,7 +6,6 @@ the fp64 sum rounded once.
 
 import pytest
 import torch
-from dist_ranks import on_ranks
 
 from kenotron_dist import (
     Axis,
@@ -22,6 +21,7 @@ from kenotron_dist import (
     shift,
 )
 from kenotron_dist.collectives import tree_sum
+from kenotron_dist.testing import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64]
 FEW = [(), (0,), (5, 3)]
@@ -206,6 +206,8 @@ def place_independence(mesh):
     return results
 
 
+@pytest.mark.smoke
+@pytest.mark.gloo(reason="NCCL adds an element in an order that depends on its place")
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a_sum_has_the_same_bits_in_every_place_and_on_every_rank(tp):
     first, *others = on_ranks(place_independence, tp=tp)
@@ -241,6 +243,7 @@ def transfers(mesh):
     return outside
 
 
+@pytest.mark.gloo(reason="NCCL has no tags: the next send meets the next receive")
 @pytest.mark.parametrize("pp", [2, 3])
 def test_transfers_meet_by_tag(pp):
     for rank, errors in enumerate(on_ranks(transfers, pp=pp)):

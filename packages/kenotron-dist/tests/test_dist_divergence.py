@@ -4,7 +4,8 @@ import time
 
 import dist_faults
 import pytest
-from dist_ranks import on_ranks
+
+from kenotron_dist.testing import on_ranks
 
 RUNS = {2: (1, False), 4: (1, True), 8: (5, False)}
 """Number of ranks: the faulty one; whether torch checks calls too, which blocks at once."""
@@ -23,6 +24,7 @@ def found():
     return run
 
 
+@pytest.mark.gloo(reason="after a fault NCCL's communicator of the world is of no use any more")
 @pytest.mark.parametrize("ranks", RUNS)
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in dist_faults.FAULTS])
 def test_a_fault_is_attributed_to_its_rank_and_line(fault, ranks, found):

@@ -108,7 +108,7 @@ def test_the_port_of_an_mpi_job_is_its_own():
             "WORLD_SIZE=3, LOCAL_WORLD_SIZE=2 contradict: the world is not made of whole hosts",
         ),
         (without(TORCHRUN, "MASTER_ADDR"), "RANK=5, WORLD_SIZE=8 are not enough: MASTER_ADDR is"),
-        (without(TORCHRUN, "MASTER_PORT"), "set MASTER_PORT alike on all ranks"),
+        (without(TORCHRUN, "MASTER_PORT"), "set MASTER_PORT to one value on all ranks"),
         ({**TORCHRUN, "MASTER_PORT": "99999"}, "MASTER_PORT=99999 is no port"),
         (
             {**BY_HAND, "MASTER_ADDR": "n1"},
@@ -140,7 +140,7 @@ def test_the_port_of_an_mpi_job_is_its_own():
         ({**STEP, "SLURM_TASKS_PER_NODE": "2x4"}, "SLURM_TASKS_PER_NODE=2x4 cannot be read ("),
         (
             {**without(STEP, "SLURM_TASKS_PER_NODE"), "SLURM_NNODES": "4"},
-            "SLURM_NNODES=4 nodes, but nothing says how many tasks run on each",
+            "SLURM_NNODES=4 nodes, but no variable says how many tasks run on each",
         ),
         (without(STEP, "SLURM_STEP_NODELIST"), "SLURM_STEP_NODELIST is missing: set MASTER_ADDR"),
         ({**STEP, "SLURM_STEP_NODELIST": "n[1"}, "cannot be read (brackets do not match in host"),

@@ -1,4 +1,4 @@
-"""gloo's threads are batch threads, unless somebody chose otherwise or the system forbids it."""
+"""gloo's threads are batch threads where a launch function makes the mesh; else they stay."""
 
 import ctypes
 import os
@@ -6,10 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from dist_ranks import on_ranks
+import torch
 
-from kenotron_dist import gloo_threads
+from kenotron_dist import Mesh, gloo_threads
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
+from kenotron_dist.testing import on_ranks
 
 
 def may_choose():
@@ -19,6 +20,8 @@ def may_choose():
 
 
 pytestmark = pytest.mark.skipif(not may_choose(), reason="the system has no batch threads for us")
+NAMED = torch.torch_version.TorchVersion(torch.__version__) >= (2, 13)
+named = pytest.mark.skipif(not NAMED, reason="gloo of this torch gives its threads no name")
 
 
 def policies():
@@ -40,8 +43,24 @@ def check_threads(mesh):
     return os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
+@named
 def test_threads_of_every_group_are_batch_threads_and_python_is_not():
     assert on_ranks(check_threads, dp=2, tp=2) == [True] * 4
+
+
+def check_untouched(mesh):
+    """Threads of a mesh that did not ask for it keep their policy, whatever groups it makes."""
+    before = {*gloo_threads.gloo_threads()}
+    plain = Mesh.connect(dp=2, tp=2)
+    plain.twin("tp")
+    plain.device_mesh()
+    made = {*gloo_threads.gloo_threads()} - before
+    return bool(made) and {os.sched_getscheduler(thread) for thread in made} == {os.SCHED_OTHER}
+
+
+@named
+def test_a_mesh_leaves_the_threads_unless_asked():
+    assert on_ranks(check_untouched, dp=2, tp=2) == [True] * 4
 
 
 def check_choice(mesh):
@@ -51,6 +70,7 @@ def check_choice(mesh):
     return policies() == {os.SCHED_IDLE}
 
 
+@named
 def test_a_policy_that_somebody_chose_stays():
     assert on_ranks(check_choice, tp=2) == [True, True]
 
@@ -70,8 +90,14 @@ def check_forbidden(mesh):
     return left == {os.SCHED_OTHER} and policies() == {os.SCHED_BATCH}
 
 
+@named
 def test_a_system_that_forbids_it_is_no_error():
     assert on_ranks(check_forbidden, tp=2) == [True, True]
+
+
+def check_unnamed(mesh):
+    every = {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
+    return gloo_threads.gloo_threads() == [] and every == {os.SCHED_OTHER}
 
 
 def test_a_thread_that_has_ended_is_no_error(monkeypatch):
@@ -85,5 +111,11 @@ def check_names(mesh):
     return bool(known) and gloo_threads.gloo_threads() == known
 
 
+@named
 def test_a_thread_whose_name_is_no_text_is_no_error():
     assert on_ranks(check_names, tp=2) == [True, True]
+
+
+@pytest.mark.skipif(NAMED, reason="gloo of this torch names its threads")
+def test_threads_without_a_name_are_left_as_they_are():
+    assert on_ranks(check_unnamed, tp=2) == [True, True]

@@ -2,13 +2,15 @@
 
 import itertools
 import math
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron_dist import MeshConfig
-from kenotron_dist.grid import AXES, coords_of, line_through, lines, rank_of
+from kenotron_dist import FlatSlice, MeshConfig, Partial, Shard, TensorLayout
+from kenotron_dist.grid import AXES, EXPERT_AXES, coords_of, line_through, lines, rank_of
+from kenotron_dist.grid_view import GridView, views_of
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
 NAMES = st.sets(st.sampled_from(AXES)).map(lambda names: tuple(n for n in AXES if n in names))
@@ -52,3 +54,68 @@ def test_a_config_knows_its_world():
     assert config.world_size == 6
     with pytest.raises(TypeError):
         MeshConfig(2, 1, 1, 3)
+
+
+@st.composite
+def configs(draw):
+    """Sizes of both grids."""
+    config = MeshConfig(**draw(SIZES))
+    stage = config.dp * config.cp * config.tp
+    divisors = [n for n in range(1, stage + 1) if stage % n == 0]
+    return MeshConfig(**{**config.sizes, "ep": draw(st.sampled_from(divisors))})
+
+
+@given(configs())
+def test_both_grids_have_the_same_ranks_in_the_same_order(config):
+    dense, expert = config.sizes, config.expert_sizes
+    assert math.prod(expert.values()) == config.world_size
+    assert (expert["ep"], expert["etp"]) == (config.ep, 1)
+    for rank in range(config.world_size):
+        assert rank_of(expert, coords_of(expert, rank)) == rank
+        assert coords_of(expert, rank)["pp"] == coords_of(dense, rank)["pp"]
+    for line in lines(expert, ("ep",)):
+        assert line == tuple(range(line[0], line[0] + config.ep))  # neighbours
+
+
+@given(configs())
+def test_a_line_of_experts_is_a_dense_line_on_all_ranks_or_on_none(config):
+    """Else ranks would make different numbers of groups, since equal lines share one."""
+    made = [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]
+    dense = {line for names in made for line in lines(config.sizes, names)}
+    for name in EXPERT_AXES[1:]:
+        assert len({line in dense for line in lines(config.expert_sizes, (name,))}) == 1
+
+
+def test_a_view_is_that_of_the_grid_that_placements_name():
+    view_of = views_of(MeshConfig(pp=2, dp=2, tp=3, ep=2), rank=9)
+    dense = view_of(TensorLayout("w", (6, 6), (Shard("tp", 0),)))
+    assert dense == GridView(
+        {"pp": 2, "dp": 2, "cp": 1, "tp": 3}, {"pp": 1, "dp": 1, "cp": 0, "tp": 0}, ("dp", "cp")
+    )
+    assert dense == view_of(TensorLayout("plain", (3,))) and dense.axes == AXES
+    expert = GridView(
+        {"pp": 2, "edp": 3, "ep": 2, "etp": 1}, {"pp": 1, "edp": 1, "ep": 1, "etp": 0}, ("edp",)
+    )
+    stacked = TensorLayout("experts", (4, 6, 6), (Shard("ep", 0),))
+    assert view_of(stacked) == expert == view_of(TensorLayout("b", (3,), (Partial("ep"),)))
+    assert stacked.sliced(0, 5).flat == FlatSlice(0, 5, ("edp",))
+    assert view_of(stacked.sliced(0, 5)) == expert
+    assert TensorLayout("w", (3,)).sliced(0, 1).flat == FlatSlice(0, 1, ("dp", "cp"))
+
+
+def test_a_tensor_lives_in_one_grid():
+    words = (
+        "w: placed on tp of the dense grid and on ep of the expert grid: a tensor lives in one of "
+        "them, so name axes of dp, cp, tp or of edp, ep, etp"
+    )
+    for mixed in ((Shard("ep", 0), Shard("tp", 1)), (Partial("tp"), Shard("ep", 0))):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            views_of(MeshConfig(), 0)(TensorLayout("w", (2, 2), mixed))
+
+
+@pytest.mark.parametrize("ep", [0, 3, 8])
+def test_ep_divides_the_ranks_of_a_stage(ep):
+    config = MeshConfig(pp=2, dp=2, tp=2, ep=ep)
+    words = f"ep = {ep} does not divide the dp=2 * cp=1 * tp=2 = 4 ranks of a pipeline stage: "
+    with pytest.raises(ValueError, match=re.escape(words + "choose a divisor of 4")):
+        _ = config.axis_sizes

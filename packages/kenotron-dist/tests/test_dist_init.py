@@ -11,9 +11,9 @@ from dist_layouts import cases
 from hypothesis import given, settings
 from torch import nn
 
-from kenotron_dist import Chunk, Shard, TensorLayout, Tie, parameter_layouts
+from kenotron_dist import Chunk, GridView, MeshConfig, Shard, TensorLayout, Tie, parameter_layouts
 from kenotron_dist.boxes import Box, gather_into, local_shape, scatter
-from kenotron_dist.grid import coords_of
+from kenotron_dist.grid_view import views_of
 from kenotron_dist.hashing import key
 from kenotron_dist.init import TILE, Constant, Normal, fill_, initialize, normal_block
 
@@ -37,12 +37,12 @@ LAYOUTS = {
 
 
 def every_rank(sizes):
-    return [coords_of(sizes, rank) for rank in range(math.prod(sizes.values()))]
+    return [GridView.at(sizes, rank) for rank in range(math.prod(sizes.values()))]
 
 
-def drawn(layout, sizes, coords, dtype=torch.float32, seed=1):
-    local = torch.full(local_shape(layout, sizes), 99.0, dtype=dtype)
-    fill_(local, layout, sizes, coords, Normal(0.02), seed=seed)
+def drawn(layout, view, dtype=torch.float32, seed=1):
+    local = torch.full(local_shape(layout, view), 99.0, dtype=dtype)
+    fill_(local, layout, view, Normal(0.02), seed=seed)
     return local
 
 
@@ -50,27 +50,27 @@ def drawn(layout, sizes, coords, dtype=torch.float32, seed=1):
 def test_the_whole_tensor_is_the_same_on_every_grid(name):
     layout = LAYOUTS[name]
     for dtype in (torch.float32, torch.bfloat16):
-        whole = drawn(TensorLayout(layout.name, layout.shape), ONE, coords_of(ONE, 0), dtype)
+        whole = drawn(TensorLayout(layout.name, layout.shape), GridView.at(ONE, 0), dtype)
         for sizes in GRIDS:
             if name == "deep" and sizes["dp"] > 4:
                 continue
-            for coords in every_rank(sizes):
-                local = drawn(layout, sizes, coords, dtype)
-                assert torch.equal(local, scatter(whole, layout, sizes, coords))  # padding is 0
+            for view in every_rank(sizes):
+                local = drawn(layout, view, dtype)
+                assert torch.equal(local, scatter(whole, layout, view))  # padding is 0
 
 
 @settings(max_examples=60)
 @given(cases())
 def test_any_placement_and_slice_draws_the_same(case):
-    layout, sizes = case.layout, case.sizes
-    whole = drawn(TensorLayout("w", layout.shape), ONE, coords_of(ONE, 0))
+    layout = case.layout
+    whole = drawn(TensorLayout("w", layout.shape), GridView.at(ONE, 0))
     found = torch.zeros_like(whole)
-    for coords in case.ranks()[:6]:
-        assert torch.equal(drawn(layout, sizes, coords), scatter(whole, layout, sizes, coords))
-        sliced = case.flat(coords)
-        assert torch.equal(drawn(sliced, sizes, coords), scatter(whole, sliced, sizes, coords))
-    for coords in case.ranks():
-        gather_into(found, drawn(layout, sizes, coords), layout, sizes, coords)
+    for view in case.ranks()[:6]:
+        assert torch.equal(drawn(layout, view), scatter(whole, layout, view))
+        sliced = case.flat(view)
+        assert torch.equal(drawn(sliced, view), scatter(whole, sliced, view))
+    for view in case.ranks():
+        gather_into(found, drawn(layout, view), layout, view)
     assert torch.equal(found, whole)
 
 
@@ -119,7 +119,7 @@ def test_mean_deviation_and_shape_are_normal():
     assert abs((x**4).mean() - 3) < 5 * math.sqrt(96 / n)
     assert abs((x.abs() < 1).double().mean() - 0.682689) < 0.004
     layout = TensorLayout("w", (600, 700))
-    assert abs(drawn(layout, ONE, coords_of(ONE, 0)).std() - 0.02) < 0.0002
+    assert abs(drawn(layout, GridView.at(ONE, 0)).std() - 0.02) < 0.0002
 
 
 class Model(nn.Module):
@@ -134,10 +134,10 @@ class Model(nn.Module):
         self.to(dtype).to("meta").to_empty(device="cpu")
 
 
-def rule(name):
-    if name.endswith("bias"):
+def rule(layout):
+    if layout.role == "norm_bias":
         return Constant(0.0)
-    return Normal(0.5) if "embedding" in name else Constant(1.0)
+    return Normal(0.5) if layout.role == "embedding" else Constant(1.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,12 +145,16 @@ def test_each_parameter_is_filled_exactly_once(dtype):
     asked, whole = [], Model(dtype)
     sizes = {**ONE, "tp": 2}
 
-    def recorded(name):
-        asked.append(name)
-        return rule(name)
+    def recorded(layout):
+        asked.append(layout.name)
+        return rule(layout)
 
     initialize(
-        whole, parameter_layouts(whole, ONE), ONE, coords_of(ONE, 0), seed=0, initializer=recorded
+        whole,
+        parameter_layouts(whole, ONE),
+        views_of(MeshConfig(), 0),
+        seed=0,
+        initializer=recorded,
     )
     assert sorted(asked) == [
         "embedding.weight", "norm.bias", "norm.weight", "twin.bias", "twin.weight"
@@ -159,20 +163,20 @@ def test_each_parameter_is_filled_exactly_once(dtype):
     assert whole.norm.weight.eq(1).all() and whole.twin.bias.eq(0).all()
     assert whole.head.weight.unique().numel() > 40
     for rank in range(2):
-        part, coords = Model(dtype, tp=2), coords_of(sizes, rank)
+        part, view_of = Model(dtype, tp=2), views_of(MeshConfig(tp=2), rank)
         layouts = parameter_layouts(part, sizes)
-        initialize(part, layouts, sizes, coords, seed=0, initializer=rule)
+        initialize(part, layouts, view_of, seed=0, initializer=rule)
         assert torch.equal(part.head.weight, whole.head.weight[6 * rank : 6 * rank + 6])
         del part.embedding  # as on a last stage: the head alone asks for the tied values
         part.head.weight.data = torch.zeros(6, 4, dtype=dtype)
-        initialize(part, layouts, sizes, coords, seed=0, initializer=rule)
+        initialize(part, layouts, view_of, seed=0, initializer=rule)
         assert torch.equal(part.head.weight, whole.head.weight[6 * rank : 6 * rank + 6])
 
 
 def test_a_parameter_without_a_layout_or_on_meta_is_an_error():
     model = nn.Linear(2, 2)
     layouts = parameter_layouts(model, ONE)
-    arguments = {"sizes": ONE, "coords": coords_of(ONE, 0), "seed": 0, "initializer": rule}
+    arguments = {"view_of": views_of(MeshConfig(), 0), "seed": 0, "initializer": rule}
     with pytest.raises(ValueError, match="parameter 'weight' has no layout: was it added after"):
         initialize(model, {}, **arguments)
     with pytest.raises(ValueError, match="parameter 'weight' is on meta: call to_empty first"):

@@ -16,17 +16,12 @@ import torch.distributed as dist
 
 from kenotron_dist import Mesh, RankError, all_reduce, from_env, shutdown, spawn
 from kenotron_dist.device import choose_device
+from kenotron_dist.testing import free_port
 
 PROGRAM = str(Path(__file__).with_name("dist_launched.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 LAUNCHERS = ("OMPI_", "SLURM_", "PMI", "TORCHELASTIC_")
 PLAIN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def variables(rank, size, port):
@@ -271,7 +266,7 @@ def test_the_device_is_a_gpu_for_every_local_rank_or_the_cpu(asked, gpus, needed
             "4 local ranks need as many GPUs, but 1 can be seen: start fewer processes on this "
             "host, or choose device 'cpu'",
         ),
-        ((None, "nccl"), 0, 1, "1 local rank need"),
+        ((None, "nccl"), 0, 1, "a rank needs a GPU"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(asked, gpus, needed, words):

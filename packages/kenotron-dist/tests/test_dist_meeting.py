@@ -6,16 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from test_dist_launch import TORCHRUN, free_port, variables
+from test_dist_launch import TORCHRUN, variables
 
 from kenotron_dist import STALLED, Mesh, World, spawn
-from kenotron_dist.launch import _check_backend
+from kenotron_dist.launch_store import check_backend
 from kenotron_dist.meeting import Meeting
+from kenotron_dist.testing import free_port
 
 PROGRAM = """
 import os, signal, sys
@@ -188,6 +190,30 @@ def test_a_file_that_stays_locked_blames_no_rank(tmp_path):
     assert len(told) == 1 and "the file that they meet at stays locked: one of them" in told[0]
 
 
+class StoppedStore:
+    """One whose host is stopped: a connection to it is not answered before it dies."""
+
+    def __init__(self):
+        self.died = threading.Event()
+
+    def clone(self):
+        self.died.wait()
+        raise RuntimeError("the connection was closed")
+
+
+def test_a_store_that_stops_before_a_rank_has_its_own_connection_is_named():
+    told, store, before = [], StoppedStore(), threading.active_count()
+    meeting = Meeting("a", store, 1, 2, timedelta(seconds=0.4), told.append)
+    with meeting:
+        end = time.monotonic() + 20
+        while not told and time.monotonic() < end:
+            time.sleep(0.05)
+        store.died.set()
+    assert len(told) == 1 and "the store that they meet at does not answer" in told[0]
+    while threading.active_count() > before:
+        time.sleep(0.01)
+
+
 def test_a_meeting_that_ends_in_time_says_nothing():
     assert spawn(size_of, dp=2, meet=timedelta(seconds=60)) == [2, 2]
 
@@ -199,6 +225,6 @@ def size_of(mesh: Mesh) -> int:
 def test_hosts_that_chose_different_backends_are_refused():
     store, few = dist.HashStore(), World(1, 4, 1, 2, "a", 1, "torchrun")
     for rank in (0, 3):
-        _check_backend(World(rank, 4, 1, 2, "a", 1, "torchrun"), store, "nccl", 2)
+        check_backend(World(rank, 4, 1, 2, "a", 1, "torchrun"), store, "nccl", 2)
     with pytest.raises(ValueError, match="rank 1 would talk over gloo, .* with 1 GPUs for 2 ranks"):
-        _check_backend(few, store, "gloo", 1)
+        check_backend(few, store, "gloo", 1)

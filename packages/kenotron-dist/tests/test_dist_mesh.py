@@ -6,11 +6,11 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from dist_ranks import on_ranks
 from torch import nn
 
 from kenotron_dist import Mesh, all_gather, all_reduce
-from kenotron_dist.grid import AXES, lines
+from kenotron_dist.grid import AXES, line_through, lines
+from kenotron_dist.testing import on_ranks
 
 VIEWS = [n for size in range(1, 5) for n in itertools.combinations(AXES, size)]
 
@@ -43,6 +43,50 @@ def check_views(mesh):
 )
 def test_every_view_reaches_its_line(sizes):
     assert "rank=0, device=cpu" in on_ranks(check_views, **sizes)[0]
+
+
+def check_expert_views(mesh):
+    sizes = mesh.config.expert_sizes
+    for names in [("edp",), ("ep",), ("etp",), ("edp", "ep"), ("pp", "ep")]:
+        axis = mesh[names]
+        assert axis.ranks == line_through(sizes, names, mesh.rank) == members(axis)
+        assert (axis.name, axis.group is None) == ("_".join(names), axis.size == 1)
+    if mesh.config.ep == mesh.sizes["tp"]:
+        assert mesh["ep"].group is mesh["tp"].group and mesh["ep"] is not mesh["tp"]
+    half = mesh.subaxis("ep", mesh.config.ep // 2)
+    assert members(half) == half.ranks and half.size == 2
+    with pytest.raises(ValueError, match="mesh.'dp', 'ep'.: placed on dp of the dense grid and on"):
+        mesh["dp", "ep"]
+    return repr(mesh)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 4, "ep": 2}, {"dp": 2, "tp": 2, "ep": 2}, {"pp": 2, "dp": 2, "tp": 2, "ep": 4}]
+)
+def test_every_expert_view_reaches_its_line(sizes):
+    assert f" ep={sizes['ep']}, rank=0" in on_ranks(check_expert_views, **sizes)[0]
+
+
+def groups_made(mesh):
+    """Groups that ``connect`` made, and the lines of experts."""
+    made = sum(ticket.number for ticket in mesh.pulse.tickets.values() if ticket.axis == "group")
+    names = ("edp", "ep", "etp")
+    lines = [mesh[name].ranks for name in names]
+    after = sum(ticket.number for ticket in mesh.pulse.tickets.values() if ticket.axis == "group")
+    return made, after, lines
+
+
+def test_groups_of_experts_are_made_only_with_ep():
+    plain = on_ranks(groups_made, dp=2, tp=2)
+    assert plain[1] == (2, 2, [(0, 1, 2, 3), (1,), (1,)])  # dp and tp; edp is the world
+    assert on_ranks(groups_made, dp=4)[1] == (0, 0, [(0, 1, 2, 3), (1,), (1,)])
+    assert on_ranks(groups_made, dp=4, ep=2)[1] == (2, 2, [(1, 3), (0, 1), (1,)])
+    assert on_ranks(groups_made, dp=2, tp=2, ep=2)[1] == (2, 2, [(1, 3), (0, 1), (1,)])
+
+
+def test_an_ep_that_divides_nothing_starts_no_rank():
+    with pytest.raises(ValueError, match="ep = 3 does not divide the dp=2 . cp=1 . tp=1 = 2 ranks"):
+        on_ranks(check_expert_views, dp=2, ep=3)
 
 
 def check_cells(mesh):
@@ -145,8 +189,8 @@ def errors_on_ranks(mesh):
         lambda: mesh.subaxis("tp", 0),
         lambda: mesh.subset("tp", (0, 2)),
         lambda: mesh.subset("tp", ()),
-        lambda: mesh["ep"],
-        lambda: mesh["tp", "ep"],
+        lambda: mesh["xp"],
+        lambda: mesh["tp", "xp"],
         lambda: mesh[()],
     ]
     found = []
@@ -167,9 +211,9 @@ def test_what_a_mesh_cannot_do_is_a_sentence():
             "cannot form 0 groups of equal size from 2 tp ranks: choose a number that divides 2",
             "tp coordinates [0, 2] are not all within 0..1",
             "tp coordinates [] are not all within 0..1",
-            "no axis ep in this mesh; it has pp, dp, cp, tp",
-            "no axis ep in this mesh; it has pp, dp, cp, tp",
-            "name an axis of this mesh: pp, dp, cp, tp",
+            "no axis xp in this mesh; it has pp, dp, cp, tp, edp, ep, etp",
+            "no axis xp in this mesh; it has pp, dp, cp, tp, edp, ep, etp",
+            "name an axis of this mesh: pp, dp, cp, tp, edp, ep, etp",
         ]
 
 

@@ -1,9 +1,9 @@
 """JSON values between ranks; a value that is not JSON is an error everywhere, and nobody hangs."""
 
 import pytest
-from dist_ranks import on_ranks
 
 from kenotron_dist import Axis, all_reduce, broadcast_object, gather_objects
+from kenotron_dist.testing import on_ranks
 
 VALUES = [
     None, True, 0, -1.5, "", "é\u2028\x00", [], {}, {"a": [1, {"b": None}], "": "x"},

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from dist_ranks import on_ranks
 
 from kenotron_dist import Axis, gather_pieces, gather_rows, reduce_scatter, sum_rows
+from kenotron_dist.testing import on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 

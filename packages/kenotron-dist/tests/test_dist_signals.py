@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -35,6 +36,30 @@ def until(condition, seconds: float = 5.0) -> bool:
     return condition()
 
 
+@pytest.fixture
+def hang_up():
+    """SIGHUP does what it does by default, also where the tests were started with nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_asks_for_an_end() -> None:
+    assert signal.SIGHUP in STOPS
+
+
+@pytest.mark.usefixtures("hang_up")
+def test_an_ignored_hang_up_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    with listening() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert until(lambda: signals._save)
+        assert signals.stop == 0
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.usefixtures("hang_up")
 @pytest.mark.parametrize("number", STOPS)
 def test_a_signal_is_heard_and_its_echo_is_not(number: int) -> None:
     before = [signal.getsignal(each) for each in STOPS]
@@ -76,7 +101,7 @@ def test_a_second_request_ends_a_program_that_is_blocked() -> None:
 
 def test_a_save_is_no_request_for_an_end() -> None:
     signals = Signals()
-    signals.hear(signal.SIGUSR2)
+    signals.receive(signal.SIGUSR2)
     assert signals.stop == 0 and signals.take_save()
 
 
@@ -112,20 +137,98 @@ if __name__ == "__main__":
 """
 
 
-def test_ctrl_c_while_ranks_are_started_shows_no_traceback(tmp_path) -> None:
+def test_ctrl_c_while_ranks_are_started_ends_at_once_without_a_traceback(tmp_path) -> None:
     (tmp_path / "program.py").write_text(EARLY)
     (tmp_path / "slow_module.py").write_text(
-        "import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(1)\n"
+        "import pathlib, time\npathlib.Path('loading').touch()\ntime.sleep(20)\n"
     )
     with subprocess.Popen(
         [sys.executable, "program.py"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         start_new_session=True,
         stderr=subprocess.PIPE,
         text=True,
     ) as program:
-        assert until((tmp_path / "loading").exists, 60)
-        os.killpg(program.pid, signal.SIGINT)
-        _, stderr = program.communicate(timeout=20)
-    assert program.returncode == 130 and stderr == ""
+        try:
+            assert until((tmp_path / "loading").exists, 60)
+            os.killpg(program.pid, signal.SIGINT)
+            begun = time.monotonic()
+            assert program.wait(30) == 130
+            assert time.monotonic() - begun < 5  # it does not wait until all is loaded
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+        assert program.stderr.read() == ""
+
+
+LEAVING = """
+import os, signal, sys, time
+from kenotron_dist import MeshConfig, listening, start
+
+def work(mesh):
+    with listening() as signals:
+        signals.finished = True
+        signals.receive(signal.SIGTERM)
+        time.sleep(1.1)
+        signals.receive(signal.SIGTERM)  # a second request would end the process before
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    return mesh.rank
+
+if __name__ == "__main__":
+    leaves = sys.argv[1] == "leaves"
+    assert start(work, config=MeshConfig(tp=2), leaves=leaves) == 0
+    print("done", flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+    print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("leaves", 0), ("stays", -signal.SIGTERM)])
+def test_a_process_that_leaves_ignores_requests_for_an_end(word: str, code: int, tmp_path) -> None:
+    (tmp_path / "program.py").write_text(LEAVING)
+    done = subprocess.run(
+        [sys.executable, "program.py", word],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ("done\nleft\n" if code == 0 else "done\n")
+
+
+def test_handlers_are_back_unless_the_work_is_finished() -> None:
+    before = [signal.getsignal(each) for each in STOPS]
+    try:
+        with listening() as signals:
+            signals.finished = True
+        assert {signal.getsignal(each) for each in STOPS} == {signal.SIG_IGN}
+    finally:
+        for number, handler in zip(
+            (*STOPS, signal.SIGUSR2), [*before, signal.SIG_DFL], strict=True
+        ):
+            signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_process_leaves_though_nobody_reads(stream: str, full: bool) -> None:
+    program = (
+        "import sys; from kenotron_dist.meeting import leave_late\n"
+        "sys.stdout.write('x' * 100); leave_late('who is missing')"
+    )
+    if full:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, env=buffered, **{stream: writer})
+    os.close(writer)
+    assert done.returncode == 75

@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
-from dist_ranks import on_ranks
 
 from kenotron_dist import Axis, Cause, PeerLost, StallReport, all_reduce, barrier
+from kenotron_dist.diagnosis.stall import Beat, Inquiry, Seen
 from kenotron_dist.pulse import Pulse, Ticket
-from kenotron_dist.stall import Beat, Inquiry, Seen
+from kenotron_dist.testing import on_ranks
 
 NOW, PATIENCE = 100.0, 3.0
 
@@ -173,11 +173,11 @@ class Job:
 
 def test_work_of_a_device_is_waited_for_until_it_is_done():
     pulse, jobs = Pulse(), [Job(), Job()]
-    pulse.queued(ticket(1), jobs[0])
+    pulse.queued(ticket(1), lambda: jobs[0])
     assert pulse.waits() == []  # nobody watches, nothing is kept
     pulse.watched = True
     for number, job in enumerate(jobs, 1):
-        pulse.queued(ticket(number), job)
+        pulse.queued(ticket(number), lambda job=job: job)
     assert [(w.ticket.number, w.on_device) for w in pulse.waits()] == [(1, True)]
     jobs[0].done = True
     assert [w.ticket.number for w in pulse.waits()] == [2]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from kenotron_dist import (
     Chunk,
@@ -70,8 +72,8 @@ def measure(mesh: Mesh, sliced: bool) -> dict[str, dict[str, float]]:
     for name, layout in list(found.items()):
         if mesh.coords["pp"] not in layout.stages:
             continue
-        local = torch.full(local_shape(layout, mesh.sizes), 1e6)
-        for box in local_boxes(layout, mesh.sizes, mesh.coords):
+        local = torch.full(local_shape(layout, mesh.view(layout)), 1e6)
+        for box in local_boxes(layout, mesh.view(layout)):
             box.of_local(local).copy_(box.of_global(whole(name)))
         if sliced:
             size = -(-local.numel() // mesh.sizes["dp"])
@@ -115,3 +117,32 @@ def test_no_element_one_element_and_equal_ones() -> None:
     assert (one.mean, one.std, one.kurtosis, one.norm_l2) == (3.0, 0.0, 0.0, 3.0)
     same = statistics_of(moments(torch.ones(9, dtype=torch.bfloat16)).tolist())
     assert (same.std, same.kurtosis, same.norm_l1, same.norm_l2) == (0.0, 0.0, 9.0, 3.0)
+
+
+class HostCopies(TorchFunctionMode):
+    """Names the calls that move values between host and device: each would stop a GPU's queue."""
+
+    NAMES = ("tensor", "as_tensor", "item", "tolist", "cpu", "numpy", "nonzero", "to", "copy_")
+    NAMES += ("__bool__", "__int__", "__float__", "__index__")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in self.NAMES:
+            self.found.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_value_moves_between_host_and_device() -> None:
+    with HostCopies() as copies:
+        moments(torch.empty(5, 1 << 22, device="meta"))  # five chunks
+    assert copies.found == []
+
+
+def test_the_recorder_sees_what_would_wait() -> None:
+    with HostCopies() as copies:
+        torch.tensor(1.0).to("meta")
+        bool(torch.ones(()))
+    assert copies.found == ["tensor", "to", "__bool__"]

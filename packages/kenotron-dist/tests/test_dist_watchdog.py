@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from kenotron_dist import (
     spawn,
     watch,
 )
+from kenotron_dist.testing import free_port
 
 
 @pytest.fixture
@@ -303,9 +303,3 @@ def test_one_rank_needs_no_watchdog():
 def test_a_limit_must_be_positive():
     with pytest.raises(ValueError, match=r"limit 0:00:00 is not positive: give the longest"):
         watch(Mesh.connect(), limit=timedelta(0))
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, Mesh, named_parameters, spawn
 from kenotron_models import (
+    Build,
     Context,
     LayerStack,
     LlamaConfig,
@@ -64,7 +65,7 @@ def ours(size: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[Step
     sizes, rows, length = SIZES[size]
     config = LlamaConfig(**sizes, max_position_embeddings=length, tie_word_embeddings=False)
     axis = Axis.solo("tp")
-    stack = LayerStack(build_decoder(config, axis, device="cpu", dtype=dtype))
+    stack = LayerStack(build_decoder(config, Build(axis, device="cpu", dtype=dtype)))
     *layers, head = stack
     if compiled:
         compile_layers(layers)

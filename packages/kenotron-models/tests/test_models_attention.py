@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenotron_models import attend_blocks
-from kenotron_models.attend import attend, chosen
+from kenotron_models.attend import AttentionBackend, attend, chosen
 from kenotron_models.attend_flash import attend_flash
 from kenotron_models.sight import document_starts
-from kenotron_models.spec import AttentionBackend
 
 BACKENDS: list[AttentionBackend] = ["sdpa", "blocked", "plain", "auto"]
 SIGHTS = [(None, False), (1, False), (3, False), (99, False), (None, True), (3, True), (1, True)]

@@ -11,15 +11,12 @@ from torch import Tensor
 
 from kenotron_dist import Axis
 from kenotron_dist.rng import counter_key, uniform
-from kenotron_models import Attention, Context, DecoderSpec
+from kenotron_models import Attention, AttentionSpec, Build, Context
 from kenotron_models.attend import attend
 from kenotron_models.attend_plain import Dropout, dropout_of
 
-SPEC = DecoderSpec(
-    hidden_size=12, intermediate_size=16, num_hidden_layers=2, vocab_size=32,
-    max_position_embeddings=64, num_attention_heads=4, kv_heads=2, head_dim=6,
-    attention_dropout=0.25,
-)  # fmt: skip
+HERE = Build(Axis.solo("tp"), device="cpu")
+SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=6, dropout=0.25)
 SAMPLES = torch.tensor([4, 40, 400, 1 << 40])
 
 
@@ -69,12 +66,12 @@ def run(layer: Attention, x: Tensor, rows: slice, key: int | None = 11) -> Tenso
 
 
 def test_a_split_into_micro_batches_changes_nothing() -> None:
-    layer, x = Attention(SPEC, Axis.solo("tp"), layer=1), torch.randn(40, 12)
+    layer, x = Attention(SPEC, 12, HERE, layer=1), torch.randn(40, 12)
     whole = run(layer, x, slice(None))
     split = torch.cat([run(layer, x, slice(0, 1)), run(layer, x, slice(1, 4))])
     torch.testing.assert_close(split, whole)
     assert not torch.allclose(run(layer, x, slice(None), key=12), whole)
-    nothing = Attention(replace(SPEC, attention_dropout=0.0), Axis.solo("tp"), layer=1)
+    nothing = Attention(replace(SPEC, dropout=0.0), 12, HERE, layer=1)
     nothing.load_state_dict(layer.state_dict())
     torch.testing.assert_close(run(layer, x, slice(None), key=None), run(nothing, x, slice(None)))
 

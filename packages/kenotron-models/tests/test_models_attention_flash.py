@@ -11,7 +11,7 @@ from attention_cases import inputs, positions, sight_of, with_gradients
 from torch import Tensor
 
 from kenotron_dist import Axis
-from kenotron_models import Attention, LlamaConfig, attend_flash
+from kenotron_models import Build, LlamaConfig, attend_flash, build_decoder
 from kenotron_models.attend import attend, chosen
 
 CALLS: list[str] = []
@@ -32,11 +32,12 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, scale: float, left: int, right
 
 
 def flash_attn_func(
-    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1)
-) -> Tensor:
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    deterministic=False,
+) -> Tensor:  # fmt: skip
     assert causal
     assert dropout_p == 0
-    CALLS.append("func")
+    CALLS.append("deterministic func" if deterministic else "func")
     return torch.stack(
         [one_sequence(*row, softmax_scale, *window_size) for row in zip(q, k, v, strict=True)]
     )
@@ -44,7 +45,7 @@ def flash_attn_func(
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1),
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
 ) -> Tensor:  # fmt: skip
     assert causal
     assert dropout_p == 0
@@ -54,7 +55,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_q.diff().tolist()
     assert max_seqlen_q == max_seqlen_k == max(lengths)
     assert sum(lengths) == len(q)
-    CALLS.append("varlen")
+    CALLS.append("deterministic varlen" if deterministic else "varlen")
     pieces = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     return torch.cat([one_sequence(*piece, softmax_scale, *window_size) for piece in pieces])
 
@@ -88,6 +89,19 @@ def test_flash_attn_is_asked_for_the_same_numbers(
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(automatic, got, rtol=0, atol=0)
     assert CALLS == ["varlen" if documents else "func"] * 2
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_deterministic_run_asks_for_a_deterministic_backward(
+    flash: None, documents: bool
+) -> None:
+    tensors, sight = inputs(3, 6, 2, 2), sight_of(positions(6), None, documents)
+    torch.use_deterministic_algorithms(True)
+    try:
+        attend(*tensors, sight, scale=0.7, backend="flash_attn")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert CALLS == ["deterministic varlen" if documents else "deterministic func"]
 
 
 class Elsewhere:
@@ -124,4 +138,4 @@ def test_a_layer_is_not_built_for_what_is_not_installed(monkeypatch: pytest.Monk
     monkeypatch.setattr(attend_flash, "installed", lambda: False)
     config = LlamaConfig(hidden_size=24, num_attention_heads=6, attn_implementation="flash_attn")
     with pytest.raises(ValueError, match="flash_attn: the package is not installed"):
-        Attention(config, Axis.solo("tp"))
+        build_decoder(config, Build(Axis.solo("tp")))

@@ -15,9 +15,15 @@ import kenotron_models.attention as attention_module
 from kenotron_dist import Axis
 from kenotron_models import (
     Attention,
+    AttentionSpec,
+    Block,
+    BlockSpec,
+    Build,
     Context,
-    DecoderLayer,
-    DecoderSpec,
+    MLPSpec,
+    NormSpec,
+    Qwen2Config,
+    Rope,
     RopeScaling,
     rotary_angles,
     rotate,
@@ -25,66 +31,78 @@ from kenotron_models import (
 from kenotron_models.attend import keep_out_of_programs
 from kenotron_models.recompute import Recompute
 
-ONE = Axis.solo("tp")
-SPEC = DecoderSpec(
-    hidden_size=20, intermediate_size=16, num_hidden_layers=4, vocab_size=32,
-    max_position_embeddings=64, num_attention_heads=4, kv_heads=2, head_dim=6,
-)  # fmt: skip
+HERE = Build(Axis.solo("tp"), device="cpu")
+SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=6)
+WIDTH = 20
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+ROPE = Rope(scaling=YARN)
+QWEN2 = Qwen2Config(
+    hidden_size=WIDTH, intermediate_size=16, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=6, vocab_size=32, max_position_embeddings=64,
+)  # fmt: skip
 CHANGES = {
-    "qk_norm": {"qk_norm": True, "norm_eps": 1e-3},
+    "qk_norm": {"qk_norm": NormSpec(eps=1e-3)},
     "biases": {"qkv_bias": True, "out_bias": True},
-    "scale": {"attention_scale": 1 / 6},
-    "no positions": {"rope_theta": None},
-    "no positions here": {"no_rope_every": 3},
-    "interleaved": {"rope_interleaved": True, "rope_theta": 500.0},
-    "yarn": {"rope_scaling": YARN},
+    "scale": {"scale": 1 / 6},
+    "no positions": {"rope": None},
+    "interleaved": {"rope": Rope(interleaved=True, theta=500.0)},
+    "yarn": {"rope": ROPE},
     "window": {"window": 3},
-    "full layer": {"window": 3, "full_attention_layers": (2,)},
     "documents": {"separate_documents": True},
     "everything": {
-        "qk_norm": True, "out_bias": True, "window": 4, "separate_documents": True,
-        "rope_scaling": YARN, "no_rope_every": 2,
+        "qk_norm": NormSpec(), "out_bias": True, "window": 4, "separate_documents": True,
+        "rope": ROPE,
     },
 }  # fmt: skip
+OF_LAYERS = {
+    "no positions here": {"no_rope_layer": 3},
+    "full layer": {"sliding_window_size": 3, "full_attention_layers": (2,)},
+}
+"""What a family's config says of layer 2 alone."""
 
 
-def expected(layer: Attention, spec: DecoderSpec, x: Tensor, places: Tensor, index: int) -> Tensor:
+def changed(name: str) -> AttentionSpec:
+    if name in CHANGES:
+        return replace(SPEC, **CHANGES[name])
+    mixer = replace(QWEN2, **OF_LAYERS[name]).decoder.blocks[2].mixer
+    assert isinstance(mixer, AttentionSpec)
+    return mixer
+
+
+def expected(layer: Attention, spec: AttentionSpec, x: Tensor, places: Tensor) -> Tensor:
     """The layer written out from its spec."""
     parts = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(*places.shape, 8, 6)
     q, k, v = parts.split((4, 2, 2), 2)
-    if spec.qk_norm:
-        eps = spec.norm_eps
+    if spec.qk_norm is not None:
+        eps = spec.qk_norm.eps
         q, k = (
             y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight
             for y, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
-    turned = spec.rope_theta is not None and (index + 1) % (spec.no_rope_every or 99) != 0
-    if turned:
-        angles = rotary_angles(places, 6, spec.rope_theta or 0, spec.rope_scaling)
-        q, k = (rotate(y, *angles, interleaved=spec.rope_interleaved) for y in (q, k))
-    window = None if index in spec.full_attention_layers else spec.window
-    mask = seen(places, window, spec.separate_documents)
-    mixed = formula(q, k, v, mask, spec.attention_scale or 6**-0.5).float()
+    if (rope := spec.rope) is not None:
+        angles = rotary_angles(places, 6, rope.theta, rope.scaling)
+        q, k = (rotate(y, *angles, interleaved=rope.interleaved) for y in (q, k))
+    mask = seen(places, spec.window, spec.separate_documents)
+    mixed = formula(q, k, v, mask, spec.scale or 6**-0.5).float()
     return F.linear(mixed.flatten(0, 1).flatten(1), layer.out.weight, layer.out.bias)
 
 
-@pytest.mark.parametrize("name", list(CHANGES))
+@pytest.mark.parametrize("name", [*CHANGES, *OF_LAYERS])
 def test_a_variation_is_what_it_says(name: str) -> None:
-    spec = replace(SPEC, **CHANGES[name])
-    layer, places, x = Attention(spec, ONE, layer=2), positions(15), torch.randn(45, 20)
+    spec = changed(name)
+    layer, places, x = Attention(spec, WIDTH, HERE, layer=2), positions(15), torch.randn(45, 20)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
     got = layer(x, Context(places))
-    torch.testing.assert_close(got, expected(layer, spec, x, places, 2), rtol=2e-5, atol=2e-4)
-    plain = Attention(SPEC, ONE, layer=2)
+    torch.testing.assert_close(got, expected(layer, spec, x, places), rtol=2e-5, atol=2e-4)
+    plain = Attention(SPEC, WIDTH, HERE, layer=2)
     plain.load_state_dict(layer.state_dict(), strict=False)
     same = torch.allclose(got, plain(x, Context(places)), rtol=1e-3, atol=1e-3)
     assert same == (name == "full layer")
 
 
 def test_norms_of_queries_and_keys_are_partial() -> None:
-    layer = Attention(replace(SPEC, qk_norm=True), Axis("tp", 1, (0, 1)), device="meta")
+    layer = Attention(replace(SPEC, qk_norm=NormSpec()), WIDTH, Build(Axis("tp", 1, (0, 1))))
     for norm in (layer.q_norm, layer.k_norm):
         assert norm.weight.shape == (6,)
         assert [p.axis for p in norm.placements.values()] == ["tp"]  # type: ignore[union-attr]
@@ -105,13 +123,19 @@ def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
     torch.testing.assert_close(torch.hypot(cos, sin), torch.ones_like(cos))
 
 
-def layers(recompute: Recompute = "none", **changes: object) -> list[DecoderLayer]:
+def layers(recompute: Recompute = "none", every: int = 9, **changes: object) -> list[Block]:
+    """Four blocks; every n-th has no positions."""
     torch.manual_seed(0)
-    spec = replace(SPEC, qk_norm=True, separate_documents=True, **changes)
-    return [DecoderLayer(spec, ONE, layer=i, recompute=recompute) for i in range(4)]
+    spec = replace(SPEC, qk_norm=NormSpec(), separate_documents=True, **changes)
+    ropes = [None if i % every == every - 1 else spec.rope for i in range(4)]
+    mlp = MLPSpec(features=16)
+    blocks = [BlockSpec(mixer=replace(spec, rope=rope), feed_forward=mlp) for rope in ropes]
+    return [
+        Block(block, WIDTH, HERE, layer=i, recompute=recompute) for i, block in enumerate(blocks)
+    ]
 
 
-def numbers(stack: list[DecoderLayer], run: list) -> list[Tensor]:
+def numbers(stack: list[Block], run: list) -> list[Tensor]:
     """Output and all gradients of a fixed input."""
     x, context = torch.arange(900.0).view(45, 20).sin().requires_grad_(), Context(positions(15))
     y = x
@@ -136,7 +160,7 @@ def test_angles_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 @pytest.mark.parametrize("backend", ["sdpa", "blocked", "plain"])
 def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> None:
-    stack, again = (layers(window=4, attention=backend, recompute=r) for r in ("none", recompute))
+    stack, again = (layers(window=4, backend=backend, recompute=r) for r in ("none", recompute))
     for a, b in zip(numbers(again, again), numbers(stack, stack), strict=True):
         assert torch.equal(a, b)
 
@@ -146,7 +170,7 @@ def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "blocked"])
 def test_a_compiled_layer_computes_the_same(backend: str, prepared: bool) -> None:
     keep_out_of_programs()
-    stack = layers(window=4, attention=backend, no_rope_every=2)
+    stack = layers(window=4, backend=backend, every=2)
     want = numbers(stack, stack)
     compiled = [torch.compile(layer, backend="aot_eager") for layer in stack]
 

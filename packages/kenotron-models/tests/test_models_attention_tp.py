@@ -9,14 +9,19 @@ import torch
 from attention_cases import positions
 from torch import Tensor
 
-from kenotron_dist import Mesh, parameter_layouts, spawn, sum_gradients
-from kenotron_dist.boxes import local_boxes
+from kenotron_dist import Mesh, local_boxes, parameter_layouts, spawn, sum_gradients
 from kenotron_dist.init import initialize
 from kenotron_dist.rng import counter_key
 from kenotron_models import (
+    AttentionSpec,
+    BlockSpec,
+    Build,
     Context,
     DecoderSpec,
     LayerStack,
+    MLPSpec,
+    NormSpec,
+    Rope,
     RopeScaling,
     build_decoder,
     standard_init,
@@ -24,16 +29,26 @@ from kenotron_models import (
 from kenotron_tp import TPMode, vocab_parallel_cross_entropy
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
-SPEC = DecoderSpec(
-    hidden_size=24, intermediate_size=16, num_hidden_layers=3, vocab_size=32,
-    max_position_embeddings=64, num_attention_heads=8, kv_heads=2, head_dim=8, qk_norm=True,
-    qkv_bias=True, out_bias=True, attention_scale=0.3, window=6, full_attention_layers=(1,),
-    separate_documents=True, rope_scaling=YARN, no_rope_every=2, attention_dropout=0.25,
+MIXER = AttentionSpec(
+    heads=8, kv_heads=2, head_dim=8, qk_norm=NormSpec(), qkv_bias=True, out_bias=True, scale=0.3,
+    window=6, separate_documents=True, rope=Rope(scaling=YARN), dropout=0.25,
 )  # fmt: skip
+
+
+def decoder(mixer: AttentionSpec) -> DecoderSpec:
+    """Three blocks; the second sees all and has no positions."""
+    mixers = (mixer, replace(mixer, window=None, rope=None), mixer)
+    mlp = MLPSpec(features=16)
+    return DecoderSpec(
+        hidden_size=24, vocab_size=32, max_position_embeddings=64,
+        blocks=tuple(BlockSpec(mixer=each, feed_forward=mlp) for each in mixers),
+    )  # fmt: skip
+
+
 SPECS = {
-    "all": SPEC,
-    "blocked": replace(SPEC, attention="blocked", attention_dropout=0.0),
-    "mqa": replace(SPEC, kv_heads=1, attention="sdpa", attention_dropout=0.0),
+    "all": decoder(MIXER),
+    "blocked": decoder(replace(MIXER, backend="blocked", dropout=0.0)),
+    "mqa": decoder(replace(MIXER, kv_heads=1, backend="sdpa", dropout=0.0)),
 }
 MODES = {"plain": TPMode(), "sequence": TPMode(sequence_parallel=True, overlap=True)}
 Parts = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
@@ -42,12 +57,10 @@ Parts = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 def gradients(mesh: Mesh, name: str, mode: str) -> tuple[float, dict[str, Tensor], Parts]:
     """Loss; shapes by name; this rank's parts of all gradients, complete."""
     spec = SPECS[name]
-    stack = LayerStack(build_decoder(spec, mesh["tp"], mode=MODES[mode]))
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], MODES[mode])))
     layouts = parameter_layouts(stack, mesh.sizes)
     stack.to_empty(device="cpu")
-    initialize(
-        stack, layouts, mesh.sizes, mesh.coords, seed=1, initializer=standard_init(spec, 0.4)
-    )
+    initialize(stack, layouts, mesh.view, seed=1, initializer=standard_init(spec, 0.4))
     places = positions(15)
     context = Context(places, torch.tensor([5, 17, 3]), counter_key(0, 7))
     tokens = torch.arange(45) * 7 % 32
@@ -63,7 +76,7 @@ def gradients(mesh: Mesh, name: str, mode: str) -> tuple[float, dict[str, Tensor
         whole = torch.arange(wholes[path].numel()).view(wholes[path].shape)
         parts[path] = [
             (box.of_global(whole), box.of_local(parameter.grad))
-            for box in local_boxes(layouts[path], mesh.sizes, mesh.coords)
+            for box in local_boxes(layouts[path], mesh.view(layouts[path]))
         ]
     return loss.item(), wholes, parts
 

@@ -11,6 +11,7 @@ from torch._dynamo.utils import counters
 
 from kenotron_dist import Axis
 from kenotron_models import (
+    Build,
     Context,
     LayerStack,
     LlamaConfig,
@@ -31,7 +32,9 @@ CONFIGS = {
 def stack_of(kind: str, layers: int, recompute: str) -> LayerStack:
     config = CONFIGS[kind](num_hidden_layers=layers)
     torch.manual_seed(0)
-    stack = LayerStack(build_decoder(config, Axis.solo("tp"), device="cpu", recompute=recompute))
+    stack = LayerStack(
+        build_decoder(config, Build(Axis.solo("tp"), device="cpu"), recompute=recompute)
+    )
     for parameter in stack.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     return stack

@@ -2,20 +2,21 @@
 
 import pytest
 
-from kenotron_models.config import LlamaConfig, check
+from kenotron_models import LlamaConfig
+from kenotron_models.families.fields import check
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 
 
 def test_defaults_are_a_valid_model():
     config = LlamaConfig()
-    assert (config.kv_heads, config.decoder.head_dim) == (32, 128)
+    assert (config.kv_heads, config.decoder.blocks[0].mixer.head_dim) == (32, 128)
     assert check(config) == []
 
 
 def test_grouped_heads():
     config = LlamaConfig(**SMALL, num_key_value_heads=2)
-    assert (config.kv_heads, config.decoder.head_dim) == (2, 4)
+    assert (config.kv_heads, config.decoder.blocks[0].mixer.head_dim) == (2, 4)
 
 
 @pytest.mark.parametrize(

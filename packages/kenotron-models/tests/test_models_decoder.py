@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
-from kenotron_dist.init import Constant, Normal, initialize
+from kenotron_dist.init import Constant, Initializer, Normal, initialize
 from kenotron_models import (
+    Build,
     Context,
     LayerStack,
     LlamaConfig,
@@ -33,12 +34,10 @@ TINY = LlamaConfig(
 
 
 def build(mesh: Mesh, config: LlamaConfig, mode: TPMode = TPMode()) -> LayerStack:
-    stack = LayerStack(build_decoder(config, mesh["tp"], mode=mode))
+    stack = LayerStack(build_decoder(config, Build(mesh["tp"], mode)))
     layouts = parameter_layouts(stack, mesh.sizes)
     stack.to_empty(device="cpu")
-    initialize(
-        stack, layouts, mesh.sizes, mesh.coords, seed=1, initializer=standard_init(config, 0.4)
-    )
+    initialize(stack, layouts, mesh.view, seed=1, initializer=standard_init(config, 0.4))
     return stack
 
 
@@ -59,7 +58,7 @@ def test_the_formula_counts_the_parameters_that_exist(tied: bool) -> None:
         vocab_size=51,
         tie_word_embeddings=tied,
     )
-    stack = LayerStack(build_decoder(config, Axis.solo("tp")))
+    stack = LayerStack(build_decoder(config, Build(Axis.solo("tp"))))
     layouts = parameter_layouts(stack, {"tp": 1})
     shapes = {layout.name: layout.shape for layout in layouts.values()}
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameter_count(config)
@@ -67,7 +66,7 @@ def test_the_formula_counts_the_parameters_that_exist(tied: bool) -> None:
 
 
 def test_names_are_global_and_everything_begins_on_meta() -> None:
-    layers = build_decoder(TINY, Axis.solo("tp"))
+    layers = build_decoder(TINY, Build(Axis.solo("tp")))
     assert [name for name, _ in layers] == ["embedding", "layers.0", "layers.1", "norm", "head"]
     part = named_parameters(LayerStack(layers[2:4]))
     assert set(part) == {
@@ -83,7 +82,13 @@ def test_names_are_global_and_everything_begins_on_meta() -> None:
 
 
 def test_first_values() -> None:
-    rule = standard_init(TINY, 0.02)
+    axis = Axis("tp", 0, (0,))
+    layouts = parameter_layouts(LayerStack(build_decoder(TINY, Build(axis))), {"tp": 1})
+    standard = standard_init(TINY, 0.02)
+
+    def rule(name: str) -> Initializer:
+        return standard(layouts[name])
+
     assert rule("layers.0.mlp_norm.weight") == rule("norm.weight") == Constant(1.0)
     assert rule("layers.1.attention.out.weight") == rule("layers.0.mlp.down.weight")
     assert rule("layers.0.mlp.down.weight") == Normal(0.02 / 2)
@@ -112,6 +117,7 @@ def logits(mesh: Mesh, mode: TPMode) -> list[list[float]]:
     return out.tolist()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "mode",
     [

@@ -11,6 +11,7 @@ from torch import Tensor
 from kenotron_dist import Mesh, RankError, parameter_layouts, spawn
 from kenotron_dist.init import initialize
 from kenotron_models import (
+    Build,
     Context,
     KVCache,
     LayerStack,
@@ -48,11 +49,11 @@ def continued(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """New tokens of each text, and the logits of the last step, this rank's columns."""
     config = FAMILIES[name]
-    stack = LayerStack(build_decoder(config, mesh["tp"], mode=mode or TPMode()))
+    stack = LayerStack(build_decoder(config, Build(mesh["tp"], mode or TPMode())))
     layouts = parameter_layouts(stack, mesh.sizes)
     stack.to_empty(device="cpu")
     rule = standard_init(config, 0.5)
-    initialize(stack, layouts, mesh.sizes, mesh.coords, seed=1, initializer=rule)
+    initialize(stack, layouts, mesh.view, seed=1, initializer=rule)
     last: list[Tensor] = []
 
     def forward(tokens: Tensor, context: Context) -> Tensor:
@@ -181,4 +182,4 @@ def test_a_penalty_must_be_positive() -> None:
 
 def test_a_full_cache_is_said() -> None:
     with pytest.raises(ValueError, match="room for texts of 4 tokens, and 5 are to be kept"):
-        KVCache(4).begin(5, alike=True)
+        KVCache(4).begin(5, equal_lengths=True)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from kenotron_models.hf import (
     hf_tensors,
     is_superfluous,
     read_hf_config,
+    with_its_head,
 )
 
 SIZES = {
@@ -84,15 +86,18 @@ def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (Qwen2Config(**OURS, no_rope_layer=2), "no_rope_every: 2 and null"),
+        (
+            Qwen2Config(**OURS, no_rope_layer=2),
+            "layers.1.attention.rope: null and {theta: 10000.0, interleaved: False}",
+        ),
         (
             Starcoder2Config(**SIZES, use_position_embeddings=True, use_rotary_embeddings=False),
             "learned_positions: True and False",
         ),
-        (Starcoder2Config(**SIZES, scale_attn_weights=False), "attention_scale: 1.0 and null"),
+        (Starcoder2Config(**SIZES, scale_attn_weights=False), "attention.scale: 1.0 and null"),
         (
             Starcoder2Config(**SIZES, sliding_window_size=3, global_attn_layers=(1,)),
-            r"full_attention_layers: \(1,\) and \(\)",
+            "layers.1.attention.window: null and 3",
         ),
     ],
 )
@@ -104,26 +109,30 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field
 @pytest.mark.parametrize(
     ("keys", "field", "value"),
     [
-        ({"rope_theta": 5e5}, "rope_theta", 5e5),
-        ({"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}}, "rope_theta", 3e4),
-        ({"num_key_value_heads": None}, "kv_heads", 4),
+        ({"rope_theta": 5e5}, "attention.rope.theta", 5e5),
+        (
+            {"rope_parameters": {"rope_theta": 3e4, "rope_type": "default"}},
+            "attention.rope.theta",
+            3e4,
+        ),
+        ({"num_key_value_heads": None}, "attention.kv_heads", 4),
         ({"eos_token_id": [7, 8]}, "eos_token_id", 7),
         ({"eos_token_id": None}, "eos_token_id", None),
-        ({"head_dim": 24}, "head_dim", 24),
-        ({"attention_bias": None, "rope_scaling": None}, "qkv_bias", False),
+        ({"head_dim": 24}, "attention.head_dim", 24),
+        ({"attention_bias": None, "rope_scaling": None}, "attention.qkv_bias", False),
         (
             {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling",
+            "attention.rope.scaling",
             RopeScaling(factor=2, rope_type="linear"),
         ),
         (
             {"rope_scaling": YARN},
-            "rope_scaling",
+            "attention.rope.scaling",
             RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=64),
         ),
         (
             {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
-            "rope_scaling",
+            "attention.rope.scaling",
             RopeScaling(
                 factor=4.0,
                 rope_type="yarn",
@@ -131,9 +140,13 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field
                 attention_factor=1.0,
             ),
         ),
-        ({"model_type": "mistral"}, "window", 4096),
-        ({"model_type": "mistral", "sliding_window": None}, "window", None),
-        ({"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": False}, "window", None),
+        ({"model_type": "mistral"}, "attention.window", 4096),
+        ({"model_type": "mistral", "sliding_window": None}, "attention.window", None),
+        (
+            {"model_type": "qwen2", "sliding_window": 3, "use_sliding_window": False},
+            "attention.window",
+            None,
+        ),
         (
             {
                 "model_type": "qwen2",
@@ -141,15 +154,23 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field
                 "use_sliding_window": True,
                 "max_window_layers": 3,
             },
-            "full_attention_layers",
-            (0, 1, 2),
+            "windows",
+            (None, None, None, 3),
         ),
-        ({"model_type": "qwen3"}, "head_dim", 128),
+        ({"model_type": "qwen3"}, "attention.head_dim", 128),
         ({"model_type": "starcoder2"}, "tie_word_embeddings", True),
     ],
 )
 def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
-    assert getattr(said(**keys).decoder, field) == value
+    found: Any = said(**keys).decoder
+    if field == "windows":
+        found = tuple(block.mixer.window for block in found.blocks)
+    elif field.startswith("attention."):
+        for name in ["mixer", *field.split(".")[1:]]:
+            found = getattr(found.blocks[0] if name == "mixer" else found, name)
+    else:
+        found = getattr(found, field)
+    assert found == value
 
 
 @pytest.mark.parametrize(
@@ -207,6 +228,17 @@ def test_neighbours_here_are_halves_there():
     assert [places[q, row] for row in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
     assert [places[k, row] for row in range(8, 16)] == [40, 42, 44, 46, 41, 43, 45, 47]
     assert places[v, 0] == 48
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
+def test_a_head_that_is_not_the_embedding_unties_a_model(family):
+    keys = {"tie_word_embeddings": True} if family == "llama" else {}  # the other one's default
+    config = said(model_type=family, **keys)
+    assert config.decoder.tie_word_embeddings
+    for same, tied in ((False, False), (True, True), (None, True)):
+        answers = {("model.embed_tokens.weight", "lm_head.weight"): same}
+        found = with_its_head(config, lambda *both, answers=answers: answers[both])
+        assert found.decoder.tie_word_embeddings is tied
 
 
 def test_old_buffers_and_the_head_of_tied_models_may_lie_in_a_file():

@@ -15,6 +15,7 @@ from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
 from kenotron_dist.init import initialize
 from kenotron_models import (
     MLP,
+    Build,
     Context,
     DecoderSpec,
     Embedding,
@@ -22,6 +23,7 @@ from kenotron_models import (
     LayerStack,
     LlamaConfig,
     MistralConfig,
+    MLPSpec,
     Qwen2Config,
     Qwen3Config,
     Recompute,
@@ -36,6 +38,7 @@ from kenotron_models.dropout import drop_features
 from kenotron_tp import TPMode
 
 ONE = Axis.solo("tp")
+HERE = Build(ONE, device="cpu")
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
     "vocab_size": 29, "max_position_embeddings": 24,
@@ -54,22 +57,22 @@ FAMILIES = {
 }
 
 
-def spec(**change: Any) -> DecoderSpec:
-    return replace(LlamaConfig(**SMALL).decoder, **change)
+def spec(config: Any = None, **change: Any) -> DecoderSpec:
+    return replace((config or LlamaConfig(**SMALL)).decoder, **change)
 
 
 def fill(stack: LayerStack, mesh: Mesh, config: Any) -> LayerStack:
     layouts = parameter_layouts(stack, mesh.sizes)
     stack.to_empty(device="cpu")
     rule = standard_init(config, 0.3)
-    initialize(stack, layouts, mesh.sizes, mesh.coords, seed=1, initializer=rule)
+    initialize(stack, layouts, mesh.view, seed=1, initializer=rule)
     return stack
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_counts_are_those_of_the_parameters_that_exist(name: str) -> None:
     config = FAMILIES[name]
-    layouts = parameter_layouts(LayerStack(build_decoder(config, ONE)), {"tp": 1})
+    layouts = parameter_layouts(LayerStack(build_decoder(config, Build(ONE))), {"tp": 1})
     shapes = {layout.name: layout.shape for layout in layouts.values()}
     assert sum(torch.Size(shape).numel() for shape in shapes.values()) == parameter_count(config)
 
@@ -84,7 +87,7 @@ def test_a_config_survives_json(name: str) -> None:
 
 
 def test_values_that_are_no_config_are_refused() -> None:
-    with pytest.raises(ValueError, match="none of the markers is_qwen2_config, "):
+    with pytest.raises(ValueError, match="none of the markers is_llama_config, "):
         config_from_json({"hidden_size": 3})
     with pytest.raises(ValueError, match="unexpected keyword argument 'depth'"):
         config_from_json({"is_llama_config": True, "depth": 3})
@@ -94,19 +97,20 @@ def test_values_that_are_no_config_are_refused() -> None:
 
 def test_only_what_a_token_sees_counts_in_the_causal_convention() -> None:
     def scores(config: DecoderSpec, **how: Any) -> float:
-        per_pair = 4 * 2 * config.num_attention_heads * config.head_dim
+        per_pair = 4 * 2 * 4 * 8
         rest = forward_flops(config, 2, 8) - config.num_hidden_layers * per_pair * 64
         return (forward_flops(config, 2, 8, **how) - rest) / per_pair
 
     assert scores(spec()) == 2 * 64
     assert scores(spec(), causal=True) == 2 * 36
-    assert scores(spec(window=3), causal=True) == 2 * (1 + 2 + 6 * 3)
-    assert scores(spec(window=3, full_attention_layers=(1,)), causal=True) == 21 + 36
-    assert scores(spec(window=99), causal=True) == 2 * 36
+    three = Qwen2Config(**SMALL, sliding_window_size=3)
+    assert scores(spec(three), causal=True) == 2 * (1 + 2 + 6 * 3)
+    assert scores(spec(replace(three, full_attention_layers=(1,))), causal=True) == 21 + 36
+    assert scores(spec(replace(three, sliding_window_size=99)), causal=True) == 2 * 36
 
 
 def test_layer_norm_equals_torchs() -> None:
-    norm, x = LayerNorm(32, 1e-3, ONE), torch.randn(5, 32) * 3 + 1
+    norm, x = LayerNorm(32, 1e-3, HERE), torch.randn(5, 32) * 3 + 1
     theirs = nn.LayerNorm(32, 1e-3)
     nn.init.normal_(theirs.weight)
     nn.init.normal_(theirs.bias)
@@ -125,7 +129,7 @@ ACTS = {
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_feed_forward_equals_the_formula(act: Any, gated: bool) -> None:
-    layer = MLP(spec(gated=gated, activation=act, mlp_bias=True), ONE)
+    layer = MLP(MLPSpec(features=48, gated=gated, activation=act, bias=True), 32, HERE)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
     x = torch.randn(9, 32)
@@ -136,7 +140,7 @@ def test_a_feed_forward_equals_the_formula(act: Any, gated: bool) -> None:
 
 
 def test_learned_positions_are_added_and_their_end_is_said() -> None:
-    layer = Embedding(spec(learned_positions=True), ONE)
+    layer = Embedding(spec(learned_positions=True), HERE)
     tokens, positions = torch.tensor([3, 4, 3]), torch.tensor([[0, 23, 0]])
     assert layer.positions is not None
     want = layer.weight[tokens] + layer.positions[positions[0]]
@@ -190,7 +194,7 @@ def test_samples_without_number_cannot_be_dropped_from() -> None:
 def gradients(mesh: Mesh, name: str, recompute: Any, sequence: bool) -> dict[str, list[float]]:
     config = FAMILIES[name]
     mode = TPMode(sequence_parallel=sequence)
-    layers = build_decoder(config, mesh["tp"], mode=mode, recompute=recompute)
+    layers = build_decoder(config, Build(mesh["tp"], mode), recompute=recompute)
     stack = fill(LayerStack(layers), mesh, config)
     tokens = torch.arange(3 * 8) % 29
     out = stack(tokens, Context(torch.arange(8).expand(3, 8)))
@@ -213,7 +217,7 @@ def test_gradients_of_what_is_computed_again_are_the_same_bits(name: str, again:
 
 def kept_bytes(recompute: Recompute, sizes: LlamaConfig) -> int:
     """Bytes that the backward of one layer needs, parameters not counted."""
-    layers = build_decoder(sizes, ONE, recompute=recompute, device="cpu")
+    layers = build_decoder(sizes, HERE, recompute=recompute)
     layer = dict(layers)["layers.0"]
     parameters = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
@@ -238,4 +242,4 @@ def test_less_is_kept_where_more_is_computed_again() -> None:
 
 def test_recompute_names_every_layer() -> None:
     with pytest.raises(ValueError, match="recompute names 1 layers, but the model has 2"):
-        build_decoder(LlamaConfig(**SMALL), ONE, recompute=["full"])
+        build_decoder(LlamaConfig(**SMALL), HERE, recompute=["full"])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, SlicedOptimizer, Slices, decay_groups
 
-PRELOAD = ("torch._dynamo",)
 ROWS = 30
 """As many as 1, 2, 3 and 5 data ranks share evenly, and 4 do not."""
 TIGHT = {"rtol": 1e-7, "atol": 1e-6}
@@ -69,7 +69,7 @@ def micro_batched(mesh: Mesh) -> list[dict[str, list[float]]]:
 def test_micro_batches_equal_the_concatenated_batch(dp: int) -> None:
     model = Net()
     model(rows()).backward()
-    ranks = spawn(micro_batched, dp=dp, preload=PRELOAD)
+    ranks = on_ranks(micro_batched, dp=dp)
     for k in range(5):
         got = joined([rank[k] for rank in ranks])
         assert not got.pop("unused").any()
@@ -91,7 +91,7 @@ def left_out_of_a_step(mesh: Mesh) -> dict[str, list[float]]:
 
 @pytest.mark.parametrize("dp", [1, 2])
 def test_a_layer_that_a_step_leaves_out_keeps_nothing_of_the_step_before(dp: int) -> None:
-    got = joined(spawn(left_out_of_a_step, dp=dp, preload=PRELOAD))
+    got = joined(on_ranks(left_out_of_a_step, dp=dp))
     assert got["second.weight"].all()
     assert not got["first.weight"].any() and not got["first.bias"].any()
 
@@ -161,7 +161,7 @@ def test_half_precision_is_added_and_updated_in_fp32(
     dtype: torch.dtype, count: int, iterations: int
 ) -> None:
     want = by_hand(dtype, count, iterations, dp=2)
-    ranks = spawn(half, dtype, count, iterations, dp=2, preload=PRELOAD)
+    ranks = on_ranks(half, dtype, count, iterations, dp=2)
     for step in range(iterations):
         gradients, masters, values = want[step]
         for name, gradient in joined([rank[step][0] for rank in ranks]).items():

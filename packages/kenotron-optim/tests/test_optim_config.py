@@ -106,6 +106,10 @@ def test_schedule_names_what_is_wrong(change, sentence):
             "nonfinite: 'stop' was given; it must be one of error, skip, rollback",
         ),
         ({"weight_decay": -1.0}, "weight_decay: -1.0 was given"),
+        (
+            {"state_dtype": "float16"},
+            "state_dtype: 'float16' was given; it must be one of float32, bfloat16",
+        ),
         ({"clip_grad": 0.0}, "clip_grad: 0.0 was given; it must be a finite number above 0, or"),
         (
             {"weight_decay_exclude_named_params": ("ok", "(")},

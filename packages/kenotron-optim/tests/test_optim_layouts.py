@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron_dist import Mesh, spawn
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, SlicedOptimizer, clip_, decay_groups
 
 STEPS, LIMIT, DECAY = 20, 30.0, 0.1
@@ -68,7 +69,7 @@ def reference(dp: int, tp: int) -> tuple[list[float], dict[str, Tensor]]:
 def test_a_layout_trains_as_torch_does(pp: int, dp: int, tp: int) -> None:
     norms, whole = reference(dp, tp)
     assert min(norms) < LIMIT < max(norms)  # some steps are clipped, some are not
-    ranks = spawn(trained, pp=pp, dp=dp, tp=tp, preload=("torch._dynamo",))
+    ranks = on_ranks(trained, pp=pp, dp=dp, tp=tp)
     for rank, (found, (zero, one)) in enumerate(ranks):
         assert found == pytest.approx(norms * 2, rel=1e-6)
         assert zero.keys() == one.keys()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import named_parameters, parameter_layouts, spawn
+from kenotron_dist import named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 
 MB = 2**20
@@ -48,7 +49,7 @@ def used(mesh, stage, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_memory_is_the_arithmetic(stage, dtype, dp):
-    for found, rooms, n in spawn(used, stage, dtype, dp=dp, preload=("torch._dynamo",)):
+    for found, rooms, n in on_ranks(used, stage, dtype, dp=dp):
         masters = 0 if dtype == torch.float32 else 4  # an fp32 parameter is its own
         share = dp if stage else 1
         expected = n * (dtype.itemsize + 4 + (masters + 8) / share)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,9 @@ from kenotron_dist import (
     Tie,
     named_parameters,
     parameter_layouts,
-    spawn,
     tie_storages,
 )
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GradAccumulator,
     SlicedOptimizer,
@@ -24,8 +26,6 @@ from kenotron_optim import (
     describe,
     parameter_groups,
 )
-
-PRELOAD = ("torch._dynamo",)
 
 
 def network() -> nn.Sequential:
@@ -62,7 +62,7 @@ def stale(mesh: Mesh) -> None:
 
 
 def test_what_was_before_changes_nothing() -> None:
-    spawn(stale, dp=2, preload=PRELOAD)
+    on_ranks(stale, dp=2)
 
 
 class Fails(torch.autograd.Function):
@@ -95,7 +95,7 @@ def retried(mesh: Mesh) -> int:
 
 
 def test_a_step_can_be_tried_again() -> None:
-    assert spawn(retried, dp=3, preload=PRELOAD) == [0, 0, 0]
+    assert on_ranks(retried, dp=3) == [0, 0, 0]
 
 
 class Tied(nn.Module):
@@ -136,9 +136,9 @@ def frozen(mesh: Mesh, which: str) -> str:
 
 @pytest.mark.parametrize("pp", [1, 2])
 def test_ties_are_frozen_altogether_or_not_at_all(pp: int) -> None:
-    assert spawn(frozen, "ab", pp=pp, preload=PRELOAD)[-1] == "free.weight,free.bias"
+    assert on_ranks(frozen, "ab", pp=pp)[-1] == "free.weight,free.bias"
     words = "'b.weight' is frozen, but it is tied to 'a.weight', which is not: freeze all owners"
-    for told in spawn(frozen, "b", pp=pp, preload=PRELOAD):
+    for told in on_ranks(frozen, "b", pp=pp):
         assert told.startswith(words)
 
 
@@ -156,8 +156,8 @@ def unlike(mesh: Mesh, how: str) -> str:
 
 @pytest.mark.parametrize("how", ["order", "frozen"])
 def test_data_ranks_that_differ_are_told(how: str) -> None:
-    for told in spawn(unlike, how, dp=2, preload=PRELOAD):
-        assert told.startswith("data-parallel ranks 0 and 1 accumulate different parameters, [")
+    for told in on_ranks(unlike, how, dp=2):
+        assert told.startswith("ranks 0 and 1 of the same dp_cp accumulate different parameters, [")
 
 
 def test_bad_input_is_named() -> None:
@@ -169,6 +169,8 @@ def test_bad_input_is_named() -> None:
     layouts = parameter_layouts(layer, mesh.sizes)
     with pytest.raises(ValueError, match=r"whole: the model has no tensors \['no'\]: give logical"):
         GradAccumulator(own, layouts, mesh, whole=["no"])
+    with pytest.raises(ValueError, match=r"irregular: the model has no tensors \['no'\]: give lo"):
+        GradAccumulator(own, layouts, mesh, irregular=["no"])
     grads = GradAccumulator(own, layouts, mesh)
     for backwards in (0, -1, 1.5):
         with pytest.raises(ValueError, match="give the number of backwards, from 1"):
@@ -194,7 +196,7 @@ def test_unknown_words_are_no_silent_choice() -> None:
         allows_update(None, "skp", 1)
     for kinds in (["norm"], "norms"):
         with pytest.raises(ValueError, match="give a list of some of 'norms', 'biases', 'embeddi"):
-            parameter_groups(["a"], 0.1, exclude_kinds=kinds, kinds={})
+            parameter_groups(["a"], 0.1, exclude_kinds=kinds, layouts={})
     with pytest.raises(ValueError, match="weight_decay -1 must be finite and not negative"):
         decay_groups(["a"], -1)
 
@@ -206,3 +208,14 @@ def test_a_norm_may_be_a_number_and_layouts_a_mapping() -> None:
     layouts = {"a": TensorLayout("a", (4,)), "b": TensorLayout("b", (2, 2))}
     table = describe(decay_groups(["a", "b"], 0.1), layouts, whole=["b"]).splitlines()
     assert [row.split()[:2] for row in table[1:]] == [["0", "1"], ["0", "whole"]]
+
+
+@pytest.mark.parametrize("rule", [torch.optim.Adafactor, torch.optim.LBFGS])
+def test_a_rule_that_looks_at_whole_tensors_gets_no_slices(rule: type) -> None:
+    grads = accumulator(network(), Mesh.connect())
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:  # L-BFGS takes no groups
+        return rule(groups if rule is torch.optim.Adafactor else groups[0]["params"])
+
+    with pytest.raises(ValueError, match=f"{rule.__name__} .* looks at whole tensors, and gets"):
+        SlicedOptimizer(grads, make, decay_groups(grads.names, 0.0))

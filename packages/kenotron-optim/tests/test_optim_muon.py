@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,11 @@ from kenotron_dist import (
     Mesh,
     Shard,
     TensorLayout,
+    declare_roles,
     named_parameters,
     parameter_layouts,
-    spawn,
 )
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,
@@ -22,12 +25,10 @@ from kenotron_optim import (
     SlicedOptimizer,
     clip_,
     parameter_groups,
-    parameter_kinds,
     update_rule,
     whole_matrices,
 )
 
-PRELOAD = ("torch._dynamo",)
 MUON = MuonConfig(momentum=0.9, ns_steps=3)
 ROWS, STEPS, DECAY = 10, 4, 0.1
 
@@ -41,6 +42,7 @@ class Net(nn.Module):
         self.table, self.norm = nn.Embedding(5, 7), nn.LayerNorm(7)
         self.up, self.mid, self.down = nn.Linear(7, 20), nn.Linear(20, 3), nn.Linear(3, 7)
         self.head = nn.Linear(7, 5, bias=False)
+        declare_roles(self.head, weight="output")
 
     def forward(self, rows: Tensor) -> Tensor:
         x = self.norm(self.table(rows))
@@ -56,8 +58,7 @@ def trained(mesh: Mesh, stage: int, dtype: torch.dtype) -> tuple[dict[str, Tenso
     """Parameters after some steps, the last norm, and elements of state on this rank."""
     model = Net().to(dtype)
     layouts = parameter_layouts(model, mesh.sizes)
-    kinds = parameter_kinds(model, layouts)
-    whole = whole_matrices(layouts, kinds, mesh.sizes, MUON.adamw_named_params)
+    whole = whole_matrices(layouts, mesh.sizes, MUON.adamw_named_params)
     assert whole == {"up.weight", "mid.weight", "down.weight"}
     grads = GradAccumulator(named_parameters(model), layouts, mesh, whole=whole)
     groups = parameter_groups(
@@ -120,7 +121,7 @@ def expected() -> tuple[dict[str, Tensor], float]:
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_it_is_torchs_muon_and_adamw(dp: int) -> None:
     want, total = expected()
-    runs = {stage: spawn(trained, stage, torch.float32, dp=dp, preload=PRELOAD) for stage in (0, 1)}
+    runs = {stage: on_ranks(trained, stage, torch.float32, dp=dp) for stage in (0, 1)}
     elements = sum(p.numel() for p in want.values())
     for ranks in runs.values():
         for found, norm, _ in ranks:
@@ -134,25 +135,26 @@ def test_it_is_torchs_muon_and_adamw(dp: int) -> None:
 
 
 def test_half_precision_has_masters() -> None:
-    runs = [spawn(trained, stage, torch.bfloat16, dp=2, preload=PRELOAD)[0] for stage in (0, 1)]
+    runs = [on_ranks(trained, stage, torch.bfloat16, dp=2)[0] for stage in (0, 1)]
     assert all(torch.equal(runs[0][0][name], runs[1][0][name]) for name in runs[0][0])
     assert all(value.isfinite().all() for value in runs[0][0].values())
 
 
 def test_a_matrix_that_is_cut_is_an_error() -> None:
-    layouts = {"a.weight": TensorLayout("a.weight", (8, 4), (Shard("tp", 0),))}
-    assert whole_matrices(layouts, {}, {"tp": 1}) == {"a.weight"}
-    layouts["b.weight"] = TensorLayout("b.weight", (2, 2))
-    layouts["lm_head.weight"] = TensorLayout("lm_head.weight", (2, 2))
-    assert whole_matrices(layouts, {}, {"tp": 2}, [r"a\..*"]) == {"b.weight"}
-    assert whole_matrices(layouts, {"a.weight": {"embeddings"}}, {"tp": 2}) == {"b.weight"}
+    layouts = {"a.weight": TensorLayout("a.weight", (8, 4), (Shard("tp", 0),), role="hidden")}
+    assert whole_matrices(layouts, {"tp": 1}) == {"a.weight"}
+    layouts["b.weight"] = TensorLayout("b.weight", (2, 2), role="residual")
+    layouts["lm_head.weight"] = TensorLayout("lm_head.weight", (2, 2), role="output")
+    assert whole_matrices(layouts, {"tp": 2}, [r"a\..*"]) == {"b.weight"}
+    table = {**layouts, "a.weight": replace(layouts["a.weight"], role="embedding")}
+    assert whole_matrices(table, {"tp": 2}) == {"b.weight"}
     with pytest.raises(ValueError, match=r"no parameter is named by 'hed.\*', which shall be left"):
-        whole_matrices(layouts, {}, {"tp": 1}, ["hed.*"])
+        whole_matrices(layouts, {"tp": 1}, ["hed.*"])
     with pytest.raises(ValueError, match="no matrix is left for Muon: take AdamW, or exclude less"):
-        whole_matrices(layouts, {}, {"tp": 1}, [".*"])
+        whole_matrices(layouts, {"tp": 1}, [".*"])
     words = "parameter 'a.weight' is cut over tp, but Muon needs whole matrices: train with tp 1"
     with pytest.raises(ValueError, match=words):
-        whole_matrices(layouts, {}, {"tp": 2})
+        whole_matrices(layouts, {"tp": 2})
 
 
 @pytest.mark.parametrize(

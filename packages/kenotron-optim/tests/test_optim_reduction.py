@@ -1,13 +1,15 @@
 """Sums that start during the last backward: the same bits, whatever the order of gradients."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import named_parameters, parameter_layouts, spawn
-from kenotron_optim import GradAccumulator
+from kenotron_dist import Axis, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
+from kenotron_optim import GradAccumulator, reduction
 
-PRELOAD = ("torch._dynamo",)
 KB = 1 / 1024
 
 
@@ -75,7 +77,7 @@ def orders(mesh):
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
 def test_the_order_of_gradients_changes_no_bit(dp):
-    assert spawn(orders, dp=dp, preload=PRELOAD) == [dp > 1] * dp
+    assert on_ranks(orders, dp=dp) == [dp > 1] * dp
 
 
 def misuse(mesh):
@@ -98,7 +100,7 @@ def misuse(mesh):
 
 
 def test_a_gradient_too_many_is_an_error():
-    spawn(misuse, preload=PRELOAD)
+    on_ranks(misuse)
 
 
 def owned(mesh):
@@ -125,7 +127,7 @@ def owned(mesh):
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_a_whole_tensor_has_one_owner(dp):
-    ranks = spawn(owned, dp=dp, preload=PRELOAD)
+    ranks = on_ranks(owned, dp=dp)
     model = Branches()
     for rank in range(dp):
         model.backward(batches(rank, 1)[0], range(6))
@@ -134,3 +136,36 @@ def test_a_whole_tensor_has_one_owner(dp):
             own = [found[name] for found in ranks if found[name].numel()]
             assert len(own) == 1
             torch.testing.assert_close(own[0].view_as(parameter), parameter.grad)
+
+
+@pytest.mark.parametrize(("backend", "waited"), [("nccl", 0), ("gloo", 6)])
+def test_sums_wait_for_one_another_only_where_memory_is_reused(backend, waited):
+    handles = []
+
+    def started(*_):
+        handles.append(mock.Mock())
+        return handles[-1]
+
+    axis = Axis("dp", 0, (0, 1, 2), backend=backend)
+    buffers = [torch.zeros(3, 4) for _ in range(8)]
+    with mock.patch.object(reduction, "sum_rows", side_effect=started):
+        sums = reduction.Reduction(buffers, [axis] * 8, early=8)
+        for bucket in range(8):
+            sums.ready(bucket)
+    assert [handle.wait.call_count for handle in handles] == [1] * waited + [0] * (8 - waited)
+    sums.finish()
+    assert all(handle.wait.call_count == 1 for handle in handles)
+
+
+def test_the_size_of_buckets_changes_no_bit():
+    one, other = (on_ranks(sliced_in, mb, dp=3) for mb in (0.2 * KB, None))
+    assert one == other
+
+
+def sliced_in(mesh, bucket_mb):
+    model = Branches()
+    layouts = parameter_layouts(model, mesh.sizes)
+    grads = GradAccumulator(named_parameters(model), layouts, mesh, bucket_mb=bucket_mb)
+    grads.start(1)
+    model.backward(batches(mesh.rank, 1)[0], range(6))
+    return {name: slice_.tolist() for name, slice_ in grads.finish().items()}

@@ -12,12 +12,10 @@ from kenotron_dist import (
     Tie,
     named_parameters,
     parameter_layouts,
-    spawn,
     tie_storages,
 )
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, decay_groups
-
-PRELOAD = ("torch._dynamo",)
 
 
 def numbers() -> Tensor:
@@ -71,16 +69,16 @@ def tied_in_bfloat16(mesh: Mesh) -> list[float]:
 
 
 def test_both_owners_add_up_in_float32() -> None:
-    [found] = spawn(tied_in_bfloat16, preload=PRELOAD)
+    [found] = on_ranks(tied_in_bfloat16)
     assert found == [600.0] * 36
 
 
 def test_tied_parameters_are_one_element_on_one_stage_and_on_two() -> None:
-    [want] = spawn(tied_step, preload=PRELOAD)
+    [want] = on_ranks(tied_step)
     weight = Tied().a.weight
     (weight * numbers() * 5).sum().backward()
     assert want[0] == pytest.approx(weight.grad.norm().item(), rel=1e-6)
-    assert spawn(tied_step, pp=2, preload=PRELOAD) == [want, want]
+    assert on_ranks(tied_step, pp=2) == [want, want]
 
 
 class Shared(nn.Module):
@@ -106,7 +104,7 @@ def shared_step(mesh: Mesh) -> list[float]:
 
 
 def test_a_partial_tensor_tied_over_stages_is_summed_over_both() -> None:
-    assert spawn(shared_step, pp=2, tp=2, preload=PRELOAD) == [[10.0] * 3] * 4
+    assert on_ranks(shared_step, pp=2, tp=2) == [[10.0] * 3] * 4
 
 
 def test_a_tied_tensor_is_frozen_under_all_names_or_none() -> None:

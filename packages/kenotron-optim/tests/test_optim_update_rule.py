@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     AdamWConfig,
     GradAccumulator,
@@ -15,12 +16,10 @@ from kenotron_optim import (
     SGDConfig,
     SlicedOptimizer,
     parameter_groups,
-    parameter_kinds,
     update_rule,
 )
 
 Config = AdamWConfig | SGDConfig
-PRELOAD = ("torch._dynamo",)
 ROWS, DECAY = 12, 0.1
 ADAMW = AdamWConfig(
     adam_eps=1e-8, adam_beta1=0.9, adam_beta2=0.95, torch_adam_is_fused=False
@@ -72,7 +71,7 @@ class Run:
             self.grads.names,
             DECAY,
             exclude_kinds=("norms", "biases"),
-            kinds=parameter_kinds(self.model, layouts),
+            layouts=layouts,
             lr_multipliers=MULTIPLIERS,
         )
         self.optimizer = SlicedOptimizer(self.grads, update_rule(config), groups, stage)
@@ -126,12 +125,12 @@ def plain(config: Config, steps: int) -> list[list[float]]:
 def test_one_process_is_exactly_torch(config) -> None:
     want = plain(config, 20)
     for stage in (0, 1):
-        assert spawn(sliced, config, stage, 20, preload=PRELOAD) == [want]
+        assert on_ranks(sliced, config, stage, 20) == [want]
 
 
 @pytest.mark.parametrize("config", RULES, ids=str)
 def test_two_ranks_of_either_stage_agree_bit_for_bit_and_with_torch(config) -> None:
-    zero, one = (spawn(sliced, config, stage, 8, dp=2, preload=PRELOAD) for stage in (0, 1))
+    zero, one = (on_ranks(sliced, config, stage, 8, dp=2) for stage in (0, 1))
     assert zero == one and zero[0] == zero[1]
     for got, want in zip(zero[0], plain(config, 8), strict=True):
         assert got == pytest.approx(want, rel=1e-5, abs=1e-7)
@@ -140,9 +139,9 @@ def test_two_ranks_of_either_stage_agree_bit_for_bit_and_with_torch(config) -> N
 def test_a_multiplier_of_one_changes_no_bit_and_one_of_zero_holds_a_parameter() -> None:
     def after(factor: float) -> Tensor:
         group = ParameterGroup(("weight",), DECAY, factor)
-        return spawn(one_group, group, preload=PRELOAD)[0]
+        return on_ranks(one_group, group)[0]
 
-    assert after(1.0) == spawn(one_group, ParameterGroup(("weight",), DECAY), preload=PRELOAD)[0]
+    assert after(1.0) == on_ranks(one_group, ParameterGroup(("weight",), DECAY))[0]
     assert after(0.0) == [1.0, 2.0]
     assert after(2.0) != after(1.0)
 
@@ -189,7 +188,7 @@ def by_formula(mesh: Mesh, dtype: torch.dtype, microbatches: int, decay: float) 
 @pytest.mark.parametrize(("microbatches", "dp"), [(1, 1), (10, 2)])
 def test_sgd_follows_its_formula_for_a_hundred_steps(dtype, microbatches: int, dp: int) -> None:
     for decay in (0.0, 0.1):
-        worst = spawn(by_formula, dtype, microbatches, decay, dp=dp, preload=PRELOAD)
+        worst = on_ranks(by_formula, dtype, microbatches, decay, dp=dp)
         assert max(worst) < 1e-5
 
 
@@ -224,5 +223,5 @@ def saved_and_restored(mesh: Mesh, config: Config, stage: int) -> list:
     ids=str,
 )
 def test_state_written_into_a_fresh_optimizer_continues_exactly(config, kinds, stage: int) -> None:
-    ranks = spawn(saved_and_restored, config, stage, dp=2, preload=PRELOAD)
+    ranks = on_ranks(saved_and_restored, config, stage, dp=2)
     assert ranks == [[True, 6, kinds]] * 2

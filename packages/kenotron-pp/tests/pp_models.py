@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,22 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import Axis, Mesh, spawn
+from kenotron_dist import Axis
 from kenotron_pp import Pipeline, Schedule, Stages
 
 needs_gpu = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no GPU here")
 WIDTH, VOCABULARY = 8, 13
-
-
-def on_gpus(fn: Callable[..., Any], *args: Any, **sizes: int) -> list[Any]:
-    """Ranks over NCCL, with new tensors on the GPU; they share it where there is only one."""
-    options = {"timeout": timedelta(seconds=60), "device": "cuda", "share_gpus": True}
-    return spawn(_there, fn, args, **options, **sizes)
-
-
-def _there(mesh: Mesh, fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-    with mesh.device:
-        return fn(mesh, *args)
 
 
 class Block(nn.Module):
@@ -139,7 +127,7 @@ def plain(
 
 
 def pipeline_of(
-    layers: Sequence[nn.Module], axis: Axis, schedule: Schedule, upstream: Axis | None = None
+    layers: Sequence[nn.Module], axis: Axis, schedule: Schedule, pairs: Any = None
 ) -> tuple[Pipeline, dict[int, nn.Module]]:
     """A pipeline over copies of this rank's layers, and those copies by index."""
     named = [(str(i), layer) for i, layer in enumerate(layers)]
@@ -148,7 +136,7 @@ def pipeline_of(
     chunks = stages.chunks(whole, axis.rank)
     lists: list[Any] = [[layer for _, layer in chunk] for chunk in chunks]
     given = lists if schedule.chunks > 1 else lists[0]
-    pipeline = Pipeline(given, axis, schedule, upstream=upstream)
+    pipeline = Pipeline(given, axis, schedule, pairs=pairs)
     return pipeline, {int(name): layer for chunk in chunks for name, layer in chunk}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -13,7 +14,8 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from kenotron_dist import Mesh, spawn
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
 from kenotron_pp import (
     Pipeline,
     Schedule,
@@ -24,7 +26,16 @@ from kenotron_pp import (
     zero_bubble_v,
 )
 
+pytestmark = pytest.mark.gloo(reason="torch's engine hangs over a process group in Python")
 WIDTH, ROWS, MICROBATCHES = 8, 4, 6
+
+
+class Stage(PipelineStage):
+    """torch's, that opens no connection to its own rank: torch 2.11 does in a V, gloo refuses."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        own = self.group_rank
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != own]
 
 
 def chunks_of(mesh: Mesh, schedule: Schedule) -> list[nn.Sequential]:
@@ -50,12 +61,12 @@ def compare(mesh: Mesh, ours: Schedule, theirs: type) -> float:
     target = x.roll(1, 0)
     axis = mesh["pp"]
     own = chunks_of(mesh, ours)
-    pipeline = Pipeline(own if ours.chunks > 1 else own[0], axis, ours)
+    pipeline = Pipeline(own if ours.chunks > 1 else own[0], axis, ours, pairs=mesh.pairs("pp"))
     pipeline.run(list(x), lambda y, m: loss_of(y, target[m]))
 
     other = chunks_of(mesh, ours)
     stages = [
-        PipelineStage(
+        Stage(
             chunk,
             ours.stage(axis.rank, i, axis.size),
             axis.size * ours.chunks,
@@ -94,4 +105,4 @@ def compare(mesh: Mesh, ours: Schedule, theirs: type) -> float:
     ids=["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"],
 )
 def test_torchs_schedules_find_the_same_gradients(ours: Schedule, theirs: type) -> None:
-    assert max(spawn(compare, ours, theirs, pp=2, preload=("torch._dynamo",))) < 1e-5
+    assert max(on_ranks(compare, ours, theirs, pp=2)) < 1e-5

@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, RankError, spawn
+from kenotron_dist import Mesh, RankError
+from kenotron_dist.testing import on_ranks
 from kenotron_pp import (
     AuxiliaryLosses,
     Pipeline,
+    Schedule,
     Stages,
     gpipe,
     interleaved,
@@ -22,8 +24,6 @@ from kenotron_pp import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-
-PRELOAD = ("torch._dynamo",)
 
 
 @dataclass
@@ -61,8 +61,9 @@ def measure(
     layers = [(name, layer.to(dtype)) for name, layer in build(6, count)]
     stages = Stages.balanced(layers, [1.0] * count, mesh["pp"].size)
     own = stages.own(layers, mesh["pp"].rank)
-    twin = mesh.twin("pp") if contexts else None  # one group or two: the same numbers
-    pipeline = Pipeline([layer for _, layer in own], mesh["pp"], schedule, upstream=twin)
+    one_group = mesh.backend == "gloo" and not contexts  # the same numbers
+    pairs = None if one_group else mesh.pairs("pp")
+    pipeline = Pipeline([layer for _, layer in own], mesh["pp"], schedule, pairs=pairs)
     losses = []
     for rows in (4, 3):
         inputs = [x.to(dtype) for x in batch(microbatches, rows, 6)]
@@ -90,8 +91,8 @@ def test_a_pipeline_computes_what_one_process_computes(
 ) -> None:
     for dtype, contexts in ((torch.float32, True), (torch.bfloat16, False)):
         rest = (microbatches, count, schedule, dtype, contexts)
-        [(want, whole)] = spawn(measure, *rest, preload=PRELOAD)
-        ranks = spawn(measure, *rest, pp=pp, preload=PRELOAD)
+        [(want, whole)] = on_ranks(measure, *rest)
+        ranks = on_ranks(measure, *rest, pp=pp)
         assert all(losses == want for losses, _ in ranks)
         assert {name: g for _, grads in ranks for name, g in grads.items()} == whole
 
@@ -99,14 +100,16 @@ def test_a_pipeline_computes_what_one_process_computes(
 def outputs(mesh: Mesh) -> list[list]:
     layers = build(6, 4)
     own = Stages.balanced(layers, [1.0] * 4, mesh["pp"].size).own(layers, mesh["pp"].rank)
-    found = Pipeline([layer for _, layer in own], mesh["pp"]).forward(batch(3, 2, 6))
+    found = Pipeline([layer for _, layer in own], mesh["pp"], pairs=mesh.pairs("pp")).forward(
+        batch(3, 2, 6)
+    )
     assert not any(y.requires_grad for y in found)
     return [y.tolist() for y in found]
 
 
 def test_forward_gives_outputs_on_the_last_stage_only() -> None:
-    [want] = spawn(outputs)
-    assert spawn(outputs, pp=2) == [[], want]
+    [want] = on_ranks(outputs)
+    assert on_ranks(outputs, pp=2) == [[], want]
 
 
 def live_inputs(mesh: Mesh, schedule) -> int:
@@ -128,7 +131,9 @@ def live_inputs(mesh: Mesh, schedule) -> int:
     lists = [[layer for _, layer in chunk] for chunk in chunks]
     for chunk in lists:
         chunk[0].register_forward_pre_hook(note)
-    pipeline = Pipeline(lists if schedule.chunks > 1 else lists[0], mesh["pp"], schedule)
+    pipeline = Pipeline(
+        lists if schedule.chunks > 1 else lists[0], mesh["pp"], schedule, pairs=mesh.pairs("pp")
+    )
     first = mesh["pp"].rank == 0
     make = batch(8, 4, 6) if not first else [torch.ones(4, 6)] * 8  # all one: no activation
     pipeline.run(make, lambda y, m: y.sum())
@@ -143,7 +148,7 @@ def live_inputs(mesh: Mesh, schedule) -> int:
 def test_no_more_activations_live_than_the_simulation_says(schedule) -> None:
     trace = simulate(schedule, 3, 8)
     allowed = trace.peak_kept if schedule.splits else trace.peak_live
-    found = spawn(live_inputs, schedule, pp=3, preload=PRELOAD)
+    found = on_ranks(live_inputs, schedule, pp=3)
     posted_ahead = 1
     for rank in (1, 2):
         assert found[rank] <= allowed[rank] + posted_ahead
@@ -170,13 +175,13 @@ def sent_outputs(mesh: Mesh, schedule) -> int:
             return y
 
     layers = [nn.Linear(6, 6), Last() if mesh["pp"].rank == 0 else nn.Linear(6, 6)]
-    pipeline = Pipeline(layers, mesh["pp"], schedule)
+    pipeline = Pipeline(layers, mesh["pp"], schedule, pairs=mesh.pairs("pp"))
     pipeline.run(batch(8, 4, 6), lambda y, m: y.sum())
     return most
 
 
 def test_sent_outputs_are_freed_while_their_graph_lives() -> None:
-    assert spawn(sent_outputs, gpipe, pp=2, preload=PRELOAD)[0] <= 3
+    assert on_ranks(sent_outputs, gpipe, pp=2)[0] <= 3
 
 
 class Cut(nn.Module):
@@ -198,19 +203,21 @@ class Look(nn.Module):
 def views(mesh: Mesh) -> list:
     layer = [Cut(), Look()][mesh["pp"].rank]
     x = torch.zeros(4, 6)
-    Pipeline([layer], mesh["pp"]).forward([x])
+    Pipeline([layer], mesh["pp"], pairs=mesh.pairs("pp")).forward([x])
     return getattr(layer, "seen", [])
 
 
 def test_of_a_view_only_its_elements_travel() -> None:
     whole = torch.arange(24.0).view(4, 6)
     want = [whole[:, 1:3], whole.T, torch.tensor(1.0)]
-    found = spawn(views, pp=2, preload=PRELOAD)[1]
+    found = on_ranks(views, pp=2)[1]
     assert found == [(part.tolist(), part.numel() * 4) for part in want]
 
 
 def mismatched(mesh: Mesh) -> None:
-    Pipeline([nn.Identity()], mesh["pp"]).run([torch.ones(1)], lambda y, m: y.sum(), [])
+    Pipeline([nn.Identity()], mesh["pp"], pairs=mesh.pairs("pp")).run(
+        [torch.ones(1)], lambda y, m: y.sum(), []
+    )
 
 
 def wrong_chunks(mesh: Mesh) -> None:
@@ -229,7 +236,9 @@ class Strange(nn.Module):
 
 
 def strange(mesh: Mesh, what: object) -> None:
-    Pipeline([Strange(what)], mesh["pp"]).run([torch.ones(1)], lambda y, m: y.sum())
+    Pipeline([Strange(what)], mesh["pp"], pairs=mesh.pairs("pp")).run(
+        [torch.ones(1)], lambda y, m: y.sum()
+    )
 
 
 class Odd(nn.Module):
@@ -240,14 +249,14 @@ class Odd(nn.Module):
 
 
 def odd_dtype(mesh: Mesh) -> None:
-    Pipeline([Odd()], mesh["pp"]).run([torch.ones(1)], lambda y, m: y.sum())
+    Pipeline([Odd()], mesh["pp"], pairs=mesh.pairs("pp")).run([torch.ones(1)], lambda y, m: y.sum())
 
 
 def test_errors_are_sentences() -> None:
     with pytest.raises(RankError, match="1 micro-batches were given 0 contexts"):
-        spawn(mismatched)
+        on_ranks(mismatched)
     with pytest.raises(RankError, match="a stage returned torch.complex64"):
-        spawn(odd_dtype, pp=2)
+        on_ranks(odd_dtype, pp=2)
 
 
 def test_what_is_no_activation_is_named() -> None:
@@ -257,9 +266,9 @@ def test_what_is_no_activation_is_named() -> None:
         ({1: torch.ones(1)}, "a dict as activation: layers pass on"),
     ):
         with pytest.raises(RankError, match=words):
-            spawn(strange, what, pp=2)
+            on_ranks(strange, what, pp=2)
     with pytest.raises(RankError, match="interleaved-2 has 2 chunks a rank: give one list of laye"):
-        spawn(wrong_chunks)
+        on_ranks(wrong_chunks)
 
 
 class Unsummed(nn.Module):
@@ -274,12 +283,14 @@ class Unsummed(nn.Module):
 
 
 def unsummed(mesh: Mesh) -> None:
-    Pipeline([Unsummed()], mesh["pp"]).run([torch.ones(2)], lambda y, m: y.sum())
+    Pipeline([Unsummed()], mesh["pp"], pairs=mesh.pairs("pp")).run(
+        [torch.ones(2)], lambda y, m: y.sum()
+    )
 
 
 def test_an_added_loss_is_a_scalar() -> None:
     with pytest.raises(RankError, match=r"an auxiliary loss has shape \[2\]: add a scalar"):
-        spawn(unsummed)
+        on_ranks(unsummed)
 
 
 class Shapeless(nn.Module):
@@ -293,9 +304,31 @@ class Shapeless(nn.Module):
 
 
 def changing_shape(mesh: Mesh) -> None:
-    Pipeline([Shapeless()], mesh["pp"], gpipe).run([torch.ones(4)] * 2, lambda y, m: y.sum())
+    Pipeline([Shapeless()], mesh["pp"], gpipe, pairs=mesh.pairs("pp")).run(
+        [torch.ones(4)] * 2, lambda y, m: y.sum()
+    )
 
 
 def test_a_shape_that_changes_unannounced_is_named() -> None:
     with pytest.raises(RankError, match=r"stage 0 sends .*\(2,\), False\),\) for micro-batch 1"):
-        spawn(changing_shape, pp=2)
+        on_ranks(changing_shape, pp=2)
+
+
+def named_layers(mesh: Mesh, schedule: Schedule) -> float:
+    torch.manual_seed(0)
+    layers = [(f"layer{i}", nn.Linear(4, 4)) for i in range(4)]
+    stages = Stages.balanced(layers, [1.0] * 4, mesh.sizes["pp"], schedule=schedule)
+    given = [stages.chunks(layers, mesh["pp"].rank)]
+    given += [stages.own(layers, mesh["pp"].rank)] if schedule.chunks == 1 else []
+    pipelines = [Pipeline(each, mesh["pp"], schedule, pairs=mesh.pairs("pp")) for each in given]
+    inputs = [torch.ones(2, 4)] * 2
+    losses = {float(pipeline.run(inputs, lambda y, m: y.sum())) for pipeline in pipelines}
+    assert len(losses) == 1
+    return losses.pop()
+
+
+@pytest.mark.smoke
+def test_layers_may_come_as_stages_hand_them_out() -> None:
+    one = on_ranks(named_layers, one_f_one_b)[0]
+    assert on_ranks(named_layers, one_f_one_b, pp=2) == pytest.approx([one] * 2)
+    assert on_ranks(named_layers, interleaved(2), pp=2) == pytest.approx([one] * 2)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import Axis, Mesh, spawn
+from kenotron_dist import Axis, Mesh
+from kenotron_dist.testing import on_ranks
 from kenotron_pp import (
     Action,
     Pipeline,
@@ -120,8 +121,8 @@ def test_layers_compiled_beside_others() -> None:
 
 def test_what_cannot_be_run_is_named() -> None:
     layer = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="1f1b has one chunk a rank: give one list of layers, not"):
-        Pipeline([[layer]], SOLO, one_f_one_b)
+    with pytest.raises(ValueError, match="1f1b has 1 chunk.s. a rank: give layers, or"):
+        Pipeline([[layer], [layer]], SOLO, one_f_one_b)
     with pytest.raises(ValueError, match="schedule x has 3 chunks with wiring 'v', which has tw"):
         Schedule("x", lambda r, n, m: [], chunks=3, wiring="v")
     pipeline = Pipeline([layer], SOLO)
@@ -150,7 +151,9 @@ class Meddling(nn.Linear):
 
 
 def meddle(mesh: Mesh) -> str:
-    pipeline = Pipeline([Meddling(4, 4) if mesh.rank == 0 else nn.Linear(4, 4)], mesh["pp"])
+    pipeline = Pipeline(
+        [Meddling(4, 4) if mesh.rank == 0 else nn.Linear(4, 4)], mesh["pp"], pairs=mesh.pairs("pp")
+    )
     with pytest.raises(PipelineError) as caught:
         pipeline.run(list(torch.randn(6, 2, 4)), lambda y, m: y.sum())
     return str(caught.value)
@@ -158,11 +161,11 @@ def meddle(mesh: Mesh) -> str:
 
 def test_a_result_that_is_changed_while_it_is_sent_is_an_error() -> None:
     words = "what stage 0 returned for micro-batch 0 was changed in place while it was being sent"
-    assert all(words in told for told in spawn(meddle, pp=2))
+    assert all(words in told for told in on_ranks(meddle, pp=2))
 
 
 def uneven(mesh: Mesh) -> str:
-    pipeline = Pipeline([nn.Linear(4, 4)], mesh["pp"])
+    pipeline = Pipeline([nn.Linear(4, 4)], mesh["pp"], pairs=mesh.pairs("pp"))
     with pytest.raises(PipelineError) as caught:
         pipeline.run(list(torch.randn(4 + mesh.rank, 2, 4)), lambda y, m: y.sum())
     return str(caught.value)
@@ -170,18 +173,18 @@ def uneven(mesh: Mesh) -> str:
 
 def test_ranks_with_unlike_numbers_of_micro_batches_are_an_error() -> None:
     words = "the ranks of the pp axis were given [4, 5] micro-batches: give every rank the same"
-    assert all(words in told for told in spawn(uneven, pp=2))
+    assert all(words in told for told in on_ranks(uneven, pp=2))
 
 
 def inference(mesh: Mesh) -> list[Tensor]:
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(4)]
     own = layers[: 4 // mesh["pp"].size] if mesh.rank == 0 else layers[2:]
-    pipeline = Pipeline(own, mesh["pp"])
+    pipeline = Pipeline(own, mesh["pp"], pairs=mesh.pairs("pp"))
     with torch.inference_mode():
         return [y.clone() for y in pipeline.forward(list(torch.ones(3, 2, 4)))]
 
 
 def test_outputs_in_inference_mode() -> None:
-    [one], [_, two] = spawn(inference), spawn(inference, pp=2)
+    [one], [_, two] = on_ranks(inference), on_ranks(inference, pp=2)
     assert len(one) == 3 and all(map(torch.equal, one, two))

@@ -21,7 +21,8 @@ from pp_models import (
 )
 from torch import Tensor
 
-from kenotron_dist import Mesh, spawn
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
 from kenotron_pp import (
     Schedule,
     gpipe,
@@ -31,7 +32,6 @@ from kenotron_pp import (
     zero_bubble_v,
 )
 
-PRELOAD = ("torch._dynamo",)
 ALL = [gpipe, one_f_one_b, interleaved(2), interleaved(3), zero_bubble_h1, zero_bubble_v]
 MODELS = {
     "plain": {},
@@ -56,7 +56,7 @@ def compare(mesh: Mesh, schedules: list[Schedule], counts: list[int]) -> list[st
             reference = copied(layers)
             main, added = plain(reference, inputs, token_loss(inputs))
             for schedule in schedules:
-                pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.twin("pp"))
+                pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.pairs("pp"))
                 loss = pipeline.run(inputs, token_loss(inputs))
                 wrong = differences(own, reference)
                 if pipeline.losses.main != main or loss != main + pipeline.losses.auxiliary:
@@ -72,7 +72,7 @@ def compare(mesh: Mesh, schedules: list[Schedule], counts: list[int]) -> list[st
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
 def test_every_schedule_equals_one_process(pp: int) -> None:
     counts = sorted({1 if pp < 3 else pp - 1, pp + 5})
-    for found in spawn(compare, ALL, counts, pp=pp, preload=PRELOAD):
+    for found in on_ranks(compare, ALL, counts, pp=pp):
         assert not found
 
 
@@ -91,7 +91,7 @@ def structures(mesh: Mesh) -> list[str]:
         reference = copied(layers)
         main, _ = plain(reference, inputs, loss_fn)
         for schedule in ALL:
-            pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.twin("pp"))
+            pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.pairs("pp"))
             loss = pipeline.run(inputs, loss_fn)
             wrong = differences(own, reference) + ([] if loss == main else ["loss"])
             outputs = pipeline.forward(inputs)
@@ -114,7 +114,7 @@ def through(layers: list[Any]) -> Any:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_tuples_and_dicts_with_tensors_that_skip_stages(pp: int) -> None:
-    for found in spawn(structures, pp=pp, preload=PRELOAD):
+    for found in on_ranks(structures, pp=pp):
         assert not found
 
 
@@ -124,7 +124,7 @@ def fired(mesh: Mesh) -> list[str]:
     for schedule in ALL:
         layers = decoder(3 * mesh["pp"].size + 1)
         tie(layers)
-        pipeline, own = pipeline_of(layers, mesh["pp"], schedule)
+        pipeline, own = pipeline_of(layers, mesh["pp"], schedule, mesh.pairs("pp"))
         calls: dict[int, int] = {}
 
         def note(parameter: Tensor, calls: dict[int, int] = calls) -> None:
@@ -141,4 +141,4 @@ def fired(mesh: Mesh) -> list[str]:
 
 
 def test_each_parameter_is_told_once_for_each_micro_batch() -> None:
-    assert spawn(fired, pp=2, preload=PRELOAD) == [[], []]
+    assert on_ranks(fired, pp=2) == [[], []]

@@ -184,7 +184,7 @@ def _ours(module: nn.Module, weights: dict[str, Tensor], mesh: Mesh, sequence: b
     layouts = parameter_layouts(module, mesh.sizes)
 
     def parts(whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {n: scatter(t, layouts[n], mesh.sizes, mesh.coords) for n, t in whole.items()}
+        return {n: scatter(t, layouts[n], mesh.view(layouts[n])) for n, t in whole.items()}
 
     module.load_state_dict(parts(weights), assign=True)
     contestant = Contestant(module, parts, sequence)

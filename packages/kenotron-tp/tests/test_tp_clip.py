@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 from test_tp_model import MODES, batch, begin
-from tp_ranks import check_parameters, on_ranks
+from tp_ranks import check_parameters
 
 from kenotron_dist import Axis, clip_gradients, sum_gradients
+from kenotron_dist.testing import on_ranks
 
 INF = float("inf")
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
-from tp_ranks import normal, on_ranks, part
+from tp_ranks import normal, part
 
 from kenotron_dist import Axis
+from kenotron_dist.testing import on_ranks
 from kenotron_tp import vocab_parallel_cross_entropy, vocabulary_chunk
 from kenotron_tp.cross_entropy import _VocabParallelCrossEntropy
 from kenotron_tp.softmax import Terms

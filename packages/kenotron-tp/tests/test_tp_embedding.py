@@ -1,12 +1,15 @@
 """A table cut over the vocabulary is the whole table, bit by bit, whatever its size."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
-from tp_ranks import check_parameters, equal, on_ranks, own_rows, part, whole_numbers
+from tp_ranks import check_parameters, equal, own_rows, part, whole_numbers
 
 from kenotron_dist import Axis, Chunk, Shard
-from kenotron_tp import VocabParallelEmbedding, vocabulary_chunk
+from kenotron_dist.testing import on_ranks
+from kenotron_tp import VocabParallelEmbedding, embedding, vocabulary_chunk
 
 WIDTH = 8
 
@@ -56,6 +59,34 @@ def check_grid(mesh):
 @pytest.mark.parametrize(("tp", "rows"), [(1, 5), (2, 3), (3, 2), (4, 2), (8, 1)])
 def test_looking_up_is_exact(tp, rows):
     assert on_ranks(check_grid, tp=tp) == [(rows, WIDTH)] * tp
+
+
+def unchecked(mesh):
+    """Ids outside the table where nobody looks for them, as on an accelerator."""
+    for divisible_by in (1, 4):
+        for padding_idx in (None, 0, 3):
+            options = {"divisible_by": divisible_by, "padding_idx": padding_idx}
+            torch.manual_seed(4)
+            table = VocabParallelEmbedding(5, WIDTH, mesh["tp"], **options)
+            with torch.no_grad():  # a table whose padding is no longer zero
+                table.weight[max(0, 5 - mesh["tp"].rank * len(table.weight)) :] = 7.0
+            ids = torch.tensor([[0, 5, 4, -1], [7, 10**9, 3, 0]])
+            good = (ids >= 0) & (ids < 5)
+            expected = table(ids.where(good, 0)).detach()
+            weight = whole_numbers(*expected.shape, seed=2)
+            table(ids.where(good, 0)).backward(weight * good.unsqueeze(-1))
+            gradient, table.weight.grad = table.weight.grad, None
+            with mock.patch.object(embedding, "_on_host", lambda ids: False):
+                y = table(ids)
+            y.backward(weight)
+            equal(y.detach(), expected * good.unsqueeze(-1))
+            equal(table.weight.grad, gradient)
+    return True
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_ids_outside_the_table_have_rows_of_zeros_where_they_are_not_looked_for(tp):
+    assert all(on_ranks(unchecked, tp=tp))
 
 
 def test_ids_are_whole_numbers():

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from tp_ranks import normal, on_ranks
+from tp_ranks import normal
 
 from kenotron_dist import all_reduce
+from kenotron_dist.testing import on_ranks
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear
 
 STEP = 1e-6

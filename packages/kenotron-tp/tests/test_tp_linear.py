@@ -11,18 +11,20 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
-from tp_ranks import (
-    check_parameters,
-    equal,
-    normal,
-    on_ranks,
-    own_rows,
-    part,
-    parts_of_all,
-    whole_numbers,
-)
+from tp_ranks import check_parameters, equal, normal, own_rows, part, parts_of_all, whole_numbers
 
-from kenotron_dist import Axis, Chunk, Partial, Shard, all_gather, parameter_layouts
+import kenotron_tp as kt
+from kenotron_dist import (
+    Axis,
+    Chunk,
+    Mesh,
+    Partial,
+    Shard,
+    all_gather,
+    parameter_layouts,
+    spawn,
+)
+from kenotron_dist.testing import on_ranks
 from kenotron_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -409,3 +411,41 @@ def keep_double(mesh):
 
 def test_autocast_leaves_fp64_alone():
     assert on_ranks(keep_double, tp=2) == [torch.float64] * 2
+
+
+def cut_with_weights(mesh: Mesh, sequence: bool) -> list[torch.Tensor]:
+    """What cut copies of whole modules compute, and the gradients that land on the whole ones'."""
+    torch.manual_seed(3)
+    table, up, down = nn.Embedding(11, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+    up.weight.requires_grad_(False)
+    tp, tokens = mesh["tp"], torch.arange(10)
+    embedding = kt.VocabParallelEmbedding.from_embedding(table, tp, sequence_parallel=sequence)
+    column = kt.ColumnParallelLinear.from_linear(up, tp, sequence_parallel=sequence)
+    row = kt.RowParallelLinear.from_linear(down, tp, sequence_parallel=sequence)
+    frozen = [p.requires_grad for p in (column.weight, column.bias, row.weight)]
+    assert frozen == [False, True, True] and row.bias is None
+    y = row(torch.relu(column(embedding(tokens), tokens=10)))
+    if sequence:
+        y = kt.join_tokens(y, tp)[:10]
+    want = down(torch.relu(up(table(tokens))))
+    with torch.no_grad():
+        down.weight.zero_()  # the copies are their own
+    torch.testing.assert_close(y, want)
+    return [column.weight, row.weight]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_whole_module_is_cut_with_its_weights(tp: int, sequence: bool) -> None:
+    torch.manual_seed(3)
+    _, up, down = nn.Embedding(11, 8), nn.Linear(8, 12), nn.Linear(12, 8, bias=False)
+    columns, rows = zip(*spawn(cut_with_weights, sequence, tp=tp), strict=True)
+    assert torch.equal(torch.cat(columns), up.weight)
+    assert torch.equal(torch.cat(rows, dim=1), down.weight)
+
+
+@pytest.mark.parametrize("option", ["max_norm", "scale_grad_by_freq", "sparse"])
+def test_an_embedding_that_does_more_is_not_cut(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} (1.0|True) of an nn.Embedding is not known"):
+        options = {option: 1.0 if option == "max_norm" else True}
+        kt.VocabParallelEmbedding.from_embedding(nn.Embedding(4, 2, **options), Axis.solo("tp"))

@@ -4,9 +4,10 @@ import math
 
 import pytest
 import torch
-from tp_ranks import normal, on_ranks, part
+from tp_ranks import normal, part
 
 from kenotron_dist import Axis, all_reduce
+from kenotron_dist.testing import on_ranks
 from kenotron_tp import choose_tokens, select, vocabulary_chunk
 from kenotron_tp import logits as choosing
 from kenotron_tp.select import sortable, survivors, threshold, unsorted

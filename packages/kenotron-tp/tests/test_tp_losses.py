@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 from tp_memory import PeakMemory
-from tp_ranks import normal, on_ranks, own_rows, part
+from tp_ranks import normal, own_rows, part
 
 from kenotron_dist import Axis
+from kenotron_dist.testing import on_ranks
 from kenotron_tp import (
     linear_cross_entropy,
     linear_cross_entropy_sum,

@@ -1,33 +1,16 @@
-"""How these tests start ranks, and what a whole tensor is to one of them."""
+"""What a whole tensor is to one of several ranks."""
 
-import os
-from datetime import timedelta
-
-import pytest
 import torch
 
-from kenotron_dist import Shard, TensorLayout, all_reduce, gradient_sums, parameter_layouts, spawn
+from kenotron_dist import (
+    GridView,
+    Shard,
+    TensorLayout,
+    all_reduce,
+    gradient_sums,
+    parameter_layouts,
+)
 from kenotron_dist.boxes import scatter
-
-needs_gpu = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no GPU here")
-PRELOAD = ("torch._dynamo", "torch.testing", "kenotron_tp", "pytest")
-
-
-def on_ranks(fn, *args, seconds=60, **sizes):
-    """Results of ``fn(mesh, *args)`` on every rank of a mesh of these sizes."""
-    return spawn(fn, *args, timeout=timedelta(seconds=seconds), preload=PRELOAD, **sizes)
-
-
-def on_gpus(fn, *args, seconds=120, **sizes):
-    """The same over NCCL, with new tensors on the GPU; ranks share it where there is only one."""
-    options = {"timeout": timedelta(seconds=seconds), "preload": PRELOAD, **sizes}
-    return spawn(_there, fn, args, device="cuda", share_gpus=True, **options)
-
-
-def _there(mesh, fn, args):
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products
-    with mesh.device:
-        return fn(mesh, *args)
 
 
 def whole_numbers(*shape, seed, dtype=torch.float32):
@@ -47,7 +30,7 @@ def part(whole, dim, mesh, chunks=None):
     """This rank's part of a dimension of a whole tensor; padding is zero."""
     dim = dim % whole.ndim
     layout = TensorLayout("x", tuple(whole.shape), (Shard("tp", dim, chunks),))
-    return scatter(whole, layout, mesh.sizes, mesh.coords)
+    return scatter(whole, layout, mesh.view(layout))
 
 
 def own_rows(x, mesh):
@@ -65,7 +48,7 @@ def parts_of_all(whole, dim, mesh, chunks=None):
     names = torch.arange(1, whole.numel() + 1).view(whole.shape)
     found = []
     for rank in range(mesh.sizes["tp"]):
-        index = scatter(names, layout, mesh.sizes, {**mesh.coords, "tp": rank})
+        index = scatter(names, layout, GridView(mesh.sizes, {**mesh.coords, "tp": rank}))
         padded = torch.cat([whole.new_zeros(1), whole.flatten()])
         found.append(padded[index])
     return found
@@ -77,7 +60,7 @@ def whole_gradients(layer, mesh):
     found = {}
     for name, parameter in layer.named_parameters():
         grad = parameter.grad.clone()
-        for each in gradient_sums(layouts[name], mesh.sizes, mesh.coords):
+        for each in gradient_sums(layouts[name], mesh.view(layouts[name])):
             axis = mesh.subaxis(each.axis, each.parts)
             for box in each.boxes:
                 view = box.of_local(grad)
@@ -95,8 +78,8 @@ def check_parameters(layer, reference, mesh, close, *, summed=False):
     for name, whole in reference.named_parameters():
         assert layouts[name].shape == whole.shape
         own = dict(layer.named_parameters())[name]
-        assert torch.equal(own, scatter(whole.detach(), layouts[name], mesh.sizes, mesh.coords))
-        close(grads[name], scatter(whole.grad, layouts[name], mesh.sizes, mesh.coords))
+        assert torch.equal(own, scatter(whole.detach(), layouts[name], mesh.view(layouts[name])))
+        close(grads[name], scatter(whole.grad, layouts[name], mesh.view(layouts[name])))
 
 
 def equal(found, expected):

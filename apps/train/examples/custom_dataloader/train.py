@@ -3,7 +3,7 @@
 from kenotron_data import encode
 from kenotron_dist import shutdown
 from kenotron_train.cli import main
-from kenotron_train.own_data import OwnData
+from kenotron_train.data.own_data import OwnData
 
 SEQUENCE = 32
 SAMPLES = 10_000

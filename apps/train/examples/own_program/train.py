@@ -5,13 +5,13 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, shutdown
+from kenotron_config import Config
+from kenotron_dist import Mesh, declare_roles, shutdown
+from kenotron_engine import StepResult
 from kenotron_models import Context
 from kenotron_train import STOPPED, LifeCycle, OwnData, train
 from kenotron_train.assemble import Training
-from kenotron_train.config import Config
-from kenotron_train.progress import Progress
-from kenotron_train.step import StepResult
+from kenotron_train.run.progress import Progress
 
 
 class Window(nn.Module):
@@ -34,6 +34,7 @@ class Head(nn.Module):
     def __init__(self, vocab: int, width: int) -> None:
         super().__init__()
         self.project = nn.Linear(width, vocab, bias=False, device="meta")
+        declare_roles(self.project, weight="output")  # optimizers and first values ask for roles
 
     def forward(self, features: Tensor, context: Context) -> Tensor:
         """One product."""
@@ -64,6 +65,6 @@ if __name__ == "__main__":
     try:
         data = OwnData(sample, samples=500)
         outcome = train(sys.argv[1], model=layers, loader=data, hooks=[Watch()])
-        sys.exit(STOPPED if outcome.stopped else 0)  # so launchers see that it can go on
+        sys.exit(STOPPED if outcome.stopped else 0)  # so launchers see that it can be resumed
     finally:
         shutdown()

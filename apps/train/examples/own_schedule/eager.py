@@ -41,7 +41,9 @@ def gradients(mesh: Mesh, schedule: Schedule) -> list[Tensor]:
     inputs = list(torch.randn(MICROBATCHES, 3, WIDTH))
     stages = Stages.balanced(layers, [1.0] * LAYERS, mesh["pp"].size, schedule)
     own = [layer for _, layer in stages.own(layers, mesh["pp"].rank)]
-    Pipeline(own, mesh["pp"], schedule).run(inputs, lambda y, _: y.square().mean())
+    Pipeline(own, mesh["pp"], schedule, pairs=mesh.pairs("pp")).run(
+        inputs, lambda y, _: y.square().mean()
+    )
     parameters = [each for layer in own for each in layer.parameters()]
     return [each.grad for each in parameters if each.grad is not None]
 

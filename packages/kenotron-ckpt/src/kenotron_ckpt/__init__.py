@@ -1,13 +1,33 @@
 """Training state that outlives the process: sharded checkpoints that any mesh reads."""
 
 from kenotron_ckpt.blocking import BlockingSaver
+from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
 from kenotron_ckpt.downloading import Download, download, fetch, newest_step
-from kenotron_ckpt.folder import latest_step, passed_over, read_manifest, resolve
-from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
-from kenotron_ckpt.loading import Checkpoint, Loaded, load, open_checkpoint, verify_files
-from kenotron_ckpt.nanotron import NanotronCheckpoint, read_nanotron
-from kenotron_ckpt.nanotron_import import import_nanotron
+from kenotron_ckpt.folder import (
+    MANIFEST,
+    defect,
+    has_manifests,
+    is_nanotron,
+    latest_step,
+    manifest_at,
+    passed_over,
+    read_manifest,
+    replace_text,
+    resolve,
+    steps_in,
+)
+from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record, UnknownVersion, seal_of
+from kenotron_ckpt.loading import (
+    NoCheckpoint,
+    load,
+    open_checkpoint,
+    read_preferred,
+    verify_files,
+)
+from kenotron_ckpt.lock import LOCK, FolderLock
+from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, read_nanotron
+from kenotron_ckpt.nanotron.conversion import import_nanotron
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
@@ -20,54 +40,71 @@ from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.streamed import Source, save_streamed
+from kenotron_ckpt.together import on_first, on_first_at_length
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [
-    "write_safetensors",
-    "save_streamed",
-    "read_box",
-    "open_safetensors",
-    "TensorSize",
-    "Source",
-    "SafetensorsFolder",
     "BlockingSaver",
     "Checkpoint",
     "CheckpointsConfig",
+    "DamagedCheckpoint",
     "DataStatesConfig",
     "Download",
     "FileEntry",
+    "FolderLock",
+    "LOCK",
     "Loaded",
+    "MANIFEST",
     "Manifest",
     "NanotronCheckpoint",
+    "NoCheckpoint",
     "Piece",
     "Record",
     "RemoteError",
     "S3UploadConfig",
+    "SafetensorsFolder",
     "SaveFailed",
     "SaveReport",
     "Saver",
+    "Source",
+    "TensorSize",
+    "UnknownVersion",
     "UploadReport",
     "Uploader",
+    "defect",
     "download",
     "fetch",
+    "has_manifests",
     "import_nanotron",
+    "is_nanotron",
     "is_url",
     "latest_step",
     "load",
     "load_plain",
+    "manifest_at",
     "newest_step",
+    "on_first",
+    "on_first_at_length",
     "open_checkpoint",
+    "open_safetensors",
     "passed_over",
     "plain_state",
     "plain_tensors",
     "prune",
     "random_state",
+    "read_box",
     "read_manifest",
     "read_nanotron",
+    "read_preferred",
     "read_record",
+    "replace_text",
     "resolve",
     "restore_random_state",
     "save",
+    "save_streamed",
+    "seal_of",
     "start_uploader",
+    "steps_in",
     "verify_files",
+    "write_safetensors",
 ]

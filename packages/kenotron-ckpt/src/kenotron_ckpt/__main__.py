@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from kenotron_ckpt.compare import differences
 from kenotron_ckpt.folder import read_manifest, resolve
-from kenotron_ckpt.nanotron_import import import_nanotron
+from kenotron_ckpt.nanotron.conversion import import_nanotron
 from kenotron_ckpt.tree import describe, render
 from kenotron_ckpt.verification import verify_steps
 
@@ -29,14 +30,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ValueError, OSError) as error:
-        print(f"{chosen.command}: {error}", file=sys.stderr)
+        _print(f"{chosen.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _print(text: str, file: TextIO | None = None, flush: bool = False) -> None:
+    """Print a text without what a terminal would obey: names may come from a hostile file."""
+    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    print("".join(kept), file=file, flush=flush)
 
 
 def inspect(chosen: argparse.Namespace) -> int:
     """Print what is in a checkpoint."""
     data = describe(chosen.path)
-    print(json.dumps(data, indent=2) if chosen.json else render(data))
+    _print(json.dumps(data, indent=2) if chosen.json else render(data))
     return 0
 
 
@@ -46,21 +53,21 @@ def verify(chosen: argparse.Namespace) -> int:
     for where, faults in verify_steps(chosen.path):
         damaged += len(faults)
         for fault in faults:
-            print(f"{where}: {fault}", file=sys.stderr)
+            _print(f"{where}: {fault}", file=sys.stderr)
         if not faults:
-            print(f"{where}: every byte is as it was written")
+            _print(f"{where}: every byte is as it was written")
     return 1 if damaged else 0
 
 
 def diff(chosen: argparse.Namespace) -> int:
     """Print what differs between two checkpoints."""
-    print(f"A: {resolve(chosen.a)}\nB: {resolve(chosen.b)}")
+    _print(f"A: {resolve(chosen.a)}\nB: {resolve(chosen.b)}")
     found = 0
     for sentence in differences(chosen.a, chosen.b):
         found += 1
-        print(sentence, flush=True)
+        _print(sentence, flush=True)
     if not found:
-        print(f"equal: {len(read_manifest(chosen.a).records)} records, state and config")
+        _print(f"equal: {len(read_manifest(chosen.a).records)} records, state and config")
     return 1 if found else 0
 
 
@@ -68,9 +75,9 @@ def from_nanotron(chosen: argparse.Namespace) -> int:
     """Import a checkpoint of Nanotron or Kénotron, and print what was not taken over."""
     folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
     manifest = read_manifest(folder)
-    print(f"{folder}: step {manifest.step}, {len(manifest.records)} records")
+    _print(f"{folder}: step {manifest.step}, {len(manifest.records)} records")
     for note in manifest.state["imported"]["notes"]:
-        print(f"  {note}")
+        _print(f"  {note}")
     return 0
 
 

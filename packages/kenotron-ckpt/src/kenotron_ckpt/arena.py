@@ -5,6 +5,7 @@ Fresh memory costs six times the copy: the system hands it out page by page, on 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 
 from kenotron_ckpt.cut import Block
 from kenotron_ckpt.parts import Part
+from kenotron_ckpt.pinned import PinnedMemory
+
+_ALIGNMENT = 64
+"""Slots in page-locked memory begin at multiples of this many bytes, as tensors of torch do."""
 
 
 class Arena:
@@ -23,6 +28,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
+        self._pinned: PinnedMemory | None = None
 
     def fit(self, parts: Sequence[Part], limit: int, pin: bool) -> None:
         """Have room for ``parts``, within ``limit`` bytes. What is large enough is kept.
@@ -30,19 +36,25 @@ class Arena:
         Arguments: the parts; how many bytes all slots may have together, at least those of the
         largest part; whether an accelerator copies to the slots (they are then page-locked).
         """
-        sizes: list[int] = []
-        largest = max((part.nbytes for part in parts), default=0)
-        if sum(part.nbytes for part in parts) <= limit:
-            sizes = [part.nbytes for part in parts]
-        elif largest:
-            sizes = [largest] * max(1, limit // largest)
+        sizes = [part.nbytes for part in parts]
+        steps = _steps(sizes, pin)
+        if sum(steps) > limit:
+            largest = max(sizes)
+            sizes = [largest] * (1 + max(0, limit - largest) // max(steps))
+            steps = _steps(sizes, pin)
         held = [slot.numel() for slot in self.slots]
         if len(held) >= len(sizes) and all(h >= s for h, s in zip(held, sizes, strict=False)):
             del self.slots[len(sizes) :]  # they may be too small for a part that comes round
             return
-        self.slots = []  # give back before taking
+        self.slots, self._pinned = [], None  # give back before taking
+        if pin and sizes:
+            starts = list(itertools.accumulate(steps[:-1], initial=0))
+            self._pinned = PinnedMemory(starts[-1] + sizes[-1])
+            places = zip(starts, sizes, strict=True)
+            self.slots = [self._pinned.memory[start : start + size] for start, size in places]
+            return
         for size in sizes:
-            slot = torch.empty(size, dtype=torch.uint8, pin_memory=pin)
+            slot = torch.empty(size, dtype=torch.uint8)
             self.slots.append(slot.zero_())
 
     def hosts(self, index: int, part: Part) -> list[Tensor]:
@@ -54,3 +66,9 @@ class Arena:
 
 def _place(slot: Tensor, block: Block, offset: int) -> Tensor:
     return slot[offset : offset + block.nbytes].view(block.view.dtype).view(block.box.shape)
+
+
+def _steps(sizes: Sequence[int], pin: bool) -> list[int]:
+    """Bytes from the beginning of each slot to that of the next one."""
+    unit = _ALIGNMENT if pin else 1  # slots that are not page-locked are tensors of their own
+    return [-(-size // unit) * unit for size in sizes]

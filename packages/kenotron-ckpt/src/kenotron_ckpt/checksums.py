@@ -11,10 +11,10 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
 
-_CHUNK = 1 << 22
+CHUNK = 1 << 20
 """Bytes read at a time: they stay in the processor's cache until they are summed."""
 _MOST_HEADER = 100 << 20
-"""A longer header is none: safetensors says so, too."""
+"""Limit of a header's length, the same as that of safetensors."""
 _buffers = threading.local()
 
 
@@ -44,21 +44,37 @@ def file_faults(path: Path, entry: FileEntry, pieces: Iterable[Piece]) -> list[s
     """
     try:
         with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size != entry.bytes:
-                return [f"{path.name} is {size} bytes long, but {entry.bytes} were written"]
-            header = _header(file.fileno())
-            if xxh3_64_hexdigest(header) != entry.header:
-                return [f"{path.name}: its header is not what was written"]
+            fault = outer_fault(path, file.fileno(), entry)
+            if fault:
+                return [fault]
             return [
-                f"{path.name}: the bytes of {piece.key} are not those that were written"
+                piece_fault(path, piece)
                 for piece in pieces
                 if _sum(file.fileno(), piece) != piece.checksum
             ]
-    except FileNotFoundError:
-        return [f"{path.name} is missing"]
     except OSError as error:
-        return [f"{path.name} cannot be read: {error}"]
+        return [unreadable(path, error)]
+
+
+def outer_fault(path: Path, handle: int, entry: FileEntry) -> str:
+    """What is wrong with the length or the header of an open file; empty when both are right."""
+    size = os.fstat(handle).st_size
+    if size != entry.bytes:
+        return f"{path.name} is {size} bytes long, but {entry.bytes} were written"
+    if xxh3_64_hexdigest(_header(handle)) != entry.header:
+        return f"{path.name}: its header is not what was written"
+    return ""
+
+
+def piece_fault(path: Path, piece: Piece) -> str:
+    """Message for a piece whose checksum is another."""
+    return f"{path.name}: the bytes of {piece.key} are not those that were written"
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """Message for a file that cannot be read."""
+    missing = isinstance(error, FileNotFoundError)
+    return f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error}"
 
 
 def _header(handle: int) -> bytes:
@@ -70,7 +86,7 @@ def _header(handle: int) -> bytes:
 def _sum(handle: int, piece: Piece) -> str:
     """The checksum of a piece as it lies in the file."""
     if not hasattr(_buffers, "view"):
-        _buffers.view = memoryview(bytearray(_CHUNK))
+        _buffers.view = memoryview(bytearray(CHUNK))
     whole = xxh3_64()
     place, end = piece.offset, piece.offset + piece.bytes
     while place < end:

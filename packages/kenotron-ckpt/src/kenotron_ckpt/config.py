@@ -18,7 +18,7 @@ class DataStatesConfig:
     parser_threads: int = 2
     """Files that a rank writes at a time."""
     pin_host_cache: bool = True
-    """Page-locked memory, so that an accelerator copies beside its work."""
+    """Page-locked memory, so that an accelerator copies while it computes."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -52,11 +52,11 @@ class CheckpointsConfig:
     load_optimizer: bool = True
     """False: resume parameters only, with fresh optimizer state."""
     load_lr_scheduler: bool = True
-    """False: start the learning-rate schedule anew when resuming."""
+    """False: start the learning-rate schedule again from step 1 when resuming."""
     checkpoints_path_is_shared_file_system: bool = False
     """No effect: every rank writes its own files, and one rank commits them."""
     checkpointing_engine: Literal["torch", "datastates"] = "torch"
-    """``torch``: training waits until a checkpoint is on the disk. ``datastates``: it goes on at
+    """``torch``: training waits until a checkpoint is on the disk. ``datastates``: it continues at
     once, and files are written from a copy in host memory."""
     datastates: DataStatesConfig | None = None
     """Of the engine ``datastates``; None: its defaults."""
@@ -68,6 +68,9 @@ class CheckpointsConfig:
     """True: read every file back from the disk before the checkpoint counts."""
     on_save_failure: Literal["warn", "raise"] = "warn"
     """``raise``: a checkpoint that cannot be written ends the training."""
+    accept_changed_data: bool = False
+    """True: resume although the data of a stage are not those that the checkpoint was trained with;
+    false: an error."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from kenotron_ckpt.index import Piece, Record, Shape
+from kenotron_ckpt.records import Piece, Record, Shape
 
 
 def merge_records(shares: Sequence[Mapping[str, Record]]) -> dict[str, Record]:

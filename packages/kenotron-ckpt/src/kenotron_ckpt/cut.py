@@ -3,7 +3,7 @@
 A block is cut once more where it is larger than a piece may be, so that the replicas of one large
 tensor share the work, files stay within bounds, and a reader of a part reads little else.
 
-Pure functions of (tensors, layouts, mesh sizes, coordinates).
+Pure functions of tensors, layouts and views of their grids.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, TensorLayout, local_boxes, local_shape
+from kenotron_dist import Box, GridView, TensorLayout, ViewOf, local_boxes, local_shape
 from kenotron_dist.boxes import replica_index, replicas, view_of
 
 Tensors = Mapping[str, tuple[Tensor, TensorLayout]]
 """Local tensors and their layouts, by keys that are unique on a rank."""
-
-Sizes = Mapping[str, int]
-"""Mesh axis to a size, or to a coordinate."""
 
 PIECE_BYTES = 1 << 26
 """A stored piece has no more bytes than this."""
@@ -53,12 +50,15 @@ class Block:
         return self.view.numel() * self.view.element_size()
 
 
-def blocks_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[Block]:
-    """Every block that a rank holds. Padding is in none; a tensor without elements has none."""
+def blocks_of(tensors: Tensors, view: ViewOf) -> list[Block]:
+    """Every block that a rank holds. Padding is in none; a tensor without elements has none.
+
+    ``view`` is ``mesh.view`` of that rank, here and below.
+    """
     return [
-        Block(layout, box, view_of(tensor, layout, sizes, box))
+        Block(layout, box, view_of(tensor, layout, view(layout), box))
         for _, (tensor, layout) in sorted(tensors.items())
-        for box in local_boxes(layout, sizes, coords)
+        for box in local_boxes(layout, view(layout))
         if box.numel
     ]
 
@@ -87,34 +87,33 @@ def split(block: Block, limit: int) -> list[Block]:
     return parts
 
 
-def share_of(
-    blocks: Sequence[Block], sizes: Sizes, coords: Sizes, limit: int = PIECE_BYTES
-) -> list[Block]:
+def share_of(blocks: Sequence[Block], view: ViewOf, limit: int = PIECE_BYTES) -> list[Block]:
     """The blocks that this rank writes: each block is written by one of its replicas.
 
     Blocks of more than ``limit`` bytes are cut. Those with the same replicas are dealt out largest
     first, each to the replica with the fewest bytes so far. The replicas hold the same list, so
     they agree without a word. Blocks that the rank holds under two keys (tied tensors) count once.
     """
-    alike: dict[tuple, list[Block]] = {}
+    same_kind: dict[tuple, list[Block]] = {}
     seen = set()
     for block in (part for whole in blocks for part in split(whole, limit)):
         place = (block.name, block.box.start, block.box.shape)
         if place not in seen:
             seen.add(place)
-            kind = (tuple(sorted(set(block.box.parts))), block.layout.stages)
-            alike.setdefault(kind, []).append(block)
+            parts = tuple(sorted(set(block.box.parts)))
+            kind = (block.layout.grid, parts, block.layout.stages)
+            same_kind.setdefault(kind, []).append(block)
     own = []
-    for group in alike.values():
+    for group in same_kind.values():
         group.sort(key=lambda block: (-block.nbytes, block.name, block.box.start))
-        own += _dealt(group, sizes, coords)
+        own += _dealt(group, view(group[0].layout))
     return sorted(own, key=lambda block: (block.name, block.box.start))
 
 
-def _dealt(group: Sequence[Block], sizes: Sizes, coords: Sizes) -> list[Block]:
+def _dealt(group: Sequence[Block], view: GridView) -> list[Block]:
     first = group[0]
-    load = [0] * replicas(first.layout, sizes, first.box)
-    mine = replica_index(first.layout, sizes, coords, first.box)
+    load = [0] * replicas(first.layout, view, first.box)
+    mine = replica_index(first.layout, view, first.box)
     own = []
     for block in group:
         writer = load.index(min(load))
@@ -128,19 +127,20 @@ def _moved(index: Sequence[int], dim: int, by: int) -> tuple[int, ...]:
     return (*index[:dim], index[dim] + by, *index[dim + 1 :])
 
 
-def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:
+def problems_of(tensors: Tensors, view: ViewOf) -> list[str]:
     """One sentence for every tensor that contradicts its layout, or has no values."""
-    found = _misfits(tensors, sizes)
+    found = _misfits(tensors, view)
     if found:
         return found
     for key, (tensor, layout) in sorted(tensors.items()):
-        if coords["pp"] not in layout.stages:
+        grid = view(layout)
+        if (stage := grid.coords["pp"]) not in layout.stages:
             found.append(
-                f"{key}: given on pipeline stage {coords['pp']}, but its layout says that "
+                f"{key}: given on pipeline stage {stage}, but its layout says that "
                 f"{layout.name} is on stages {list(layout.stages)}"
             )
         flat = layout.flat
-        due = local_shape(layout, sizes) if flat is None else (flat.stop - flat.start,)
+        due = local_shape(layout, grid) if flat is None else (flat.stop - flat.start,)
         if tuple(tensor.shape) != due:
             found.append(
                 f"{key}: the local tensor has shape {list(tensor.shape)}, its layout leaves "
@@ -151,12 +151,12 @@ def problems_of(tensors: Tensors, sizes: Sizes, coords: Sizes) -> list[str]:
     return found
 
 
-def places_of(tensors: Tensors, sizes: Sizes) -> list[tuple[Any, ...]]:
+def places_of(tensors: Tensors, view: ViewOf) -> list[tuple[Any, ...]]:
     """Where every tensor lies, and its layout: equal as long as a plan for them is right.
 
     Raises ValueError, a line for each value that is not a pair, or whose layout no mesh can have.
     """
-    if found := _misfits(tensors, sizes):
+    if found := _misfits(tensors, view):
         raise ValueError("\n".join(found))
     return [
         (key, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), layout)
@@ -164,11 +164,11 @@ def places_of(tensors: Tensors, sizes: Sizes) -> list[tuple[Any, ...]]:
     ]
 
 
-def _misfits(tensors: Tensors, sizes: Sizes) -> list[str]:
-    return [f"{key}: {fault}" for key, value in tensors.items() if (fault := _misfit(value, sizes))]
+def _misfits(tensors: Tensors, view: ViewOf) -> list[str]:
+    return [f"{key}: {fault}" for key, value in tensors.items() if (fault := _misfit(value, view))]
 
 
-def _misfit(value: Any, sizes: Sizes) -> str:
+def _misfit(value: Any, view: ViewOf) -> str:
     """What is wrong with a value of ``tensors``, or with its layout on any mesh of these axes."""
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(pair[0], Tensor) or not isinstance(pair[1], TensorLayout):
@@ -177,11 +177,15 @@ def _misfit(value: Any, sizes: Sizes) -> str:
             "plain_tensors(module, optimizer) makes them for tensors that are whole on every rank"
         )
     tensor, layout = pair
+    try:
+        axes = view(layout).axes
+    except ValueError as error:  # placed on axes of both grids
+        return str(error)
     if tensor.layout != torch.strided:
         return f"a tensor of layout {tensor.layout} cannot be stored; give tensor.to_dense()"
     for shard in layout.shards:
-        if shard.axis not in sizes:
-            return f"cut over axis {shard.axis!r}; the mesh has {', '.join(sizes)}"
+        if shard.axis not in axes:
+            return f"cut over axis {shard.axis!r}; its grid has {', '.join(axes)}"
         if not 0 <= shard.dim < len(layout.shape):
             shape = list(layout.shape)
             return f"dimension {shard.dim} is cut; {shape} has {len(shape)}, counted from 0"

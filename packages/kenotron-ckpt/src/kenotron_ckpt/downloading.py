@@ -23,6 +23,7 @@ from kenotron_ckpt.folder import (
     sync,
 )
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
+from kenotron_ckpt.preparing import set_aside_unreadable
 from kenotron_ckpt.received import Received
 from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
@@ -198,7 +199,11 @@ def _receive_all(
 
 
 def _make_room(target: Path, text: str) -> None:
-    """The local step folder, without any manifest but the one that shall come."""
+    """The local step folder, without any manifest but the one that shall come.
+
+    A manifest that is not understood stays, in a folder that is set aside.
+    """
+    set_aside_unreadable(target)
     target.mkdir(parents=True, exist_ok=True)
     sync(target.parent)
     with contextlib.suppress(FileNotFoundError):

@@ -1,38 +1,42 @@
 """Folders: where a checkpoint lies, whether it is whole, and the one moment it becomes so.
 
-``<folder>/<step>/manifest.json`` makes a checkpoint; ``<folder>/latest.txt`` holds the step that a
-resume starts from.
+``<step>/manifest.json`` makes a checkpoint; ``latest.txt`` names the step to resume from.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import re
-from collections.abc import Sequence
+import stat
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kenotron_ckpt.index import Manifest, seal_of
 from kenotron_ckpt.protocol import Step, passed
 
 MANIFEST = "manifest.json"
+"""Name of the file that commits a checkpoint: written last."""
 CONFIG = "config.yaml"
 LATEST = "latest.txt"
 VERIFIED = "verified.txt"
 SHARDS = "shard-*.safetensors"
+LONGEST_MANIFEST = 2 << 30  # bytes; a record takes some 200
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+"""Errors that say that a path does not exist; others leave it open."""
 
 
 def read_manifest(path: str | Path) -> Manifest:
-    """The manifest of a step folder, or of a run folder's latest checkpoint.
-
-    Raises ValueError when there is none (see ``resolve``).
-    """
+    """The manifest at ``path``, as ``resolve`` finds it, whose ValueError it raises."""
     return manifest_at(resolve(path))
 
 
 def manifest_at(step_folder: Path) -> Manifest:
     """The manifest in a step folder. Raises ValueError when it is invalid, OSError without one."""
-    data = (step_folder / MANIFEST).read_bytes()
+    path = step_folder / MANIFEST
+    if (length := path.stat().st_size) > LONGEST_MANIFEST:
+        raise ValueError(f"{MANIFEST} is damaged: it has {length} bytes, more than a manifest has")
+    data = path.read_bytes()
     try:
         return Manifest.from_json(data.decode())
     except UnicodeDecodeError as error:
@@ -92,7 +96,7 @@ def points_nowhere(path: Path, found: Sequence[Path]) -> bool:
 
 
 def passed_over(step_folder: str | Path) -> list[int]:
-    """Newer steps beside a step folder, ascending: damaged, unfinished, or not asked for."""
+    """Newer steps next to a step folder, ascending: damaged, unfinished, or not asked for."""
     chosen = Path(step_folder)
     if not chosen.name.isdecimal():
         return []
@@ -109,6 +113,17 @@ def latest_step(folder: str | Path) -> int | None:
     except ValueError:
         return None
     return next((int(each.name) for each in found if defect(each) is None), None)
+
+
+def has_manifests(folder: Path, steps: Iterable[int] | None = None) -> bool:
+    """Whether one of ``steps`` (default: all) of a run folder has a manifest, valid or not.
+
+    What cannot be looked at (no permission, a lost file system) counts as a manifest. Raises
+    OSError when the run folder cannot be listed.
+    """
+    if steps is None:
+        steps = steps_in(folder) if _is_folder(folder) else ()
+    return any(_may_exist(folder / str(step) / MANIFEST) for step in steps)
 
 
 def latest_named(folder: Path) -> int | None:
@@ -130,10 +145,10 @@ def is_nanotron(step_folder: Path) -> bool:
     return (step_folder / "checkpoint_metadata.json").exists()
 
 
-def defect(step_folder: Path) -> str | None:
-    """Why a step folder is not a complete checkpoint; None when it is one."""
+def defect(step_folder: Path, manifest: Manifest | None = None) -> str | None:
+    """Why a step folder is not a complete checkpoint, None when it is; its manifest if read."""
     try:
-        manifest = manifest_at(step_folder)
+        manifest = manifest or manifest_at(step_folder)
     except FileNotFoundError:
         if is_nanotron(step_folder):
             return NANOTRONS
@@ -154,19 +169,6 @@ def defect(step_folder: Path) -> str | None:
     return None
 
 
-def prepare(step_folder: Path) -> str:
-    """Make a folder ready to be written; returns the tag that new files carry in their names.
-
-    Left-overs of a save that did not finish are removed. The files of a complete checkpoint stay:
-    the tag keeps new ones apart from them until the new manifest takes the place of the old.
-    """
-    passed(Step.BEGUN)
-    make(step_folder)
-    sweep(step_folder)
-    tags = {_tag(path.name) for path in step_folder.glob(SHARDS)}
-    return next(tag for tag in ("", ".v1", ".v2") if tag not in tags)
-
-
 def make(folder: Path) -> None:
     """Have a folder, and those above it, on the disk: each is an entry of the one above."""
     if not folder.parent.exists():
@@ -180,7 +182,7 @@ def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> Non
     """Make what lies in a step folder a checkpoint, and the latest one.
 
     The rename of ``manifest.json`` is the commit: before it the former checkpoint stands, if there
-    was one, after it the new. ``verified`` says that every file was read back. Raises ValueError
+    was one, after it the new. ``verified``: every file was read back. Raises ValueError
     when a file is not there as written.
     """
     for name, entry in manifest.files.items():
@@ -210,12 +212,15 @@ def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> Non
 def sweep(step_folder: Path) -> None:
     """Remove shard files that no manifest names, and temporary files.
 
-    Raises OSError when there is a manifest that cannot be read just now: nothing is removed then.
+    Nothing is removed next to a manifest that is not understood. Raises OSError when there is a
+    manifest that cannot be read just now: nothing is removed then, either.
     """
     try:
         kept = set(manifest_at(step_folder).files)
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         kept = set()
+    except ValueError:
+        return
     for path in [*step_folder.glob(SHARDS), *step_folder.glob("*.tmp")]:
         if path.name not in kept:
             remove(path)
@@ -268,14 +273,28 @@ def sync(folder: Path) -> None:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps that have a folder, complete or not, ascending. ``007`` is no step's folder."""
-    names = (path.name for path in folder.iterdir() if path.name.isdecimal() and path.is_dir())
+    names = (path.name for path in folder.iterdir() if path.name.isdecimal() and _is_folder(path))
     return sorted(int(name) for name in names if name == str(int(name)))
+
+
+def _is_folder(path: Path) -> bool:
+    """Whether a path is a folder. Raises OSError when that cannot be found out."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in _ABSENT:
+            return False
+        raise
+
+
+def _may_exist(path: Path) -> bool:
+    """False only where a file is known not to exist."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno not in _ABSENT
+    return True
 
 
 def _seal(step_folder: Path) -> str:
     return seal_of((step_folder / MANIFEST).read_text(encoding="utf-8"))
-
-
-def _tag(name: str) -> str:
-    found = re.search(r"\.v\d+(?=\.)", name)
-    return found.group() if found else ""

@@ -8,66 +8,28 @@ under the piece's, the header of a file under the file's, the text of the manife
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xxhash import xxh3_64_hexdigest
 
+from kenotron_ckpt.coverage import check_coverage
+from kenotron_ckpt.manifest_rules import check_manifest
+from kenotron_ckpt.records import FileEntry, Piece, Record
+
 FORMAT = "kenotron-checkpoint"
 VERSION = 2
-
-Shape = tuple[int, ...]
+"""Of what is written."""
+MIN_READER = 2
+"""The oldest version of readers that understand what is written: others refuse it."""
 
 _SEAL = ',\n"checksum": "'
 """What stands before the checksum of the text, which is of all before this."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One block of a record and where it is stored."""
-
-    file: str
-    """Name of a file beside the manifest."""
-    key: str
-    """Name of the block in that file."""
-    start: Shape
-    """First index of the block in the logical tensor, per dimension."""
-    shape: Shape
-    """Elements along each dimension."""
-    offset: int = 0
-    """First byte of the block in the file."""
-    bytes: int = 0
-    """How many bytes it has."""
-    checksum: str = ""
-    """Of the block's bytes."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """One logical tensor."""
-
-    shape: Shape
-    """Global shape."""
-    dtype: str
-    """Name of the torch dtype (``bfloat16``)."""
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        """Elements in the tensor."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """What a file must be, byte for byte."""
-
-    bytes: int
-    """Length of the file."""
-    header: str
-    """Checksum of what stands before the first block: 8 bytes of length and that much JSON."""
+class UnknownVersion(ValueError):
+    """A manifest of a format that this package does not read; it need not be damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +45,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """By name."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What the program saved beside the tensors (JSON)."""
+    """What the program saved next to the tensors (JSON)."""
     rank_states: Sequence[Any] = ()
     """What each rank saved of its own, by rank (JSON): of use on the same mesh only."""
     config: str | None = None
@@ -97,7 +59,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of ``manifest.json``: a line for each file and each record."""
-        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, **vars(self)}
+        data: dict[str, Any] = {"format": FORMAT, "version": VERSION, "min_reader": MIN_READER}
+        data |= vars(self)
         files = {name: vars(entry) for name, entry in data.pop("files").items()}
         entries = {"files": _lines(files), "records": _lines(records_to_json(data.pop("records")))}
         texts = {key: json.dumps(value) for key, value in data.items()} | entries
@@ -108,50 +71,83 @@ class Manifest:
     def from_json(cls, text: str) -> Manifest:
         """Read the text of ``manifest.json``.
 
-        Raises ValueError when it is not JSON, not a manifest, of a version this package does not
-        read, incomplete, or not what was written.
+        Raises:
+            UnknownVersion: it is of a version that this package does not read.
+            ValueError: it is not JSON, not a manifest, incomplete, not what was written, or says
+                what no manifest can.
         """
         try:
             data = json.loads(text)
+        except RecursionError:
+            raise ValueError("manifest.json is damaged: its JSON is nested too deeply") from None
         except ValueError as error:
             raise ValueError(f"manifest.json is not JSON: {error}") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"manifest.json is not a {FORMAT!r}: its 'format' does not say so")
-        if data.get("version") != VERSION:
-            raise ValueError(
-                f"manifest.json has format version {data.get('version')!r}, but this kenotron-ckpt "
-                f"reads version {VERSION}: install the release that wrote it, or a newer one"
-            )
-        body = text.rpartition(_SEAL)[0]
-        if seal_of(text) != xxh3_64_hexdigest(body.encode()):
-            raise ValueError(
-                "manifest.json is damaged or was edited: its text does not have the checksum at "
-                "its end"
-            )
+        _check_version_and_seal(data, text)
         try:
-            return cls(
-                step=int(data["step"]),
-                mesh=dict(data["mesh"]),
+            check_manifest(data, newer=data["version"] > VERSION)
+            found = cls(
+                step=data["step"],
+                mesh=data["mesh"],
                 records=records_from_json(data["records"]),
-                files={name: FileEntry(**entry) for name, entry in data["files"].items()},
-                state=dict(data["state"]),
+                files={
+                    name: FileEntry(entry["bytes"], entry["header"])
+                    for name, entry in data["files"].items()
+                },
+                state=data["state"],
                 rank_states=tuple(data["rank_states"]),
                 config=data["config"],
-                libraries=dict(data["libraries"]),
-            )._checked()
-        except (KeyError, TypeError, AttributeError) as error:
+                libraries=data["libraries"],
+            )
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"manifest.json is damaged: {error!r}") from None
+        for name, record in found.records.items():
+            _check_record(name, record)
+        return found
 
-    def _checked(self) -> Manifest:
-        """Every file is listed, and lies beside the manifest."""
-        for name, record in self.records.items():
-            unlisted = {piece.file for piece in record.pieces} - set(self.files)
-            if unlisted:
-                raise ValueError(f"manifest.json is damaged: {name} is in unlisted {unlisted}")
-        outside = [name for name in self.files if "/" in name or "\\" in name]
-        if outside:
-            raise ValueError(f"manifest.json is damaged: files outside its folder: {outside}")
-        return self
+
+def _check_version_and_seal(data: Mapping[str, Any], text: str) -> None:
+    """Raise ValueError for damage, and UnknownVersion, another message, for another version.
+
+    Every version ends with the checksum of its text, so a changed byte in the number of the version
+    is damage. A text without any checksum line is judged by its version alone.
+    """
+    version: Any = data.get("version")
+    least: Any = data.get("min_reader", version)
+    body, seal, _ = text.rpartition(_SEAL)
+    is_whole = bool(seal) and seal_of(text) == xxh3_64_hexdigest(body.encode())
+    if is_whole or not seal:
+        for number in (version, least):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"manifest.json is damaged: its version is {number!r}")
+        if version < VERSION or least > VERSION:
+            age, cure = "too old", "the release that wrote it"
+            if least > VERSION:
+                age, cure = "too new", f"a newer release, one that reads version {least}"
+            raise UnknownVersion(
+                f"the format is {age}, not damaged: manifest.json has format version {version}, "
+                f"but this kenotron-ckpt reads version {VERSION}: install {cure}"
+            )
+    if not is_whole:
+        other = (
+            "" if version == VERSION else f"; it says version {version!r}, here {VERSION} is read"
+        )
+        raise ValueError(
+            "manifest.json is damaged or was edited: its text does not have the checksum at its "
+            f"end{'' if version == VERSION else other}"
+        )
+
+
+def _check_record(name: str, record: Record) -> None:
+    """Raise ValueError unless the pieces are whole, and cover the record exactly once."""
+    if len(record.pieces) == 1 and record.numel and record.pieces[0].shape == record.shape:
+        if not any(record.pieces[0].start):
+            return  # most are one piece: all of it
+    try:
+        check_coverage(name, record)
+    except ValueError as error:
+        raise ValueError(f"manifest.json is damaged: {error}") from None
 
 
 def seal_of(text: str) -> str:

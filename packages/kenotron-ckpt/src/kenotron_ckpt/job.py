@@ -1,4 +1,4 @@
-"""One save in the background: the part that this rank's thread does, beside the training.
+"""One save in the background: the part of this rank's thread, during training.
 
 The ranks' threads agree through notes: rank 0 makes the folder, all write, rank 0 commits and says
 how it went. None of them ever takes part in a collective.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.folder import prepare
+from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
@@ -31,7 +31,7 @@ class Job:
     """A save under way: what it needs, and at its end how it went."""
 
     number: int
-    """The how-manieth save of this saver: its notes are told from others' by it."""
+    """Sequence number of this save; part of the key of its store messages."""
     step_folder: Path
     mesh: Mesh
     notes: Notes
@@ -44,8 +44,10 @@ class Job:
     verify: bool
     after: Callable[[Path], tuple[Sequence[int], str]]
     """Called on rank 0 once the checkpoint stands; returns ``removed`` and ``trouble``."""
+    begin_thread: Callable[[], None] = lambda: None
+    """Called first by every thread that writes (``set_device``)."""
     cancelled: threading.Event = field(default_factory=threading.Event)
-    """Set when nobody waits for the other ranks any longer."""
+    """Set when the other ranks are no longer waited for."""
     begun: float = field(default_factory=time.perf_counter)
     done: threading.Event = field(default_factory=threading.Event)
     failure: str = ""
@@ -74,7 +76,7 @@ class Job:
         if rank == 0:
             self._post("folder", lambda: prepare(self.step_folder))
         tag, failure = self._hear("folder")
-        # A rank with nothing to write says so, too: then rank 0 knows that all have heard it.
+        # A rank with nothing to write reports, too: so rank 0 knows that all ranks have begun.
         self._post(f"share/{rank}", lambda: None if failure else self._write(tag))
         self.written = time.perf_counter() - self.begun
         self.snapshot.end()
@@ -89,7 +91,7 @@ class Job:
         notes.erase(f"{self.number}/share/{rank}")
 
     def _write(self, tag: str) -> dict[str, Any]:
-        """Write this rank's parts with all threads; what it tells rank 0."""
+        """Write this rank's parts with all threads; its report to rank 0."""
         stem = stem_of(self.mesh, tag)
         waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for index in self.snapshot.first:
@@ -110,7 +112,7 @@ class Job:
                     for _ in range(threads):
                         waiting.put(None)
 
-        together(work, threads)
+        together(work, threads, self.begin_thread)
         if errors:
             raise errors[0]
         in_order = sorted(shares, key=lambda share: min(share[1]))
@@ -121,7 +123,7 @@ class Job:
         return write_part(self.step_folder, stem, part, hosts, self.verify)
 
     def _commit(self, failure: str) -> int:
-        """On rank 0: hear all ranks, and make a checkpoint of it; bytes in all.
+        """On rank 0: collect all reports and commit the checkpoint; returns its bytes.
 
         Raises RuntimeError when some rank has failed: nothing is left then.
         """
@@ -152,17 +154,42 @@ class Job:
         self.notes.post(f"{self.number}/{key}", note)
 
     def _hear(self, key: str) -> tuple[Any, str]:
-        """What somebody's step came to, and why it failed: one of the two."""
+        """Result of a rank's step, or why it failed: one of the two."""
         note = self.notes.wait(f"{self.number}/{key}", self.cancelled.is_set)
         if note is None:
-            return None, f"nobody waits any longer for {key}: was a rank lost?"
+            return None, f"the wait for {key} was given up: was a rank lost?"
         return note.get(_SAID), note.get(_FAILED, "")
 
 
-def work(jobs: queue.SimpleQueue[Job | None]) -> None:
-    """Body of the thread that saves."""
+class JobThread:
+    """The thread that runs saves, one after the other.
+
+    Args:
+        begin: called first in the thread (``set_device``).
+    """
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        arguments = (self._jobs, begin)
+        self._thread = threading.Thread(target=_work, args=arguments, name="saver", daemon=True)
+        self._thread.start()
+
+    def run(self, job: Job) -> None:
+        """Run a save when those before are done."""
+        self._jobs.put(job)
+
+    def end(self, wait: bool) -> None:
+        """Run no save after those that were given; ``wait`` until the thread has released them."""
+        self._jobs.put(None)
+        if wait:
+            self._thread.join()
+
+
+def _work(jobs: queue.SimpleQueue[Job | None], begin: Callable[[], None]) -> None:
+    begin()
     while (job := jobs.get()) is not None:
         job.run()
+        del job  # it keeps the snapshot and the tensors that were saved
 
 
 def failure_of(run: Callable[[], object]) -> str:

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import warnings
 from pathlib import Path
 
 from kenotron_ckpt.folder import make
+from kenotron_ckpt.owner_file import OwnerFile
 
 LOCK = "writer.lock"
+"""Name of the file that the program which writes to a folder of checkpoints has locked."""
+OWNER = "writer.owner"
+"""Name of the file that stands in for the lock on a file system without locks."""
 
 
 class FolderLock:
     """Holds a run folder for this process until it is released, or the process ends however.
 
-    The lock is the operating system's (``flock``): it cannot be left behind. On a file system
-    without locks nothing is held.
+    The lock is the operating system's (``flock``): it cannot be left behind. Where locks do not
+    work, a warning says so and an ``OwnerFile`` is used. No symbolic link is followed.
 
-    Raises ValueError when another process holds the folder, OSError when it cannot be written.
+    Raises ValueError when another process holds the folder, OSError when it cannot be written, or
+    the lock file is a symbolic link.
     """
 
     def __init__(self, folder: Path) -> None:
         make(folder)
-        self._handle: int | None = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._owner: OwnerFile | None = None
+        self._handle: int | None = _opened(folder / LOCK)
         try:
             import fcntl
 
@@ -35,15 +43,31 @@ class FolderLock:
                 f"{folder} is being written by another run ({holder or 'unknown'}): give each run "
                 "a folder of its own, or stop that one"
             ) from None
-        except (OSError, ImportError):  # no locks here
-            return
+        except (OSError, ImportError) as error:
+            self._own(folder, error)
         holder = f"process {os.getpid()} on {socket.gethostname()}\n"
         with contextlib.suppress(OSError):  # a full disk: the lock holds, it only has no name
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, holder.encode(), 0)
 
+    def _own(self, folder: Path, error: Exception) -> None:
+        """Hold the folder by an owner file, since a lock failed with ``error``."""
+        warnings.warn(
+            f"{folder / LOCK}: locks do not work on this file system ({error}): {OWNER}, with a "
+            "heartbeat, keeps other runs from the folder instead; a run that was killed may keep "
+            "it for half a minute",
+            stacklevel=4,
+        )
+        try:
+            self._owner = OwnerFile(folder / OWNER)
+        except BaseException:
+            self.release()
+            raise
+
     def release(self) -> None:
         """Let others write. Harmless when done before."""
+        if self._owner is not None:
+            self._owner.release()
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -53,3 +77,15 @@ class FolderLock:
             fcntl.flock(handle, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(handle)
+
+
+def _opened(path: Path) -> int:
+    """Open a lock file, which is made if need be, but not through a symbolic link."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(
+            errno.ELOOP, "it is a symbolic link, which is not followed: remove it", str(path)
+        ) from None

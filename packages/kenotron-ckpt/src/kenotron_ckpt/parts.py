@@ -50,7 +50,7 @@ class Part:
     """Bytes after the header."""
 
     def records(self, file: str, checksums: Sequence[str]) -> dict[str, Record]:
-        """What the manifest says of the blocks, by record, once the file is written."""
+        """The manifest's entries of the blocks, by record, once the file is written."""
         found: dict[str, Record] = {}
         places = zip(self.blocks, self.offsets, checksums, strict=True)
         for block, offset, checksum in places:
@@ -63,7 +63,7 @@ class Part:
         return found
 
     def entry(self) -> FileEntry:
-        """What the manifest says of the file."""
+        """The manifest's entry of the file."""
         return FileEntry(len(self.header) + self.nbytes, xxh3_64_hexdigest(self.header))
 
 

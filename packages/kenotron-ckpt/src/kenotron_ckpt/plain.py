@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_ckpt.loading import Loaded, open_checkpoint
+from kenotron_ckpt.random_state import restore_random_state
 from kenotron_dist import Mesh, TensorLayout
 
 _STATE = "optimizer."
+GROUPS = "optimizer_groups"
+"""The key of ``state`` under which ``load_plain`` finds what ``plain_state`` gave."""
 
 
 class PlainTensors(dict[str, tuple[Tensor, TensorLayout]]):
@@ -79,11 +82,13 @@ def load_plain(
 ) -> Loaded:
     """Fill a module, and an optimizer that may be fresh, from what ``plain_tensors`` gave to save.
 
-    The optimizer's state is made as the checkpoint has it. The options of its groups are not
-    touched: ``zip`` those that ``plain_state`` gave with ``optimizer.param_groups``, and update.
+    The optimizer's state is made as the checkpoint has it. The options of its groups (learning
+    rates, ...) come back where ``state["optimizer_groups"]`` is what ``plain_state`` gave, the
+    random streams where ``rank_state`` is what ``random_state`` gave. Without either a resumed run
+    differs from one that was not stopped.
 
-    Collective over the mesh (default: this process). Raises ValueError as ``load`` does, before
-    anything is changed.
+    Collective over the mesh (default: this process). Raises ValueError as ``load`` does, or when
+    the optimizer has another number of groups, before anything is changed.
     """
     checkpoint = open_checkpoint(path, mesh or Mesh.connect())
     wanted = {name: (each, _whole(name, each.shape)) for name, each in _own(module).items()}
@@ -97,11 +102,27 @@ def load_plain(
             state = torch.empty(record.shape, dtype=getattr(torch, record.dtype), device=place)
             states.setdefault(name, {})[key] = state
             wanted[record_name] = (state, _whole(record_name, record.shape))
+    groups = checkpoint.manifest.state.get(GROUPS)
+    if optimizer is not None and groups is not None and len(groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"the checkpoint has the options of {len(groups)} groups of parameters, but the "
+            f"optimizer has {len(optimizer.param_groups)}: make its groups as they were"
+        )
     loaded = checkpoint.load(wanted)
+    if optimizer is not None and groups is not None:
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update({key: _as_before(group.get(key), v) for key, v in options.items()})
+    if isinstance(loaded.rank_state, dict) and {"python", "torch"} <= loaded.rank_state.keys():
+        restore_random_state(loaded.rank_state)
     for name, parameter in parameters.items():
         if optimizer is not None and name in states:
             optimizer.state[parameter] = states[name]
     return loaded
+
+
+def _as_before(now: Any, saved: Any) -> Any:
+    """JSON makes lists of tuples: betas."""
+    return tuple(saved) if isinstance(now, tuple) else saved
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:

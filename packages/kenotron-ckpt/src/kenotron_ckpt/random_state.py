@@ -30,7 +30,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Go on as the streams stood when ``random_state`` was asked.
+    """Restore the streams to where ``random_state`` recorded them.
 
     Raises ValueError, before any stream is changed, when it was something else that was saved.
     """

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64
 
+from kenotron_ckpt.checksums import CHUNK, outer_fault, piece_fault, unreadable
 from kenotron_ckpt.coverage import overlap
 from kenotron_ckpt.cut import Block
-from kenotron_ckpt.index import Manifest, Piece, Record, Shape
+from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
+from kenotron_ckpt.records import Shape
+from kenotron_ckpt.threads import set_device
 from kenotron_ckpt.writer import as_bytes
+
+T = TypeVar("T")
 
 THREADS = 4
 """Threads that read: they wait for the disk, or copy from its cache without Python's lock."""
@@ -33,6 +40,11 @@ class Read:
     part: tuple[slice, ...]
     """Range within the piece."""
     target: Tensor
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte of the piece is read: its rows are, and columns are cut later."""
+        return not self.part or self.part[0] == slice(0, self.piece.shape[0])
 
 
 def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[Read]:
@@ -58,18 +70,62 @@ def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[R
 
 
 def fill(step_folder: Path, reads: Sequence[Read], threads: int = THREADS) -> None:
-    """Carry out ``reads``; values are cast to the dtype of their target. Raises OSError."""
+    """Carry out ``reads``; values are cast to the dtype of their target. Raises OSError.
+
+    Checksums are not compared.
+    """
+    _on_files(reads, threads, lambda name, own, _: _read_file(step_folder / name, own))
+
+
+def fill_verified(
+    step_folder: Path, reads: Sequence[Read], files: Mapping[str, FileEntry], threads: int = THREADS
+) -> list[str]:
+    """Carry out ``reads`` as ``fill`` does, and hash the pieces that are read whole as they arrive.
+
+    Nothing is read twice: a target of a faulty piece holds damaged values afterwards.
+
+    Args:
+        step_folder: where the files are.
+        reads: what to read; where ``Read.whole`` is False, the checksum is not compared.
+        files: what each file must be; its length and its header are compared as well.
+        threads: that read at the same time.
+
+    Returns:
+        One sentence for every fault; of a file that cannot be read, why.
+    """
+
+    def run(name: str, own: Sequence[Read], first: bool) -> list[str]:
+        return _read_and_hash(step_folder / name, own, files[name] if first else None)
+
+    found = _on_files(reads, threads, run)
+    return list(dict.fromkeys(fault for faults in found for fault in faults))
+
+
+def invalidate(reads: Sequence[Read]) -> None:
+    """Set every floating-point target to NaN: damaged values are never used unnoticed."""
+    with torch.no_grad():
+        for read in reads:
+            if read.target.is_floating_point() or read.target.is_complex():
+                read.target.fill_(math.nan)
+
+
+def _on_files(
+    reads: Sequence[Read], threads: int, run: Callable[[str, Sequence[Read], bool], T]
+) -> list[T]:
+    """Call ``run(file, some of its reads, whether they are its first)`` in threads; the results."""
     files: dict[str, list[Read]] = {}
     for read in reads:
         files.setdefault(read.piece.file, []).append(read)
-    with ThreadPoolExecutor(threads) as pool:  # so many files are open at a time, of thousands
+    devices = [read.target.device for read in reads if read.target.device.type != "cpu"]
+    begin = set_device(devices[0] if devices else torch.device("cpu"))
+    # So many files are open at a time, of thousands.
+    with ThreadPoolExecutor(threads, initializer=begin) as pool:
         jobs = [
-            pool.submit(_read_file, step_folder / name, own[first::threads])
+            pool.submit(run, name, own[first::threads], first == 0)
             for name, own in files.items()
             for first in range(min(threads, len(own)))
         ]
-        for job in jobs:
-            job.result()
+        return [job.result() for job in jobs]
 
 
 def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
@@ -106,7 +162,27 @@ def _read_file(path: Path, reads: Sequence[Read]) -> None:
             _read(file.fileno(), read)
 
 
-def _read(handle: int, read: Read) -> None:
+def _read_and_hash(path: Path, reads: Sequence[Read], entry: FileEntry | None) -> list[str]:
+    """What is wrong with the pieces read whole; with an ``entry``, with the rest of the file too.
+
+    Every read is carried out as far as the file can be read.
+    """
+    faults = []
+    try:
+        with path.open("rb", buffering=0) as file:
+            if entry is not None and (fault := outer_fault(path, file.fileno(), entry)):
+                faults.append(fault)
+            for read in reads:
+                checksum = xxh3_64() if read.whole else None
+                _read(file.fileno(), read, checksum)
+                if checksum is not None and checksum.hexdigest() != read.piece.checksum:
+                    faults.append(piece_fault(path, read.piece))
+    except OSError as error:
+        faults.append(unreadable(path, error))
+    return faults
+
+
+def _read(handle: int, read: Read, checksum: xxh3_64 | None = None) -> None:
     """Read the rows of the piece that the part touches, and copy what is wanted of them."""
     rows, begin, nbytes = read.part, read.piece.offset, read.piece.bytes
     shape = list(read.piece.shape)
@@ -118,19 +194,23 @@ def _read(handle: int, read: Read) -> None:
     whole = list(read.target.shape) == shape
     host = read.target.device.type == "cpu" and read.target.dtype == read.dtype
     if whole and host and read.target.is_contiguous():
-        _into(handle, read.target, begin)
+        _into(handle, read.target, begin, checksum)
         return
     scratch = torch.empty(shape, dtype=read.dtype)
-    _into(handle, scratch, begin)
+    _into(handle, scratch, begin, checksum)
     read.target.copy_(scratch[rows])
 
 
-def _into(handle: int, target: Tensor, begin: int) -> None:
+def _into(handle: int, target: Tensor, begin: int, checksum: xxh3_64 | None) -> None:
+    """Read bytes into a tensor; those that are hashed by the chunk, while the cache has them."""
     view = as_bytes(target)
+    chunk = len(view) if checksum is None else CHUNK
     while view:
-        got = os.preadv(handle, [view], begin)
+        got = os.preadv(handle, [view[:chunk]], begin)
         if got == 0:
             raise OSError(f"a file ends at byte {begin}, within a piece: it was cut off just now")
+        if checksum is not None:
+            checksum.update(view[:got])
         view, begin = view[got:], begin + got
 
 

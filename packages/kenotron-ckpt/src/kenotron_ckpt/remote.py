@@ -1,6 +1,6 @@
 """A folder of a remote store: whole files in, ranges of files out, every call retried.
 
-The only file of the package that knows fsspec, which is imported when the first URL is opened.
+The only file of the package that uses fsspec, which is imported when the first URL is opened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RemoteError(OSError):
         self.missing = missing
         """Whether the store works, and there is nothing at the URL."""
         self.damaged = damaged
-        """Whether the store works, and its own checksum says that the bytes have changed."""
+        """Whether the store works, and its own checksum shows that the bytes have changed."""
 
 
 def is_url(path: str | Path) -> bool:
@@ -51,7 +51,7 @@ def is_url(path: str | Path) -> bool:
 
 
 class Remote:
-    """A folder at a URL that fsspec knows. May be used by several threads at once."""
+    """A folder at a URL that fsspec supports. May be used by several threads at once."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Remote:
         """Open ``url``; nothing is sent yet.
 
         Arguments: the URL; how often a call is tried; seconds before the second try; what fsspec's
-        file system takes (``endpoint_url``, ``key``, ...), beside what the environment says.
+        file system takes (``endpoint_url``, ``key``, ...), next to those of the environment.
         Raises ValueError when it is no URL, or of a kind for which nothing is installed.
         """
         self.url = url.rstrip("/")
@@ -177,8 +177,7 @@ def _open(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         return url_to_fs(url, **given)
     except ImportError as error:
         raise ValueError(
-            f"{url} needs a library that is not installed ({error}): "
-            "pip install 'kenotron-ckpt[s3]' brings fsspec and s3fs"
+            f"{url} needs a library that is not installed ({error}): pip install fsspec s3fs"
         ) from error
     except ValueError as error:
         raise ValueError(f"{url} cannot be opened: {error}") from error

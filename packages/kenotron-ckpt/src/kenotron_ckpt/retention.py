@@ -37,7 +37,7 @@ def prune(
         folder: the run folder.
         keep: this many of the newest complete checkpoints stay.
         keep_every: those whose step is a multiple of it stay, too.
-        busy: step folders of which it says True stay (they are being copied elsewhere).
+        busy: step folders for which it returns True stay (they are being copied elsewhere).
 
     What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
     verified: however many damaged ones follow, there is one to go back to. Half-written folders,
@@ -71,7 +71,7 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
 
 
 def _begun(step_folder: Path) -> bool:
-    """Whether a removal was cut off: what is left is nobody's, unlike a half-written folder."""
+    """Whether a removal was cut off: what is left has no owner, unlike a half-written folder."""
     return (step_folder / _UNMADE).exists() and not (step_folder / MANIFEST).exists()
 
 
@@ -83,7 +83,7 @@ def remove_checkpoint(step_folder: Path) -> None:
         passed(Step.UNMADE)
     for name in (CONFIG, VERIFIED):
         remove(step_folder / name)
-    sweep(step_folder)  # the shards, and last what says that they may go
-    with contextlib.suppress(OSError):  # somebody else's files
+    sweep(step_folder)  # the shards, and last the mark that they may go
+    with contextlib.suppress(OSError):  # files of others
         step_folder.rmdir()
     passed(Step.OLD_REMOVED)

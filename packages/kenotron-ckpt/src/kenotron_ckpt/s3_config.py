@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class S3UploadConfig:
-    """Where checkpoints are copied while training goes on.
+    """Where checkpoints are copied during training.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.

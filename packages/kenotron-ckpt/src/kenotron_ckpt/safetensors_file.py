@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt.cut import dtype_name
-from kenotron_ckpt.index import Shape
 from kenotron_ckpt.parts import CODES
+from kenotron_ckpt.records import Shape
 from kenotron_ckpt.writer import as_bytes
 
 METADATA = "__metadata__"
@@ -76,7 +76,7 @@ def write_safetensors(
 
     Arguments: the file; its tensors; their values on the CPU, in that order, asked for one by one.
 
-    Raises ValueError when a value is not what ``sizes`` says, OSError.
+    Raises ValueError when a value has another size than ``sizes``, OSError.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0

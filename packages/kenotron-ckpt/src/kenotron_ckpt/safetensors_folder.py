@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Protocol
 
-from kenotron_ckpt.cut import Tensors, blocks_of, dtype_name, problems_of
-from kenotron_ckpt.index import Piece, Record, Shape
-from kenotron_ckpt.reader import fill, plan_reads
+import torch
+
+from kenotron_ckpt.cut import Block, Tensors, blocks_of, dtype_name, problems_of
+from kenotron_ckpt.index import Piece, Record
+from kenotron_ckpt.reader import fill, plan_reads, read_box
+from kenotron_ckpt.records import Shape
 from kenotron_ckpt.safetensors_file import Stored, read_header
 from kenotron_ckpt.together import on_all
 from kenotron_dist import Mesh
@@ -26,6 +29,10 @@ INDEX = "model.safetensors.index.json"
 _PICKLES = ("pytorch_model*.bin", "*.pth", "consolidated.*.pt")
 _MOST = 20
 """So many tensors are named in one error."""
+_WEIGHTS = ("bfloat16", "float16", "float32")
+"""What weights are saved in; others are quantised, or lose bits here without a word."""
+_COMPARED = 1 << 26
+"""Bytes that are compared at a time."""
 
 Run = tuple[str, int, int, int]
 """(tensor of the folder, its first row, the first row in the record, number of rows)."""
@@ -63,7 +70,7 @@ class SafetensorsFolder:
 
         Arguments: our tensors by name; which tensors may be there though none of ours needs them.
 
-        Raises ValueError, naming each, for tensors that are missing, strange or misshapen, and for
+        Raises ValueError, naming each, for tensors that are missing, unknown or misshapen, and for
         one of ours that is made of several dtypes.
         """
         due = {name: shape for whole in ours.values() for name, shape in whole.sources().items()}
@@ -73,18 +80,46 @@ class SafetensorsFolder:
             raise ValueError("\n  ".join([begin, *lines[:_MOST], *more]))
         return {name: self._record(name, whole) for name, whole in ours.items()}
 
+    def same(self, one: str, other: str) -> bool | None:
+        """Whether two tensors hold the same numbers, read some rows at a time; None: one is absent.
+
+        Raises OSError.
+        """
+        if not {one, other} <= {*self.tensors}:
+            return None
+        a, b = (self._whole(name) for name in (one, other))
+        if a.shape != b.shape:
+            return False
+        rows = max(1, _COMPARED // max(1, 4 * math.prod(a.shape[1:])))
+        for first in range(0, a.shape[0], rows):
+            start = (first, *(0 for _ in a.shape[1:]))
+            shape = (min(rows, a.shape[0] - first), *a.shape[1:])
+            if not torch.equal(*(read_box(self.path, x, start, shape).float() for x in (a, b))):
+                return False
+        return True
+
+    def _whole(self, name: str) -> Record:
+        """A tensor of the folder as a record."""
+        stored = self.tensors[name]
+        zeros = (0,) * len(stored.shape)
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        piece = Piece(stored.file, name, zeros, stored.shape, stored.offset, size)
+        return Record(stored.shape, dtype_name(stored.dtype), (piece,))
+
     def _problems(self, due: Mapping[str, Shape], may_be: Callable[[str], bool]) -> list[str]:
         missing = [name for name in due if name not in self.tensors]
-        strange = [name for name in self.tensors if name not in due and not may_be(name)]
+        unknown = [name for name in self.tensors if name not in due and not may_be(name)]
         lines = [f"{name} is missing" for name in missing]
-        for name in strange:
+        for name in unknown:
             near = get_close_matches(name, missing, n=1)
             lines.append(f"{name} is none of the model's" + (f"; is it {near[0]}?" if near else ""))
-        return lines + [
-            f"{name} has shape {list(found.shape)}, but the model makes it {list(due[name])}"
-            for name, found in self.tensors.items()
-            if name in due and found.shape != due[name]
-        ]
+        for name, found in self.tensors.items():
+            if name in due and found.shape != due[name]:
+                shape, wanted = list(found.shape), list(due[name])
+                lines.append(f"{name} has shape {shape}, but the model makes it {wanted}")
+            if name in due and (dtype := dtype_name(found.dtype)) not in _WEIGHTS:
+                lines.append(f"{name} is {dtype}; weights must be {', '.join(_WEIGHTS)}")
+        return lines
 
     def _record(self, name: str, whole: Assembled) -> Record:
         columns = whole.shape[1:]
@@ -108,15 +143,21 @@ class SafetensorsFolder:
         """Fill tensors in place from records of this folder; values are cast to their dtype.
 
         Collective over the mesh. Padding is left untouched. Raises ValueError on every rank, before
-        any tensor is changed, when one contradicts its layout or its record; OSError.
+        any tensor is changed, when one contradicts its layout or its record; after it, naming each
+        tensor with nan or inf in it; OSError.
         """
         on_all(mesh, lambda: self._check_wanted(records, wanted, mesh))
-        blocks = blocks_of(wanted, mesh.sizes, mesh.coords)
+        blocks = blocks_of(wanted, mesh.view)
         reads = on_all(mesh, lambda: plan_reads(records, blocks))
         on_all(mesh, lambda: fill(self.path, reads))
+        on_all(mesh, lambda: self._check_finite(blocks))
+
+    def _check_finite(self, blocks: Sequence[Block]) -> None:
+        if names := sorted({each.name for each in blocks if not bool(each.view.isfinite().all())}):
+            raise ValueError(f"{self.path}: weights are nan or inf in {', '.join(names[:_MOST])}")
 
     def _check_wanted(self, records: Mapping[str, Record], wanted: Tensors, mesh: Mesh) -> None:
-        problems = problems_of(wanted, mesh.sizes, mesh.coords)
+        problems = problems_of(wanted, mesh.view)
         for _, layout in wanted.values():
             record = records.get(layout.name)
             if record is None:
@@ -159,13 +200,13 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     headers: dict[str, dict[str, Stored]] = {}
     for name in sorted({*weight_map.values()}):
         if Path(name).name != name or not (folder / name).is_file():
-            raise ValueError(f"{folder / INDEX} names {name}, which is no file beside it")
+            raise ValueError(f"{folder / INDEX} names {name}, which is no file next to it")
         headers[name] = read_header(folder / name)
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise ValueError(f"{folder / INDEX} says that {name} is in {file}, but it is not")
-    strange = {n: f for f, header in headers.items() for n in header if weight_map.get(n) != f}
-    for name, file in strange.items():
+    unknown = {n: f for f, header in headers.items() for n in header if weight_map.get(n) != f}
+    for name, file in unknown.items():
         raise ValueError(
             f"{folder / file} has {name}, which {INDEX} does not say: two models are mixed"
         )

@@ -1,10 +1,8 @@
-"""Saving beside the training: a snapshot at once, files behind the next steps."""
+"""Asynchronous saving: a snapshot at once, files during the next steps."""
 
 from __future__ import annotations
 
 import json
-import queue
-import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,25 +11,28 @@ from typing import Any
 
 from kenotron_ckpt.arena import Arena
 from kenotron_ckpt.cut import Tensors, places_of
-from kenotron_ckpt.job import Job, decline, failure_of, work
+from kenotron_ckpt.job import Job, JobThread, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.threads import set_device
 from kenotron_ckpt.together import on_first
 from kenotron_dist import Handle, Mesh, Notes
 
 POOL_BYTES = 16 << 30
-"""Host memory that the snapshot of a rank may take, unless told otherwise."""
+"""Host memory that the snapshot of a rank may take by default."""
 _PATIENCE = 20.0
 """Seconds for which a run that ends with an error waits for a save under way."""
 
 
 class Saver:
-    """Saves to one run folder beside the training. Made and called alike on all ranks.
+    """Saves to one run folder while training continues.
 
-    Usable in a ``with`` statement, which ends with ``close``.
+    Make and call it on all ranks, in the same order.
+
+    In a ``with`` statement it ends with ``close``.
 
     Arguments:
         folder: the run folder, shared by all nodes; held against other writers until ``close``.
@@ -41,16 +42,16 @@ class Saver:
             None keeps all.
         pool_bytes: host memory for the snapshot, on each rank. What does not fit is copied as
             files reach the disk; ``wait`` then waits for the disk.
-        pin: page-locked memory, so that an accelerator copies beside its work.
+        pin: page-locked memory, so that an accelerator copies while it computes.
         threads: so many files are written at a time.
         file_bytes: no file of a rank has more data.
         verify: read every file back from the disk before the commit.
-        on_failure: ``"warn"``: a save that failed is a warning, and training goes on;
+        on_failure: ``"warn"``: a save that failed is a warning, and training continues;
             ``"report"``: it is only in ``reports()``; ``"raise"``: it is a SaveFailed, on all ranks
             at the next save, or at ``close`` (in one process at the next call).
         on_commit: called on rank 0, in the saver's thread, with the folder of each checkpoint that
             stands; what it raises is in the report.
-        busy: ``prune`` spares step folders of which it says True.
+        busy: ``prune`` spares step folders for which it returns True.
 
     Raises ValueError on all ranks for a number that makes no sense, or when another run writes to
     the folder; OSError when it cannot be written.
@@ -93,8 +94,8 @@ class Saver:
         self._lock: FolderLock | None = None
         on_first(mesh, self._take_lock)
         self._notes = Notes(mesh, "save")
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=work, args=(self._jobs,), name="saver", daemon=True).start()
+        self._begin_thread = set_device(mesh.device)
+        self._thread = JobThread(self._begin_thread)
 
     def due(self, step: int) -> bool:
         """Whether ``maybe_save`` would save after this step."""
@@ -125,7 +126,7 @@ class Saver:
         volatile: Collection[str] = (),
         pending: Sequence[Handle] = (),
     ) -> None:
-        """Begin to save; returns when the training may go on.
+        """Begin to save; returns when training may continue.
 
         The tensors may be used, but must not change before ``wait`` has returned; those that
         ``volatile`` names, and all else, may change at once. An earlier save that is still being
@@ -200,7 +201,8 @@ class Saver:
     def _leave(self) -> None:
         self._closed = True
         self._arena, self._plan = Arena(), None  # a cancelled save has what it needs of them
-        self._jobs.put(None)
+        # The memory is free when this returns, but for a save whose other ranks may be gone.
+        self._thread.end(wait=self._job is None or self._job.done.is_set())
         if self._lock is not None:
             self._lock.release()
 
@@ -209,12 +211,13 @@ class Saver:
             raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
 
     def _take_lock(self) -> None:
-        self._lock = FolderLock(self.folder)
+        with self.mesh.pulse.busy("taking the run folder"):
+            self._lock = FolderLock(self.folder)
 
     def _planned(self, tensors: Tensors, volatile: Collection[str]) -> Plan:
-        """The plan for these tensors: made anew only when one of them moved."""
+        """The plan for these tensors: made again only when one of them moved."""
         volatile = {*volatile, *getattr(tensors, "volatile", ())}
-        places = [sorted(volatile), *places_of(tensors, self.mesh.sizes)]
+        places = [sorted(volatile), *places_of(tensors, self.mesh.view)]
         if self._plan is None or self._plan[0] != places:
             plan = plan_share(
                 tensors,
@@ -246,10 +249,11 @@ class Saver:
             threads=self._threads,
             verify=self._verify,
             after=self._follow_up,
+            begin_thread=self._begin_thread,
             begun=begun,
         )
         self._job = job
-        self._jobs.put(job)
+        self._thread.run(job)
         job.snapshot.wait(plan.urgent)
 
     def _hear(self, job: Job) -> None:
@@ -290,8 +294,7 @@ class Saver:
         keep, removed = self._keep, []
         trouble = failure_of(lambda: self._on_commit(step_folder))
         if keep is not None:
-            then = failure_of(
-                lambda: removed.extend(prune(self.folder, keep, self._keep_every, busy=self._busy))
-            )
+            options = {"keep_every": self._keep_every, "busy": self._busy}
+            then = failure_of(lambda: removed.extend(prune(self.folder, keep, **options)))
             trouble = "\n".join(filter(None, (trouble, then)))
         return removed, trouble

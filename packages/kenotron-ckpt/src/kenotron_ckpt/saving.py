@@ -1,4 +1,4 @@
-"""Saving at once: every rank writes its share, one rank commits, nobody goes on before."""
+"""Synchronous saving: every rank writes its share, one rank commits, then all continue."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.cut import Tensors
-from kenotron_ckpt.folder import CONFIG, MANIFEST, prepare, remove, sweep
+from kenotron_ckpt.folder import CONFIG, MANIFEST, remove, sweep
+from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.share import (
     FILE_BYTES,

@@ -1,9 +1,9 @@
 """One checkpoint to a remote folder, by steps that may end at any moment and be taken up again.
 
-In the remote step folder lie, in this order of writing: ``uploading.txt``, which says of which
-manifest the files are that follow; the shards and ``config.yaml``; ``manifest.json``, which makes
-it a checkpoint. A file that lies there with its length is not sent again if ``uploading.txt`` was
-of the same manifest, or the manifest that stands there says the same of its bytes.
+The remote step folder is written in this order: ``uploading.txt``, which names the manifest of the
+files that follow; the shards and ``config.yaml``; ``manifest.json``, which makes it a checkpoint.
+A remote file of the right length is not sent again if ``uploading.txt`` names the same manifest,
+or if the remote manifest has the same checksum for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES = 3
 
 
 class Stopped(Exception):
-    """The upload was told to end."""
+    """The upload was cancelled."""
 
 
 class _Again(Exception):
@@ -49,14 +49,14 @@ class Sending:
     ) -> None:
         """Arguments: the remote run folder; the local step folder; whether ``latest.txt`` shall
         name it; whether to compare remote bytes; how many files are sent at a time; called
-        whenever something has arrived; asked before each file whether to go on.
+        whenever something has arrived; asked before each file whether to end the upload.
         """
         self._remote, self._folder, self._step = remote, step_folder, step_folder.name
         self._latest, self._read_back, self._threads = latest, read_back, threads
         self._moved, self._stopped = moved, stopped
         self._text = ""
         self.bytes = 0
-        """Length of the checkpoint's files, once ``run`` knows it."""
+        """Length of the checkpoint's files, set by ``run``."""
         self.sent: list[int] = []
         """Lengths of the files that were sent."""
 
@@ -214,7 +214,7 @@ def _readable(text: str | None) -> Manifest | None:
 
 
 def _contents(manifest: Manifest) -> dict[str, tuple]:
-    """What a manifest says of the bytes of each file: equal where the bytes are."""
+    """Sizes and checksums of files from a manifest: equal where the bytes are."""
     pieces = pieces_by_file(manifest)
     return {
         name: (entry, tuple((p.offset, p.bytes, p.checksum) for p in pieces[name]))

@@ -61,16 +61,15 @@ def plan_share(
     memory that copies may take (files are then small enough for two of them to lie there); how
     many threads write, to each of which goes a file.
     """
-    problems = problems_of(tensors, mesh.sizes, mesh.coords) or unstorable(tensors)
+    problems = problems_of(tensors, mesh.view) or unstorable(tensors)
     problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
     if file_bytes < 1:
         problems.append(f"file_bytes = {file_bytes}: a file holds at least 1 byte")
     if problems:
         raise ValueError("\n".join(problems))
-    sizes, coords = mesh.sizes, mesh.coords
     early = {layout.name for key, (_, layout) in tensors.items() if key in volatile}
     half = PIECE_BYTES if pool_bytes is None else max(1, pool_bytes // 2)
-    blocks = share_of(blocks_of(tensors, sizes, coords), sizes, coords, min(half, PIECE_BYTES))
+    blocks = share_of(blocks_of(tensors, mesh.view), mesh.view, min(half, PIECE_BYTES))
     total = sum(block.nbytes for block in blocks)
     limit = min(file_bytes, max(PIECE_BYTES, -(-total // threads)))
     if pool_bytes is not None and total > pool_bytes:
@@ -85,6 +84,11 @@ def plan_share(
     return Plan((*first, *rest), empty, len(first))
 
 
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Return a manifest's entry of a mesh: sizes of its axes, and ep where it is not 1."""
+    return {**mesh.sizes, **({"ep": mesh.config.ep} if mesh.config.ep > 1 else {})}
+
+
 def stem_of(mesh: Mesh, tag: str) -> str:
     """How the names of this rank's files begin."""
     return f"shard-{mesh.rank:05d}-of-{mesh.world.size:05d}{tag}"
@@ -93,7 +97,7 @@ def stem_of(mesh: Mesh, tag: str) -> str:
 def share_as_json(
     written: Iterable[Share], empty: Mapping[str, Record], rank_state: Any
 ) -> dict[str, Any]:
-    """What a rank tells the one that commits.
+    """A rank's report to the one that commits.
 
     Arguments: what its files hold, in their order; its tensors without elements; its own state.
     """
@@ -110,7 +114,7 @@ def share_as_json(
 
 
 def _add_records(records: dict[str, Record], found: Mapping[str, Record]) -> None:
-    """Add what one more file holds; a record may go on in it."""
+    """Add what one more file holds; a record may continue in it."""
     for name, record in found.items():
         pieces = records[name].pieces if name in records else ()
         records[name] = Record(record.shape, record.dtype, (*pieces, *record.pieces))
@@ -132,7 +136,7 @@ def commit_shares(
     own = [share["state"] for share in shares]
     manifest = Manifest(
         step=int(step_folder.name),
-        mesh=dict(mesh.sizes),
+        mesh=sizes_of(mesh),
         records=merge_records([records_from_json(share["records"]) for share in shares]),
         files={n: FileEntry(**entry) for share in shares for n, entry in share["files"].items()},
         state=state,
@@ -144,7 +148,7 @@ def commit_shares(
 
 
 def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:
-    """Raise ValueError, a line for each problem of what is saved beside the tensors."""
+    """Raise ValueError, a line for each problem of what is saved next to the tensors."""
     problems = []
     if not isinstance(step, int):
         problems.append(f"step = {step!r}: give a whole number, an int")

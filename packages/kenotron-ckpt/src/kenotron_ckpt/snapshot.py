@@ -1,6 +1,6 @@
-"""The values of one moment, copied to the host while the training goes on.
+"""The values of one moment, copied to the host while training continues.
 
-On an accelerator the copies run on a stream of their own, beside the next forward and backward;
+On an accelerator the copies run on a stream of their own, during the next forward and backward;
 on the CPU they are made at once. What does not fit in the arena is copied as parts reach the disk.
 """
 
@@ -61,7 +61,7 @@ class Snapshot:
         return following
 
     def end(self) -> None:
-        """No more copies will be made: all are, or somebody failed."""
+        """Mark the snapshot complete or failed."""
         with self._change:
             self._ended = True
             self._change.notify_all()
@@ -84,7 +84,7 @@ class Snapshot:
         if self._stream is not None:
             stream = torch.accelerator.current_stream(self._stream.device)
             for index in range(parts):
-                if index in self._events:  # else nobody will read the copy: a writer failed
+                if index in self._events:  # else the copy is not read: a writer failed
                     stream.wait_event(self._events[index])
 
     def _copy(self, index: int) -> None:

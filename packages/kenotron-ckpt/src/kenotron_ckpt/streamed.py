@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt.cut import Block, blocks_of, share_of
-from kenotron_ckpt.folder import prepare
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.parts import plan_parts, unstorable
+from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import FILE_BYTES, check_state, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.writer import write_part
@@ -58,7 +58,7 @@ def save_streamed(
     }
     if problems := unstorable(planned):
         raise ValueError("\n".join(problems))
-    blocks = share_of(blocks_of(planned, mesh.sizes, mesh.coords), mesh.sizes, mesh.coords)
+    blocks = share_of(blocks_of(planned, mesh.view), mesh.view)
     step_folder = Path(folder) / str(step)
     lock = FolderLock(Path(folder))
     try:
@@ -83,4 +83,4 @@ def _made(blocks: Sequence[Block], sources: Mapping[str, Source]) -> Iterator[Te
         if block.name != name:
             del whole  # before the next one is made
             name, whole = block.name, sources[block.name].read()
-        yield block.box.of_global(whole).clone()  # a view would keep it alive beside the next
+        yield block.box.of_global(whole).clone()  # a view would keep it alive next to the next one

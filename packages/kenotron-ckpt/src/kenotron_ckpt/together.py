@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from kenotron_dist import Mesh, Notes, broadcast_object, gather_objects
 
 T = TypeVar("T")
 
-_Failure = list[str]  # kind, message
+_Failure = list[Any]  # kind, message, number of an OSError or None
 _KINDS: dict[str, type[Exception]] = {"ValueError": ValueError, "OSError": OSError}
 
 
@@ -48,7 +48,7 @@ def on_first(mesh: Mesh, run: Callable[[], T]) -> T:
 
 
 def on_first_at_length(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
-    """``on_first`` for work of any length, which ``name`` tells from other work.
+    """``on_first`` for work of any length, which ``name`` identifies.
 
     The other ranks wait for a note: no communication is under way that could time out.
     """
@@ -70,17 +70,19 @@ def _try(run: Callable[[], T]) -> tuple[T | None, _Failure | None, Exception | N
     except Exception as error:
         kind = next((k for k, base in _KINDS.items() if isinstance(error, base)), "")
         text = str(error) if kind else f"{type(error).__name__}: {error}"
-        return None, [kind, text], error
+        return None, [kind, text, getattr(error, "errno", None)], error
 
 
 def _error(failures: Sequence[_Failure | None]) -> Exception:
-    """One error for all: equal messages are said once, with ranks unless all failed alike."""
+    """One error for all: equal messages appear once, with ranks unless all ranks failed with it."""
     ranks: dict[str, list[str]] = {}
     for rank, failure in enumerate(failures):
         if failure:
             ranks.setdefault(failure[1], []).append(str(rank))
     kinds = [failure[0] for failure in failures if failure]
     error = RuntimeError if "" in kinds else ValueError if "ValueError" in kinds else OSError
-    if list(map(len, ranks.values())) == [len(failures)]:
-        return error(*ranks)
-    return error("\n".join(f"rank {', '.join(at)}: {text}" for text, at in ranks.items()))
+    text = "\n".join(f"rank {', '.join(at)}: {text}" for text, at in ranks.items())
+    made = error(*ranks) if list(map(len, ranks.values())) == [len(failures)] else error(text)
+    if isinstance(made, OSError):
+        made.errno = next((failure[2] for failure in failures if failure), None)
+    return made

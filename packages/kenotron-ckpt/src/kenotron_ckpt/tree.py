@@ -60,7 +60,7 @@ def describe(path: str | Path) -> dict[str, Any]:
 def render(data: Mapping[str, Any]) -> str:
     """What ``describe`` found, as text: steps, then totals, then a tree for each kind of tensor.
 
-    Layers that are alike are shown once. Optimizer state that has the weights' names and shapes is
+    Equal layers are shown once. Optimizer state that has the weights' names and shapes is
     one line.
     """
     lines = [*_run_lines(data["run"]), *_head_lines(data)]
@@ -160,7 +160,7 @@ class _Node:
     children: dict[str, _Node] = field(default_factory=dict)
 
     def signature(self) -> Any:
-        """The same for nodes that look alike."""
+        """The same for nodes that are printed as one."""
         own = self.row and (tuple(self.row["shape"]), self.row["dtype"], self.row["cut"])
         return own, tuple((name, node.signature()) for name, node in self.children.items())
 
@@ -202,7 +202,7 @@ def _tree(node: _Node, depth: int) -> Iterator[Line]:
 
 
 def _alike(children: Mapping[str, _Node]) -> Iterator[tuple[str, _Node]]:
-    """Children and labels; numbers that look alike are one line, and so is a chain of modules."""
+    """Children and labels; equal numbered children are one line, and so is a chain of modules."""
     named = sorted(children.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1)
     runs: list[tuple[list[str], _Node]] = []
     for name, child in named:

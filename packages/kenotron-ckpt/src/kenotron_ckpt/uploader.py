@@ -49,7 +49,7 @@ class _Job:
 
 
 class Uploader:
-    """Copies checkpoints to ``<url>/<step>/`` while the program goes on. For one rank."""
+    """Copies checkpoints to ``<url>/<step>/`` while the program continues. For one rank."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class Uploader:
         """Open ``url``; nothing is sent yet.
 
         Arguments:
-            url: the remote run folder, of any kind that fsspec knows (``s3://bucket/run``).
+            url: the remote run folder, of any kind that fsspec supports (``s3://bucket/run``).
             remove_after_upload: remove a local checkpoint after its copy was compared with it.
             read_back: compare by reading the copy's bytes, not only its manifest and the lengths
                 of its files; None: when the local checkpoint is to be removed.
             threads: files that are sent at a time.
             tries: how often each call is made before the upload has failed.
             pause: seconds before the second try; each further pause is twice as long.
-            options: for fsspec's file system (``endpoint_url``, ``key``, ...), beside what the
-                environment says.
+            options: for fsspec's file system (``endpoint_url``, ``key``, ...), next to those of
+                the environment.
 
         Raises ValueError when the URL is none, or needs a library that is not installed.
         """
@@ -96,7 +96,7 @@ class Uploader:
     def submit(self, step_folder: str | Path, *, latest: bool = True) -> None:
         """Have a checkpoint uploaded; returns at once. Those submitted before it come first.
 
-        ``latest`` says whether the remote ``latest.txt`` shall name it afterwards. Raises
+        ``latest``: whether the remote ``latest.txt`` shall name it afterwards. Raises
         ValueError when the folder is no complete checkpoint, or after ``close``.
         """
         folder = Path(step_folder)
@@ -116,7 +116,7 @@ class Uploader:
     def submit_all(self, folder: str | Path, up_to: int) -> None:
         """Have the complete checkpoints of a run folder uploaded, up to a step, newest first.
 
-        For a run that goes on: what an earlier process did not finish is finished. The remote
+        For a resumed run: what an earlier process did not finish is finished. The remote
         ``latest.txt`` will name the newest of them.
         """
         latest = True
@@ -198,7 +198,7 @@ class Uploader:
             sending.run()
             if self._remove and not sending.changed():
                 remove_checkpoint(job.folder)
-        except Exception as failure:  # whatever it is: training goes on
+        except Exception as failure:  # of any class: training continues
             known = isinstance(failure, OSError | ValueError)
             error = str(failure) if known else f"{type(failure).__name__}: {failure}"
         seconds = time.monotonic() - began

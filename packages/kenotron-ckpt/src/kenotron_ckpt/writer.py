@@ -1,6 +1,6 @@
 """Parts to files: written and summed in one go, on the disk when it returns.
 
-Writing and checksums leave Python's lock alone: a thread may do this beside the training.
+Writing and checksums leave Python's lock alone: a thread may do this during training.
 """
 
 from __future__ import annotations

@@ -6,25 +6,29 @@ from kenotron_data.best_fit import write_pack_index
 from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.cursor import Cursor
-from kenotron_data.custom import CustomSamples, IterableLoader, custom_loader
-from kenotron_data.hub import cached_tokens, chosen_splits
+from kenotron_data.custom import CustomSamples, IterableLoader, Source, custom_loader
+from kenotron_data.fingerprints import Fingerprint, fingerprint
+from kenotron_data.hub import SAVED, cached_tokens, chosen_splits
 from kenotron_data.loader import Loader
 from kenotron_data.mixture import Mixture
+from kenotron_data.origins import origins
 from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
 from kenotron_data.packed_documents import PackedDocuments
 from kenotron_data.parts import Concatenated, Subset
+from kenotron_data.pieces import TextFile
 from kenotron_data.prefetch import Prefetched
-from kenotron_data.rows import Dataset, Rows
+from kenotron_data.rows import Dataset, Int64Array, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.sft import SupervisedExamples, supervised
 from kenotron_data.shortened import ShortenedTokens
 from kenotron_data.sources import file_pieces
 from kenotron_data.text import text_documents
 from kenotron_data.token_file import TokenFile, TokenMetadata
-from kenotron_data.token_folder import TokenFolder
+from kenotron_data.token_folder import TokenFolder, tokenizer_of_folder
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenise import Tokenised, part_groups, tokenise
 from kenotron_data.tokenizer import (
+    BYTES,
     TextTokenizer,
     open_tokenizer,
     open_transformers,
@@ -35,12 +39,15 @@ from kenotron_data.train_bpe import train_bpe
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
 
 __all__ = [
-    "END_OF_DOCUMENT",
+    "BYTES",
     "Batch",
     "Concatenated",
     "Cursor",
     "CustomSamples",
     "Dataset",
+    "END_OF_DOCUMENT",
+    "Fingerprint",
+    "Int64Array",
     "IterableLoader",
     "Loader",
     "MicroBatch",
@@ -52,10 +59,13 @@ __all__ = [
     "Prefetched",
     "RandomTokens",
     "Rows",
+    "SAVED",
     "ShortenedTokens",
+    "Source",
     "Subset",
     "SupervisedExamples",
     "TargetMask",
+    "TextFile",
     "TextTokenizer",
     "TokenFile",
     "TokenFolder",
@@ -70,11 +80,13 @@ __all__ = [
     "decode",
     "encode",
     "file_pieces",
+    "fingerprint",
     "hold_out",
     "hold_out_each",
     "inverse_permute",
     "open_tokenizer",
     "open_transformers",
+    "origins",
     "part_groups",
     "permutation_key",
     "permute",
@@ -83,6 +95,7 @@ __all__ = [
     "supervised",
     "text_documents",
     "tokenise",
+    "tokenizer_of_folder",
     "train_bpe",
     "validation_batches",
     "wrap_tokenizer",

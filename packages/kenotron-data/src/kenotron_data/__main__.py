@@ -1,7 +1,7 @@
 """`python -m kenotron_data tokenize`: text into files of tokens.
 
 Exit status: 0; 2 when the command cannot do its work, with one sentence why; 130 when it was
-stopped. A run that was stopped goes on when it is called again.
+stopped. A run that was stopped continues when it is called again.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from kenotron_data.sources import file_pieces
 from kenotron_data.tokenise import Progress, part_groups, tokenise
 from kenotron_data.tokenise_part import PartMade
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer
+from kenotron_data.tokens import printable
 from kenotron_data.train_bpe import trained_bpe
 
 _MEGABYTE = 1_000_000
@@ -28,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return chosen.run(chosen)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"{chosen.command}: {error}", file=sys.stderr)
+        print(f"{chosen.command}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"{chosen.command}: stopped; call it again to go on", file=sys.stderr)
+        print(f"{chosen.command}: stopped; call it again to continue", file=sys.stderr)
         return 130
 
 
@@ -154,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--tokenizer-name-or-path",
         metavar="NAME",
-        help=f"'{BYTES}', a tokenizer.json, or a folder or name that transformers knows",
+        help=f"'{BYTES}', a tokenizer.json, or a folder or name that transformers loads",
     )
     add("--train-bpe", type=int, metavar="VOCAB", help="train a byte-level BPE of VOCAB ids first")
     add("--train-size", type=float, default=1000, metavar="MB", help="text it reads (1000)")
@@ -173,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--part-size", type=float, metavar="MB", help="data of one part (a 64th, 4 to 268)")
     add("--token-bytes", type=int, choices=(2, 4), help="bytes of an id; default: what is needed")
-    add("--overwrite", action="store_true", help="make the folder anew, whatever it holds")
+    add("--overwrite", action="store_true", help="make the folder again, whatever it holds")
     add("--quiet", action="store_true", help="no progress")
     one.set_defaults(run=tokenize)
     return parser

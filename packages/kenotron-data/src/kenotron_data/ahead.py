@@ -120,6 +120,6 @@ def _in_worker(task: Any) -> Any:
 
 
 def _end(pool: Executor, futures: "deque[Future[Any]]") -> None:
-    """Drop what nobody has begun and wait for what is in the making."""
+    """Cancel what has not begun and wait for what runs."""
     futures.clear()
     pool.shutdown(wait=True, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""Which documents share a sample: best-fit packing, computed once and kept beside the tokens.
+"""Which documents share a sample: best-fit packing, computed once and kept next to the tokens.
 
 The longest document is placed first, each in the sample where it leaves the least room (best-fit
 decreasing). Nothing is cut but documents longer than a sample. W = S + 1 tokens of a sample.
@@ -128,7 +128,7 @@ def pack_path(file: TokenFile, sequence_length: int) -> Path:
 
 
 def write_pack_index(file: TokenFile, sequence_length: int) -> Path:
-    """Pack the documents of a file and keep the result beside it.
+    """Pack the documents of a file and keep the result next to it.
 
     Memory and time grow with the number of documents: some 60 bytes and 1 us for each.
 
@@ -185,7 +185,7 @@ def read_pack_index(file: TokenFile, sequence_length: int) -> PackIndex:
     if made_for != [sequence_length, *found]:
         raise ValueError(
             f"{str(path)!r}: the index packs {made_for[1]} tokens in {made_for[2]} documents for "
-            f"sequence_length {made_for[0]}, but {file} has {found[0]} in {found[1]}: make it anew"
+            f"sequence_length {made_for[0]}, but {file} has {found[0]} in {found[1]}: make it again"
         )
     samples, pieces = int(words[5]), int(words[6])
     if size != 8 * (_HEADER + samples + 1 + 2 * pieces):

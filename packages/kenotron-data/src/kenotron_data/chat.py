@@ -28,7 +28,7 @@ class Chat:
         column: the column of the messages: dicts with `role` and `content`.
 
     Raises:
-        ValueError: the tokenizer has no template, or is a slow one, which knows no places in text.
+        ValueError: the tokenizer has no template, or is a slow one, which has no text offsets.
     """
 
     def __init__(self, tokenizer: Any, column: str = "messages") -> None:

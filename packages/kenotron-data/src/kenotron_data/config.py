@@ -9,6 +9,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+__all__ = [
+    "EMBEDDED_CORPUS",
+    "DataConfig",
+    "DatasetStageConfig",
+    "HubDatasetsConfig",
+    "NanosetDatasetsConfig",
+    "PretrainDatasetsConfig",
+    "SFTDatasetsConfig",
+]
+
 EMBEDDED_CORPUS = "python-stdlib"
 """The dataset name of the corpus that needs no download: the standard library's sources."""
 
@@ -99,7 +109,7 @@ class NanosetDatasetsConfig:
     token_size_in_bytes: int | None = None
     """Bytes of a token, 2 or 4; None takes what the files' metadata say."""
     return_positions: bool = True
-    """Whether positions start anew with each document."""
+    """Whether positions start again at 0 with each document."""
     skip_in_stream: bool = False
     """No effect: any sample is found at once."""
     pad_samples_to_global_batch_size: bool = False
@@ -199,7 +209,7 @@ class DatasetStageConfig:
     data: DataConfig
     """What the stage reads."""
     sequence_length: int | None = None
-    """Tokens of a sample in this stage; None: what the tokens' section says."""
+    """Tokens of a sample in this stage; None: that of the tokens' section."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

@@ -91,7 +91,7 @@ class IterableLoader(Iterator[Batch]):
     last samples, fewer than a global batch, are left out. Every rank iterates over all samples and
     keeps its rows. A run that resumes calls `skip(n)` of the iterable (as streaming data sets of
     Hugging Face have it) for the samples that its cursor counts, or else reads them again and
-    throws them away; the log says which. The iterable must give the same samples each time.
+    throws them away; the log names which. The iterable must give the same samples each time.
 
     Args:
         source: iterable of samples, see `CustomSamples`; all of one length.

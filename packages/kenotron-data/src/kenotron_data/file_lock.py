@@ -21,7 +21,7 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
 
     Raises:
         ValueError: another process holds the lock and `wait` is False.
-        OSError: the file system has no locks, or the file cannot be written.
+        OSError: the file system has no locks, the file cannot be written, or is a symbolic link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = _acquire(path, wait)
@@ -40,7 +40,7 @@ def _acquire(path: Path, wait: bool) -> int:
             f"{str(path)!r}: this system has no file locks (flock), which are needed here"
         )
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if _is_named(handle, path):

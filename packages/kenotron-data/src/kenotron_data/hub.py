@@ -12,11 +12,13 @@ from typing import Any
 
 from kenotron_data.builtin import BuiltinText
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
+from kenotron_data.hub_reach import asked_once
 from kenotron_data.json_lines import is_json_lines
 from kenotron_data.pieces import Piece, first_rows
 from kenotron_data.sources import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
 from kenotron_data.text import TEXT_SUFFIXES
+from kenotron_data.token_cache import check_owner
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.tokenise import Progress, identity_of, part_groups, tokenise
 from kenotron_data.tokenizer import TextTokenizer
@@ -44,14 +46,16 @@ def cached_tokens(
             is read without `datasets`; `save_to_disk` folders and names of the hub need it.
         tokenizer: encodes the documents.
         cache_folder: where token files are kept, on a file system with locks that all processes
-            see. A changed file, tokenizer or option makes a new entry; nothing is deleted.
+            see. A changed file, tokenizer or option makes a new entry; nothing is deleted. A
+            read-only one will do where the entry is finished.
         validation: take the splits named after test or validation instead of the training ones.
         progress: see `tokenise`.
 
     Raises:
         FileNotFoundError: there is no such path.
         ImportError: a library is needed that is not installed.
-        ValueError: a fraction, split or row is wrong, or a data set cannot be loaded.
+        ValueError: a fraction, split or row is wrong, a data set cannot be loaded, or the entry is
+            damaged or a stranger's.
     """
     cache = Path(cache_folder)
     sources = corpus_pieces(config, (config.text_column_name,), validation=validation)
@@ -67,6 +71,7 @@ def cached_tokens(
         wait=True,
         progress=progress,
     )
+    check_owner(folder)
     return TokenFolder(folder)
 
 
@@ -90,7 +95,7 @@ def corpus_pieces(
             found = data_pieces(
                 name, columns, split=split, config_name=config.hf_dataset_config_name
             )
-            pieces += found if validation else _of_fraction(found, fraction)
+            pieces += found if validation else _of_fraction(name, found, fraction)
         sources.append(pieces)
     return sources
 
@@ -177,10 +182,17 @@ def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[P
     return [DatasetRows(dataset=dataset, name=f"data set {name!r}", columns=tuple(columns))]
 
 
-def _of_fraction(pieces: list[Piece], fraction: float) -> list[Piece]:
+def _of_fraction(name: str, pieces: list[Piece], fraction: float) -> list[Piece]:
     if fraction == 1:
         return pieces
-    return first_rows(pieces, int(fraction * sum(piece.count() for piece in pieces)))
+    whole = sum(piece.count() for piece in pieces)
+    wanted = int(fraction * whole)
+    if fraction and not wanted:
+        raise ValueError(
+            f"data set {name!r}: {fraction:g} of its {whole} rows is less than one: give more, or "
+            "leave it out"
+        )
+    return first_rows(pieces, wanted)
 
 
 def _loaded(name: str, split: str, config_name: str | None, saved: bool) -> Any:
@@ -194,7 +206,9 @@ def _loaded(name: str, split: str, config_name: str | None, saved: bool) -> Any:
         ) from error
     try:
         if not saved:
-            return datasets.load_dataset(name, config_name, split=split)
+            # From 4.0 on datasets runs no code of a data set.
+            with asked_once(name):
+                return datasets.load_dataset(name, config_name, split=split)
         found = datasets.load_from_disk(name)
     except Exception as error:  # of any class: loading runs into network, files and formats
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,6 +18,8 @@ JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _GZIP, _ZSTD = (".gz",), (".zst", ".zstd")
 _MARK = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
+LONGEST_LINE = 256 << 20
+"""Bytes of a line; a longer one is refused before it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ class JsonLines:
                 place = self.start
                 if self.start:  # the line that holds the byte before belongs to another piece
                     file.seek(self.start - 1)
-                    place += len(file.readline()) - 1
+                    place += len(self._line(file, self.start - 1)) - 1
                 while left and (self.stop is None or place < self.stop):
-                    line = file.readline()
+                    line = self._line(file, place)
                     if not line:
                         return
                     text = line.removeprefix(_MARK) if place == 0 else line
@@ -101,6 +103,15 @@ class JsonLines:
                     place += len(line)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{str(self.path)!r}: the gzip file is corrupt ({error})") from error
+
+    def _line(self, file: IO[bytes], place: int) -> bytes:
+        line = file.readline(LONGEST_LINE + 1)
+        if len(line) > LONGEST_LINE:
+            raise ValueError(
+                f"{self.describe(place)}: the line has more than {LONGEST_LINE} bytes: split the "
+                "document, or write its rows on lines of their own"
+            )
+        return line
 
     def _values(self, place: int, line: bytes) -> tuple[Any, ...]:
         try:

@@ -73,7 +73,7 @@ class Loader(Iterator[Batch]):
         target_mask: function of (R,) int64 sample numbers (R = M * B) and S to (R, S) bool, False
             where a label becomes -100. It must depend on the sample numbers alone; it is called
             from the threads that work ahead.
-        prefetch: batches prepared ahead; 0 prepares each in `next()`, whatever `workers` says.
+        prefetch: batches prepared ahead; 0 prepares each in `next()`, whatever `workers` is.
         workers: threads or processes that prepare them; 0 prepares each in `next()`. No number
             changes what comes out.
         worker_kind: "thread", or "process" where making a sample is Python that holds the

@@ -19,7 +19,7 @@ def shuffled(places: Int64Array, n: int, seed: int, source: int | str) -> Int64A
         places: (R,) places from 0.
         n: samples of an epoch. Place p is place p % n of the permutation of epoch p // n.
         seed: the order's seed.
-        source: number or name that tells apart what is shuffled with one seed.
+        source: number or name that separates streams of one seed.
 
     Returns:
         (R,) int64 indices in [0, n).
@@ -39,7 +39,7 @@ def shuffled(places: Int64Array, n: int, seed: int, source: int | str) -> Int64A
 def ordered_indices(dataset: Dataset, places: Int64Array, seed: int, stage: int) -> Int64Array:
     """Return the indices of the samples at places of a stage's order: (R,) to (R,) int64.
 
-    A data set that has an order of its own, as a mixture, says it; others are shuffled.
+    A data set with an order of its own, such as a mixture, names it; others are shuffled.
     """
     own = getattr(dataset, "order", None)
     if own is not None:

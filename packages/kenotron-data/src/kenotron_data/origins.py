@@ -14,7 +14,7 @@ def origins(dataset: Dataset, places: Sequence[int], seed: int, stage: int) -> l
 
     Returns:
         For each: `sample`, its place; `index`, its number in the data set; `source`, the name of
-        its source, empty where there is one only; `where`, what the data set says of it: file,
+        its source, empty where there is one only; `where`, the data set's description of it: file,
         document and token, or rows.
     """
     indices = ordered_indices(dataset, np.array(places, dtype=np.int64), seed, stage)

@@ -11,7 +11,7 @@ __all__ = ["Dataset", "Nanoset", "PackedTokens", "RandomTokens", "split"]
 
 
 class _Windows:
-    """Samples that are windows of S + 1 tokens of a stream, at places that a subclass knows."""
+    """Samples that are windows of S + 1 tokens of a stream, at places that a subclass computes."""
 
     def __init__(self, source: TokenSource, sequence_length: int, separate: bool) -> None:
         _check_length(sequence_length)

@@ -12,8 +12,8 @@ from kenotron_data.token_folder import TokenFolder
 class PackedDocuments:
     """Samples that hold whole documents, padded at the end; padding has no label.
 
-    Only documents longer than a sample are cut. `write_pack_index` says once for each file which
-    documents share a sample; positions start anew with each of them.
+    Only documents longer than a sample are cut. `write_pack_index` writes once for each file which
+    documents share a sample; positions start again at 0 with each of them.
 
     Args:
         source: a file, or a folder of files, each with its pack index.
@@ -49,7 +49,7 @@ class PackedDocuments:
     def sample(self, i: int) -> Int64Array:
         """Return the tokens of sample `i`, padded with 0: (S+1,) int64; IndexError if none.
 
-        Which places are padding, `rows` says.
+        `rows` marks the places that are padding.
         """
         check_index(i, len(self))
         return self.rows(np.array([i], dtype=np.int64)).tokens[0].astype(np.int64)
@@ -58,7 +58,7 @@ class PackedDocuments:
         """Read samples together; IndexError where there is none."""
         check_indices(indices, len(self))
         width = self.sequence_length + 1
-        kind = np.result_type(*{file.tokens.dtype for file in self.files})
+        kind = np.result_type(*{file.dtype for file in self.files})
         tokens = np.zeros((len(indices), width), dtype=kind)
         used = np.zeros(len(indices), dtype=np.int64)
         begins: list[Int64Array] = []

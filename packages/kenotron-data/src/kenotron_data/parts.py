@@ -120,7 +120,7 @@ class Concatenated:
         return _merged({source: (of == source, rows) for source, rows in found.items()})
 
     def describe(self, i: int) -> str:
-        """Name the source of sample `i`, and what the source says of it."""
+        """Name the source of sample `i`, with the source's own description."""
         source, local = self._place(i)
         return f"source {self.sources[source]!r}: {describe(self.datasets[source], local)}"
 

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array: TypeAlias = NDArray[np.int64]
+"""An array of 64-bit integers."""
 
 PAD = -1
 """Number of the document that padding belongs to."""
@@ -19,7 +20,7 @@ class Rows:
     Args:
         tokens: (R, S+1) ids of any integer type; the labels are ids 1 to S.
         documents: (R, S+1) int32, the document of each token, counted from 0 in its row; -1 is
-            padding. Positions start anew with each, and no label is the token of another document.
+            padding. Positions start again at 0 with each; no label is a token of the next one.
             None: a row is one document.
         targets: (R, S+1) bool, False where a token is never a label. None: every token may be.
         places: (R, S+1), the place of each token in its document; None: found from `documents`.
@@ -111,7 +112,7 @@ class Dataset(Protocol):
 
 
 def describe(dataset: Dataset, i: int) -> str:
-    """Say where a sample comes from: file and document where the data set knows them."""
+    """Describe where a sample comes from: file and document where the data set knows them."""
     said = getattr(dataset, "describe", None)
     return f"sample {i} ({said(i)})" if said else f"sample {i}"
 

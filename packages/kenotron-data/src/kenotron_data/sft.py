@@ -70,7 +70,7 @@ class PromptCompletion:
 class SupervisedExamples:
     """Samples of S + 1 tokens in which labels are the learned tokens of examples alone.
 
-    An example is a document of its sample: positions start anew with it, and it does not see the
+    An example is a document of its sample: its positions start at 0, and it does not see the
     others where the model separates documents. Everything is kept in memory, 5 bytes a token.
 
     Args:
@@ -137,6 +137,11 @@ class SupervisedExamples:
         """Number of examples in all samples."""
         return len(self._places)
 
+    @property
+    def arrays(self) -> tuple[NDArray[np.integer], NDArray[np.bool_], Int64Array]:
+        """Ids of all examples (N,), whether each is learned (N,), and where each example begins."""
+        return self._tokens, self._targets, self._ends
+
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self._first) - 1
@@ -144,7 +149,7 @@ class SupervisedExamples:
     def sample(self, i: int) -> Int64Array:
         """Return the ids of sample `i`: (S+1,) int64; IndexError where there is none.
 
-        Which of them are learned, `rows` says.
+        `rows` marks those that are learned.
         """
         check_index(i, len(self))
         return self.rows(np.array([i], dtype=np.int64)).tokens[0].astype(np.int64)

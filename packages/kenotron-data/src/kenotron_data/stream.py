@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kenotron_data.rows import Int64Array, segments
 from kenotron_data.token_file import TokenFile
-from kenotron_data.token_folder import TokenFolder
+from kenotron_data.token_folder import TokenFolder, keep_few
 
 TokenSource: TypeAlias = NDArray[np.integer] | TokenFile | TokenFolder | Sequence[TokenFile]
 
@@ -30,16 +30,17 @@ class TokenStream:
         if isinstance(source, np.ndarray):
             check_stream(source)
             self.files: tuple[TokenFile, ...] = ()
-            self._arrays: tuple[NDArray[np.integer], ...] = (source,)
+            self._parts: Sequence[NDArray[np.integer] | TokenFile] = (source,)
         else:
-            self.files = _files(source)
-            self._arrays = tuple(file.tokens for file in self.files)
-        lengths = np.array([len(array) for array in self._arrays], dtype=np.int64)
+            self._parts = self.files = _files(source)
+            keep_few(self.files)
+        lengths = np.array([len(part) for part in self._parts], dtype=np.int64)
+        self._dtype = np.result_type(*{part.dtype for part in self._parts})
         self.offsets: Int64Array = np.concatenate([[0], np.cumsum(lengths)])
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[TokenSource]]:
         """Let a copy in another process map the files itself."""
-        return TokenStream, (self.files if self.files else self._arrays[0],)
+        return TokenStream, (self.files or self._parts[0],)
 
     def __len__(self) -> int:
         """Return N."""
@@ -56,16 +57,15 @@ class TokenStream:
     def windows(self, starts: Int64Array, width: int) -> NDArray[np.integer]:
         """Return the W = `width` tokens from each of (R,) places on: (R, W).
 
-        Windows may go on from one file into the next; the caller keeps them inside the stream.
+        Windows may continue from one file into the next; the caller keeps them inside the stream.
         """
-        if len(self._arrays) == 1:
-            return _windows(self._arrays[0], starts, width)
-        kind = np.result_type(*{array.dtype for array in self._arrays})
-        out = np.empty((len(starts), width), dtype=kind)
+        if len(self._parts) == 1:
+            return _windows(self._array(0), starts, width)
+        out = np.empty((len(starts), width), dtype=self._dtype)
         for part, rows in self._whole(starts, width):
-            out[rows] = _windows(self._arrays[part], starts[rows] - self.offsets[part], width)
+            out[rows] = _windows(self._array(part), starts[rows] - self.offsets[part], width)
         for row, part, local, column, count in self._crossing(starts, width):
-            out[row, column : column + count] = self._arrays[part][local : local + count]
+            out[row, column : column + count] = self._array(part)[local : local + count]
         return out
 
     def documents(
@@ -85,6 +85,11 @@ class TokenStream:
             begins += [place, self._begins(part, place, start, count)]
         return segments(np.unique(np.concatenate(begins)), (len(starts), width))
 
+    def _array(self, part: int) -> NDArray[np.integer]:
+        """Return the tokens of a file, or of the array."""
+        found = self._parts[part]
+        return found.tokens if isinstance(found, TokenFile) else found
+
     def _part(self, place: int) -> int:
         return int(np.searchsorted(self.offsets, place, side="right")) - 1
 
@@ -102,7 +107,7 @@ class TokenStream:
             column, part = 0, self._part(int(starts[row]))
             while column < width:
                 local = int(starts[row]) + column - int(self.offsets[part])
-                count = min(width - column, len(self._arrays[part]) - local)
+                count = min(width - column, len(self._parts[part]) - local)
                 yield row, part, local, column, count
                 column, part = column + count, part + 1
 

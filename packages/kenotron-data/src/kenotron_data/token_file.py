@@ -1,4 +1,4 @@
-"""One file of tokens, memory-mapped: datatrove's `.ds`, or a flat `.bin` with a note beside it.
+"""One file of tokens, memory-mapped: datatrove's `.ds`, or a flat `.bin` with a note next to it.
 
 `x.ds` holds nothing but ids, little-endian, 2 or 4 bytes each. `x.ds.index` holds where each
 document ends, counted in tokens, as uint64. `x.ds.metadata` is text: `tokenizer|bytes`, the number
@@ -25,7 +25,7 @@ _UNKNOWN = "Unknown Tokenizer"
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """What is written beside a file of tokens.
+    """Metadata next to a file of tokens.
 
     Args:
         tokenizer: name or path of the tokenizer; empty if not known.
@@ -75,12 +75,13 @@ def human_count(tokens: int) -> str:
 class TokenFile:
     """Read the tokens and documents of one file; nothing is loaded until it is asked for.
 
-    The mapping holds no file descriptor, so a folder may have any number of files. A copy made by
-    pickle maps the file anew.
+    The file is mapped when its tokens are first read. The mapping holds no file descriptor, but a
+    process may have only some 65,000 mappings: with `keep` False it lives as long as what was read.
+    A copy made by pickle maps the file again.
 
     Args:
         path: a `.ds` or `.bin` file.
-        token_bytes: bytes of an id, 2 or 4; None takes what the file's metadata says, or the
+        token_bytes: bytes of an id, 2 or 4; None takes that of the file's metadata, or the
             index of its documents lets conclude.
 
     Raises:
@@ -96,9 +97,9 @@ class TokenFile:
         size = self.path.stat().st_size
         if size == 0:
             raise ValueError(f"{self}: the file is empty; a file of tokens holds at least one")
-        metadata = _read_metadata(self.path)
-        ends = _map_index(self.path)
-        self.token_bytes = _token_bytes(self, size, token_bytes, metadata, ends)
+        metadata = read_metadata(self.path)
+        self._documents, last = _read_index(self.path)
+        self.token_bytes = _token_bytes(self, size, token_bytes, metadata, last)
         if size % self.token_bytes:
             raise ValueError(
                 f"{self}: {size} bytes are no whole number of tokens of {self.token_bytes} bytes: "
@@ -110,15 +111,16 @@ class TokenFile:
                 f"{self}: the file holds {count} tokens, but its metadata says {metadata.tokens}: "
                 "one of them is truncated or belongs to another file"
             )
-        if ends is not None and (len(ends) == 0 or int(ends[-1]) != count):
+        if self._documents is not None and last != count:
             raise ValueError(
                 f"{self}: the file holds {count} tokens, but its index ends the last of "
-                f"{len(ends)} documents at {int(ends[-1]) if len(ends) else 0}: one of them is "
-                "truncated or belongs to another file"
+                f"{self._documents} documents at {last}: one of them is truncated or belongs to "
+                "another file"
             )
         self.tokenizer = metadata.tokenizer if metadata else ""
-        self.tokens: TokenArray = map_integers(self.path, self.token_bytes, count)
-        self.ends: UInt64Array | None = ends
+        self.keep = True
+        self._count = count
+        self._mapped: tuple[TokenArray | None, UInt64Array | None] = None, None
 
     def __str__(self) -> str:
         """Name the file."""
@@ -126,7 +128,30 @@ class TokenFile:
 
     def __len__(self) -> int:
         """Return the number of tokens."""
-        return len(self.tokens)
+        return self._count
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Kind of the ids; nothing is mapped."""
+        return np.dtype(f"<u{self.token_bytes}")
+
+    @property
+    def tokens(self) -> TokenArray:
+        """Return all ids, mapped read-only."""
+        found, ends = self._mapped
+        if found is None:
+            found = map_integers(self.path, self.token_bytes, self._count)
+            self._mapped = (found, ends) if self.keep else (None, None)
+        return found
+
+    @property
+    def ends(self) -> UInt64Array | None:
+        """Return where each document ends, mapped read-only; None where there is no index."""
+        tokens, found = self._mapped
+        if found is None and self._documents is not None:
+            found = map_integers(_index_of(self.path), 8, self._documents)
+            self._mapped = (tokens, found) if self.keep else (None, None)
+        return found
 
     def __reduce__(self) -> tuple[type["TokenFile"], tuple[Path, int]]:
         """Let a copy in another process map the file itself."""
@@ -134,8 +159,8 @@ class TokenFile:
 
     @property
     def documents(self) -> int:
-        """Number of documents; 1 where no index tells them apart."""
-        return 1 if self.ends is None else len(self.ends)
+        """Number of documents; 1 where no index separates them."""
+        return 1 if self._documents is None else self._documents
 
     def document(self, number: int) -> TokenArray:
         """Return the tokens of one document, a view; IndexError where there is none."""
@@ -143,24 +168,29 @@ class TokenFile:
             raise IndexError(
                 f"{self}: there is no document {number}, there are {self.documents} documents"
             )
-        if self.ends is None:
-            return self.tokens
-        start = int(self.ends[number - 1]) if number else 0
-        if start > int(self.ends[number]):
+        return self._document(number, self.tokens, self.ends)
+
+    def _document(self, number: int, tokens: TokenArray, ends: UInt64Array | None) -> TokenArray:
+        if ends is None:
+            return tokens
+        start = int(ends[number - 1]) if number else 0
+        if start > int(ends[number]):
             raise ValueError(
                 f"{self}: its index is corrupt: document {number} ends before it starts"
             )
-        return self.tokens[start : int(self.ends[number])]
+        return tokens[start : int(ends[number])]
 
     def __iter__(self) -> Iterator[TokenArray]:
         """Yield the documents in order, as views."""
-        return (self.document(number) for number in range(self.documents))
+        tokens, ends = self.tokens, self.ends
+        return (self._document(number, tokens, ends) for number in range(self.documents))
 
     def document_at(self, place: int) -> int:
         """Return the number of the document that holds the token at a place."""
-        if self.ends is None:
+        ends = self.ends
+        if ends is None:
             return 0
-        return int(np.searchsorted(self.ends, np.uint64(place), side="right"))
+        return int(np.searchsorted(ends, np.uint64(place), side="right"))
 
     def verify(self, vocab_size: int | None = None) -> None:
         """Read everything once: the order of the index and, given a vocabulary, every id.
@@ -168,16 +198,17 @@ class TokenFile:
         Raises:
             ValueError: names the document that ends before it starts or has an id out of range.
         """
-        if self.ends is not None and (steps := np.flatnonzero(self.ends[1:] < self.ends[:-1])).size:
+        ends, tokens = self.ends, self.tokens
+        if ends is not None and (steps := np.flatnonzero(ends[1:] < ends[:-1])).size:
             raise ValueError(
                 f"{self}: its index is corrupt: document {int(steps[0]) + 1} ends before it starts"
             )
         for first in range(0, len(self) if vocab_size else 0, 1 << 24):
-            block = self.tokens[first : first + (1 << 24)]
+            block = tokens[first : first + (1 << 24)]
             if int(block.max()) >= int(vocab_size or 0):
                 place = first + int(np.argmax(block))
                 raise ValueError(
-                    f"{self}, document {self.document_at(place)}: token {int(self.tokens[place])} "
+                    f"{self}, document {self.document_at(place)}: token {int(tokens[place])} "
                     f"at place {place} is outside the vocabulary of {vocab_size} ids"
                 )
 
@@ -187,7 +218,7 @@ def _token_bytes(
     size: int,
     given: int | None,
     metadata: TokenMetadata | None,
-    ends: UInt64Array | None,
+    last: int,
 ) -> int:
     """Find out how many bytes an id has."""
     if given is not None and given not in (2, 4):
@@ -200,12 +231,11 @@ def _token_bytes(
         return metadata.token_bytes
     if given:
         return given
-    if ends is not None and len(ends):
-        for candidate in (2, 4):
-            if int(ends[-1]) * candidate == size:
-                return candidate
+    for candidate in (2, 4):
+        if last * candidate == size:
+            return candidate
     raise ValueError(
-        f"{file}: neither metadata nor an index that fits says whether a token has 2 or 4 bytes: "
+        f"{file}: neither metadata nor an index that fits shows whether a token has 2 or 4 bytes: "
         "give token_bytes"
     )
 
@@ -220,21 +250,27 @@ def map_integers(path: Path, item_bytes: int, count: int) -> Any:
     return array
 
 
-def _map_index(path: Path) -> UInt64Array | None:
-    """Map the document ends of a file; None where it has no index."""
-    index = path.with_name(f"{path.name}.index")
+def _index_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.index")
+
+
+def _read_index(path: Path) -> tuple[int | None, int]:
+    """Read how many documents a file has, None where it has no index, and where the last ends."""
+    index = _index_of(path)
     if not index.is_file():
-        return None
+        return None, 0
     size = index.stat().st_size
     if size % 8:
         raise ValueError(
             f"{str(index)!r}: {size} bytes are no whole number of uint64: the index is truncated"
         )
-    return map_integers(index, 8, size // 8)
+    with index.open("rb") as file:
+        file.seek(max(size - 8, 0))
+        return size // 8, int.from_bytes(file.read(8), "little")
 
 
-def _read_metadata(path: Path) -> TokenMetadata | None:
-    """Read what lies beside a file: `.ds.metadata`, or `.bin.json`; None where nothing does."""
+def read_metadata(path: Path) -> TokenMetadata | None:
+    """Read the metadata next to a file: `.ds.metadata`, or `.bin.json`; None where nothing does."""
     text, note = path.with_name(f"{path.name}.metadata"), path.with_name(f"{path.name}.json")
     if text.is_file():
         try:

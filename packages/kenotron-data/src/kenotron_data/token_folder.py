@@ -1,12 +1,15 @@
 """The token files of a folder as one source: sorted by name, one after the other."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from kenotron_data.token_file import TokenArray, TokenFile
+from kenotron_data.token_file import TokenArray, TokenFile, read_metadata
+
+MOST_KEPT = 8000
+"""Files that are read together and stay mapped; of more, each is mapped at each read."""
 
 
 class TokenFolder:
@@ -17,7 +20,7 @@ class TokenFolder:
     Args:
         path: the folder; files below its subfolders are read too where `recursive` is set, in the
             order of their paths.
-        token_bytes: bytes of an id; None takes what each file says.
+        token_bytes: bytes of an id; None takes that of each file.
         recursive: whether subfolders are read.
         shuffle_files: read the files in the order that `numpy.random.default_rng(seed)` gives,
             with this number as the seed; Nanotron's older Nanosets use 42.
@@ -48,6 +51,7 @@ class TokenFolder:
             order = np.random.default_rng(shuffle_files).permutation(len(files))
             files = [files[i] for i in order]
         self.files = tuple(files)
+        keep_few(self.files)
         self.token_bytes = files[0].token_bytes
         self.tokenizer = files[0].tokenizer
         lengths = np.array([len(file) for file in files], dtype=np.int64)
@@ -84,6 +88,24 @@ class TokenFolder:
         return (document for file in self.files for document in file)
 
 
+def tokenizer_of_folder(path: str | os.PathLike[str]) -> str:
+    """Return the tokenizer that the first token file of a folder was made with.
+
+    Args:
+        path: the folder, as for `TokenFolder`; its metadata alone are read.
+
+    Returns:
+        The name in the metadata; empty where there is no folder, no file or no name.
+
+    Raises:
+        ValueError: the metadata cannot be read; the message names the file.
+    """
+    folder = Path(path)
+    names = _found(folder, ".ds", False) or _found(folder, ".bin", False)
+    metadata = read_metadata(names[0]) if names else None
+    return metadata.tokenizer if metadata else ""
+
+
 def _found(folder: Path, suffix: str, recursive: bool) -> list[Path]:
     """List the visible files of a suffix, sorted by path."""
     found = folder.rglob(f"*{suffix}") if recursive else folder.glob(f"*{suffix}")
@@ -102,5 +124,12 @@ def _check_alike(files: list[TokenFile]) -> None:
             if first != other and first and other:
                 raise ValueError(
                     f"{file}: its {what} is {other!r}, but that of {files[0]} is {first!r}: the "
-                    "files of a folder must be alike"
+                    "files of a folder must be of one kind"
                 )
+
+
+def keep_few(files: Sequence[TokenFile]) -> None:
+    """Let files be mapped only while they are read, where they are more than `MOST_KEPT`."""
+    if len(files) > MOST_KEPT:
+        for file in files:
+            file.keep = False

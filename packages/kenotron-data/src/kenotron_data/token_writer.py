@@ -28,7 +28,7 @@ class TokenWriter:
         path: the file to make: `x.ds` in datatrove's layout, or a flat `x.bin` with `x.bin.json`.
             Its folder is made if need be.
         token_bytes: bytes of an id, 2 or 4; 2 is enough for vocabularies of up to 65,536.
-        tokenizer_name: what the metadata says about the tokenizer.
+        tokenizer_name: name of the tokenizer for the metadata.
         vocab_size: also refuse ids from this one up; None refuses only what 2 or 4 bytes cannot
             hold.
 

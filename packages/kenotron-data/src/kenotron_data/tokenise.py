@@ -1,6 +1,6 @@
 """Sources of text into a folder of token files: in parallel, resumable, all of it or nothing.
 
-The work goes on in `<folder>.partial`, one file a part; the folder gets its name when the last part
+The work is done in `<folder>.partial`, one file a part; the folder gets its name when the last part
 is made. Parts follow from the data and the size of a part alone: the number of workers changes
 neither the files nor a byte in them.
 """
@@ -19,11 +19,12 @@ from typing import Any
 from kenotron_data.ahead import WorkedAhead
 from kenotron_data.file_lock import locked
 from kenotron_data.pieces import Piece, grouped
+from kenotron_data.token_cache import check_sums, sums_of
 from kenotron_data.tokenise_part import EMPTY, Part, PartMade, PartMaker
 from kenotron_data.tokenizer import TextTokenizer
 
 NOTE = "tokenize.json"
-"""The file that says what a folder was made of."""
+"""Note in a folder of tokens: its sources and settings."""
 _VERSION = 1
 _SMALLEST_PART, _LARGEST_PART = 4 << 20, 256 << 20
 _MOST_SOURCES, _MOST_PARTS = 1000, 100_000
@@ -96,7 +97,7 @@ def tokenise(
     """Write the documents of sources as token files `<source>_<part>.ds` of a folder.
 
     Read in the order of their names they are the documents in the order of the sources. A run that
-    was stopped goes on with the parts that are not made yet; one that finds the folder made of the
+    was stopped continues with the parts that are missing; one that finds the folder made of the
     same data with the same tokenizer does nothing.
 
     Args:
@@ -107,15 +108,15 @@ def tokenise(
             under `if __name__ == "__main__"`, and have the environment of the first of them: set
             TOKENIZERS_PARALLELISM=false there, or each starts a thread for every core.
         token_bytes: bytes of an id, 2 or 4; None: 2 where the vocabulary allows it.
-        overwrite: make the folder anew, whatever it holds; True once, not in each of many
+        overwrite: make the folder again, whatever it holds; True once, not in each of many
             processes: one that has waited for another to make it takes that.
         wait: wait while another process makes the same folder; False refuses at once.
         progress: see `Progress`.
 
     Raises:
         FileExistsError: the folder holds something else.
-        ValueError: a row is wrong (file, row and rule are named), there is no text, or another
-            process makes the folder.
+        ValueError: a row is wrong (file, row and rule are named), there is no text, the finished
+            folder is damaged, or another process makes it.
         RuntimeError: a worker was killed.
     """
     asked = time.time()
@@ -127,6 +128,8 @@ def tokenise(
     if token_bytes not in (2, 4):
         raise ValueError(f"token_bytes must be 2 or 4, but {token_bytes} was given")
     note = _note(groups, tokenizer, token_bytes)
+    if not overwrite and (found := _finished(target, note, None)) is not None:
+        return found  # without the lock: the folder may be read-only
     with locked(target.with_name(f"{target.name}.lock"), wait=wait):
         if (found := _finished(target, note, asked if overwrite else None)) is not None:
             return found
@@ -136,7 +139,7 @@ def tokenise(
             made = list(_make(_parts(groups, partial), maker, workers, progress))
         except BaseException:
             if {path.suffix for path in partial.iterdir()}.isdisjoint((".ds", EMPTY)):
-                shutil.rmtree(partial)  # nothing to go on with
+                shutil.rmtree(partial)  # nothing to continue
             raise
         return _finish(target, partial, note, made)
 
@@ -188,12 +191,13 @@ def _note(
 
 
 def _finished(target: Path, note: dict[str, Any], newer_than: float | None) -> Tokenised | None:
-    """Return what a folder holds if it is what was asked for."""
+    """Return what a folder holds if it is what was asked for. ValueError if it is damaged."""
     found = read_note(target)
     if found is None or not isinstance(done := found.pop("done", None), dict) or found != note:
         return None
     if newer_than is not None and (target / NOTE).stat().st_mtime < newer_than:
         return None
+    check_sums(target, done.get("files", {}))
     return Tokenised(target, done["documents"], done["tokens"], note["parts"], 0)
 
 
@@ -285,14 +289,12 @@ def _finish(
     for path in partial.iterdir():
         if path.suffix in (EMPTY, ".partial"):
             path.unlink()
-    write_json(partial / NOTE, note | {"done": {"documents": documents, "tokens": tokens}})
+    done = {"documents": documents, "tokens": tokens, "files": sums_of(partial)}
+    write_json(partial / NOTE, note | {"done": done})
+    old = target.with_name(f"{target.name}.old")
     if target.exists():
-        old = target.with_name(f"{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        partial.rename(target)
-        shutil.rmtree(old)
-    else:
-        partial.rename(target)
-    fresh = sum(not m.made_before for m in made)
-    return Tokenised(target, documents, tokens, len(made), fresh)
+    partial.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+    return Tokenised(target, documents, tokens, len(made), sum(not m.made_before for m in made))

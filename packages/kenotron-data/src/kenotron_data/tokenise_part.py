@@ -38,7 +38,7 @@ class Part:
 
     @property
     def mark(self) -> Path:
-        """The file that says that the part is made and has no token."""
+        """Marker of a finished part that has no token."""
         return self.path.with_suffix(EMPTY)
 
     def made(self) -> "PartMade | None":

@@ -1,4 +1,4 @@
-"""Text to ids: byte tokens, files of `tokenizers`, and whatever `transformers` knows by name."""
+"""Text to ids: byte tokens, files of `tokenizers`, and what `transformers` loads by name."""
 
 import array
 import hashlib
@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kenotron_data.hub_reach import asked_once
 from kenotron_data.tokens import END_OF_DOCUMENT, encode
 from kenotron_data.word_cache import WordCache, word_cache
 
@@ -139,7 +140,7 @@ def open_tokenizer(
 
     Args:
         name_or_path: `bytes`; the `.json` file of a tokenizer of the library `tokenizers`; a folder
-            or a name of the Hugging Face hub that `transformers` knows.
+            or a name of the Hugging Face hub that `transformers` loads.
         revision: branch, tag or commit of a name of the hub; None: the newest.
         eos_token: the token that ends a document; None: the one that the tokenizer names.
         end_of_document: whether a token ends each document; None: if the tokenizer names one.
@@ -159,16 +160,11 @@ def open_tokenizer(
                 f"byte tokens end a document with id 256: leave out eos_token {eos_token!r}"
             )
         return ByteTokens(end=None if end_of_document is False else END_OF_DOCUMENT)
-    if Path(name_or_path).suffix == ".json":
-        opened = _tokenizers_file(Path(name_or_path))
-        usual = _end_beside(Path(name_or_path), opened)
-        return wrap_tokenizer(
-            opened,
-            name=name_or_path,
-            eos_token=eos_token or usual,
-            end_of_document=end_of_document,
-        )
-    opened = open_transformers(name_or_path, revision)
+    if (path := Path(name_or_path)).suffix == ".json":
+        opened = _tokenizers_file(path)
+        eos_token = eos_token or _end_beside(path, opened)
+    else:
+        opened = open_transformers(name_or_path, revision)
     return wrap_tokenizer(
         opened, name=name_or_path, eos_token=eos_token, end_of_document=end_of_document
     )
@@ -234,7 +230,7 @@ def without_end(tokenizer: TextTokenizer) -> TextTokenizer:
 
 
 def open_transformers(name_or_path: str, revision: str | None = None) -> Any:
-    """Open a tokenizer of `transformers`; ImportError or ValueError says why it cannot be."""
+    """Open a tokenizer of `transformers`; raises ImportError or ValueError with the reason."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -243,7 +239,9 @@ def open_transformers(name_or_path: str, revision: str | None = None) -> Any:
             "kenotron-data[hub]; 'bytes' and a tokenizer.json do without"
         ) from error
     try:
-        return AutoTokenizer.from_pretrained(name_or_path, revision=revision or "main")
+        options: Any = {"revision": revision or "main", "trust_remote_code": False}
+        with asked_once(name_or_path, "tokenizer"):
+            return AutoTokenizer.from_pretrained(name_or_path, **options)
     except Exception as error:  # any class: transformers passes on those of its back ends
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         which = f"{name_or_path!r}" + (f", revision {revision!r}" if revision else "")
@@ -271,7 +269,7 @@ def _tokenizers_file(path: Path) -> Any:
 
 
 def _end_beside(path: Path, tokenizer: Any) -> str | None:
-    """Find the end token of a `tokenizer.json`: in the configuration beside it, or a usual name."""
+    """Find the end token of a `tokenizer.json`: in its folder's configuration, or a usual name."""
     config = path.with_name("tokenizer_config.json")
     if config.is_file():
         found = json.loads(config.read_text(encoding="utf-8")).get("eos_token")

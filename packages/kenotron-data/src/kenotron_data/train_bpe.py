@@ -23,23 +23,23 @@ def trained_bpe(
 ) -> None:
     """Train a byte-level BPE unless the file is there, of the same text and sizes.
 
-    A note beside the file, `<path>.note`, says what it was trained on. Arguments and errors are
+    A note next to the file, `<path>.note`, names what it was trained on. Arguments and errors are
     those of `train_bpe`.
 
     Raises:
         FileExistsError: the file was trained on something else, and `overwrite` is False.
     """
-    beside = path.with_name(f"{path.name}.note")
+    note_file = path.with_name(f"{path.name}.note")
     note = {"data": identity_of([parts]), "vocab_size": vocab_size, "most_bytes": most_bytes}
     if path.exists() and not overwrite:
-        if beside.is_file() and json.loads(beside.read_text(encoding="utf-8")) == note:
+        if note_file.is_file() and json.loads(note_file.read_text(encoding="utf-8")) == note:
             return
         raise FileExistsError(
             f"{str(path)!r} exists and was not trained on this text with vocab_size {vocab_size}: "
             "name it as the tokenizer, delete it, or say that it shall be overwritten"
         )
     train_bpe(parts, vocab_size, path, most_bytes=most_bytes)
-    write_json(beside, note)
+    write_json(note_file, note)
 
 
 def train_bpe(

@@ -6,6 +6,10 @@ from pathlib import Path
 from typing import IO, Any
 
 _BLOCK = 1 << 17
+_PIECE = 1 << 10
+"""Compressed bytes that are decompressed together: they become 32 MiB at most."""
+_WINDOW = 1 << 27
+"""Bytes of memory that a frame may ask for."""
 
 
 def open_zstd(path: Path) -> IO[bytes]:
@@ -57,12 +61,13 @@ def _decompressed(file: IO[bytes], path: Path, zstandard: Any) -> Iterator[bytes
     frame = None
     while data := file.read(_BLOCK):
         while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=_WINDOW).decompressobj()
+            piece, data = data[:_PIECE], data[_PIECE:]
             try:
-                yield frame.decompress(data)
+                yield frame.decompress(piece)
             except zstandard.ZstdError as error:
                 raise ValueError(f"{str(path)!r}: the zstd file is corrupt ({error})") from error
-            data = frame.unused_data if frame.eof else b""
-            frame = None if frame.eof else frame
+            if frame.eof:
+                data, frame = frame.unused_data + data, None
     if frame is not None:
         raise ValueError(f"{str(path)!r}: the zstd file is truncated: its last frame has no end")

@@ -1,6 +1,6 @@
 """Meshes, collectives, placements and random streams: who talks to whom."""
 
-from kenotron_dist.agreement import check_equal, check_replicas
+from kenotron_dist.axis import Axis
 from kenotron_dist.boxes import Box, GradientSum, gradient_sums, local_boxes, local_shape
 from kenotron_dist.collectives import (
     all_gather,
@@ -9,16 +9,26 @@ from kenotron_dist.collectives import (
     barrier,
     broadcast,
     reduce_scatter,
+    tree_sum,
 )
+from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
-from kenotron_dist.distress import Distress
-from kenotron_dist.divergence import Diverged
+from kenotron_dist.device import gpu_problem, visible_gpus
+from kenotron_dist.diagnosis.divergence import Diverged
+from kenotron_dist.diagnosis.failure_broadcast import Distress
+from kenotron_dist.diagnosis.recorder import Recorder, compare_collectives, record
+from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
+from kenotron_dist.diagnosis.stall import Cause, PeerLost, StallReport
+from kenotron_dist.diagnosis.watchdog import Watchdog, watch
 from kenotron_dist.environment import World, resolve
+from kenotron_dist.farewell import shutdown
 from kenotron_dist.gradients import clip_gradients, sum_gradients
-from kenotron_dist.handle import Handle
-from kenotron_dist.launch import from_env, shutdown, tell_launcher
+from kenotron_dist.grid import DATA_AXES, coords_of
+from kenotron_dist.grid_view import GridView, ViewOf, views_of
+from kenotron_dist.handle import Handle, settle
+from kenotron_dist.launch import from_env, tell_launcher
 from kenotron_dist.leave import STALLED, leave
-from kenotron_dist.mesh import Axis, Mesh, MeshConfig
+from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.notes import Notes
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.placement import (
@@ -30,6 +40,7 @@ from kenotron_dist.placement import (
     Shard,
     TensorLayout,
     Tie,
+    materialize,
     named_parameters,
     named_placements,
     parameter_layouts,
@@ -37,11 +48,11 @@ from kenotron_dist.placement import (
 )
 from kenotron_dist.pulse import Entry
 from kenotron_dist.rank_error import RankError
-from kenotron_dist.recorder import Recorder, compare_collectives, record
+from kenotron_dist.roles import MATRICES, Role, Roles, declare_roles, named_roles
 from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.signals import Signals, listening
+from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
-from kenotron_dist.stall import Cause, PeerLost, StallReport
 from kenotron_dist.start import first_cause, first_to_say, start
 from kenotron_dist.statistics import (
     Statistics,
@@ -53,39 +64,43 @@ from kenotron_dist.statistics import (
     tensor_moments,
 )
 from kenotron_dist.transfers import Route, receive, send, shift
-from kenotron_dist.watchdog import Watchdog, watch
 
 __all__ = [
-    "record",
-    "compare_collectives",
-    "Recorder",
-    "Entry",
-    "Diverged",
-    "STALLED",
     "Axis",
     "Box",
     "Cause",
     "Chunk",
+    "DATA_AXES",
     "DeferredGradients",
     "Distress",
+    "Diverged",
+    "Entry",
     "FlatSlice",
     "GradientSum",
+    "GridView",
     "Handle",
+    "MATRICES",
     "Mesh",
     "MeshConfig",
+    "MessageRefused",
     "Notes",
     "Partial",
     "PeerLost",
     "Placement",
     "Placements",
     "RankError",
+    "Recorder",
+    "Role",
+    "Roles",
     "Route",
+    "STALLED",
     "Shard",
     "Signals",
     "StallReport",
     "Statistics",
     "TensorLayout",
     "Tie",
+    "ViewOf",
     "Watchdog",
     "WeightQueue",
     "World",
@@ -98,6 +113,9 @@ __all__ = [
     "check_equal",
     "check_replicas",
     "clip_gradients",
+    "compare_collectives",
+    "coords_of",
+    "declare_roles",
     "deferring",
     "first_cause",
     "first_to_say",
@@ -105,6 +123,7 @@ __all__ = [
     "gather_objects",
     "gather_pieces",
     "gather_rows",
+    "gpu_problem",
     "gradient_sums",
     "leave",
     "listening",
@@ -112,14 +131,18 @@ __all__ = [
     "local_shape",
     "merge",
     "moments",
+    "materialize",
     "named_parameters",
     "named_placements",
+    "named_roles",
     "no_moments",
     "parameter_layouts",
     "receive",
+    "record",
     "reduce_scatter",
     "resolve",
     "send",
+    "settle",
     "shift",
     "shutdown",
     "spawn",
@@ -131,5 +154,9 @@ __all__ = [
     "tell_launcher",
     "tensor_moments",
     "tie_storages",
+    "tree_sum",
+    "usable_cores",
+    "views_of",
+    "visible_gpus",
     "watch",
 ]

@@ -26,7 +26,17 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import collectives
-from kenotron_dist.mesh import Axis
+from kenotron_dist.axis import Axis
+
+__all__ = [
+    "all_gather_from",
+    "all_to_all",
+    "copy_to",
+    "gather_from",
+    "reduce_from",
+    "reduce_scatter_to",
+    "scatter_to",
+]
 
 
 class _CopyTo(torch.autograd.Function):
@@ -122,7 +132,7 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """All parts along ``dim`` (n/t -> n), for a result that every rank uses alike."""
+    """All parts along ``dim`` (n/t -> n), for a result that every rank uses the same way."""
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
 
 
@@ -135,7 +145,7 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def all_gather_from(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """All rows (n/t -> n), for ranks that go on to compute different things with them."""
+    """All rows (n/t -> n), for ranks that then compute different things with them."""
     return x if axis.size == 1 else _AllGatherFrom.apply(x, axis, dim)
 
 

@@ -1,6 +1,6 @@
 """Slice arithmetic of placements: which global elements a local tensor holds, and who else does.
 
-Pure functions of (layout, mesh sizes, coordinates); no process, no group. A *box* is a rectangular
+Pure functions of a layout and a view of its grid; no process, no group. A *box* is a rectangular
 block of a logical tensor. Everything that sums, counts, stores or draws elements asks this file.
 """
 
@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from kenotron_dist.flat import Shape, flat_blocks
+from kenotron_dist.grid_view import GridView
 from kenotron_dist.placement import Chunk, Shard, TensorLayout
+
+__all__ = [
+    "Box",
+    "GradientSum",
+    "gather_into",
+    "gradient_sums",
+    "local_boxes",
+    "local_shape",
+    "norm_weight",
+    "replica_index",
+    "replicas",
+    "scatter",
+    "view_of",
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,7 @@ class _Run:
     parts: tuple[tuple[str, int], ...] = ()
 
 
-def local_shape(layout: TensorLayout, sizes: Mapping[str, int]) -> Shape:
+def local_shape(layout: TensorLayout, view: GridView) -> Shape:
     """Shape of the local tensor, padding included: the same on every rank.
 
     A ``FlatSlice`` is not applied: this is the tensor whose flattened elements it counts.
@@ -72,21 +86,19 @@ def local_shape(layout: TensorLayout, sizes: Mapping[str, int]) -> Shape:
     """
     shape = list(layout.shape)
     for shard in layout.shards:
-        ranks = sizes[shard.axis]
+        ranks = view.sizes[shard.axis]
         chunks = _chunks(shard, shape[shard.dim])
         shape[shard.dim] = sum(_piece(chunk, ranks, shard) for chunk in chunks)
     return tuple(shape)
 
 
-def local_boxes(
-    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> list[Box]:
-    """The blocks that the rank at ``coords`` holds, in the order of its local tensor.
+def local_boxes(layout: TensorLayout, view: GridView) -> list[Box]:
+    """The blocks that the rank of the view holds, in the order of its local tensor.
 
     Padding is in no block. With a ``FlatSlice`` only elements in its range are listed; ``local``
     still counts in the unsliced local tensor. Raises ValueError when a size does not divide.
     """
-    dims = [_runs(layout, dim, sizes, coords) for dim in range(len(layout.shape))]
+    dims = [_runs(layout, dim, view) for dim in range(len(layout.shape))]
     boxes = [
         Box(
             tuple(run.local for run in runs),
@@ -98,51 +110,45 @@ def local_boxes(
     ]
     if layout.flat is None:
         return boxes
-    return _within(boxes, layout, sizes)
+    return _within(boxes, layout, view)
 
 
-def replicas(layout: TensorLayout, sizes: Mapping[str, int], box: Box) -> int:
-    """How many ranks of the mesh hold the block (an element of it)."""
+def replicas(layout: TensorLayout, view: GridView, box: Box) -> int:
+    """How many ranks of the grid hold the block (an element of it)."""
     different = dict(box.parts)
     copies = math.prod(
-        size // different.get(axis, 1) for axis, size in sizes.items() if axis != "pp"
+        size // different.get(axis, 1) for axis, size in view.sizes.items() if axis != "pp"
     )
     return copies * len(layout.stages)
 
 
-def replica_index(
-    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int], box: Box
-) -> int:
-    """Which of the block's ``replicas`` the rank at ``coords`` is, from 0."""
+def replica_index(layout: TensorLayout, view: GridView, box: Box) -> int:
+    """Which of the block's ``replicas`` the rank of the view is, from 0."""
     different = dict(box.parts)
-    index = layout.stages.index(coords["pp"]) if "pp" in sizes else 0
-    for axis, size in sizes.items():
+    index = layout.stages.index(view.coords["pp"]) if "pp" in view.sizes else 0
+    for axis, size in view.sizes.items():
         if axis != "pp":
             copies = size // different.get(axis, 1)
-            index = index * copies + coords[axis] % copies
+            index = index * copies + view.coords[axis] % copies
     return index
 
 
-def norm_weight(
-    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int], box: Box
-) -> float:
+def norm_weight(layout: TensorLayout, view: GridView, box: Box) -> float:
     """1 on the first rank that holds the block, 0 on its other replicas.
 
-    Summed over the mesh every logical element counts once. A weight of 1/replicas would say the
+    Summed over the grid every logical element counts once. A weight of 1/replicas would give the
     same, but 1/3 is not exact and every replica would work.
     """
-    return float(replica_index(layout, sizes, coords, box) == 0)
+    return float(replica_index(layout, view, box) == 0)
 
 
-def gradient_sums(
-    layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> list[GradientSum]:
+def gradient_sums(layout: TensorLayout, view: GridView) -> list[GradientSum]:
     """The sums that make a local gradient whole, apart from those over data and over ties.
 
     To be done one after the other. All ranks list the same (axis, parts) in the same order, because
     all make the groups; only ``boxes`` differ, and are empty on a rank that holds mere padding.
     """
-    boxes = local_boxes(layout, sizes, coords)
+    boxes, sizes = local_boxes(layout, view), view.sizes
     found = {(axis, 1): list(boxes) for axis in layout.partial_axes if sizes[axis] > 1}
     for shard in layout.shards:
         for chunk in shard.chunks or ():
@@ -156,35 +162,27 @@ def gradient_sums(
     return [GradientSum(axis, parts, tuple(own)) for (axis, parts), own in found.items()]
 
 
-def scatter(
-    whole: Tensor, layout: TensorLayout, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> Tensor:
-    """The local tensor of the rank at ``coords``, cut from the whole; padding is zero."""
-    local = whole.new_zeros(local_shape(layout, sizes))
-    for box in local_boxes(layout, sizes, coords):
+def scatter(whole: Tensor, layout: TensorLayout, view: GridView) -> Tensor:
+    """The local tensor of the rank of the view, cut from the whole; padding is zero."""
+    local = whole.new_zeros(local_shape(layout, view))
+    for box in local_boxes(layout, view):
         box.of_local(local).copy_(box.of_global(whole))
     return local
 
 
-def gather_into(
-    whole: Tensor,
-    local: Tensor,
-    layout: TensorLayout,
-    sizes: Mapping[str, int],
-    coords: Mapping[str, int],
-) -> None:
+def gather_into(whole: Tensor, local: Tensor, layout: TensorLayout, view: GridView) -> None:
     """Write the blocks of one rank's local tensor to their places in the whole."""
-    for box in local_boxes(layout, sizes, coords):
+    for box in local_boxes(layout, view):
         box.of_global(whole).copy_(box.of_local(local))
 
 
-def _within(boxes: list[Box], layout: TensorLayout, sizes: Mapping[str, int]) -> list[Box]:
+def _within(boxes: list[Box], layout: TensorLayout, view: GridView) -> list[Box]:
     """The parts of ``boxes`` inside the layout's flat range."""
     flat = layout.flat
     assert flat is not None  # the caller looked
-    cut = tuple((axis, sizes[axis]) for axis in flat.axes if axis in sizes)
+    cut = tuple((axis, view.sizes[axis]) for axis in flat.axes if axis in view.sizes)
     found = []
-    for index, extent in flat_blocks(local_shape(layout, sizes), flat.start, flat.stop):
+    for index, extent in flat_blocks(local_shape(layout, view), flat.start, flat.stop):
         for box in boxes:
             low = tuple(map(max, index, box.local))
             ends = [
@@ -198,14 +196,13 @@ def _within(boxes: list[Box], layout: TensorLayout, sizes: Mapping[str, int]) ->
     return found
 
 
-def _runs(
-    layout: TensorLayout, dim: int, sizes: Mapping[str, int], coords: Mapping[str, int]
-) -> list[_Run]:
+def _runs(layout: TensorLayout, dim: int, view: GridView) -> list[_Run]:
     length = layout.shape[dim]
     runs = [_Run(0, 0, length)]
     for shard in layout.shards:
         if shard.dim == dim:
-            runs, length = _cut(runs, length, shard, sizes[shard.axis], coords[shard.axis])
+            ranks, rank = view.sizes[shard.axis], view.coords[shard.axis]
+            runs, length = _cut(runs, length, shard, ranks, rank)
     return runs
 
 
@@ -267,11 +264,11 @@ def _slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))
 
 
-def view_of(tensor: Tensor, layout: TensorLayout, sizes: Mapping[str, int], box: Box) -> Tensor:
+def view_of(tensor: Tensor, layout: TensorLayout, view: GridView, box: Box) -> Tensor:
     """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
     if layout.flat is None:
         return box.of_local(tensor)
-    shape = local_shape(layout, sizes)
+    shape = local_shape(layout, view)
     step = tensor.stride(0)
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     first = sum(i * stride for i, stride in zip(box.local, strides, strict=True))

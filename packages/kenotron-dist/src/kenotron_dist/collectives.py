@@ -15,13 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kenotron_dist.handle import Flight, Handle, start, start_exchange
-from kenotron_dist.mesh import Axis
+from kenotron_dist.axis import Axis
+from kenotron_dist.handle import Flight, Handle, settle, start, start_exchange
+from kenotron_dist.torch_names import all_gather_single, reduce_scatter_single
 from kenotron_dist.transfers import check_peer
-
-# torch 2.13 renamed these two; 2.11 has only the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SMALL = 16_384
@@ -219,9 +216,10 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0, async_op: bool = False) ->
 
 
 def barrier(axis: Axis) -> None:
-    """Return when every rank of the axis has called this."""
+    """Block this process, not only its device, until every rank of the axis has called this."""
     if axis.size > 1:
-        all_reduce(torch.zeros(1, device=control_device(axis)), axis)
+        all_reduce(torch.zeros(1, device=axis.control_device), axis)
+        settle(axis)
 
 
 def tree_sum(
@@ -258,7 +256,7 @@ def _add(a: Tensor, b: Tensor, kept: Tensor | None, wide: bool) -> Tensor:
 def no_view(x: Tensor, shape: Sequence[int]) -> Tensor:
     """``x`` in another shape, and no view for autograd: a layer's result may be changed in place.
 
-    Only for storage that nobody else has.
+    Only for storage that nothing else uses.
     """
     return torch.ops.aten._unsafe_view(x, shape)
 
@@ -290,10 +288,3 @@ def _counts(rows: int, axis: Axis, counts: Sequence[int] | None, what: str) -> l
             f"{axis.name} ranks"
         )
     return list(counts)
-
-
-def control_device(axis: Axis) -> torch.device:
-    """Where the axis' backend wants the tensors of a message that belongs to no device."""
-    if axis.backend == "gloo":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.accelerator.current_device_index())

@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from kenotron_dist.weight_products import Factors, taker_of
+
 Product = Callable[[], Tensor]
 """Computes one contribution to a parameter's gradient, in the parameter's shape and dtype."""
+_Put = tuple[nn.Parameter, Product, Factors | None]
 
 
 class WeightQueue:
@@ -23,11 +26,20 @@ class WeightQueue:
     """
 
     def __init__(self) -> None:
-        self._products: list[tuple[nn.Parameter, Product]] = []
+        self._products: list[_Put] = []
 
-    def push(self, parameter: nn.Parameter, product: Product) -> None:
-        """Put off one contribution to the gradient of ``parameter``, a leaf."""
-        self._products.append((parameter, product))
+    def push(
+        self, parameter: nn.Parameter, product: Product, factors: Factors | None = None
+    ) -> None:
+        """Put off one contribution to the gradient of ``parameter``, a leaf.
+
+        Args:
+            parameter: the leaf.
+            product: computes the contribution.
+            factors: what it is the product of; given, it goes to the parameter's taker, if there
+                is one (see ``weight_products``).
+        """
+        self._products.append((parameter, product, factors))
 
     def take(self) -> DeferredGradients:
         """Everything pushed since the last call."""
@@ -38,7 +50,7 @@ class WeightQueue:
 class DeferredGradients:
     """The products of one backward pass, to be computed once by ``run``."""
 
-    def __init__(self, products: list[tuple[nn.Parameter, Product]]) -> None:
+    def __init__(self, products: list[_Put]) -> None:
         self._products = products
 
     def __len__(self) -> int:
@@ -47,18 +59,26 @@ class DeferredGradients:
     def run(self) -> None:
         """Compute every gradient and deliver it by ``backward`` on its leaf, which fires hooks.
 
-        Products are freed as they are used; a second call does nothing.
+        A parameter's taker gets the factors instead, all of the backward pass at once. Products are
+        freed as they are used; a second call does nothing.
         """
         products, self._products = self._products, []
-        by_parameter: dict[int, list[tuple[nn.Parameter, Product]]] = {}
-        for parameter, product in products:
-            by_parameter.setdefault(id(parameter), []).append((parameter, product))
+        by_parameter: dict[int, list[_Put]] = {}
+        for put in products:
+            by_parameter.setdefault(id(put[0]), []).append(put)
         products.clear()
-        for pairs in by_parameter.values():
-            parameter = pairs[0][0]
+        for puts in by_parameter.values():
+            parameter = puts[0][0]
+            taker = taker_of(parameter)
+            factors = [pair for _, _, pair in puts if pair is not None]
+            if taker is not None and len(factors) == len(puts):
+                puts.clear()
+                taker(factors)
+                continue
+            factors.clear()
             total: Tensor | None = None
-            while pairs:
-                part = pairs.pop(0)[1]()
+            while puts:
+                part = puts.pop(0)[1]()
                 total = part if total is None else total.add_(part)
             assert total is not None  # a parameter is listed because it has a product
             parameter.backward(total)

@@ -1,34 +1,105 @@
-"""Which device a rank computes on, and the backend that goes with it."""
+"""The device of a rank, the backend that goes with it, and marks in the device's queue."""
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from kenotron_dist.fake_work import FAKE_NCCL, FakeMark
+
+
+class Mark(Protocol):
+    """A place in a queue of work."""
+
+    def is_completed(self) -> bool:
+        """Return whether everything queued before it is done."""
+        ...
+
+
+class _EventMark:
+    """An event on the current stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._event.record(torch.accelerator.current_stream(device))
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+
+def mark_queue(backend: str, device: torch.device) -> Mark:
+    """Return a mark at the present end of the queue of ``device``, on which ``backend`` runs.
+
+    A mark holds no tensor. Keeping a ``Work`` of NCCL instead would keep its outputs alive.
+    """
+    if backend == FAKE_NCCL:
+        return FakeMark()
+    return _EventMark(device)
+
+
+def bind_thread(device: torch.device) -> None:
+    """Make ``device`` the current one of this thread: new threads begin with device 0.
+
+    Any call to an accelerator's runtime would open a context of some 0.5 GB there.
+    """
+    if device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """Return the device with its number: other threads have another current one."""
+    if device.type in ("cpu", "meta") or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def default_device(backend: str) -> torch.device:
+    """Return the current accelerator under nccl, else the CPU."""
+    if backend == "nccl":
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None  # nccl exists only with one
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
 
 def choose_device(
-    device: str | None, backend: str | None, gpus: int, needed: int
+    device: str | None, backend: str | None, gpus: int, needed: int, problem: str = ""
 ) -> tuple[str, str]:
     """Device type and backend: cuda and nccl when there are GPUs enough, else cpu and gloo. Pure.
 
-    Arguments: what was asked for, or None; visible GPUs; GPUs that the local ranks need. Raises
+    Arguments: what was asked for, or None; visible GPUs; GPUs that the local ranks need; why there
+    is none (``gpu_problem``). Raises
     ValueError for an unknown name, a combination that cannot work, or too few GPUs.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device {device!r} is neither 'cpu' nor 'cuda'")
-    if backend not in (None, "gloo", "nccl"):
+    if backend not in (None, "gloo", "nccl", FAKE_NCCL):
         raise ValueError(f"backend {backend!r} is neither 'gloo' nor 'nccl'")
+    if backend == FAKE_NCCL and device != "cuda":
+        return "cpu", FAKE_NCCL
     if device == "cpu" and backend == "nccl":
         raise ValueError("backend 'nccl' needs device 'cuda': use 'gloo' on the cpu")
     wants_gpu = device == "cuda" or backend == "nccl"
     if wants_gpu and gpus < needed:
+        ranks = f"{needed} local ranks need as many GPUs" if needed > 1 else "a rank needs a GPU"
+        fewer = "start fewer processes on this host, or " if needed > 1 else ""
         raise ValueError(
-            f"{needed} local rank{'s' if needed > 1 else ''} need as many GPUs, but "
-            f"{gpus} can be seen: start fewer processes on this host, or choose device 'cpu'"
+            f"{ranks}, but {gpus} can be seen{problem and f' ({problem})'}: {fewer}choose device "
+            "'cpu'"
         )
     if wants_gpu or (device is None and backend is None and gpus >= needed):
         return "cuda", backend or "nccl"
     return "cpu", "gloo"
+
+
+def register_backend(backend: str) -> None:
+    """Make a backend of this package known to torch.distributed; others are known already."""
+    if backend == FAKE_NCCL:
+        from kenotron_dist.fake_nccl import register_fake_nccl
+
+        register_fake_nccl()
 
 
 def visible_gpus() -> int:
@@ -37,3 +108,19 @@ def visible_gpus() -> int:
     if accelerator is None or accelerator.type != "cuda" or not dist.is_nccl_available():
         return 0
     return torch.accelerator.device_count()
+
+
+def gpu_problem() -> str:
+    """Return why ranks can use no GPU here; empty where they can. Does not touch them."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != "cuda":
+        return f"torch {torch.__version__} is built without CUDA: install a build that has it"
+    seen = torch.accelerator.device_count()
+    if not seen:
+        return "torch sees none: look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+    if not dist.is_nccl_available():
+        return (
+            f"torch sees {seen}, but is built without NCCL, by which ranks communicate: install a "
+            "build that has it"
+        )
+    return ""

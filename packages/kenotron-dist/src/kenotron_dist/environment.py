@@ -38,6 +38,11 @@ class World:
     agent_store: bool = False
     """Whether the launcher hosts the store."""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are on this host."""
+        return self.local_world_size == self.world_size
+
 
 def resolve(environ: Mapping[str, str]) -> World:
     """The place of this process in the world; a world of one when no launcher speaks.
@@ -126,7 +131,7 @@ def _torchrun(env: _Variables) -> World:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not env.all.get(name):
                 what = f"are not enough: {name} is missing"
-                remedy = f"set {name} alike on all ranks, or start with torchrun"
+                remedy = f"set {name} to one value on all ranks, or start with torchrun"
                 env.fail(["RANK", "WORLD_SIZE"], what, remedy)
     return World(
         rank,
@@ -244,7 +249,7 @@ def _tasks_here(env: _Variables, tasks: str, size: int) -> int:
     else:
         name = env.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or "SLURM_NNODES"
         if env.number(name, 1) > 1:
-            what = "nodes, but nothing says how many tasks run on each"
+            what = "nodes, but no variable says how many tasks run on each"
             env.fail([name], what, "start srun with --ntasks-per-node")
         here = size
     env.below(("SLURM_LOCALID", name), env.number("SLURM_LOCALID"), here)

@@ -16,7 +16,10 @@ _NAME = b"gloo_tcp_loop"
 
 
 def gloo_threads() -> list[int]:
-    """Thread ids of gloo's threads in this process; none where there is no Linux."""
+    """Return the ids of gloo's threads in this process.
+
+    None are found where there is no Linux, or with torch 2.11, whose gloo gives them no name.
+    """
     found = []
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # threads come and go
@@ -29,8 +32,8 @@ def let_gloo_threads_wait() -> None:
     """Make this process's gloo threads batch threads (sched(7)): no wake-up takes another's core.
 
     Their share of the cores stays what it was: with a lower priority, or as idle threads, they
-    starve beside other programs. No-op where the system has no such policy or forbids it, and for
-    threads whose policy somebody chose.
+    starve next to other programs. No-op where the system has no such policy or forbids it, for
+    threads whose policy was set before, and for those that ``gloo_threads`` cannot find.
     """
     for thread in gloo_threads():
         with contextlib.suppress(OSError):

@@ -11,10 +11,20 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from kenotron_dist.axis import Axis
 from kenotron_dist.boxes import gradient_sums, local_boxes, norm_weight
 from kenotron_dist.collectives import all_reduce
-from kenotron_dist.mesh import Axis, Mesh
+from kenotron_dist.mesh import Mesh
 from kenotron_dist.placement import TensorLayout, Tie, parameter_layouts
+
+__all__ = [
+    "clip_gradients",
+    "coefficient_of",
+    "scale_by",
+    "scale_to_norm",
+    "sum_gradients",
+    "sum_views",
+]
 
 
 def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
@@ -30,7 +40,7 @@ def sum_gradients(module: nn.Module, mesh: Mesh) -> None:
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
             continue
-        for each in gradient_sums(layouts[name], mesh.sizes, mesh.coords):
+        for each in gradient_sums(layouts[name], mesh.view(layouts[name])):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             views = [box.of_local(parameter.grad) for box in each.boxes]
@@ -63,11 +73,12 @@ def clip_gradients(
             "the gradients of their owners"
         )
     grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    views = {name: mesh.view(layouts[name]) for name in grads}
     norms = [
         torch.linalg.vector_norm(box.of_local(grad), norm_type, dtype=torch.float64)
         for name, grad in grads.items()
-        for box in local_boxes(layouts[name], mesh.sizes, mesh.coords)
-        if box.numel and norm_weight(layouts[name], mesh.sizes, mesh.coords, box)
+        for box in local_boxes(layouts[name], views[name])
+        if box.numel and norm_weight(layouts[name], views[name], box)
     ]
     own = torch.stack([torch.zeros((), dtype=torch.float64, device=mesh.device), *norms])
     if largest:
@@ -83,17 +94,27 @@ def scale_to_norm(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> T
 
     It is ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
     """
-    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    coefficient = coefficient_of(norm, max_norm)
+    scale_by(tensors, coefficient)
+    return coefficient
+
+
+def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def scale_by(tensors: Iterable[Tensor], coefficient: Tensor) -> None:
+    """Multiply tensors in place by a scalar tensor."""
     scaled = list(tensors)
-    on_host = coefficient.device.type == "cpu"  # where looking at a number makes nobody wait
+    on_host = coefficient.device.type == "cpu"  # reading a CPU scalar waits for nothing
     if scaled and not (on_host and coefficient == 1.0):
         torch._foreach_mul_(scaled, coefficient.float())
-    return coefficient
 
 
 def _layouts(module: nn.Module, mesh: Mesh) -> dict[str, TensorLayout]:
     """Layouts of what this rank's stage holds."""
-    return parameter_layouts(module, mesh.sizes, lambda name: mesh.coords["pp"])
+    return parameter_layouts(module, mesh.axis_sizes, lambda name: mesh.coords["pp"])
 
 
 def sum_views(views: Sequence[Tensor], axis: Axis) -> None:

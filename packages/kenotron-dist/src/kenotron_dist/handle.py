@@ -1,7 +1,9 @@
-"""A communication under way: started, waited for, and noted for whoever must explain a stall."""
+"""A communication under way: started, waited for, and recorded to explain a hang."""
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -9,14 +11,16 @@ from typing import Any, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from kenotron_dist.mesh import Axis
-from kenotron_dist.pulse import Job, Ticket
+from kenotron_dist.axis import Axis
+from kenotron_dist.device import Mark
+from kenotron_dist.pulse import Ticket
 from kenotron_dist.wire import of_exchange, of_verb
 
+_POLL_SECONDS = 0.0005
 _LAPS = 1 << 20  # tags of exchanges go round; those of transfers lie below them
 
 
-class Work(Job, Protocol):
+class Work(Mark, Protocol):
     """The part of ``torch.distributed.Work`` that is used."""
 
     def wait(self) -> object:
@@ -58,8 +62,27 @@ class Flight(NamedTuple):
             return
         pulse.wait(self.ticket, work.wait)
         pulse.flying.discard(work)
-        if self.axis.backend == "nccl":
-            pulse.queued(self.ticket, work)
+        if self.axis.on_device:
+            pulse.queued(self.ticket, self.axis.mark)
+
+
+def settle(axis: Axis) -> None:
+    """Block this process until its device has done what is queued; no-op on gloo.
+
+    The watchdog sees the last communication while it blocks.
+    """
+    if not axis.on_device:
+        return
+    mark, pulse = axis.mark(), axis.pulse
+    if pulse is None or pulse.last is None:
+        _poll(mark)
+    else:
+        pulse.wait(pulse.last, partial(_poll, mark))
+
+
+def _poll(mark: Mark) -> None:
+    while not mark.is_completed():
+        time.sleep(_POLL_SECONDS)
 
 
 class Handle:
@@ -115,16 +138,16 @@ class Handle:
 def start(
     axis: Axis,
     operation: str,
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     verb: Callable[..., dist.Work | None],
     *args: Any,
     how: object = None,
 ) -> Flight:
     """Take a ticket and call torch's ``verb`` on the axis with ``args``.
 
-    ``x`` is the caller's tensor and ``how`` what must be the same on all ranks beside it (an op, a
-    source): recorders are told. The call may block too: for a device's first communicator, or for
-    the checks of ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
+    ``x`` is what the caller gave, one tensor or several, and ``how`` what else must be the same on
+    all ranks (an op, a source): listeners are called. The call may block too, for the checks of
+    ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
     pulse = axis.pulse
     if pulse is None:
@@ -132,7 +155,7 @@ def start(
     ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     call: Callable[[], Work | None] = partial(verb, *args, group=axis.group, async_op=True)
     if pulse.listeners:
-        call = pulse.told(of_verb(axis, ticket, x, how, verb, args), call)
+        call = pulse.announced(of_verb(axis, ticket, x, how, verb, args), call)
     return Flight(axis, ticket, pulse.wait(ticket, call))
 
 
@@ -159,7 +182,7 @@ def start_exchange(
     ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     call: Callable[[], Work] = partial(_exchange, full, axis, axis.tag + ticket.number % _LAPS)
     if pulse.listeners:
-        call = pulse.told(of_exchange(axis, ticket, x, how, sent, received), call)
+        call = pulse.announced(of_exchange(axis, ticket, x, how, sent, received), call)
     work = pulse.wait(ticket, call)
     pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)
@@ -170,11 +193,18 @@ def _exchange(
 ) -> _Together:
     group, places = axis.group, axis.places
     assert group is not None  # there is another rank
-    if axis.backend == "nccl" and calls:  # apart, two ranks that both send first never meet
-        pairs = [dist.P2POp(verb, x, axis.ranks[i], group) for verb, x, i in calls]
-        return _Together(dist.batch_isend_irecv(pairs))
     works = []
-    for verb, x, i in calls:
-        start = group.send if verb is dist.isend else group.recv
-        works.append(start([x], places[i], tag))
-    return _Together(works)
+    # In a batch where devices wait: apart, two ranks that both send first never meet.
+    batch = calls[0][1].device if axis.on_device and calls else None
+    if batch is not None:
+        group._start_coalescing(batch)
+    try:
+        for verb, x, i in calls:
+            start = group.send if verb is dist.isend else group.recv
+            works.append(start([x], places[i], tag))
+    except BaseException:
+        if batch is not None:  # an open batch would swallow what this thread calls on other groups
+            with contextlib.suppress(RuntimeError):
+                group._end_coalescing(batch)
+        raise
+    return _Together(works if batch is None else [group._end_coalescing(batch)])

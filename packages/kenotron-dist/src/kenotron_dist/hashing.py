@@ -8,7 +8,7 @@ import hashlib
 def key(*parts: int | str, bits: int = 128) -> int:
     """A number below ``2**bits`` (at most 256) from ``parts``, the same on every machine.
 
-    Parts are told apart by type and length: ``("a", "b")`` and ``("ab",)`` differ, as do 1 and
+    Parts differ by type and length: ``("a", "b")`` and ``("ab",)`` differ, as do 1 and
     "1".
     """
     digest = hashlib.sha256()

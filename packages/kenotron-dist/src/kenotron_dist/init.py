@@ -2,7 +2,7 @@
 
 A logical tensor is drawn in tiles of 256 x 256, each from a generator keyed by (seed, name, tile):
 a rank draws only the tiles that touch its blocks, and every layout cuts the same whole tensor.
-Values are drawn in fp32 on the CPU and cast last, so CPU and GPU runs begin alike.
+Values are drawn in fp32 on the CPU and cast last, so CPU and GPU runs begin with the same weights.
 
 The generator is numpy's Philox, not torch's: torch's CPU generator uses 32 bits of its seed, and a
 model of a million tiles would repeat some of them.
@@ -20,8 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_dist.boxes import Box, Shape, local_boxes
+from kenotron_dist.grid_view import GridView, ViewOf
 from kenotron_dist.hashing import key
 from kenotron_dist.placement import TensorLayout, named_parameters, tie_storages
+
+__all__ = [
+    "Constant",
+    "Initializer",
+    "Normal",
+    "fill_",
+    "initialize",
+    "normal_block",
+]
 
 TILE = 256
 
@@ -41,23 +51,23 @@ class Constant:
 
 
 Initializer = Normal | Constant
+"""A rule for the first values of one parameter."""
 
 
 def initialize(
     module: nn.Module,
     layouts: Mapping[str, TensorLayout],
-    sizes: Mapping[str, int],
-    coords: Mapping[str, int],
+    view_of: ViewOf,
     *,
     seed: int,
-    initializer: Callable[[str], Initializer],
+    initializer: Callable[[TensorLayout], Initializer],
 ) -> None:
     """Fill every parameter of ``module`` (this rank's part of a model) exactly once.
 
-    Arguments: the module, off meta; layouts of the whole model by parameter name; mesh sizes and
-    this rank's coordinates; the seed; ``initializer(name)`` for a parameter's name (a tied tensor
-    asks for the name that sorts first). No communication. Raises ValueError for a parameter that
-    has no layout or is still on meta.
+    Arguments: the module, off meta; layouts of the whole model by parameter name; the view of a
+    layout's grid (``mesh.view``); the seed; ``initializer(layout)``, which chooses by the role and
+    the shape of a logical tensor. No communication. Raises ValueError for a parameter that has no
+    layout or is still on meta.
     """
     tie_storages(module)
     filled: set[str] = set()
@@ -70,22 +80,15 @@ def initialize(
         if layout.name in filled:
             continue
         filled.add(layout.name)
-        how = initializer(layout.owners[0] if layout.owners else path)
-        fill_(parameter.data, layout, sizes, coords, how, seed=seed)
+        fill_(parameter.data, layout, view_of(layout), initializer(layout), seed=seed)
 
 
 def fill_(
-    local: Tensor,
-    layout: TensorLayout,
-    sizes: Mapping[str, int],
-    coords: Mapping[str, int],
-    how: Initializer,
-    *,
-    seed: int,
+    local: Tensor, layout: TensorLayout, view: GridView, how: Initializer, *, seed: int
 ) -> None:
     """Overwrite a local tensor with its blocks of the logical tensor; padding becomes zero."""
     local.zero_()
-    for box in local_boxes(layout, sizes, coords):
+    for box in local_boxes(layout, view):
         if isinstance(how, Constant):
             box.of_local(local).fill_(how.value)
         else:

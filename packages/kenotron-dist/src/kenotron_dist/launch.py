@@ -12,32 +12,50 @@ with ``from_env()`` and ends, whatever happened, with ``shutdown()``::
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from kenotron_dist.device import choose_device, visible_gpus
+from kenotron_dist.cores import usable_cores
+from kenotron_dist.cuda_variables import deterministic_variables, missing_variables
+from kenotron_dist.device import choose_device, gpu_problem, register_backend, visible_gpus
 from kenotron_dist.environment import World, resolve
-from kenotron_dist.leave import leave
+from kenotron_dist.fake_work import FAKE_NCCL
+from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
+from kenotron_dist.launch_store import check_backend, open_store
 from kenotron_dist.meeting import SILENT, Meeting, leave_late
 
-DEBUG, COLLECTIVES = "KENOTRON_DEBUG", "collectives"
-"""The variable that asks for checks of a program, and its word for comparing ranks."""
-ENDED = "kenotron-ended"
-"""Prefix in the store of the ranks that have finished, told where ranks are compared."""
-_FAREWELL_SECONDS = 10.0
-"""How long a rank that is done waits for the others to be done too."""
+__all__ = [
+    "COLLECTIVES",
+    "compute_capability",
+    "debugging",
+    "from_env",
+    "launcher",
+    "local_ranks",
+    "restarts",
+    "tell_launcher",
+    "threads_of_rank",
+]
+
+DEBUG = "KENOTRON_DEBUG"
+"""The variable that asks for checks of a program. Its word ``fake_nccl`` gives ranks on the CPU
+NCCL's semantics (module ``fake_nccl``)."""
+COLLECTIVES = "collectives"
+"""The word of ``KENOTRON_DEBUG`` that compares the calls of ranks."""
+_KEY = "KENOTRON_MESSAGE_KEY"
+"""The variable in which a rank keeps what signs its messages; ``from_env`` and ``spawn`` set it."""
+
+MOST_THREADS = 4096
+"""The most threads of a rank that may be asked for."""
 
 
 def from_env(
@@ -47,6 +65,8 @@ def from_env(
     backend: str | None = None,
     timeout: timedelta = timedelta(minutes=10),
     meet: timedelta | None = None,
+    deterministic: bool = False,
+    secret_file: Path | None = None,
 ) -> World:
     """Join the world that the launcher describes: afterwards ``Mesh.connect`` works. Collective.
 
@@ -54,7 +74,13 @@ def from_env(
     ``cuda`` when there is a GPU for every local rank); ``gloo`` or ``nccl`` (default: nccl on
     cuda); how long to wait for the other ranks here, and later in an operation; another time for
     here, after which the ranks that are missing are named and this process ends with code
-    ``STALLED``. Without a launcher the world is this process alone.
+    ``STALLED``; whether cuBLAS must give the same bits every time; a file that all ranks share,
+    through which they get a secret where ``KENOTRON_JOB_SECRET`` is not set. Without a launcher
+    the world is this process alone.
+
+    Messages between ranks are signed with the secret of the job. Where all ranks are on this host,
+    they listen on the loopback interface only. On several hosts rank 0 issues a RuntimeWarning when
+    the job has no secret.
 
     The store is this function's own, under a prefix of the restart count, so ``torchrun
     --max-restarts`` works. Elastic scale-up does not raise the count: it needs
@@ -68,15 +94,22 @@ def from_env(
         raise ValueError("from_env: this process has a process group already: call it once")
     environ = os.environ if environ is None else environ
     world = resolve(environ)
+    set_cuda_variables(deterministic)
     gpus = visible_gpus()
     bound = world.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in environ and gpus > 0
     needed = 1 if bound else world.local_world_size
-    place, backend = choose_device(device, backend, gpus, needed)
+    place, backend = choose_device(
+        device, backend or debug_backend(debugging(environ)), gpus, needed, gpu_problem()
+    )
     if place == "cuda":
         torch.accelerator.set_device_index(0 if bound else world.local_rank)
     with _answering(world, meet):
-        store = _store(world, meet or timeout, timeout)
-        _check_backend(world, store, backend, gpus)
+        store = open_store(world, meet or timeout, timeout)
+        _share_secret(world, store, check_secret(environ.get(SECRET, "")), secret_file)
+        check_backend(world, store, backend, gpus)
+    if world.is_local:
+        _listen_locally()
+    register_backend(backend)
     with meeting("world", store, world, meet):
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
@@ -89,12 +122,12 @@ def meeting(
 ) -> AbstractContextManager[object]:
     """Around what connects the ranks of a launched world: who is missing is named after ``limit``.
 
-    The launcher is told, too. Without a limit, or alone, nothing is watched.
+    The launcher is informed, too. Without a limit, or alone, nothing is watched.
     """
     if limit is None or world.world_size == 1:
         return contextlib.nullcontext()
 
-    return Meeting(name, store, world.rank, world.world_size, limit, _give_up)
+    return Meeting(name, store, world.rank, world.world_size, limit, _give_up, signing_key())
 
 
 def _give_up(text: str) -> None:
@@ -108,7 +141,7 @@ def _answering(world: World, limit: timedelta | None) -> Iterator[None]:
     if limit is None:
         yield
         return
-    seconds = limit.total_seconds() + 1  # the store's own timeouts come first, and say more
+    seconds = limit.total_seconds() + 1  # the store's own timeouts come first, with more detail
     where = f"{world.master_address}, port {world.master_port}"
     text = f"rank {world.rank} has waited {seconds:g} s for the store at {where}: {SILENT}"
     timer = threading.Timer(seconds, _give_up, [text])
@@ -137,6 +170,23 @@ def local_ranks(world_size: int) -> int:
     return world_size if world.launcher == "none" else world.local_world_size
 
 
+def threads_of_rank(ranks: int, environ: Mapping[str, str] | None = None) -> int:
+    """Threads with which each of the host's ``ranks`` computes on the CPU.
+
+    ``OMP_NUM_THREADS``, else an equal share of the cores, at least one. Raises ValueError for a
+    variable that is no number from 1 to ``MOST_THREADS``.
+    """
+    given = (os.environ if environ is None else environ).get("OMP_NUM_THREADS", "")
+    if not given:
+        return max(1, usable_cores() // ranks)
+    first = given.partition(",")[0].strip()  # more are for nested regions
+    if not first.isdecimal() or not 1 <= int(first[:20]) <= MOST_THREADS:
+        raise ValueError(
+            f"OMP_NUM_THREADS={given}: give a number from 1 to {MOST_THREADS}, or unset it"
+        )
+    return int(first)
+
+
 def restarts() -> int:
     """How often the launcher has started this program again; 0 at the first start.
 
@@ -146,23 +196,59 @@ def restarts() -> int:
 
 
 def debugging(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """What ``KENOTRON_DEBUG`` asks for: words with commas between; ``collectives`` is the only one.
+    """What ``KENOTRON_DEBUG`` asks for, ``collectives`` or ``fake_nccl``, with commas between.
 
     Raises ValueError for another word.
     """
     text = (os.environ if environ is None else environ).get(DEBUG, "")
     words = frozenset(filter(None, (word.strip() for word in text.split(","))))
-    if words - {COLLECTIVES}:
+    unknown = words - {COLLECTIVES, FAKE_NCCL}
+    if unknown:
         raise ValueError(
-            f"{DEBUG}={text}: {min(words - {COLLECTIVES})!r} is not known: set it to "
-            f"{COLLECTIVES}, or unset it"
+            f"{DEBUG}={text}: {min(unknown)!r} is not known: set it to {COLLECTIVES} or "
+            f"{FAKE_NCCL}, or unset it"
         )
     return words
 
 
-def debug_as(words: frozenset[str]) -> None:
-    """Let this process debug what its parent does, whatever the environment it came from."""
-    os.environ[DEBUG] = ",".join(sorted(words))
+def debug_backend(words: frozenset[str]) -> str | None:
+    """Return the backend that ``KENOTRON_DEBUG`` asks for."""
+    return FAKE_NCCL if FAKE_NCCL in words else None
+
+
+def _share_secret(world: World, store: dist.Store, secret: str, file: Path | None) -> None:
+    """Agree on the secret of the job, and keep what signs the messages of this start."""
+    os.environ.pop(_KEY, None)
+    if world.world_size > 1:
+        file = None if secret else file
+        secret = secret or (read_secret(file) if file is not None else "")
+        agree(world, store, secret, file)
+        if secret:
+            os.environ[_KEY] = derive(secret, f"messages {world.restart_count}")
+
+
+def inherit(debug: frozenset[str], key: str) -> None:
+    """Prepare a local rank, whatever environment it came from.
+
+    Args:
+        debug: what its parent debugs.
+        key: what signs its messages.
+    """
+    os.environ |= {DEBUG: ",".join(sorted(debug)), _KEY: key}
+    _listen_locally()
+
+
+def signing_key() -> bytes:
+    """Return what signs messages between ranks; empty where the job has no secret."""
+    return os.environ.get(_KEY, "").encode()
+
+
+def _listen_locally() -> None:
+    """Let gloo and NCCL listen on the loopback interface, unless the user names another one."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in {"lo", "lo0"} & names:
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, loopback)
 
 
 def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
@@ -177,111 +263,17 @@ def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
             json.dump({"message": {"message": text, "extraInfo": when}}, file)
 
 
-def shutdown(code: int = 0) -> NoReturn:
-    """Leave the world and end this process with ``code``: the one way out for every program.
+def set_cuda_variables(deterministic: bool = False) -> None:
+    """Set what CUDA and cuBLAS shall find in this process's environment, before CUDA starts.
 
-    In a ``finally`` it sees the exception that is on its way: it writes the traceback, and a code
-    of 0 becomes 1 (or that of a SystemExit).
+    Args:
+        deterministic: whether cuBLAS must give the same bits every time.
 
-    A rank that succeeded first waits up to 10 seconds until all are done, for the last messages
-    and the store must outlive their readers. The process then ends without Python's finalisation,
-    in which gloo aborts: close files and trackers before; ``atexit`` functions do not run. A
-    process that joined no world (it spawned its ranks) ends by SystemExit, the usual way.
+    Raises:
+        ValueError: the environment contradicts ``deterministic``.
     """
-    code = code or _code_of(sys.exc_info()[1])
-    if not (dist.is_available() and dist.is_initialized()):
-        raise SystemExit(code)  # no backend thread to fear, and finalisers clean up
-    if code == 0 and dist.get_world_size() > 1:
-        _farewell(dist.get_world_size())
-    with contextlib.suppress(RuntimeError):  # a group that has failed
-        dist.destroy_process_group()
-    gc.collect()
-    leave(code)
-
-
-def _code_of(error: BaseException | None) -> int:
-    """The exit code that Python would give; a traceback is written as Python would."""
-    if error is None or (isinstance(error, SystemExit) and error.code is None):
-        return 0
-    if isinstance(error, SystemExit) and isinstance(error.code, int):
-        return error.code
-    if isinstance(error, SystemExit):
-        sys.stderr.write(f"{error.code}\n")
-    else:
-        sys.excepthook(type(error), error, error.__traceback__)
-    return 1
-
-
-def _farewell(size: int) -> None:
-    end = time.monotonic() + _FAREWELL_SECONDS
-    with contextlib.suppress(RuntimeError):  # its host is gone: then all are done
-        store = dist.distributed_c10d._get_default_store()
-        if debugging():
-            store.set(f"{ENDED}/{dist.get_rank()}", "")
-        done = store.add("kenotron-farewell", 1)
-        while done < size and time.monotonic() < end:
-            time.sleep(0.02)
-            done = store.add("kenotron-farewell", 0)
-
-
-def _store(world: World, meet: timedelta, timeout: timedelta) -> dist.Store:
-    if world.world_size == 1:
-        return dist.HashStore()
-    tcp = _tcp_store(world, meet)
-    tcp.set_timeout(timeout)
-    store = dist.PrefixStore(f"kenotron/{world.restart_count}", tcp)
-    _check_owner(world, store)
-    size = store.compare_set("world-size", "", str(world.world_size)).decode()
-    if size != str(world.world_size):
-        raise ValueError(
-            f"rank {world.rank} was started in a world of {world.world_size} ranks, another one "
-            f"in a world of {size}: start all of them with the same number"
-        )
-    return store
-
-
-def _tcp_store(world: World, timeout: timedelta) -> dist.TCPStore:
-    address, port = world.master_address, world.master_port
-    hosts = world.rank == 0 and not world.agent_store
-    try:
-        return dist.TCPStore(
-            address, port, is_master=hosts, timeout=timeout, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        if hosts and "EADDRINUSE" in str(error):
-            raise ConnectionError(
-                f"rank 0 cannot open port {port}, which is in use on {address}: set MASTER_PORT "
-                "to a free port, the same on all ranks"
-            ) from error
-        raise ConnectionError(
-            f"rank {world.rank} cannot reach the store at {address}, port {port}, within "
-            f"{timeout.total_seconds():g} s: see that rank 0 runs there and that MASTER_ADDR and "
-            "MASTER_PORT are the same on all ranks and open between the hosts"
-        ) from error
-
-
-def _check_backend(world: World, store: dist.Store, backend: str, gpus: int) -> None:
-    """Refuse ranks that would talk past one another: a host with too few GPUs chose the CPU."""
-    own = f"{backend}, chosen on {socket.gethostname()} with {gpus} GPUs"
-    own += f" for {world.local_world_size} ranks"
-    first = store.compare_set("backend", "", own).decode()
-    if first.partition(",")[0] != backend:
-        raise ValueError(
-            f"rank {world.rank} would talk over {own}, and another rank over {first}: each rank of "
-            "each host needs a GPU, or none may see any (CUDA_VISIBLE_DEVICES=)"
-        )
-
-
-def _check_owner(world: World, store: dist.Store) -> None:
-    """Every rank signs; a rank signed by another process is a stale store or a double rank."""
-    me = f"process {os.getpid()} on {socket.gethostname()}"
-    owner = store.compare_set(f"owner/{world.rank}", "", me).decode()
-    if owner != me:
-        raise ValueError(
-            f"rank {world.rank} is taken by {owner}, and {me} claims it too: two processes were "
-            "given one rank, or torchrun changed the number of ranks without a restart count "
-            "(set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before it starts)"
-        )
+    more = deterministic_variables(os.environ) if deterministic else {}
+    os.environ |= missing_variables(os.environ) | more
 
 
 def pretend_host(rank: int) -> None:
@@ -291,3 +283,8 @@ def pretend_host(rank: int) -> None:
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_IB_DISABLE": "1",
     }
+
+
+def compute_capability() -> tuple[int, int]:
+    """Return the compute capability of this process's GPU, such as (9, 0)."""
+    return torch.cuda.get_device_capability()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from kenotron_dist.leave import STALLED, leave
 from kenotron_dist.ranks import listed
+from kenotron_dist.signed_store import MessageRefused, SignedStore, own_connection
 
 _LONGEST_PAUSE = 1.0
 """Seconds between two looks at the store."""
@@ -39,17 +39,17 @@ _SHOWN = 8
 
 def leave_late(text: str) -> None:
     """Write why ranks did not meet to stderr, and end this process with code ``STALLED``."""
-    sys.stderr.write(f"error: {text}\n")
-    leave(STALLED)
+    leave(STALLED, f"error: {text}")
 
 
 class Meeting:
-    """Around what connects all ranks: a context manager, used alike on every rank.
+    """Around what connects all ranks: a context manager, used on every rank.
 
-    Arguments: what tells this meeting from others of the same ranks; a store that all ranks share
-    (a clone is used; a FileStore must be of a file that nobody else waits at); this rank, and how
-    many there are; how long all of it may take; what is done with the sentence that says who is
-    missing, called in a thread of its own: nothing interrupts a rank that waits to be connected.
+    Arguments: the name of this meeting, unique among those of the same ranks; a store
+    that all ranks share (a clone is used; a FileStore needs a file of its own); this rank, and how
+    many there are; how long all of it may take; what is done with the message that names who is
+    missing, called in a thread of its own: nothing interrupts a rank that waits to be connected;
+    what signs messages (``launch.signing_key``).
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Meeting:
         size: int,
         limit: timedelta,
         on_late: Callable[[str], None] = leave_late,
+        key: bytes = b"",
     ) -> None:
-        clone = getattr(store, "clone", lambda: store)  # torch's stubs do not know it
         self._silence = _LOCKED if isinstance(store, dist.FileStore) else SILENT
-        self._store = dist.PrefixStore(f"kenotron-meeting/{name}", clone())
+        self._shared, self._prefix, self._key = store, f"kenotron-meeting/{name}", key
         self._rank, self._size, self._on_late = rank, size, on_late
         self._limit, self._began = limit.total_seconds(), time.monotonic()
         self._pause = min(self._limit / 4, _LONGEST_PAUSE)
@@ -101,6 +101,7 @@ class Meeting:
         """All that is said to the store: one whose host is stopped blocks its callers."""
         answered = False
         try:
+            self._store = SignedStore(own_connection(self._shared), self._prefix, self._key)
             me = f"process {os.getpid()} on {socket.gethostname()}"
             self._store.set(f"come/{self._rank}", me)
             self._came.set()
@@ -118,7 +119,8 @@ class Meeting:
             self._store.set(f"joined/{self._rank}", "1")
         except RuntimeError as error:  # every store's failure, its timeouts included
             said = str(error).partition("\n")[0]
-            self._found = self._found or f"the store that they meet at is gone ({said})"
+            gone = f"the store that they meet at is gone ({said})"
+            self._found = self._found or (said if isinstance(error, MessageRefused) else gone)
             self._over.set()
 
     def _time(self) -> None:

@@ -5,90 +5,41 @@ Only ``Mesh.connect`` and the methods that say so create groups; ``grid`` has th
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from kenotron_dist.comparer import Comparer
+from kenotron_dist.axis import Axis
+from kenotron_dist.device import default_device, indexed
+from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
-from kenotron_dist.grid import AXES, MeshConfig, coords_of, line_through
-from kenotron_dist.groups import make_group
-from kenotron_dist.launch import debugging
+from kenotron_dist.grid import (
+    AXES,
+    EXPERT_AXES,
+    MeshConfig,
+    check_sizes,
+    coords_of,
+    grid_of,
+    line_through,
+    ring_phases,
+)
+from kenotron_dist.grid_view import GridView, views_of
+from kenotron_dist.groups import make_group, refuse_bound_device, touch
+from kenotron_dist.launch import COLLECTIVES, debugging
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.pulse import Pulse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-@dataclass(frozen=True, eq=False)
-class Axis:
-    """A line of ranks as one of its members sees it. Equal only to itself; copies as itself."""
-
-    name: str
-    """``tp``, or ``dp_cp`` for a combined view."""
-    rank: int
-    """Index of this process along the axis."""
-    ranks: tuple[int, ...]
-    """Global ranks along the axis, in axis order."""
-    group: dist.ProcessGroup | None = None
-    """None when the axis has one rank: nothing is ever communicated."""
-    backend: str = "gloo"
-    """``gloo`` or ``nccl``: decides how sums are computed."""
-    pulse: Pulse | None = None
-    """Where communications are noted for the watchdog."""
-
-    @cached_property
-    def size(self) -> int:
-        """Number of ranks along the axis."""
-        return len(self.ranks)
-
-    @cached_property
-    def tag(self) -> int:
-        """First tag of this line's exchanges: axes over the same ranks do not mix theirs up."""
-        return (1 + zlib.crc32(self.channel.encode()) % 60) << 24
-
-    @cached_property
-    def channel(self) -> str:
-        """A short text that is the same on all ranks of this line and differs between lines."""
-        ranks = ",".join(map(str, self.ranks))
-        if len(self.ranks) > 16:
-            ranks = f"{self.ranks[0]}..{self.ranks[-1]}/{zlib.crc32(ranks.encode()):08x}"
-        return f"{self.name}:{ranks}"
-
-    @cached_property
-    def places(self) -> tuple[int, ...]:
-        """Ranks within the group, in axis order: what the group's own methods take."""
-        group = self.group
-        return tuple(0 if group is None else dist.get_group_rank(group, r) for r in self.ranks)
-
-    @classmethod
-    def solo(cls, name: str, rank: int = 0) -> Axis:
-        """An axis of one rank, which needs no process group."""
-        return cls(name, 0, (rank,))
-
-    def __copy__(self) -> Axis:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
-        return self  # a process group cannot be copied, and a layer's copy talks to the same peers
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None:
-            raise TypeError(
-                f"axis {self.name} of {self.size} ranks cannot be pickled, it holds a process "
-                "group: save a module's state_dict() instead of the module"
-            )
-        return dict(self.__dict__)
-
-
 class Mesh:
     """A grid of ``pp * dp * cp * tp`` ranks; ``mesh["tp"]`` is this rank's line along tp.
+
+    Over the ranks of each stage there is a second grid, edp x ep x etp, for experts.
 
     Groups are made once, in one global order, each rank creating only its own: the cost does not
     grow with the world. Views with equal rank sets share one group.
@@ -101,17 +52,25 @@ class Mesh:
         device: torch.device,
         backend: str = "gloo",
         timeout: timedelta | None = None,
+        *,
+        batch_threads: bool = False,
     ) -> None:
         self.config = config
         self.sizes = config.sizes
+        """Ranks along the axes of the dense grid, whose product is the world."""
+        self.axis_sizes = config.axis_sizes
+        """Ranks along the axes of both grids."""
         self.rank = rank
         self.coords = coords_of(self.sizes, rank)
-        self.device = device
+        self._axis_coords = self.coords | coords_of(config.expert_sizes, rank)
+        self._view_of = views_of(config, rank)
+        self.device = indexed(device)
         self.backend = backend
         self.pulse = Pulse()
-        self._timeout = timeout
+        self._timeout, self._batch_threads = timeout, batch_threads
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._pairs: dict[str, dict[tuple[int, int], Axis]] = {}
 
     @classmethod
     def connect(
@@ -121,55 +80,83 @@ class Mesh:
         cp: int = 1,
         tp: int = 1,
         *,
+        ep: int = 1,
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
+        batch_threads: bool = False,
     ) -> Mesh:
         """Create this rank's process groups. Collective over the world.
 
-        Arguments: ranks along each axis; the device that holds this rank's tensors (default: the
-        current accelerator under nccl, else cpu); the timeout of the groups' operations (default:
-        that of the world). A mesh of one rank needs no initialised process group. With
-        ``KENOTRON_DEBUG=collectives`` its ranks are compared (``compare_collectives``).
+        Arguments: ranks along each axis; into how many parts the ranks of a pipeline stage divide
+        the experts (``ep``, a divisor of dp * cp * tp); the device that holds this rank's tensors
+        (default: the current accelerator under nccl, else cpu); the timeout of the groups'
+        operations (default: that of the world); whether gloo's threads become batch threads
+        whenever this mesh makes a group (``let_gloo_threads_wait``), as in ``spawn`` and ``start``.
+        A mesh of one rank needs no initialised process
+        group. With ``KENOTRON_DEBUG=collectives`` its ranks are compared (``compare_collectives``).
 
-        Raises ValueError when an axis is not positive, when the product is not the world size, or
-        for a ``KENOTRON_DEBUG`` that asks for something else.
+        Every group's communicator is made here, in one order on all ranks, where the backend would
+        make it at the first use.
+
+        Raises ValueError when an axis is not positive, when the product is not the world size or ep
+        does not divide that of a stage, for a process group that is bound to a device
+        (``init_process_group(device_id=...)``), or for a ``KENOTRON_DEBUG`` that asks for something
+        else.
         """
-        config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp)
+        config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         live = dist.is_available() and dist.is_initialized()
-        compared = bool(debugging())
-        _check_sizes(config, dist.get_world_size() if live else 1)
+        compared = COLLECTIVES in debugging()
+        check_sizes(config, dist.get_world_size() if live else 1)
         backend = str(dist.get_backend()) if live else "gloo"
-        place = torch.device(device) if device is not None else _default_device(backend)
-        mesh = cls(config, dist.get_rank() if live else 0, place, backend, timeout)
+        place = torch.device(device) if device is not None else default_device(backend)
+        rank = dist.get_rank() if live else 0
+        mesh = cls(config, rank, place, backend, timeout, batch_threads=batch_threads)
         if live and config.world_size > 1:
             world = dist.group.WORLD
             assert world is not None  # live says that it exists
+            refuse_bound_device(world)
             mesh._groups[tuple(range(config.world_size))] = world
-            let_gloo_threads_wait()
+            if batch_threads:
+                let_gloo_threads_wait()
+            touch(world, backend, mesh.device)
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
+        if ep > 1:  # else the lines of experts are lines that there are
+            for name in EXPERT_AXES[1:]:
+                mesh._view((name,))
         if live and config.world_size > 1 and compared:
-            Comparer(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
+            CollectiveChecker(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
         return mesh
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """One axis, or several as one: ``mesh["dp", "cp"]``.
 
         ``connect`` makes every axis, dp-cp, dp-cp-tp and the world. Collective over the world when
-        another view is asked for the first time. Raises KeyError for an unknown axis.
+        another view is asked for the first time. Raises KeyError for an unknown axis, ValueError
+        for axes of both grids together.
         """
         wanted = (names,) if isinstance(names, str) else names
-        unknown = [name for name in wanted if name not in self.sizes]
+        unknown = [name for name in wanted if name not in self.axis_sizes]
         if unknown:
-            raise KeyError(f"no axis {unknown[0]} in this mesh; it has {', '.join(self.sizes)}")
+            raise KeyError(
+                f"no axis {unknown[0]} in this mesh; it has {', '.join(self.axis_sizes)}"
+            )
         if not wanted:
-            raise KeyError(f"name an axis of this mesh: {', '.join(self.sizes)}")
-        return self._view(tuple(name for name in AXES if name in wanted))
+            raise KeyError(f"name an axis of this mesh: {', '.join(self.axis_sizes)}")
+        order = EXPERT_AXES if grid_of(wanted, f"mesh{list(wanted)}") == "expert" else AXES
+        return self._view(tuple(name for name in order if name in wanted))
 
     @property
     def world(self) -> Axis:
         """All ranks of the mesh as one axis."""
         return self[AXES]
+
+    def view(self, layout: TensorLayout) -> GridView:
+        """Return this rank's view of the grid that a tensor lives in, which its placements name.
+
+        Raises ValueError when they name axes of both grids.
+        """
+        return self._view_of(layout)
 
     def subaxis(self, name: str, parts: int) -> Axis:
         """The ranks along ``name`` that hold the same one of ``parts`` parts.
@@ -178,14 +165,14 @@ class Mesh:
         Collective over the world when first asked. Raises ValueError unless ``parts`` divides the
         axis.
         """
-        size = self.sizes[name]
+        size = self.axis_sizes[name]
         if parts < 1 or size % parts:
             raise ValueError(
                 f"cannot form {parts} groups of equal size from {size} {name} ranks: "
                 f"choose a number that divides {size}"
             )
         step = size // parts
-        part = self.coords[name] // step
+        part = self._axis_coords[name] // step
         return self._cell(f"{name}/{parts}", name, tuple(range(part * step, (part + 1) * step)))
 
     def subset(self, name: str, members: Sequence[int]) -> Axis | None:
@@ -195,10 +182,10 @@ class Mesh:
         axis.
         """
         chosen = tuple(sorted(set(members)))
-        size = self.sizes[name]
+        size = self.axis_sizes[name]
         if not chosen or chosen[0] < 0 or chosen[-1] >= size:
             raise ValueError(f"{name} coordinates {list(members)} are not all within 0..{size - 1}")
-        mine = self.coords[name] in chosen
+        mine = self._axis_coords[name] in chosen
         rest = tuple(i for i in range(size) if i not in chosen)
         axis = self._cell(f"{name}{list(chosen)}", name, chosen if mine else rest)
         return axis if mine else None
@@ -216,6 +203,33 @@ class Mesh:
             self._axes[(key,)] = self._axis(key, axis.ranks, group)
         return self._axes[(key,)]
 
+    def pairs(self, name: str) -> dict[tuple[int, int], Axis]:
+        """Return a group of two ranks for each neighbour along ``name`` and each direction.
+
+        Keys are (source, to), indices along the axis; the line is closed to a ring, and only pairs
+        with this rank are there. The axis of a pair has the source first. For transfers of a
+        pipeline: NCCL runs all transfers of a group in one order, and makes communicators of pairs
+        within a larger group one by one, at their first use. The pairs' communicators are not yet
+        made: a transfer makes its own.
+
+        Collective over the world when first asked.
+        """
+        if name not in self._pairs:
+            self._pairs[name] = self._new_pairs(self._view((name,)))
+        return self._pairs[name]
+
+    def _new_pairs(self, line: Axis) -> dict[tuple[int, int], Axis]:
+        """One group a rank and phase: torch's names of groups need equal counts on all ranks."""
+        found: dict[tuple[int, int], Axis] = {}
+        for edges in ring_phases(line.size):
+            own = [edge for edge in edges if line.rank in edge]
+            for source, to in [*own, *((b, a) for a, b in own)] or [(line.rank, line.rank)] * 2:
+                ranks = tuple(dict.fromkeys((line.ranks[source], line.ranks[to])))
+                group = self._make_group(ranks)
+                if len(ranks) == 2:
+                    found[source, to] = self._axis(line.name, ranks, group)
+        return found
+
     def device_mesh(self) -> DeviceMesh:
         """The same grid as a ``torch.distributed.DeviceMesh`` over the same groups' ranks.
 
@@ -228,12 +242,15 @@ class Mesh:
         made = init_device_mesh(
             self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
         )
-        let_gloo_threads_wait()
+        if self._batch_threads:
+            let_gloo_threads_wait()
         return made
 
     def _view(self, names: tuple[str, ...]) -> Axis:
         if names not in self._axes:
-            ranks = line_through(self.sizes, names, self.rank)
+            expert = grid_of(names, "axes") == "expert"
+            sizes = self.config.expert_sizes if expert else self.sizes
+            ranks = line_through(sizes, names, self.rank)
             self._axes[names] = self._axis("_".join(names), ranks, self._group(ranks))
         return self._axes[names]
 
@@ -246,7 +263,7 @@ class Mesh:
         if (key,) not in self._axes:
             line = self._view((name,)).ranks
             ranks = tuple(line[i] for i in members)
-            whole = len(members) in (self.sizes[name], 0) or self.config.world_size == 1
+            whole = len(members) in (self.axis_sizes[name], 0) or self.config.world_size == 1
             group = self._group(ranks) if whole else self._new_group(ranks)
             self._axes[(key,)] = self._axis(key, ranks, group if len(ranks) > 1 else None)
         return self._axes[(key,)]
@@ -263,29 +280,15 @@ class Mesh:
         return self._groups[ranks]
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        return make_group(ranks, self.pulse, self._timeout)
+        return self._make_group(ranks, touched=(self.backend, self.device))
+
+    def _make_group(
+        self, ranks: tuple[int, ...], touched: tuple[str, torch.device] | None = None
+    ) -> dist.ProcessGroup:
+        batch = self._batch_threads
+        return make_group(ranks, self.pulse, self._timeout, touched, batch_threads=batch)
 
     def __repr__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())
+        sizes += f" ep={self.config.ep}" if self.config.ep > 1 else ""
         return f"Mesh({sizes}, rank={self.rank}, device={self.device})"
-
-
-def _check_sizes(config: MeshConfig, world: int) -> None:
-    for name, size in config.sizes.items():
-        if size < 1:
-            raise ValueError(f"{name} = {size}: an axis has at least one rank")
-    if config.world_size != world:
-        product = " * ".join(f"{name}={size}" for name, size in config.sizes.items())
-        raise ValueError(
-            f"{product} = {config.world_size}, but the world has {world} "
-            f"rank{'s' if world > 1 else ''}: change the sizes or start {config.world_size} "
-            "processes"
-        )
-
-
-def _default_device(backend: str) -> torch.device:
-    if backend == "nccl":
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None  # nccl exists only with one
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")

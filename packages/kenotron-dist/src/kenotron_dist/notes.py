@@ -1,7 +1,7 @@
-"""Notes that ranks leave for one another: for work beside the training, which must not communicate.
+"""Messages between ranks through a store, for background work, which must not communicate.
 
 A collective from a second thread would mix with those of the training. Notes go over the store
-that the ranks met at, through a connection of their own; nobody waits for a note unless it asks.
+that the ranks met at, through a connection of their own; no rank waits for a note unless it asks.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from typing import Any
 
 import torch.distributed as dist
 
+from kenotron_dist.launch import signing_key
 from kenotron_dist.mesh import Mesh
+from kenotron_dist.signed_store import LARGEST_MESSAGE, MessageRefused, SignedStore, own_connection
 
 _SHORTEST, _LONGEST = 0.002, 0.05
 """Pauses between two looks for a note, in seconds; longer where many ranks look."""
+_LARGEST_NOTE = 8 * LARGEST_MESSAGE
+"""Bytes of JSON in a note; no more are decompressed."""
 _MANY = 5000
 """So many ranks make the longest pause a second longer."""
 
 
 class Notes:
-    """A wall that all ranks of a mesh write on and read. Made alike on all ranks.
+    """Messages that all ranks of a mesh write and read. Made on all ranks, in the same order.
 
     It may be used from any thread. Values are JSON; tuples come back as lists, keys as strings.
     """
@@ -33,17 +37,29 @@ class Notes:
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._ranks = mesh.world.size
         self._own: dict[str, str | bytes] = {}
-        self._store: dist.Store | None = None
+        self._store: SignedStore | None = None
         self._lock = threading.Lock()  # a store's connection serves one caller at a time
         if mesh.world.size > 1:
             store = dist.distributed_c10d._get_default_store()
             times = store.add(f"kenotron-notes/{name}/{mesh.rank}", 1)
-            clone = getattr(store, "clone", lambda: store)  # torch's stubs do not know it
-            self._store = dist.PrefixStore(f"kenotron-notes/{name}/{times}", clone())
+            prefix = f"kenotron-notes/{name}/{times}"
+            self._store = SignedStore(own_connection(store), prefix, signing_key())
 
     def post(self, key: str, value: Any) -> None:
-        """Leave a note. Raises TypeError unless it is JSON, RuntimeError when the store is gone."""
-        data = base64.b85encode(zlib.compress(json.dumps(value).encode(), 1)).decode()
+        """Leave a note.
+
+        Raises:
+            TypeError: it is not JSON.
+            ValueError: it has more bytes than ranks read.
+            RuntimeError: the store is gone.
+        """
+        text = json.dumps(value).encode()
+        if len(text) > _LARGEST_NOTE:
+            raise ValueError(
+                f"note {key} has {len(text)} bytes of JSON; ranks read at most {_LARGEST_NOTE}: "
+                "leave several notes"
+            )
+        data = base64.b85encode(zlib.compress(text, 1)).decode()
         with self._lock:
             if self._store is None:
                 self._own[key] = data
@@ -51,13 +67,18 @@ class Notes:
                 self._store.set(key, data)
 
     def read(self, key: str) -> Any:
-        """A note; None while there is none. Raises RuntimeError when the store is gone."""
+        """Return a note; None while there is none.
+
+        Raises:
+            MessageRefused: it was not written by a rank of this job, or is malformed or too large.
+            RuntimeError: the store is gone.
+        """
         with self._lock:
             if self._store is None:
                 data = self._own.get(key)
             else:
                 data = self._store.get(key) if self._store.check([key]) else None
-        return None if data is None else json.loads(zlib.decompress(base64.b85decode(data)))
+        return None if data is None else _unpacked(key, data)
 
     def erase(self, key: str) -> None:
         """Take a note of this rank away, if it is there."""
@@ -68,7 +89,7 @@ class Notes:
                 self._store.delete_key(key)
 
     def wait(self, key: str, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """A note, once it is there; None when ``given_up`` says True before.
+        """A note, once it is there; None when ``given_up`` returns True before.
 
         The thread that calls sleeps between its looks, longer and longer.
         """
@@ -77,3 +98,15 @@ class Notes:
             time.sleep(pause)
             pause = min(2 * pause, longest)
         return value
+
+
+def _unpacked(key: str, data: str | bytes) -> Any:
+    """Undo what ``post`` did, within ``_LARGEST_NOTE`` bytes."""
+    unzip = zlib.decompressobj()
+    try:
+        text = unzip.decompress(base64.b85decode(data), _LARGEST_NOTE)
+        if unzip.unconsumed_tail:
+            raise ValueError(f"it has more than {_LARGEST_NOTE} bytes")
+        return json.loads(text)
+    except (ValueError, RecursionError, zlib.error) as error:
+        raise MessageRefused(f"note {key} in the store is malformed ({error})") from error

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_dist.collectives import all_gather, broadcast, control_device
-from kenotron_dist.mesh import Axis
+from kenotron_dist.axis import Axis
+from kenotron_dist.collectives import all_gather, broadcast
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
@@ -56,8 +56,8 @@ def _decode(verb: str, rank: int, header: list[int], body: Tensor) -> Any:
 
 
 def _header(good: bool, size: int, axis: Axis) -> Tensor:
-    return torch.tensor([good, size], dtype=torch.int64, device=control_device(axis))
+    return torch.tensor([good, size], dtype=torch.int64, device=axis.control_device)
 
 
 def _bytes(data: bytes, axis: Axis) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(control_device(axis))
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(axis.control_device)

@@ -1,17 +1,21 @@
 """Where the elements of a logical tensor live: what tp writes and optim and ckpt read.
 
 A *logical tensor* has a name, a global shape and a dtype; a rank holds a *local* tensor. A
-placement says, axis by axis, how one becomes the other. Placements stand on the module that owns
-the parameter (``module.placements = {"weight": Shard("tp", 0)}``): an attribute on the Parameter
-itself would be lost by ``deepcopy``, ``to_empty`` and ``load_state_dict(assign=True)``.
+placement describes, axis by axis, how one becomes the other. Placements stand on the module that
+owns the parameter (``module.placements = {"weight": Shard("tp", 0)}``): an attribute on the
+Parameter itself would be lost by ``deepcopy``, ``to_empty`` and ``load_state_dict(assign=True)``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
+
+from kenotron_dist.grid import DATA_AXES, grid_of
+from kenotron_dist.roles import Role, named_roles, role_of_tie
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,11 @@ class FlatSlice:
 
     start: int
     stop: int
-    axes: tuple[str, ...] = ("dp", "cp")
+    axes: tuple[str, ...] = DATA_AXES["dense"]
 
 
 Placement = Shard | Partial | Tie | FlatSlice
-"""What a module says of one of its parameters; several are a tuple, outermost axis first."""
+"""How one parameter of a module is cut; several are a tuple, outermost axis first."""
 Placements = dict[str, Placement | tuple[Placement, ...]]
 """A module's ``placements``: parameter name -> one, or several from the outermost axis in."""
 
@@ -85,6 +89,8 @@ class TensorLayout:
     """Names of the parameters that are this tensor, sorted (several when tied)."""
     owner_stages: tuple[int, ...] = ()
     """The pp coordinate of each owner."""
+    role: Role = "other"
+    """What the tensor is, as the modules that own it declare (``kenotron_dist.roles``)."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -97,17 +103,29 @@ class TensorLayout:
         return tuple(p.axis for p in self.placement if isinstance(p, Partial))
 
     @property
+    def grid(self) -> str:
+        """The grid that the tensor lives in: ``expert`` where a placement names one of its axes.
+
+        Raises ValueError when placements name axes of both grids.
+        """
+        return grid_of(_axes_of(self.placement), self.name)
+
+    @property
     def flat(self) -> FlatSlice | None:
         """The range of the flattened local tensor that this rank holds, if not all of it."""
         return next((p for p in self.placement if isinstance(p, FlatSlice)), None)
 
     def renamed(self, name: str) -> TensorLayout:
-        """A tensor of another name, cut alike (optimizer state of a parameter)."""
+        """A tensor of another name, cut the same way (optimizer state of a parameter)."""
         return replace(self, name=name)
 
-    def sliced(self, start: int, stop: int, axes: tuple[str, ...] = ("dp", "cp")) -> TensorLayout:
-        """The same tensor of which this rank holds only a range of its flattened local part."""
-        return replace(self, placement=(*self.placement, FlatSlice(start, stop, axes)))
+    def sliced(self, start: int, stop: int, axes: tuple[str, ...] | None = None) -> TensorLayout:
+        """The same tensor of which this rank holds only a range of its flattened local part.
+
+        ``axes`` have a different range on each of their ranks; None: the data axes of its grid.
+        """
+        flat = FlatSlice(start, stop, DATA_AXES[self.grid] if axes is None else axes)
+        return replace(self, placement=(*self.placement, flat))
 
 
 def named_placements(module: nn.Module) -> dict[str, tuple[Placement, ...]]:
@@ -144,12 +162,13 @@ def parameter_layouts(
 ) -> dict[str, TensorLayout]:
     """The layout of every parameter of a *whole* model (it may be on meta), by parameter name.
 
-    Arguments: the model; sizes of the mesh axes; the pipeline stage that holds a parameter. Pure:
-    every rank computes the same. Raises ValueError when a local shape contradicts its placement,
-    when one axis cuts twice, when tied parameters differ in shape or cut, or when one Parameter
-    has two names.
+    Arguments: the model; sizes of the axes that its placements may name (``mesh.sizes``, or with
+    experts ``mesh.axis_sizes``); the pipeline stage that holds a parameter. Pure: every rank
+    computes the same. Raises ValueError when a local shape contradicts its placement, when one axis
+    cuts twice, when axes of both grids are named, when tied parameters differ in shape, cut or
+    role, or when one Parameter has two names.
     """
-    declared = named_placements(module)
+    declared, roles = named_placements(module), named_roles(module)
     _check_apart(named_parameters(module))
     layouts: dict[str, TensorLayout] = {}
     ties: dict[str, list[str]] = {}
@@ -162,11 +181,23 @@ def parameter_layouts(
     for tie, paths in ties.items():
         _check_tie(tie, {path: layouts[path] for path in paths})
         owners = tuple(sorted(paths))
+        role = role_of_tie(tie, [roles[path] for path in paths])
         at = tuple(stage_of(path) for path in owners)
         stages = tuple(sorted(set(at)))
         for path in paths:
-            layouts[path] = replace(layouts[path], stages=stages, owners=owners, owner_stages=at)
+            layouts[path] = replace(
+                layouts[path], stages=stages, owners=owners, owner_stages=at, role=role
+            )
     return layouts
+
+
+def materialize(module: nn.Module, device: torch.device | str) -> None:
+    """Give a module on meta memory on ``device``, not initialised; tied parameters share theirs.
+
+    As ``to_empty`` and ``tie_storages``, but without the import of sympy, which takes a second.
+    """
+    module._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+    tie_storages(module)
 
 
 def tie_storages(module: nn.Module) -> None:
@@ -189,6 +220,15 @@ def _clean(path: str) -> str:
 
 def _logical_name(path: str, placement: tuple[Placement, ...]) -> str:
     return next((p.name for p in placement if isinstance(p, Tie)), path)
+
+
+def _axes_of(placement: tuple[Placement, ...]) -> Iterator[str]:
+    """Every axis that is named."""
+    for each in placement:
+        if isinstance(each, Shard | Partial):
+            yield each.axis
+        elif isinstance(each, FlatSlice):
+            yield from each.axes
 
 
 def _check_apart(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -220,6 +260,7 @@ def _global_shape(
     sizes: Mapping[str, int],
 ) -> tuple[int, ...]:
     """Undo the cuts, innermost first."""
+    grid_of(_axes_of(placement), path)
     shape = list(local)
     shards = [p for p in placement if isinstance(p, Shard)]
     if len({shard.axis for shard in shards}) < len(shards):

@@ -1,4 +1,4 @@
-"""What this process is communicating right now, kept for whoever must explain a stall.
+"""Communications in flight in this process, kept to explain a hang.
 
 Every verb of ``collectives`` takes a ticket when it is issued and shows it while it waits: a few
 microseconds, which is all a healthy run pays. The ``Watchdog`` reads it from its own thread.
@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
+from kenotron_dist.device import Mark
 from kenotron_dist.ranks import listed
 
 T = TypeVar("T")
@@ -56,13 +57,13 @@ class Entry(NamedTuple):
 
     ticket: Ticket
     how: str
-    """What all must agree on beside the operation: ``sum``, ``from 0``, ``by 1``; or empty."""
+    """What all must agree on next to the operation: ``sum``, ``from 0``, ``by 1``; or empty."""
     dtype: str
     """``float32``; empty where nothing is communicated."""
     shape: tuple[int, ...]
     """Of the tensor that was given; of several together, their number of elements."""
     sent: int
-    """Bytes that leave this rank (``wire`` says how they are counted)."""
+    """Bytes that leave this rank (counted by ``wire``)."""
     gives: tuple[int, ...] | None = None
     """Bytes for each of ``ticket.ranks``, where they need not be the same for all."""
     takes: tuple[int, ...] | None = None
@@ -77,31 +78,23 @@ class Entry(NamedTuple):
 
 
 class Listener(Protocol):
-    """Hears of every communication before it starts."""
+    """Is called before every communication."""
 
-    def hear(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
-        """Note it; what shall be called to start it, most often ``call`` itself."""
+    def starting(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+        """Record it. Returns what is called to start it, most often ``call`` itself."""
         ...
 
     def fail(self, cause: str) -> None:
-        """This rank, or another, has failed: nobody may wait for the others any longer."""
+        """This rank, or another, has failed: no rank may wait for the others any longer."""
         ...
 
     def close(self) -> None:
-        """Hear no more."""
-        ...
-
-
-class Job(Protocol):
-    """The part of ``torch.distributed.Work`` that tells whether it is over."""
-
-    def is_completed(self) -> bool:
-        """Whether the communication is done."""
+        """End: it is called no more."""
         ...
 
 
 class Waiting(NamedTuple):
-    """A ticket that this process is blocked on; told apart by identity."""
+    """A ticket that this process is blocked on; compared by identity."""
 
     ticket: Ticket
     since: float
@@ -126,14 +119,14 @@ class Pulse:
         """Seconds that the thread that made this was blocked in communication, all in all."""
         self._thread = threading.get_ident()
         self.listeners: tuple[Listener, ...] = ()
-        """Who hears of every communication: recorders. Empty, and then nothing is made for them."""
+        """Called before every communication: recorders. While empty, no entry is made."""
         self.doing = ""
         """Long work outside communication that others may wait for; empty when there is none."""
         self.flying: set[object] = set()
-        """Exchanges that nobody has waited for yet: their buffers must outlive them."""
+        """Exchanges that were not waited for yet: their buffers must outlive them."""
         self.shown: dict[int, Waiting] = {}
         """What each thread is blocked on."""
-        self._queued: deque[tuple[Waiting, Job]] = deque()
+        self._queued: deque[tuple[Waiting, Mark]] = deque()
         self._quiet: dict[str, bool] = {}
 
     def issue(
@@ -151,14 +144,14 @@ class Pulse:
         self.tickets[channel] = self.last = ticket
         return ticket
 
-    def told(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
-        """Tell all listeners of a communication; what starts it."""
+    def announced(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+        """Call all listeners. Returns what starts the communication."""
         for listener in self.listeners:
-            call = listener.hear(entry, call)
+            call = listener.starting(entry, call)
         return call
 
     def fail(self, cause: str) -> None:
-        """Let all listeners know that communications end here, and why."""
+        """Inform all listeners that communications end here, and why."""
         for listener in self.listeners:
             listener.fail(cause)
 
@@ -184,7 +177,7 @@ class Pulse:
 
     @contextmanager
     def busy(self, doing: str) -> Iterator[None]:
-        """A context of long uneven work (a file is written): whoever waits for it is patient.
+        """A context of long uneven work (writing a file): peers that wait are not reported.
 
         A rank that dies in it is still reported; one that never ends it is not.
         """
@@ -194,10 +187,16 @@ class Pulse:
         finally:
             self.doing = before
 
-    def queued(self, ticket: Ticket, job: Job) -> None:
-        """The device will do ``job``; this process did not wait for it."""
+    def queued(self, ticket: Ticket, mark: Callable[[], Mark]) -> None:
+        """Note that the device waits for a communication, and this process did not.
+
+        Args:
+            ticket: the communication.
+            mark: marks the present end of the device's queue, after that wait; called only where
+                there is a watchdog.
+        """
         if self.watched:
-            self._queued.append((Waiting(ticket, time.monotonic(), on_device=True), job))
+            self._queued.append((Waiting(ticket, time.monotonic(), on_device=True), mark()))
 
     def waits(self) -> list[Waiting]:
         """What this process, or its device, is blocked on, the oldest first."""

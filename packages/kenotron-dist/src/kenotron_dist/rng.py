@@ -17,6 +17,15 @@ from torch import Tensor
 
 from kenotron_dist.hashing import key
 
+__all__ = [
+    "RngStreams",
+    "counter_key",
+    "dropout",
+    "keep_mask",
+    "key",
+    "uniform",
+]
+
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value

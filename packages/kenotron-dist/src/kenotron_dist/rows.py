@@ -9,13 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kenotron_dist.axis import Axis
 from kenotron_dist.collectives import (
-    reduce_scatter_single,
     start_gather,
     tree_sum,
 )
 from kenotron_dist.handle import Handle, start, start_exchange
-from kenotron_dist.mesh import Axis
+from kenotron_dist.torch_names import all_gather_coalesced, reduce_scatter_single
 
 _ALONE = 1 << 16
 """Bytes from which a piece travels by itself; smaller ones are packed together."""
@@ -33,7 +33,7 @@ def sum_rows(rows: Tensor, axis: Axis, room: Tensor | None = None) -> Handle:
     own = rows[axis.rank]
     if axis.size == 1:
         return Handle(None, own)
-    if axis.backend != "gloo":
+    if axis.on_device:
         flat = rows.view(-1)
         flight = start(axis, "sum_rows", rows, reduce_scatter_single, own.view(-1), flat)
         return Handle(flight, own)
@@ -60,8 +60,9 @@ def gather_pieces(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:
     """Start overwriting ``pieces[i]`` by what rank i has there, on all ranks and for every i.
 
     Pieces are contiguous, such as ranges of flattened parameters; lists have the same shapes and
-    dtypes on all ranks, and may be empty. The result is an empty tensor. Raises ValueError when
-    there is not one list for each rank.
+    dtypes on all ranks, and may be empty. The result is an empty tensor. On NCCL, k-th pieces of
+    one size that follow one another in one memory are gathered in place, all of them in one launch;
+    others are packed. Raises ValueError when there is not one list for each rank.
     """
     if len(pieces) != axis.size:
         raise ValueError(
@@ -69,17 +70,21 @@ def gather_pieces(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:
         )
     if axis.size == 1:
         return Handle(None, _NOTHING)
-    alone = _ALONE if axis.backend == "gloo" else float("inf")
+    handles = []
+    alone = float("inf") if axis.on_device else _ALONE
+    if axis.on_device:
+        wholes, pieces = _in_place(pieces)
+        if wholes:
+            handles.append(_gather_in_place(wholes, axis))
     large = [[x for x in own if x.nbytes >= alone] for own in pieces]
     small = [[x for x in own if x.nbytes < alone] for own in pieces]
-    handles = []
     if any(large):
         own = large[axis.rank]
         flight = start_exchange(axis, "gather_pieces", own, [own] * axis.size, large)
         handles.append(Handle(flight, _NOTHING))
     for dtype in dict.fromkeys(x.dtype for own in small for x in own):
-        alike = [[x for x in own if x.dtype == dtype] for own in small]
-        handles.append(_gather_packed(alike, axis))
+        same_dtype = [[x for x in own if x.dtype == dtype] for own in small]
+        handles.append(_gather_packed(same_dtype, axis))
 
     def finish() -> Tensor:
         for handle in handles:
@@ -87,6 +92,39 @@ def gather_pieces(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:
         return _NOTHING
 
     return Handle(None, finish)
+
+
+def _in_place(
+    pieces: Sequence[Sequence[Tensor]],
+) -> tuple[list[Tensor], Sequence[Sequence[Tensor]]]:
+    """Flat tensors of which the ranks' pieces are equal parts, in order; and the other pieces."""
+    n = len(pieces)
+    if len({len(own) for own in pieces}) > 1:
+        return [], pieces
+    wholes: list[Tensor] = []
+    rest: list[list[Tensor]] = [[] for _ in pieces]
+    for parts in zip(*pieces, strict=True):
+        first = parts[0]
+        memory = first.untyped_storage().data_ptr()
+        follow = all(
+            x.numel() == first.numel()
+            and x.untyped_storage().data_ptr() == memory
+            and x.storage_offset() == first.storage_offset() + i * first.numel()
+            for i, x in enumerate(parts)
+        )
+        if follow and first.numel():
+            wholes.append(first.as_strided((n * first.numel(),), (1,)))
+        else:
+            for own, x in zip(rest, parts, strict=True):
+                own.append(x)
+    return wholes, rest
+
+
+def _gather_in_place(wholes: Sequence[Tensor], axis: Axis) -> Handle:
+    """Start completing flat tensors of which this rank has written its part. Without a copy."""
+    own = [whole.chunk(axis.size)[axis.rank] for whole in wholes]
+    flight = start(axis, "gather_pieces (in place)", own, all_gather_coalesced, wholes, own)
+    return Handle(flight, _NOTHING)
 
 
 def _gather_packed(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:

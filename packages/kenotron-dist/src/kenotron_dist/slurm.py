@@ -1,4 +1,4 @@
-"""What Slurm says in its variables: lists of hosts, tasks on each node, a port for a job step."""
+"""Slurm's variables: lists of hosts, tasks on each node, a port for a job step."""
 
 from __future__ import annotations
 

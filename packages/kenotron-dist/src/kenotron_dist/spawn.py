@@ -11,46 +11,33 @@ import math
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, NoReturn
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from kenotron_dist.device import choose_device, visible_gpus
-from kenotron_dist.launch import debug_as, debugging, pretend_host
-from kenotron_dist.leave import STALLED, leave
-from kenotron_dist.meeting import Meeting
-from kenotron_dist.mesh import Mesh, MeshConfig
+from kenotron_dist.launch import debugging
+from kenotron_dist.leave import STALLED
+from kenotron_dist.local_rank import Job, pickled, run_rank
+from kenotron_dist.mesh import MeshConfig
+from kenotron_dist.parent_line import Counts
 from kenotron_dist.rank_error import RankError
-from kenotron_dist.signals import SAVES, STOPS, handling, without_ctrl_c
+from kenotron_dist.signals import STOPS, handling, without_ctrl_c
 
 _PATIENCE = 2.0
 """Seconds that a rank gets to leave by itself."""
+GLOO_ABORTS = (
+    "; gloo aborts where ranks meet with different operations or sizes: KENOTRON_DEBUG=collectives "
+    "names both calls"
+)
 _GRACE = 0.3
 """Seconds to look for a rank that died when another reports an error, which may come of it."""
-
-
-class _Job(NamedTuple):
-    call: bytes
-    """The pickled function and arguments: multiprocessing would share the memory of tensors."""
-    config: MeshConfig
-    store: str
-    timeout: timedelta
-    meet: timedelta | None
-    threads: int
-    device: str | None
-    share_gpus: bool
-    forward: bool
-    debugging: frozenset[str]
 
 
 def spawn(
@@ -60,75 +47,127 @@ def spawn(
     dp: int = 1,
     cp: int = 1,
     tp: int = 1,
+    ep: int = 1,
     timeout: timedelta = timedelta(minutes=10),
     meet: timedelta | None = None,
     threads: int = 1,
     preload: Sequence[str] = (),
     device: str | None = "cpu",
+    backend: str | None = None,
     share_gpus: bool = False,
     forward: bool = False,
+    leaves: bool = False,
+    deterministic: bool = False,
 ) -> list[Any]:
     """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
-    Arguments: an importable function, its arguments and results must pickle; ranks along each
-    axis; how long an operation may wait for a peer; how long the ranks may take to meet before the
-    one that is missing is named (``Meeting``; None: as long as an operation); torch threads in each
-    process; modules to load before this program's first spawn, beside ``torch`` (tests gain from
-    ``torch._dynamo``); ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when there are
-    GPUs enough; whether several ranks may have one GPU, to try a layout on fewer GPUs than it needs
-    (slow: NCCL then takes every rank for a host of its own, and talks through sockets); whether
-    signals that ask for an end or a checkpoint (``signals``) are passed on to the ranks, which then
-    decide: one that does not listen ends.
+    Arguments: an importable function, its arguments and results must pickle; ranks along each axis;
+    how long an operation may wait for a peer; how long the ranks may take to meet before the one
+    that is missing is named (``Meeting``; None: as long as an operation); torch threads in each
+    process; modules to load once, before this program's first spawn; ``cpu`` (gloo), ``cuda``
+    (nccl, a GPU each), or None: cuda when there are GPUs enough; another backend (``fake_nccl``:
+    NCCL's semantics on the CPU); whether several ranks may have one GPU, to try a layout on fewer
+    (slow: NCCL then takes every rank for a host of its own); whether signals (``signals``) are
+    passed on to the ranks, which then decide (else they end); whether this process ends afterwards,
+    so that such signals are ignored once all ranks are done; whether cuBLAS must be deterministic.
 
-    Returns the results in rank order: copies, as the arguments are. Raises ValueError for a bad
-    mesh or ``KENOTRON_DEBUG``, and RankError with the cause of the first rank that failed or died,
-    after ending the others.
+    Returns copies of the results in rank order. Raises ValueError for a bad mesh or
+    ``KENOTRON_DEBUG``, TypeError for what does not pickle, RuntimeError in a rank of ``spawn``, and
+    RankError with the cause of the first rank that failed or died, after ending the others. A rank
+    that waits for one that has returned fails after 2 seconds; in ``torch.distributed``'s own calls
+    (``dist.barrier``) only after ``timeout``.
     """
-    config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp)
-    small = {name: size for name, size in config.sizes.items() if size < 1}
-    if small:
-        raise ValueError(f"spawn: an axis has at least one rank, got {small}")
+    _check(config := MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
-        call, store = pickle.dumps((fn, args)), os.path.join(folder, "store")
-        job = _Job(
-            call, config, store, timeout, meet, threads, device, share_gpus, forward, debugging()
-        )
+        call = pickled((fn, args), "the function or an argument")
+        job = Job(
+            call, config, os.path.join(folder, "store"), timeout, meet, threads, device, backend,
+            share_gpus, forward, debugging(), deterministic, secrets.token_hex(32),
+        )  # fmt: skip
         pipes: list[Connection] = []
         processes: list[BaseProcess] = []
+        ends: list[Connection] = []
+        for rank in range(config.world_size):
+            ours, theirs = context.Pipe()
+            given = (rank, job, theirs)
+            processes.append(context.Process(target=run_rank, args=given, daemon=True))
+            pipes.append(ours)
+            ends.append(theirs)
         try:
-            with without_ctrl_c():
-                for rank in range(config.world_size):
-                    ours, theirs = context.Pipe()
-                    process = context.Process(target=_main, args=(rank, job, theirs), daemon=True)
-                    process.start()
-                    theirs.close()
-                    pipes.append(ours)
-                    processes.append(process)
-            if not forward:
-                return _collect(pipes, processes)
-            return _collect_and_forward(pipes, processes)
+            _start(processes, ends)
+            return _collect_and_forward(pipes, processes, leaves, forward)
         finally:
             _end(pipes, processes)
 
 
-def _collect_and_forward(pipes: list[Connection], processes: list[BaseProcess]) -> list[Any]:
-    """``_collect`` while signals go to the ranks.
+def _start(processes: Sequence[BaseProcess], ends: Sequence[Connection]) -> None:
+    """Start the processes and close their ends of the pipes here; Ctrl-C interrupts this.
+
+    The first one has to wait for the forkserver, which loads torch for seconds. So a thread starts
+    them, from which all of them have Ctrl-C held back (``without_ctrl_c``), while this one waits.
+    Where that is interrupted, a process that starts afterwards finds its pipe closed and ends.
+    """
+    failed: list[BaseException] = []
+    done, given_up = threading.Event(), threading.Event()
+
+    def start_all() -> None:
+        try:
+            for process, end in zip(processes, ends, strict=True):
+                if not given_up.is_set():
+                    process.start()
+                end.close()
+        except BaseException as error:
+            failed.append(error)
+        done.set()
+
+    with without_ctrl_c():
+        threading.Thread(target=start_all, name="kenotron-start", daemon=True).start()
+    try:
+        done.wait()
+    except BaseException:
+        given_up.set()
+        raise
+    if failed:
+        raise failed[0]
+
+
+def _check(config: MeshConfig) -> None:
+    """Raise for a mesh without ranks, and where this process may start none."""
+    small = {name: size for name, size in config.sizes.items() if size < 1}
+    if small:
+        raise ValueError(f"spawn: an axis has at least one rank, got {small}")
+    _ = config.expert_sizes  # raises for ep
+    if multiprocessing.current_process().daemon:
+        raise RuntimeError(
+            "spawn: this process is a rank of spawn, or another daemon process, and may start no "
+            "processes: call the function with this rank's mesh, or spawn from the main program"
+        )
+
+
+def _collect_and_forward(
+    pipes: list[Connection], processes: list[BaseProcess], leaves: bool, forward: bool
+) -> list[Any]:
+    """``_collect`` while signals go to the ranks if asked; then they are ignored if ``leaves``.
 
     Ranks that end of one are no failures: KeyboardInterrupt, or the error has the shell's code.
     """
+    if not forward:
+        return _collect(pipes, processes)
     passed: list[int] = []
+    results: list[Any] = []
 
-    def forward(number: int) -> None:
+    def pass_on(number: int) -> None:
         passed.append(number)
         for process in processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
 
-    with handling(forward):
+    with handling(pass_on, lambda: leaves and bool(results)):
         try:
-            return _collect(pipes, processes)
+            results = _collect(pipes, processes)
+            return results
         except RankError as error:
             ended = set(passed) & set(STOPS)
             if error.trace or not ended:
@@ -171,27 +210,49 @@ def _hear(
         if pipes[rank] in ready:
             results[rank] = None
             try:
-                results[rank] = _result(rank, pipes[rank], processes[rank])
+                results[rank], counts = _result(rank, pipes[rank], processes[rank])
+                _tell_the_rest(rank, counts, pipes, results)
             except RankError as error:
                 failures.append(error)
     return failures
 
 
-def _result(rank: int, pipe: Connection, process: BaseProcess) -> Any:
+def _tell_the_rest(
+    rank: int, counts: Counts, pipes: list[Connection], results: dict[int, Any]
+) -> None:
+    """Inform ranks that still work that this one joins no further communication."""
+    for other, pipe in enumerate(pipes):
+        if other not in results:
+            with contextlib.suppress(OSError):  # it has died, which is reported elsewhere
+                pipe.send_bytes(pickle.dumps((rank, counts)))
+
+
+def _result(rank: int, pipe: Connection, process: BaseProcess) -> tuple[Any, Counts]:
     try:
-        failed, value = pickle.loads(pipe.recv_bytes())
+        outcome = pipe.recv_bytes()
     except (EOFError, ConnectionResetError):
         process.join(timeout=_PATIENCE)
         code = process.exitcode or 0
         if code < 0:
-            raise RankError(rank, "killed", f"died of {signal.Signals(-code).name}") from None
+            name = signal.Signals(-code).name
+            hint = GLOO_ABORTS if name == "SIGABRT" else ""
+            raise RankError(rank, "killed", f"died of {name}{hint}") from None
         text = f"left with exit code {code} before it was done"
         if code == STALLED:
             text = f"gave up (exit code {code}): it waited for a rank that its report above names"
         raise RankError(rank, "exited", text, code=code or 1) from None
+    try:
+        failed, value, *more = pickle.loads(outcome)
+    except Exception as error:  # of many types
+        text = (
+            f"spawn: the result cannot be unpickled in the process that called spawn ({error}): "
+            "return tensors, numbers, texts, or lists and dicts of them"
+        )
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        raise RankError(rank, type(error).__name__, text, bases=bases) from error
     if failed:
         raise RankError(rank, *value)
-    return value
+    return value, more[0]
 
 
 def _end(pipes: list[Connection], processes: list[BaseProcess]) -> None:
@@ -200,77 +261,9 @@ def _end(pipes: list[Connection], processes: list[BaseProcess]) -> None:
         pipe.close()
     deadline = time.monotonic() + _PATIENCE
     for process in processes:
+        if process.pid is None:  # it was not started
+            continue
         process.join(timeout=max(deadline - time.monotonic(), 0))
         if process.is_alive():
             process.kill()
             process.join()
-
-
-def _main(rank: int, job: _Job, pipe: Connection) -> None:
-    """Body of a local process. It stays until the parent has heard from all ranks.
-
-    Were a rank to leave earlier, its peers would report a closed connection instead of the cause.
-    """
-    if job.forward:  # until the program listens, a signal that asks for an end is one
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.signal(SAVES, signal.SIG_IGN)
-    else:
-        # Ctrl-C reaches all: the parent ends its ranks
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # see without_ctrl_c
-    threading.Thread(target=_leave_with_parent, args=(pipe,), daemon=True).start()
-    with contextlib.suppress(OSError):  # the parent may have heard enough and closed the pipe
-        pipe.send_bytes(_outcome(rank, job))
-    threading.Event().wait()  # until the thread ends this process
-
-
-def _outcome(rank: int, job: _Job) -> bytes:
-    """What the parent hears, pickled: (False, result) or (True, description of the error)."""
-    try:
-        torch.set_num_threads(job.threads)
-        fn, args = pickle.loads(job.call)
-        mesh = _connect(rank, job)
-        result = pickle.dumps((False, fn(mesh, *args)))
-        mesh.pulse.close()
-        return result
-    except BaseException as error:
-        bases = tuple(base.__name__ for base in type(error).__mro__)
-        told = (type(error).__name__, str(error), traceback.format_exc(), bases)
-        return pickle.dumps((True, told))
-
-
-def _connect(rank: int, job: _Job) -> Mesh:
-    debug_as(job.debugging)
-    world = job.config.world_size
-    gpus = visible_gpus()
-    shared = job.share_gpus and 0 < gpus < world
-    device, backend = choose_device(job.device, None, world if shared else gpus, world)
-    if device == "cuda":
-        torch.accelerator.set_device_index(rank % gpus)
-    if shared:
-        pretend_host(rank)
-    if not os.path.isdir(os.path.dirname(job.store)):  # FileStore would look for it for minutes,
-        leave(0)  # and let no other thread of Python see that the parent is gone
-    store = dist.FileStore(job.store, world)
-    with _meeting(rank, job):
-        dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=job.timeout
-        )
-        grid = job.config
-        return Mesh.connect(grid.pp, grid.dp, grid.cp, grid.tp, timeout=job.timeout)
-
-
-def _meeting(rank: int, job: _Job) -> contextlib.AbstractContextManager[object]:
-    world = job.config.world_size
-    if job.meet is None or world == 1:
-        return contextlib.nullcontext()
-    # A file of its own: who waits at a FileStore keeps all others of its process from it.
-    store = dist.FileStore(f"{job.store}-meeting", world)
-    return Meeting("spawn", store, rank, world, job.meet)
-
-
-def _leave_with_parent(pipe: Connection) -> NoReturn:
-    """End this process as soon as the parent closes the pipe, or is gone."""
-    with contextlib.suppress(EOFError, OSError):
-        pipe.recv_bytes()
-    leave(0)

@@ -1,20 +1,22 @@
-"""One way to run a function on a mesh, whoever starts the processes."""
+"""One way to run a function on a mesh, under any launcher."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from kenotron_dist.launch import from_env, launcher, meeting
+from kenotron_dist.diagnosis.stall import PeerLost
+from kenotron_dist.diagnosis.watchdog import watch
+from kenotron_dist.launch import MOST_THREADS, from_env, launcher, meeting, threads_of_rank
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.rank_error import RankError
 from kenotron_dist.spawn import spawn
-from kenotron_dist.stall import PeerLost
-from kenotron_dist.watchdog import watch
 
 _BACKSTOP = timedelta(hours=1)
 """How much later the backend's own timeout comes; saving may keep others waiting that long."""
@@ -29,6 +31,11 @@ def start(
     config: MeshConfig,
     limit: timedelta = timedelta(minutes=5),
     preload: Sequence[str] = (),
+    device: str | None = None,
+    deterministic: bool = False,
+    leaves: bool = False,
+    threads: int | None = None,
+    secret_file: Path | None = None,
 ) -> Any:
     """Call ``fn(mesh, *args)`` on every rank of a mesh, under a watchdog; what it returned.
 
@@ -38,34 +45,43 @@ def start(
 
     Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
     rank may wait in one communication before the one that keeps it waiting is reported and the
-    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` is borne longer; the backend
-    itself gives up an hour later), and how long the ranks may take to meet (30 s at least); modules
-    that local ranks need beside that of ``fn``: they are loaded once for all.
+    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` may take longer; the backend
+    itself gives up an hour later), and how long the ranks may take to meet (30 s at least); further
+    modules that local ranks need: they are loaded once for all; ``cpu``, ``cuda``, or
+    None (cuda when there are GPUs enough); whether cuBLAS must give the same bits every time;
+    whether this process ends afterwards, so that signals are ignored once spawned ranks are done;
+    torch threads of each rank on the CPU (None: see ``threads_of_rank``); where launched ranks get
+    the secret of the job (``from_env``).
 
-    End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError when
-    the launcher started another number of processes, RankError when a spawned rank failed.
+    On the CPU gloo's threads become batch threads (``let_gloo_threads_wait``), in ``spawn`` too.
+
+    End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError for
+    another number of launched processes or too many threads, RankError when a spawned rank failed.
     """
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise ValueError(f"start: threads={threads}: give a number from 1 to {MOST_THREADS}")
     if launcher() == "none":
-        sizes = config
         return spawn(
             _watched,
             fn,
             args,
             limit,
-            pp=sizes.pp,
-            dp=sizes.dp,
-            cp=sizes.cp,
-            tp=sizes.tp,
+            **vars(config),
             timeout=limit + _BACKSTOP,
             meet=max(limit, _LEAST_MEETING),
             preload=[*preload, *({fn.__module__} - {"__main__"})],
-            device=None,
+            device=device,
+            deterministic=deterministic,
+            threads=threads or threads_of_rank(config.world_size),
             forward=threading.current_thread() is threading.main_thread(),
+            leaves=leaves,
         )[0]
     meet = max(limit, _LEAST_MEETING)
-    world = from_env(timeout=limit + _BACKSTOP, meet=meet)
+    options = {"timeout": limit + _BACKSTOP, "meet": meet}
+    world = from_env(device=device, deterministic=deterministic, secret_file=secret_file, **options)
+    torch.set_num_threads(threads or threads_of_rank(world.local_world_size))
     with meeting("mesh", dist.distributed_c10d._get_default_store(), world, meet):
-        mesh = Mesh.connect(pp=config.pp, dp=config.dp, cp=config.cp, tp=config.tp)
+        mesh = Mesh.connect(**vars(config), batch_threads=True)
     return _watched(mesh, fn, args, limit)
 
 

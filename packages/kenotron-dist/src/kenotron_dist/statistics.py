@@ -2,7 +2,7 @@
 
 What is known of some numbers is a row of ``FIELDS`` fp64 numbers (*moments*). Rows of parts are
 merged to the row of the whole, with central moments (Pebay, SAND2008-6212): nothing is lost where
-a mean is large beside the spread.
+a mean is large compared with the spread.
 
 Shapes: N tensors, F = ``FIELDS``, W ranks.
 """
@@ -64,7 +64,8 @@ def moments(x: Tensor) -> Tensor:
         rest = values - mean
         squares = rest.square()
         sizes = values.abs()
-        count = torch.tensor(float(values.numel()), dtype=torch.float64, device=x.device)
+        # Filled on the device: a copy from the host would wait for all that is queued there.
+        count = torch.full((), values.numel(), dtype=torch.float64, device=x.device)
         powers = [squares.sum(), (squares * rest).sum(), squares.square().sum()]
         others = [sizes.sum(), (sizes < NEAR_ZERO).sum().double(), values.min(), values.max()]
         found = merge(found, torch.stack([count, mean, *powers, *others]))
@@ -114,15 +115,16 @@ def tensor_moments(
     place = {name: i for i, name in enumerate(names)}
     for name, tensor in tensors.items():
         layout = layouts[name]
-        boxes = local_boxes(layout, mesh.sizes, mesh.coords)
-        own = [box for box in boxes if norm_weight(layout, mesh.sizes, mesh.coords, box) > 0]
-        views = [view_of(tensor.detach(), layout, mesh.sizes, box) for box in own if box.numel]
-        rows[place[name]] = reduce(merge, map(moments, views), rows[place[name]])
+        view = mesh.view(layout)
+        boxes = local_boxes(layout, view)
+        own = [box for box in boxes if norm_weight(layout, view, box) > 0]
+        parts = [view_of(tensor.detach(), layout, view, box) for box in own if box.numel]
+        rows[place[name]] = reduce(merge, map(moments, parts), rows[place[name]])
     return sum_moments(rows, mesh)
 
 
 def statistics_of(row: Sequence[float]) -> Statistics:
-    """What a row (F,) says; zeros for that of no element."""
+    """Statistics of a row (F,); zeros for that of no element."""
     count, mean, squares, _, fourth, size, zeros, low, high = row
     if not count:
         return Statistics(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0)

@@ -9,8 +9,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from kenotron_dist.axis import Axis
 from kenotron_dist.handle import Flight, Handle, Work, start_exchange
-from kenotron_dist.mesh import Axis
 from kenotron_dist.wire import of_transfer
 
 
@@ -49,7 +49,7 @@ class Route:
         ticket = axis.pulse.issue(*self._called, self._site)
         call: Callable[[], Work] = partial(self._verb, [x], self._place, self._tag)
         if axis.pulse.listeners:
-            call = axis.pulse.told(of_transfer(ticket, x, sends=self._sends), call)
+            call = axis.pulse.announced(of_transfer(ticket, x, sends=self._sends), call)
         return Handle(Flight(axis, ticket, axis.pulse.wait(ticket, call)), x)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from kenotron_dist.mesh import Axis
+from kenotron_dist.axis import Axis
 from kenotron_dist.pulse import Entry, Ticket
 
 _HOW = {"broadcast": "from {}", "shift": "by {}"}
@@ -26,7 +26,7 @@ _HOW = {"broadcast": "from {}", "shift": "by {}"}
 def of_verb(
     axis: Axis,
     ticket: Ticket,
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     how: object,
     verb: Callable[..., object],
     args: Sequence[Any],
@@ -34,19 +34,19 @@ def of_verb(
     """A call of torch's ``verb``, whose first arguments are the tensors that it fills and sends."""
     n, gives, takes = axis.size, None, None
     if verb is dist.all_reduce:
-        sent = 2 * (n - 1) * x.nbytes // n
+        sent = 2 * (n - 1) * args[0].nbytes // n
     elif verb is dist.broadcast:
-        sent = (n - 1) * x.nbytes if axis.ranks[axis.rank] == args[1] else 0
+        sent = (n - 1) * args[0].nbytes if axis.ranks[axis.rank] == args[1] else 0
     elif verb is dist.all_to_all_single and len(args) > 2:
-        row = math.prod(x.shape[1:]) * x.element_size()
+        row = math.prod(args[1].shape[1:]) * args[1].element_size()
         takes, gives = (tuple(count * row for count in counts) for counts in args[2:4])
         sent = sum(gives) - gives[axis.rank]
     elif verb is dist.all_to_all_single:
         sent = (n - 1) * args[1].nbytes // n
     else:  # a gather fills n times what it is given, a scatter the n-th part
-        sent = abs(args[0].nbytes - args[1].nbytes)
-    facts = _shown(ticket, how), _name(x), tuple(x.shape), sent
-    return Entry(ticket, *facts, gives, takes, whole=True)
+        filled, given = (x.nbytes if isinstance(x, Tensor) else _nbytes(x) for x in args[:2])
+        sent = abs(filled - given)
+    return Entry(ticket, _shown(ticket, how), *_form(x), sent, gives, takes, whole=True)
 
 
 def of_exchange(
@@ -59,15 +59,10 @@ def of_exchange(
 ) -> Entry:
     """Tensors for each rank, and from each."""
     gives, takes = (
-        tuple(sum(y.nbytes for y in ys) if i != axis.rank else 0 for i, ys in enumerate(lists))
+        tuple(_nbytes(ys) if i != axis.rank else 0 for i, ys in enumerate(lists))
         for lists in (sent, received)
     )
-    if isinstance(x, Tensor):
-        dtype, shape = _name(x), tuple(x.shape)
-    else:
-        dtype = " and ".join(dict.fromkeys(map(_name, x)))
-        shape = (sum(y.numel() for y in x),)
-    return Entry(ticket, _shown(ticket, how), dtype, shape, sum(gives), gives, takes)
+    return Entry(ticket, _shown(ticket, how), *_form(x), sum(gives), gives, takes)
 
 
 def of_transfer(ticket: Ticket, x: Tensor, *, sends: bool) -> Entry:
@@ -79,6 +74,17 @@ def of_transfer(ticket: Ticket, x: Tensor, *, sends: bool) -> Entry:
 
 def _shown(ticket: Ticket, how: object) -> str:
     return "" if how is None else _HOW.get(ticket.operation, "{}").format(how)
+
+
+def _form(x: Tensor | Sequence[Tensor]) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape; of several tensors all dtypes, and their number of elements."""
+    if isinstance(x, Tensor):
+        return _name(x), tuple(x.shape)
+    return " and ".join(dict.fromkeys(map(_name, x))), (sum(y.numel() for y in x),)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.nbytes for x in tensors)
 
 
 def _name(x: Tensor) -> str:

@@ -1,60 +1,98 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
-from kenotron_models.attention import Attention
+from kenotron_models.attention import Attention, AttentionSpec
+from kenotron_models.block import Block, BlockSpec
+from kenotron_models.build import Build
 from kenotron_models.compiled import compile_layers
-from kenotron_models.config import LlamaConfig
-from kenotron_models.config_mistral import MistralConfig
-from kenotron_models.config_qwen2 import Qwen2Config
-from kenotron_models.config_qwen3 import Qwen3Config
-from kenotron_models.config_starcoder2 import Starcoder2Config
 from kenotron_models.context import Context
 from kenotron_models.decoder import Head, LayerStack, build_decoder
-from kenotron_models.decoder_layer import DecoderLayer
 from kenotron_models.embedding import Embedding
-from kenotron_models.flops import forward_flops, parameter_count, training_flops
+from kenotron_models.families.fields import ATTENTIONS
+from kenotron_models.families.llama import LlamaConfig
+from kenotron_models.families.mistral import MistralConfig
+from kenotron_models.families.qwen2 import MoEConfig, Qwen2Config
+from kenotron_models.families.qwen3 import Qwen3Config
+from kenotron_models.families.starcoder2 import Starcoder2Config
+from kenotron_models.families.unbuilt import LlaMoEConfig, MambaModelConfig
+from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
+from kenotron_models.flops import (
+    forward_flops,
+    kept_features,
+    layer_costs,
+    parameter_count,
+    training_flops,
+)
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
-from kenotron_models.mlp import MLP
-from kenotron_models.norm import LayerNorm, RMSNorm
-from kenotron_models.parametrization import layer_costs, standard_init
+from kenotron_models.mlp import MLP, MLPSpec
+from kenotron_models.norm import LayerNorm, NormSpec, RMSNorm
+from kenotron_models.parametrization import standard_init
+from kenotron_models.part import Normed, Part, PartSpec
 from kenotron_models.peak import peak_bf16_flops
 from kenotron_models.recompute import Recompute
-from kenotron_models.registry import config_from_json
-from kenotron_models.rope import rotary_angles, rotate
+from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, family_of
+from kenotron_models.reported_names import COMPONENTS, component_of, reported_name
+from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 
 __all__ = [
-    "MLP",
+    "ATTENTIONS",
+    "AnyConfig",
     "Architecture",
     "Attention",
+    "AttentionSpec",
+    "Block",
+    "BlockSpec",
+    "Build",
+    "COMPONENTS",
     "Context",
-    "DecoderLayer",
     "DecoderSpec",
     "Embedding",
+    "FAMILIES",
+    "Family",
+    "FamilyConfig",
     "Head",
+    "HuggingFace",
     "KVCache",
     "LayerNorm",
     "LayerStack",
+    "LlaMoEConfig",
     "LlamaConfig",
+    "MLP",
+    "MLPSpec",
+    "MambaModelConfig",
     "MistralConfig",
+    "MoEConfig",
+    "NormSpec",
+    "Normed",
+    "Part",
+    "PartSpec",
     "Qwen2Config",
     "Qwen3Config",
     "RMSNorm",
     "Recompute",
-    "Sampling",
+    "Rope",
     "RopeScaling",
+    "Sampling",
+    "SizedConfig",
+    "SmallSizes",
     "Starcoder2Config",
     "build_decoder",
     "compile_layers",
+    "component_of",
     "config_from_json",
+    "family_of",
     "forward_flops",
     "generate",
+    "kept_features",
     "layer_costs",
     "parameter_count",
+    "peak_bf16_flops",
+    "reported_name",
     "rotary_angles",
     "rotate",
     "standard_init",
-    "peak_bf16_flops",
     "training_flops",
 ]

@@ -7,23 +7,38 @@ uses h // (H / G)), K features of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kenotron_models import attend_flash as flash
+from kenotron_models import attend_varlen as varlen
 from kenotron_models.attend_blocks import attend_blocks
 from kenotron_models.attend_flash import attend_flash, check_installed, flash_runs
 from kenotron_models.attend_plain import Dropout, attend_plain
+from kenotron_models.attend_varlen import attend_varlen
 from kenotron_models.sight import Sight
-from kenotron_models.spec import AttentionBackend
 
+AttentionBackend = Literal["auto", "sdpa", "flash_attn", "varlen", "blocked", "plain"]
+"""What may compute attention."""
 MASKED_BLOCKS = 512
 """Tokens of a row from which blocks are faster on the CPU where more than the future is hidden."""
 CAUSAL_BLOCKS = 256
 """The same where it is not, in bfloat16, for heads of at most BLOCKS_WIDTH features."""
 BLOCKS_WIDTH = 64
 """All measured by benchmarks/bench_attention.py."""
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+"""Order of torch's kernels on devices of HOPPER and later, where cuDNN's uses their own units."""
+HOPPER = (9, 0)
 Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
 """(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K)."""
 
@@ -64,22 +79,52 @@ def prepare(sight: Sight, backend: AttentionBackend) -> None:
     _ = sight.first_BS
     if backend == "plain":
         _ = sight.full_mask_BSS
+    elif backend == "auto" and ragged_kernel(sight) is not None:
+        _ = sight.lengths
     elif backend in ("sdpa", "auto"):
-        _ = sight.mask_BSS
+        _ = sight.mask_BSS, sdpa_order(sight)
 
 
 def chosen(q_BSHK: Tensor, sight: Sight) -> AttentionBackend:
-    """What ``auto`` means for these queries."""
-    if torch.compiler.is_compiling():
-        return "sdpa"  # which a program can contain
+    """Return what ``auto`` means for these queries."""
+    kernel = ragged_kernel(sight)
+    if torch.compiler.is_compiling():  # a program can contain sdpa, and calls the others
+        return kernel if kernel is not None and varlen.varlen_runs(q_BSHK) else "sdpa"
     if flash_runs(q_BSHK):
         return "flash_attn"
+    if kernel is not None and varlen.varlen_runs(q_BSHK):
+        return kernel
     if sight.whole:
         fast = q_BSHK.dtype == torch.bfloat16 and q_BSHK.shape[-1] <= BLOCKS_WIDTH
         wins = fast and q_BSHK.device.type == "cpu" and sight.sequence >= CAUSAL_BLOCKS
     else:
         wins = blocks_beat_masks(sight, q_BSHK.device)
     return "blocked" if wins else "sdpa"
+
+
+def ragged_kernel(sight: Sight) -> AttentionBackend | None:
+    """Return the back end that needs no full-square mask where more than the future is hidden.
+
+    None where nothing more is hidden, or the device has no such kernel. Made once per micro-batch.
+    """
+
+    def find() -> AttentionBackend | None:
+        device = sight.context.positions_BS.device
+        if sight.whole:
+            return None
+        if device.type == "cuda" and flash.installed():
+            return "flash_attn"
+        return "varlen" if varlen.device_has_varlen(device) else None
+
+    return sight.context.once(("ragged kernel", sight.window, sight.documents), find)
+
+
+def sdpa_order(sight: Sight) -> list[SDPBackend] | None:
+    """Return the order of torch's kernels on the micro-batch's device; None: torch's own order."""
+    device = sight.context.positions_BS.device
+    return sight.context.once(
+        "sdpa order", lambda: CUDNN_FIRST if varlen.capability(device) >= HOPPER else None
+    )
 
 
 def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
@@ -97,21 +142,24 @@ def attend_sdpa(
     if grouped and mask is not None and q.is_cuda:  # no fused kernel takes a mask and groups
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         grouped = False
-    mixed = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=None if mask is None else mask[:, None],
-        is_causal=mask is None,
-        scale=scale,
-        enable_gqa=grouped,
-    )
+    order = sdpa_order(sight) if mask is None else None
+    with nullcontext() if order is None else sdpa_kernel(order, set_priority=True):
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=None if mask is None else mask[:, None],
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
+        )
     return mixed.transpose(1, 2)
 
 
 BACKENDS: dict[AttentionBackend, Attend] = {
     "sdpa": attend_sdpa,
     "flash_attn": attend_flash,
+    "varlen": attend_varlen,
     "blocked": attend_blocks,
     "plain": attend_plain,
 }
@@ -125,3 +173,4 @@ def keep_out_of_programs() -> None:
     """
     BACKENDS["blocked"] = torch.compiler.disable(attend_blocks)
     BACKENDS["flash_attn"] = torch.compiler.disable(attend_flash)
+    BACKENDS["varlen"] = torch.compiler.disable(attend_varlen)

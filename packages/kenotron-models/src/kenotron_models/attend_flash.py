@@ -31,7 +31,7 @@ def check_installed() -> None:
     if not installed():
         raise ValueError(
             "attention back end flash_attn: the package is not installed; install flash-attn "
-            "(pip install 'kenotron-models[flash]'), or choose auto or sdpa"
+            "(pip install flash-attn), or choose auto or sdpa"
         )
 
 
@@ -68,6 +68,7 @@ def attend_flash(
     flash: Any = importlib.import_module("flash_attn")
     left = -1 if sight.window is None else sight.window - 1  # tokens before the own one
     how = {"softmax_scale": scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1)}
+    how["deterministic"] = torch.are_deterministic_algorithms_enabled()  # of the backward
     if not sight.documents:
         return flash.flash_attn_func(q_BSHK, k_BSGK, v_BSGK, **how)
     begins, longest = sight.lengths

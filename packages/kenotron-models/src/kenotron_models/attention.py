@@ -6,85 +6,124 @@ K features of a head; ``/t`` is divided by tp size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kenotron_dist import Axis, Chunk
-from kenotron_models.attend import attend, check_backend, prepare
+from kenotron_dist import Chunk, declare_roles
+from kenotron_models.attend import AttentionBackend, attend, check_backend, prepare
 from kenotron_models.attend_plain import dropout_of
+from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.norm import RMSNorm
+from kenotron_models.norm import NormSpec
+from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
-from kenotron_models.rope import rotary_angles, rotate
+from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.sight import Sight
-from kenotron_models.spec import Architecture, DecoderSpec
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
 
-class Attention(nn.Module):
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention; the config of a family has checked its sizes."""
+
+    name: ClassVar[str] = "attention"
+    heads: int
+    """H, query heads."""
+    kv_heads: int
+    """G, key and value heads; divides H."""
+    head_dim: int
+    """K, features of a head."""
+    scale: float | None = None
+    """What scores are multiplied with; None: 1/sqrt(K)."""
+    qkv_bias: bool = False
+    """Queries, keys and values have a bias."""
+    out_bias: bool = False
+    """The output has a bias."""
+    qk_norm: NormSpec | None = None
+    """Queries and keys are normed per head before they are turned; None: they are not."""
+    rope: Rope | None = Rope()
+    """How positions turn queries and keys; None: they do not."""
+    window: int | None = None
+    """Tokens that a token sees, itself counted; None: all before it."""
+    separate_documents: bool = False
+    """A token sees its own document only: they begin where positions do not increase by one."""
+    backend: AttentionBackend = "auto"
+    """What computes attention; the numbers differ by rounding only. auto: flash_attn where it is
+    installed and can run, varlen on CUDA where more than the future is hidden, blocked on the CPU
+    where it is faster, else sdpa."""
+    dropout: float = 0.0
+    """Share of attention's probabilities that is dropped in training."""
+
+    def build(self, width: int, build: Build, layer: int = 0) -> Attention:
+        """Make the module; see ``PartSpec``."""
+        return Attention(self, width, build, layer=layer)
+
+    @property
+    def factor(self) -> float:
+        """What scores are multiplied with."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count operations of scores and of mixing values.
+
+        ``causal``: of scores that are seen alone, else of the full square. Documents are not known
+        here and count as one.
+        """
+        pairs = sequence**2
+        if causal:
+            seen = min(self.window or sequence, sequence)
+            pairs = seen * (seen + 1) // 2 + (sequence - seen) * seen
+        return 4 * batch * self.heads * self.head_dim * pairs
+
+    def cost(self, width: int) -> int:
+        """Count four projections as if all heads had their own keys and values; no scores."""
+        return 4 * self.heads * self.head_dim * width
+
+    def kept(self, *, selective: bool) -> int:
+        """Count features of queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+class Attention(Part):
     """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
 
-    ``forward``: x (T, D), context -> (T, D); tokens are cut, (T/t, D), under
-    ``sequence_parallel``. ``layer``: its number in the model, from 0; windows, positions and
-    dropout depend on it. Raises ValueError when the axis does not divide the query heads, kv heads
-    and axis do not divide one another, or the ordered back end is not installed.
+    Args:
+        spec: what it is made of.
+        width: D.
+        build: how and where.
+        layer: its number in the model, from 0: caches and dropout depend on it.
+
+    Raises:
+        ValueError: the axis does not divide the query heads, kv heads and axis do not divide one
+            another, or the ordered back end is not installed.
     """
 
-    def __init__(
-        self,
-        config: Architecture,
-        axis: Axis,
-        *,
-        layer: int = 0,
-        mode: TPMode = TPMode(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    reads_cache = True
+
+    def __init__(self, spec: AttentionSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
-        spec = config.decoder
-        heads, kv_heads, width = spec.num_attention_heads, spec.kv_heads, spec.head_dim
+        axis, heads, kv_heads, features = build.tp, spec.heads, spec.kv_heads, spec.head_dim
         if heads % axis.size:
             raise ValueError(
                 f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
                 "choose a tensor-parallel size that divides num_attention_heads"
             )
-        check_backend(spec.attention)
-        self.spec: DecoderSpec = spec
-        self.layer, self.axis = layer, axis
-        # Asked for here: a program that reads the layer's number is one for that layer alone.
-        self.rotates, self.window = spec.rotates(layer), spec.window_of(layer)
+        if not build.shapes_only:
+            check_backend(spec.backend)
+        self.spec, self.layer, self.axis = spec, layer, axis
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
-        kv = Chunk(kv_heads * width, parts=kv_heads)
-        self.qkv = ColumnParallelLinear(
-            spec.hidden_size,
-            (heads + 2 * kv_heads) * width,
-            axis,
-            chunks=(Chunk(heads * width), kv, kv),
-            bias=spec.qkv_bias,
-            **mode.column,
-            device=device,
-            dtype=dtype,
-        )
-        self.out = RowParallelLinear(
-            heads * width,
-            spec.hidden_size,
-            axis,
-            bias=spec.out_bias,
-            **mode.row,
-            device=device,
-            dtype=dtype,
-        )
-
-        if spec.qk_norm:
+        kv = Chunk(kv_heads * features, parts=kv_heads)
+        chunks, rows = (Chunk(heads * features), kv, kv), (heads + 2 * kv_heads) * features
+        self.qkv = build.column(width, rows, bias=spec.qkv_bias, chunks=chunks)
+        self.out = build.row(heads * features, width, bias=spec.out_bias)
+        declare_roles(self.out, weight="residual")
+        if spec.qk_norm is not None:  # (K,): each rank norms other heads
             self.q_norm, self.k_norm = (
-                RMSNorm(  # (K,): each rank norms other heads, so gradients are partial
-                    width, spec.norm_eps, axis, sequence_parallel=True, device=device, dtype=dtype
-                )
-                for _ in range(2)
+                spec.qk_norm.build(features, build, partial=True) for _ in range(2)
             )
 
     def prepare(self, context: Context) -> None:
@@ -92,13 +131,16 @@ class Attention(nn.Module):
 
         To be called before a compiled ``forward``, which is then the same code for all layers.
         """
-        if self.rotates:
-            self._angles(context)
-        prepare(self._sight(context), self.spec.attention)
+        if self.spec.rope is not None:
+            self._angles(context, self.spec.rope)
+        prepare(self._sight(context), self.spec.backend)
 
-    def forward(
-        self, x: Tensor, context: Context, *, norm: Callable[[Tensor], Tensor] | None = None
-    ) -> Tensor:
+    def leave_out_of_programs(self) -> None:
+        """Dropout: its keys are of one layer and one step, and would make a program for each."""
+        if self.spec.dropout:
+            self.attend_with_dropout = torch.compiler.disable(self.attend_with_dropout)
+
+    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones that it may.
 
         ``norm`` is applied to x first; then neither its result nor turned queries and keys are kept
@@ -115,12 +157,12 @@ class Attention(nn.Module):
     def _turn(self, qkv: Tensor, context: Context) -> Tensor:
         """Queries and keys (B, S, H/t + G/t, K), normed and turned."""
         qk = qkv[:, :, : self.heads + self.kv_heads]
-        if self.spec.qk_norm:
+        if self.spec.qk_norm is not None:
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
-        if self.rotates:
-            cos, sin = self._angles(context)
-            qk = rotate(qk, cos, sin, interleaved=self.spec.rope_interleaved)  # both at once
+        if (rope := self.spec.rope) is not None:
+            cos, sin = self._angles(context, rope)
+            qk = rotate(qk, cos, sin, interleaved=rope.interleaved)  # both at once
         return qk.to(qkv.dtype)
 
     def _mix(self, qkv: Tensor, qk: Tensor, context: Context) -> Tensor:
@@ -130,28 +172,26 @@ class Attention(nn.Module):
         if cache is not None:
             cache.extend(self.layer, k, v, context.positions_BS)
             if cache.used > q.shape[1]:
-                window, places = self.window, context.positions_BS
+                window, places = spec.window, context.positions_BS
                 seen = context.once(("seen", window), lambda: cache.seen(places, window))
-                return cache.attend(self.layer, q, seen, spec.scale)
-        if spec.attention_dropout:
+                return cache.attend(self.layer, q, seen, spec.factor)
+        if spec.dropout:
             return self.attend_with_dropout(q, k, v, context)
-        return attend(q, k, v, self._sight(context), scale=spec.scale, backend=spec.attention)
+        return attend(q, k, v, self._sight(context), scale=spec.factor, backend=spec.backend)
 
     def attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """``attend`` with this layer's dropout, in a step that has any."""
         spec, first_head = self.spec, self.axis.rank * self.heads
-        dropout = dropout_of(context, spec.attention_dropout, self.layer, first_head)
+        dropout = dropout_of(context, spec.dropout, self.layer, first_head)
         sight = self._sight(context)
-        return attend(q, k, v, sight, scale=spec.scale, backend=spec.attention, dropout=dropout)
+        return attend(q, k, v, sight, scale=spec.factor, backend=spec.backend, dropout=dropout)
 
-    def _angles(self, context: Context) -> tuple[Tensor, Tensor]:
-        width, theta, scaling = self.spec.head_dim, self.spec.rope_theta, self.spec.rope_scaling
-        if theta is None:
-            raise ValueError(f"layer {self.layer} turns nothing: its model has no rope_theta")
+    def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
+        width, theta, scaling = self.spec.head_dim, rope.theta, rope.scaling
         return context.once(
             ("angles", width, theta, scaling),
             lambda: rotary_angles(context.positions_BS, width, theta, scaling),
         )
 
     def _sight(self, context: Context) -> Sight:
-        return Sight(context, self.window, self.spec.separate_documents)
+        return Sight(context, self.spec.window, self.spec.separate_documents)

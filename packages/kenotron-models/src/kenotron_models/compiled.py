@@ -9,9 +9,11 @@ from torch import nn
 
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
+_CUT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Compile each layer in place; names of parameters stay.
+    """Compile each layer in place; names of parameters stay, hooks on layers are in no program.
 
     Layers that communicate, those cut over more than one rank, are called by the programs and are
     no part of them: a program cannot wait for a peer. Everything between them is compiled, and what
@@ -19,10 +21,12 @@ def compile_layers(layers: Iterable[nn.Module]) -> None:
     nothing more).
     """
     for layer in layers:
+        if isinstance(layer, _CUT):  # a single product, or several ranks
+            continue
         for part in layer.modules():
-            cut = isinstance(
-                part, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
-            )
-            if cut and (part.axis.size > 1 or part is layer):
+            if isinstance(part, _CUT) and part.axis.size > 1:
                 part.forward = torch.compiler.disable(part.forward)
-        layer.compile(dynamic=False)
+        if type(layer).compile is nn.Module.compile:
+            layer.forward = torch.compile(layer.forward, dynamic=False)  # its hooks stay outside
+        else:
+            layer.compile(dynamic=False)

@@ -26,7 +26,10 @@ class Context:
     outputs: Tensor | None = None
     """Numbers of the tokens, among T, whose logits are wanted, int64; None: all."""
     cache: KVCache | None = None
-    """Where keys and values of a text that goes on are kept; None: nowhere."""
+    """Key-value cache of a text that is continued; None: nothing is kept."""
+    host_positions_BS: Tensor | None = None
+    """The same positions on the host, where the lengths of documents are read from.
+    Without them an accelerator's are read back once per micro-batch, and the host waits for it."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

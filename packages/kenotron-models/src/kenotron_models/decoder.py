@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Shard, Tie
+from kenotron_dist import Shard, Tie, declare_roles
+from kenotron_models.block import Block
+from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.decoder_layer import DecoderLayer
 from kenotron_models.embedding import Embedding
-from kenotron_models.norm import residual_norm
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
-from kenotron_tp import ColumnParallelLinear, TPMode, vocabulary_chunk
+from kenotron_tp import ColumnParallelLinear, vocabulary_chunk
 
 
 class Head(ColumnParallelLinear):
@@ -35,7 +34,7 @@ class Head(ColumnParallelLinear):
         tokens: int | None = None,
         sequence_parallel: bool | None = None,
     ) -> Tensor:
-        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; it tells T where nobody says.
+        """(T, D) -> (T, V/t), or the context's ``outputs`` of it; T is inferred if not given.
 
         A context with ``to_loss`` gets x itself, for ``linear_cross_entropy`` and the like.
         """
@@ -85,50 +84,39 @@ class LayerStack(nn.Module):
 
 def build_decoder(
     config: Architecture,
-    axis: Axis,
+    build: Build,
     *,
-    mode: TPMode = TPMode(),
     recompute: Recompute | Sequence[Recompute] = "none",
     vocab_divisible_by: int = 1,
-    device: torch.device | str | None = "meta",
-    dtype: torch.dtype | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """All layers of a decoder by name, in order: embedding, layers.i, norm, head.
+    """Make all layers of a decoder by name, in order: embedding, layers.i, norm, head.
 
-    Arguments: what it is made of; the tp axis; how cut layers communicate over it; what decoder
-    layers compute again in the backward, all or one by one; vocabulary rows per rank are a
-    multiple of ``vocab_divisible_by``; device and dtype of the parameters (on meta they take no
-    memory: keep your own layers, ``to_empty`` and initialise them).
+    Args:
+        config: what it is made of.
+        build: the tp axis, how cut layers communicate over it, device and dtype.
+        recompute: what decoder layers compute again in the backward, all or one by one.
+        vocab_divisible_by: vocabulary rows per rank are a multiple of this.
 
-    Raises ValueError when heads or widths do not divide by the axis, or ``recompute`` does not name
-    one thing a layer.
+    Raises:
+        ValueError: heads or widths do not divide by the axis, or ``recompute`` does not name one
+            thing a layer.
     """
     spec = config.decoder
     depth, vocab = spec.num_hidden_layers, spec.vocab_size
     again = [recompute] * depth if isinstance(recompute, str) else list(recompute)
     if len(again) != depth:
         raise ValueError(f"recompute names {len(again)} layers, but the model has {depth}")
-    embedding = Embedding(
-        spec, axis, mode=mode, divisible_by=vocab_divisible_by, device=device, dtype=dtype
-    )
+    embedding = Embedding(spec, build, divisible_by=vocab_divisible_by)
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
-    for i, what in enumerate(again):
-        layer = DecoderLayer(
-            spec, axis, layer=i, mode=mode, recompute=what, device=device, dtype=dtype
-        )
+    for i, (block, what) in enumerate(zip(spec.blocks, again, strict=True)):
+        layer = Block(block, spec.hidden_size, build, layer=i, recompute=what)
         layers.append((f"layers.{i}", layer))
-    norm = residual_norm(
-        spec, axis, sequence_parallel=mode.sequence_parallel, device=device, dtype=dtype
-    )
+    chunk = vocabulary_chunk(vocab, build.tp.size, vocab_divisible_by)
+    norm = spec.norm.build(spec.hidden_size, build)
     head = Head(
-        spec.hidden_size,
-        vocab,
-        axis,
-        **mode.column,
-        chunks=(vocabulary_chunk(vocab, axis.size, vocab_divisible_by),),
-        device=device,
-        dtype=dtype,
+        spec.hidden_size, vocab, build.tp, chunks=(chunk,), **build.mode.column, **build.storage
     )
+    declare_roles(head, weight="output")
     if spec.tie_word_embeddings:
         _tie(embedding, head)
     return [*layers, ("norm", norm), ("head", head)]

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Partial
+from kenotron_dist import Partial, declare_roles
+from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
 from kenotron_models.spec import Architecture
-from kenotron_tp import TPMode, VocabParallelEmbedding
+from kenotron_tp import VocabParallelEmbedding
 
 
 class Embedding(VocabParallelEmbedding):
@@ -22,35 +23,21 @@ class Embedding(VocabParallelEmbedding):
     ``positions`` (P, D), P the longest text, is whole on every tp rank.
     """
 
-    def __init__(
-        self,
-        config: Architecture,
-        axis: Axis,
-        *,
-        mode: TPMode = TPMode(),
-        divisible_by: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, config: Architecture, build: Build, *, divisible_by: int = 1) -> None:
         spec = config.decoder
         super().__init__(
-            spec.vocab_size,
-            spec.hidden_size,
-            axis,
-            **mode.embedding,
-            divisible_by=divisible_by,
-            device=device,
-            dtype=dtype,
-        )
+            spec.vocab_size, spec.hidden_size, build.tp, divisible_by=divisible_by,
+            **build.mode.embedding, **build.storage,
+        )  # fmt: skip
         self.dropout = spec.embedding_dropout
         self.positions: nn.Parameter | None = None
         if spec.learned_positions:
-            table = torch.empty(
-                spec.max_position_embeddings, spec.hidden_size, device=device, dtype=dtype
-            )
+            shape = spec.max_position_embeddings, spec.hidden_size
+            table = torch.empty(shape, **build.storage)
             self.positions = nn.Parameter(table if table.is_meta else nn.init.normal_(table))
-            if mode.sequence_parallel:
-                self.placements["positions"] = Partial(axis.name)
+            declare_roles(self, positions="embedding")
+            if build.sequence_parallel:
+                self.placements["positions"] = Partial(build.tp.name)
 
     def forward(
         self,

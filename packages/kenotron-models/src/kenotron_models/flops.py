@@ -7,59 +7,71 @@ although half of it is masked (`causal=False`: Nanotron, PaLM's MFU), and what a
 
 from __future__ import annotations
 
+import math
+
+from kenotron_dist import MATRICES, TensorLayout
+from kenotron_models.block import BlockSpec
+from kenotron_models.shapes import ONE, block_layouts
 from kenotron_models.spec import Architecture
 
 
 def forward_flops(
     config: Architecture, batch: int, sequence: int, *, causal: bool = False
 ) -> float:
-    """Operations of one forward pass over (batch, sequence) tokens.
+    """Count the operations of one forward pass over (batch, sequence) tokens.
 
-    Matrix products alone are counted. ``causal``: only scores that are seen, of the window where
-    the layer has one; documents are not known here and count as one.
+    Products with matrices, and what mixers compute between them. ``causal``: only scores that are
+    seen, of the window where the layer has one; documents are not known here and count as one.
     """
-    spec = config.decoder
-    width, features = spec.hidden_size, spec.head_dim
-    heads, kv_heads, tokens = spec.num_attention_heads, spec.kv_heads, batch * sequence
-    qkv = 2 * tokens * width * (heads + 2 * kv_heads) * features
-    out = 2 * tokens * width * heads * features
-    mlp = (6 if spec.gated else 4) * tokens * width * spec.intermediate_size
-    head = 2 * tokens * width * spec.vocab_size
-    scores = sum(
-        4 * batch * heads * features * _pairs(sequence, spec.window_of(layer), causal)
-        for layer in range(spec.num_hidden_layers)
+    spec, tokens = config.decoder, batch * sequence
+    matrices = sum(_matrices(block, spec.hidden_size) for block in spec.blocks)
+    mixing = sum(
+        part.mixing_flops(batch, sequence, causal=causal)
+        for block in spec.blocks
+        for part in block.parts
     )
-    return float(spec.num_hidden_layers * (qkv + out + mlp) + scores + head)
+    head = spec.hidden_size * spec.vocab_size
+    return float(2 * tokens * (matrices + head) + mixing)
 
 
 def training_flops(
     config: Architecture, batch: int, sequence: int, *, causal: bool = False
 ) -> float:
-    """Operations of forward and backward: three forward passes; nothing computed again counts."""
+    """Count forward and backward: three forward passes; nothing computed again counts."""
     return 3 * forward_flops(config, batch, sequence, causal=causal)
 
 
 def parameter_count(config: Architecture) -> int:
-    """Parameters of the whole model, a tied head counted once."""
+    """Count the parameters of the whole model, a tied head once."""
     spec = config.decoder
-    width, features, inner = spec.hidden_size, spec.head_dim, spec.intermediate_size
-    heads, kv_heads = spec.num_attention_heads, spec.kv_heads
-    norm = width if spec.norm == "rms_norm" else 2 * width
-    layer = (2 * heads + 2 * kv_heads) * features * width + 2 * norm
-    layer += (heads + 2 * kv_heads) * features if spec.qkv_bias else 0
-    layer += width if spec.out_bias else 0
-    layer += 2 * features if spec.qk_norm else 0
-    ups = 2 if spec.gated else 1
-    layer += (ups + 1) * width * inner
-    layer += ups * inner + width if spec.mlp_bias else 0
+    width = spec.hidden_size
+    blocks = sum(_elements(block_layouts(block, width)) for block in spec.blocks)
     matrices = 1 if spec.tie_word_embeddings else 2
     places = spec.max_position_embeddings * width if spec.learned_positions else 0
-    return spec.num_hidden_layers * layer + matrices * spec.vocab_size * width + places + norm
+    norm = sum(p.numel() for p in spec.norm.build(width, ONE).parameters())
+    return blocks + matrices * spec.vocab_size * width + places + norm
 
 
-def _pairs(sequence: int, window: int | None, causal: bool) -> int:
-    """Pairs of a token and one that it sees, in one row."""
-    if not causal:
-        return sequence**2
-    seen = min(window or sequence, sequence)
-    return seen * (seen + 1) // 2 + (sequence - seen) * seen
+def layer_costs(config: Architecture) -> list[float]:
+    """Return the work of every layer of ``build_decoder``, in multiply-adds a token.
+
+    For balancing stages: a block costs what its parts say; embedding and norm are free.
+    """
+    spec = config.decoder
+    blocks = [float(sum(p.cost(spec.hidden_size) for p in block.parts)) for block in spec.blocks]
+    return [0.0, *blocks, 0.0, float(spec.vocab_size * spec.hidden_size)]
+
+
+def kept_features(block: BlockSpec, *, selective: bool) -> int:
+    """Count the numbers a token that tp cuts and the backward of a block keeps."""
+    return sum(part.kept(selective=selective) for part in block.parts)
+
+
+def _matrices(block: BlockSpec, width: int) -> int:
+    """Elements of all matrices of a block."""
+    found = block_layouts(block, width)
+    return _elements({name: each for name, each in found.items() if each.role in MATRICES})
+
+
+def _elements(layouts: dict[str, TensorLayout]) -> int:
+    return sum(math.prod(layout.shape) for layout in layouts.values())

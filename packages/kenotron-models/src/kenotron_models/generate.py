@@ -15,8 +15,7 @@ from torch import Tensor
 from kenotron_dist import Mesh, broadcast
 from kenotron_models.context import Context
 from kenotron_models.kv_cache import KVCache
-from kenotron_tp import choose_tokens
-from kenotron_tp.logits import check_sampling
+from kenotron_tp import check_sampling, choose_tokens
 
 Forward = Callable[[Tensor, Context], Tensor | None]
 """(tokens (T,), context) -> logits (B, V/t) of the context's ``outputs`` on the last pipeline
@@ -40,7 +39,7 @@ class Sampling:
     """Logits of tokens that the text has are divided by this, negative ones multiplied (CTRL,
     arXiv 1909.05858)."""
     seed: int = 0
-    """Of the draws: text i, token n of equal seeds are drawn alike on every layout."""
+    """Of the draws: text i, token n of equal seeds are drawn the same on every layout."""
 
     def __post_init__(self) -> None:
         """Check every number."""
@@ -68,15 +67,15 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Yield a new token for each text, again and again; None for a text that has ended.
 
-    The same on every rank and for every layout, and whatever texts stand beside it up to the
+    The same on every rank and for every layout, and whatever texts share its batch, up to the
     rounding of other shapes.
 
     Arguments:
         forward: a forward pass of the model.
         prompts: tokens to continue, for each text.
         mesh: tp and pp ranks work together.
-        window: longest text that the model reads, in tokens. A text that grows longer goes on from
-            its last half window, which is read anew, as does one that begins longer.
+        window: longest text that the model reads, in tokens. A longer text continues from its
+            last half window, which is read again.
         vocab_size: V.
         max_new_tokens: how many to add at most.
         sampling: how tokens are chosen.
@@ -157,7 +156,7 @@ class _Reader:
         positions = torch.tensor(begins)[:, None] + torch.arange(width)
         ends = torch.tensor([i * width + len(row) - 1 for i, row in enumerate(rows)])
         if cache is not None:
-            cache.begin(max(lengths), alike=min(lengths) == max(lengths))
+            cache.begin(max(lengths), equal_lengths=min(lengths) == max(lengths))
         context = Context(positions.to(self.device), outputs=ends.to(self.device), cache=cache)
         with torch.inference_mode():
             return self.forward(tokens.flatten().to(self.device), context)

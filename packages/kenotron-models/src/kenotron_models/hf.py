@@ -1,27 +1,37 @@
 """Hugging Face's models, both ways: what config.json says, and the names and rows of tensors.
 
-Each architecture has a page (``hf_llama`` and so on). transformers is not needed.
+Each family says its own names (``kenotron_models.families``). transformers is not needed.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_models.hf_family import Family, shared_to_hf
-from kenotron_models.hf_llama import LLAMA
-from kenotron_models.hf_mistral import MISTRAL
-from kenotron_models.hf_qwen2 import QWEN2
-from kenotron_models.hf_qwen3 import QWEN3
-from kenotron_models.hf_starcoder2 import STARCODER2
-from kenotron_models.hf_tensors import Part, Whole, is_superfluous, tensors_of
-from kenotron_models.registry import AnyConfig
+from kenotron_models import registry
+from kenotron_models.families.hf_keys import shared_to_hf
+from kenotron_models.family import HuggingFace
+from kenotron_models.hf_tensors import (
+    EMBEDDING,
+    HEAD,
+    HF_EMBEDDING,
+    HF_HEAD,
+    Part,
+    Whole,
+    is_superfluous,
+    tensors_of,
+)
+from kenotron_models.registry import AnyConfig, family_of
+from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import DecoderSpec
 
 __all__ = [
+    "CONFIG",
+    "EMBEDDING",
+    "HEAD",
     "Part",
     "Whole",
     "config_from_hf",
@@ -30,12 +40,13 @@ __all__ = [
     "hf_tensors",
     "is_superfluous",
     "read_hf_config",
+    "turns_neighbours",
+    "with_its_head",
 ]
 
 CONFIG = "config.json"
-ARCHITECTURES = {each.model_type: each for each in (LLAMA, MISTRAL, QWEN2, QWEN3, STARCODER2)}
-"""By ``model_type``; a model is written as the first that can say it, after its own."""
-OF_THE_RUN = ("attention", "separate_documents", "z_loss")
+"""Name of the file that describes a model of Hugging Face."""
+OF_THE_RUN = ("backend", "separate_documents", "z_loss")
 """Fields of a spec that do not say what the weights mean: config.json has no word for them."""
 
 
@@ -44,12 +55,10 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
 
     Raises ValueError, a line for each key that cannot be said here: key, value, what is needed.
     """
-    kind = values.get("model_type")
-    family = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise ValueError(
-            f"model_type: {kind!r} was given; it must be one of {', '.join(ARCHITECTURES)}"
-        )
+    kind, known = values.get("model_type"), {each.model_type: each for each in _known()}
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f"model_type: {kind!r} was given; it must be one of {', '.join(known)}")
+    family = known[kind]
     if values.get("quantization_config"):
         raise ValueError(
             "quantization_config: quantised weights were given; only bfloat16, float16 and "
@@ -86,18 +95,32 @@ def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
         raise ValueError(f"{path}: {error}") from None
 
 
+def with_its_head(config: AnyConfig, same: Callable[[str, str], bool | None]) -> AnyConfig:
+    """The config without a tie when the folder has a head that is not its embedding.
+
+    transformers does not tie such a model either, whatever its config.json says. ``same``: whether
+    two tensors of the folder are equal; None when one is not there.
+    """
+    if not config.decoder.tie_word_embeddings or same(HF_EMBEDDING, HF_HEAD) is not False:
+        return config
+    return replace(config, tie_word_embeddings=False)
+
+
 def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     """The keys of a config.json, without a dtype, of the architecture that says what ours does.
 
     Its own family is tried first; a Llama with biases is a Qwen2. Rotary keys are in both
     spellings. Raises ValueError, naming the fields, when none computes the same.
     """
-    own = next(each for each in ARCHITECTURES.values() if each.config is type(config))
+    own = _names_of(config)
     reasons = []
-    for family in (own, *ARCHITECTURES.values()):
-        values = shared_to_hf(family, config) | family.write(config.decoder)
-        wrong = _unsaid(family, values, config.decoder)
-        if not wrong:
+    for family in (own, *_known()):
+        try:
+            values = shared_to_hf(family, config) | family.write(config.decoder)
+        except ValueError as error:  # other parts than the family's
+            reasons.append(str(error).splitlines())
+            continue
+        if not (wrong := _unsaid(family, values, config.decoder)):
             return values
         reasons.append(wrong)
     raise ValueError(
@@ -106,26 +129,82 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     )
 
 
-def hf_tensors(config: AnyConfig | DecoderSpec) -> dict[str, Whole]:
-    """Our tensors by name, with the tensors of Hugging Face whose rows each is made of."""
-    spec = config.decoder
-    layer = {} if spec.gated else STARCODER2.layer
-    return tensors_of(spec, layer)
+def _known() -> list[HuggingFace]:
+    """What Hugging Face calls the families that it has."""
+    return [family.hf for family in registry.FAMILIES if family.hf is not None]
+
+
+def _names_of(config: AnyConfig) -> HuggingFace:
+    family = family_of(config)
+    if family.hf is None:
+        raise ValueError(f"Hugging Face has no {family.config.__name__.removesuffix('Config')}")
+    return family.hf
+
+
+def hf_tensors(config: AnyConfig, *, interleaved: bool | None = None) -> dict[str, Whole]:
+    """Return our tensors by name, with the tensors of Hugging Face whose rows each is made of.
+
+    Args:
+        config: the model; its family names the tensors.
+        interleaved: whether our rotary positions turn neighbouring features; None: as it says.
+    """
+    return tensors_of(config, _names_of(config).names, interleaved=interleaved)
 
 
 def differences(
-    ours: DecoderSpec, theirs: DecoderSpec, but: Collection[str] = ("rope_interleaved",)
+    ours: DecoderSpec, theirs: DecoderSpec, but: Collection[str] = ("interleaved",)
 ) -> list[str]:
-    """Fields that say what weights mean, and in which two models differ: ``name: a and b``.
+    """Name the fields that say what weights mean, and in which two models differ.
 
-    ``but``: fields that do not count; rows of tensors can make up for interleaved positions.
+    Args:
+        ours: a model.
+        theirs: another.
+        but: fields that do not count; rows of tensors can make up for interleaved positions.
+
+    Returns:
+        A line for each: ``name: a and b``. Where all blocks differ in the same way the name is that
+        in a block (``attention.window``), else that of the first that does (``layers.1...``).
     """
-    return [
-        f"{each.name}: {_said(getattr(ours, each.name))} and {_said(getattr(theirs, each.name))}"
-        for each in fields(DecoderSpec)
-        if each.name not in (*OF_THE_RUN, *but)
-        and getattr(ours, each.name) != getattr(theirs, each.name)
+    if ours.num_hidden_layers != theirs.num_hidden_layers:
+        return [f"num_hidden_layers: {ours.num_hidden_layers} and {theirs.num_hidden_layers}"]
+    free = {*OF_THE_RUN, *but}
+    outside = [
+        _line(name, pair) for name, pair in _changed(ours, theirs, free | {"blocks"}).items()
     ]
+    by_name: dict[str, dict[int, tuple[Any, Any]]] = {}
+    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+        for name, pair in _changed(a, b, free).items():
+            by_name.setdefault(name, {})[i] = pair
+    for name, pairs in by_name.items():
+        first, pair = next(iter(pairs.items()))
+        equal = len(pairs) == len(ours.blocks) and all(each == pair for each in pairs.values())
+        outside.append(_line(name if equal else f"layers.{first}.{name}", pair))
+    return list(dict.fromkeys(outside))
+
+
+def turns_neighbours(spec: DecoderSpec) -> bool:
+    """Return whether rotary positions turn neighbouring features in any block."""
+    ropes = [getattr(block.mixer, "rope", None) for block in spec.blocks]
+    return any(rope is not None and rope.interleaved for rope in ropes)
+
+
+def _line(name: str, pair: tuple[Any, Any]) -> str:
+    return f"{name}: {_said(pair[0])} and {_said(pair[1])}"
+
+
+def _changed(ours: Any, theirs: Any, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ, by the path of names that lead to them; parts by their own names."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for each in fields(ours):
+        a, b = getattr(ours, each.name), getattr(theirs, each.name)
+        if each.name in free or a == b:
+            continue
+        if type(a) is type(b) and is_dataclass(a) and not isinstance(a, RopeScaling):
+            name = getattr(a, "name", each.name)
+            found |= {f"{name}.{inner}": p for inner, p in _changed(a, b, free).items()}
+        else:
+            found[each.name] = a, b
+    return found
 
 
 def _said(value: Any) -> str:
@@ -138,15 +217,13 @@ def _said(value: Any) -> str:
     )
 
 
-def _unsaid(family: Family, values: Mapping[str, Any], spec: DecoderSpec) -> list[str]:
+def _unsaid(family: HuggingFace, values: Mapping[str, Any], spec: DecoderSpec) -> list[str]:
     """What is lost when these keys are read again."""
     try:
         found = config_from_hf(values).decoder
     except (ValueError, TypeError) as error:
         return str(error).splitlines()
-    slides = any(spec.window_of(i) is not None for i in range(spec.num_hidden_layers))
-    meant = spec if slides else replace(spec, window=None, full_attention_layers=())
-    return [f"{line} when it is read as {family.model_type}" for line in differences(meant, found)]
+    return [f"{line} when it is read as {family.model_type}" for line in differences(spec, found)]
 
 
 def _words(allowed: Any) -> str:

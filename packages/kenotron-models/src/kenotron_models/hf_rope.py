@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
-from kenotron_models.spec import DecoderSpec
 
 THETA = 10000.0
 """The base where a config.json says none."""
@@ -54,20 +54,20 @@ def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if kind == "yarn":
         _check_yarn(given, where)
         own |= _scores(given, float(own["factor"]))
-    strange = [
+    unknown = [
         name
         for name, value in given.items()
         if value is not None
         and name not in {*_READ, *(n for names in _OWN.values() for n in names)}
     ]
-    if strange:
-        raise ValueError(f"{where}.{strange[0]}: {given[strange[0]]!r} was given; {kind} has none")
+    if unknown:
+        raise ValueError(f"{where}.{unknown[0]}: {given[unknown[0]]!r} was given; {kind} has none")
     return float(theta), RopeScaling(rope_type=kind, **own)
 
 
-def rope_to_hf(spec: DecoderSpec) -> dict[str, Any]:
+def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
     """The keys of both spellings: readers of either find theirs."""
-    scaling, theta = spec.rope_scaling, spec.rope_theta
+    scaling, theta = (None, None) if rope is None else (rope.scaling, rope.theta)
     own: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None:
         found = {name: getattr(scaling, name) for name in _OWN[scaling.rope_type]}

@@ -14,28 +14,48 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from kenotron_models.spec import DecoderSpec
+from kenotron_dist import TensorLayout
+from kenotron_models.rope import Rope
+from kenotron_models.shapes import decoder_layouts
+from kenotron_models.spec import Architecture, DecoderSpec
 
 Shape = tuple[int, ...]
 Run = tuple[str, int, int, int]
 """(their tensor, its first row, the first row in ours, number of rows)."""
 
-EMBEDDING, HEAD = "embedding.weight", "head.weight"
-HF_HEAD = "lm_head.weight"
-LAYER: Mapping[str, tuple[str, ...]] = {
-    "attention_norm": ("input_layernorm",),
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.q_norm": ("self_attn.q_norm",),
-    "attention.k_norm": ("self_attn.k_norm",),
-    "attention.out": ("self_attn.o_proj",),
-    "mlp_norm": ("post_attention_layernorm",),
-    "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.up": ("mlp.up_proj",),
-    "mlp.down": ("mlp.down_proj",),
+EMBEDDING = "embedding.weight"
+"""Logical name of the token embedding."""
+HEAD = "head.weight"
+"""Logical name of the output projection."""
+HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """The modules of theirs whose rows follow one another in one of ours."""
+
+    names: tuple[str, ...]
+    turned: int = 0
+    """How many of the first ones have rows that rotary positions turn."""
+
+    def __init__(self, *names: str, turned: int = 0) -> None:
+        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "turned", turned)
+
+
+LLAMA_NAMES: Mapping[str, Fused] = {
+    "attention_norm": Fused("input_layernorm"),
+    "attention.qkv": Fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", turned=2),
+    "attention.q_norm": Fused("self_attn.q_norm", turned=1),
+    "attention.k_norm": Fused("self_attn.k_norm", turned=1),
+    "attention.out": Fused("self_attn.o_proj"),
+    "mlp_norm": Fused("post_attention_layernorm"),
+    "mlp.gate_up": Fused("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": Fused("mlp.down_proj"),
 }
-"""Modules of our decoder layer -> those of Llama's, whose rows follow one another in ours."""
+"""Modules of our block -> those of Llama's; its descendants call theirs the same."""
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""What old files hold beside the weights: it is computed anew."""
+"""What old files hold next to the weights: it is computed again."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,7 @@ class Part:
     first: int
     """Our row where it begins."""
     head_dim: int = 0
-    """Features of its heads when halves of theirs are neighbours of ours; 0: rows are alike."""
+    """Features of its heads when halves of theirs are neighbours of ours; 0: none are."""
 
     def runs(self) -> Iterator[Run]:
         """Rows that are consecutive in both."""
@@ -85,56 +105,62 @@ class Whole:
             yield from part.runs()
 
 
-def tensors_of(spec: DecoderSpec, layer: Mapping[str, tuple[str, ...]]) -> dict[str, Whole]:
-    """Our tensors by name, in the order of the model; ``layer``: what replaces parts of LAYER."""
-    width, vocabulary = spec.hidden_size, (spec.vocab_size, spec.hidden_size)
-    modules = {**LAYER, **layer}
-    found = {EMBEDDING: _plain("model.embed_tokens.weight", vocabulary)}
-    for i in range(spec.num_hidden_layers):
-        for module, (outs, ins, bias) in _modules(spec).items():
-            there = [f"model.layers.{i}.{name}" for name in modules[module]]
-            heads = _TURNED.get(module, 0) if spec.rope_interleaved and spec.rotates(i) else 0
-            for kind, columns in [("weight", ins), ("bias", ())][: 1 + bias]:
-                found[f"layers.{i}.{module}.{kind}"] = _fused(
-                    [f"{name}.{kind}" for name in there],
-                    [(rows, *columns) for rows in outs],
-                    [spec.head_dim if at < heads else 0 for at in range(len(outs))],
-                )
-    found["norm.weight"] = _plain("model.norm.weight", (width,))
-    if spec.norm == "layer_norm":
-        found["norm.bias"] = _plain("model.norm.bias", (width,))
-    if not spec.tie_word_embeddings:
-        found[HEAD] = _plain(HF_HEAD, vocabulary)
+def tensors_of(
+    config: Architecture, names: Mapping[str, Fused], *, interleaved: bool | None = None
+) -> dict[str, Whole]:
+    """Return our tensors by name, in the order of the model.
+
+    Args:
+        config: the model.
+        names: modules of a block and those of theirs that each is made of.
+        interleaved: whether neighbouring features are turned in ours; None: as the model says.
+
+    Raises:
+        ValueError: a module of a block has no name there.
+    """
+    spec, found = config.decoder, {}
+    for path, layout in decoder_layouts(spec).items():
+        if path != layout.name:  # tied: written once
+            continue
+        folder, _, kind = path.rpartition(".")
+        if not folder.startswith("layers."):
+            found[path] = _plain(_outside(folder, kind), layout.shape)
+            continue
+        _, number, module = folder.split(".", 2)
+        if module not in names:
+            raise ValueError(f"{path} has no name in Hugging Face's format of this family")
+        mixer, fused = spec.blocks[int(number)].mixer, names[module]
+        rope: Rope | None = getattr(mixer, "rope", None)
+        pairs = rope is not None and (rope.interleaved if interleaved is None else interleaved)
+        heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
+        outs = _chunks(layout)
+        found[path] = _fused(
+            [f"model.layers.{number}.{name}.{kind}" for name in fused.names],
+            [(rows, *layout.shape[1:]) for rows in outs],
+            [width if at < heads else 0 for at in range(len(outs))],
+        )
     return found
 
 
-_TURNED = {"attention.qkv": 2, "attention.q_norm": 1, "attention.k_norm": 1}
-"""Modules whose rows are features that are turned: so many of their first parts."""
+_OUTSIDE = {EMBEDDING: HF_EMBEDDING, HEAD: HF_HEAD}
 
 
-_Sizes = tuple[Shape, Shape, bool]
-"""Rows of each part of a module's weight; its columns, none for a vector; whether with bias."""
+def _outside(folder: str, kind: str) -> str:
+    """Their name of a tensor outside of blocks."""
+    if folder == "norm":
+        return f"model.norm.{kind}"
+    path = f"{folder}.{kind}"
+    if path not in _OUTSIDE:
+        raise ValueError(f"{path} has no name in Hugging Face's format of this family")
+    return _OUTSIDE[path]
 
 
-def _modules(spec: DecoderSpec) -> dict[str, _Sizes]:
-    """The modules of a layer."""
-    width, wide, head = spec.hidden_size, spec.intermediate_size, spec.head_dim
-    heads, kv = spec.num_attention_heads * head, spec.kv_heads * head
-    norm: _Sizes = ((width,), (), spec.norm == "layer_norm")
-    found: dict[str, _Sizes] = {
-        "attention_norm": norm,
-        "attention.qkv": ((heads, kv, kv), (width,), spec.qkv_bias),
-        "attention.out": ((width,), (heads,), spec.out_bias),
-        "mlp_norm": norm,
-        "mlp.down": ((width,), (wide,), spec.mlp_bias),
-    }
-    if spec.qk_norm:
-        found |= {f"attention.{name}": ((head,), (), False) for name in ("q_norm", "k_norm")}
-    if spec.gated:
-        found["mlp.gate_up"] = ((wide, wide), (width,), spec.mlp_bias)
-    else:
-        found["mlp.up"] = ((wide,), (width,), spec.mlp_bias)
-    return found
+def _chunks(layout: TensorLayout) -> list[int]:
+    """Rows of each piece that a tensor is a concatenation of."""
+    for shard in layout.shards:
+        if shard.dim == 0 and shard.chunks is not None:
+            return [chunk.size for chunk in shard.chunks]
+    return [layout.shape[0]]
 
 
 def is_superfluous(name: str, spec: DecoderSpec) -> bool:

@@ -1,4 +1,4 @@
-"""Keys and values of a text that goes on, kept in memory of fixed size.
+"""Key-value cache of a text that is continued, in memory of fixed size.
 
 Shapes: B texts, S new tokens of each, L the longest text, G kv heads, K features of a head; ``/t``
 is divided by tp size.
@@ -24,18 +24,18 @@ class KVCache:
         self.length = length
         self.used = 0
         """Slots in use by the longest text."""
-        self.alike = True
+        self.equal_lengths = True
         """Whether all texts of the batch are equally long."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def begin(self, used: int, *, alike: bool) -> None:
+    def begin(self, used: int, *, equal_lengths: bool) -> None:
         """Say how many slots are in use after the coming tokens. Raises ValueError beyond L."""
         if used > self.length:
             raise ValueError(
                 f"the cache has room for texts of {self.length} tokens, and {used} are to be kept: "
                 "make it longer"
             )
-        self.used, self.alike = used, alike
+        self.used, self.equal_lengths = used, equal_lengths
 
     def extend(self, layer: int, k_BSGK: Tensor, v_BSGK: Tensor, positions_BS: Tensor) -> None:
         """Keep what is new."""
@@ -44,7 +44,7 @@ class KVCache:
             room = [x.new_zeros(batch, heads, self.length, width) for x in (k_BSGK, v_BSGK)]
             self._layers[layer] = (room[0], room[1])
         for kept, coming in zip(self._layers[layer], (k_BSGK, v_BSGK), strict=True):
-            if self.alike or new == self.used:
+            if self.equal_lengths or new == self.used:
                 kept[:, :, self.used - new : self.used] = coming.transpose(1, 2)
             else:
                 rows = torch.arange(batch, device=coming.device)[:, None]
@@ -54,6 +54,10 @@ class KVCache:
         """``softmax(scale * q k^T) v`` over what is kept and ``seen``: (B, S, H, K)."""
         keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])
         q = q_BSHK.transpose(1, 2)
+        if q.shape[2] == 1:  # query heads of one kv head as rows: keys and values are read once
+            rows = q.reshape(*keys.shape[:2], -1, q.shape[3])
+            mixed = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
+            return mixed.reshape(q.shape).transpose(1, 2)
         grouped = q.shape[1] != keys.shape[1]
         mixed = F.scaled_dot_product_attention(
             q, keys, values, mask, scale=scale, enable_gqa=grouped
@@ -65,7 +69,7 @@ class KVCache:
 
         A window counts the token itself.
         """
-        every = self.alike and positions_BS.shape[1] == 1
+        every = self.equal_lengths and positions_BS.shape[1] == 1
         if every and (window is None or window >= self.used):
             return None
         slots = torch.arange(self.used, device=positions_BS.device)

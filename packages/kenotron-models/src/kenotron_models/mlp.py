@@ -6,17 +6,20 @@ Shapes: T flattened tokens, D hidden, F feed-forward; ``/t`` is divided by tp si
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk
+from kenotron_dist import Chunk, declare_roles
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
-from kenotron_models.spec import Activation, Architecture
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -25,47 +28,53 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(nn.Module):
-    """``down(act(gate(x)) * up(x))``, gate and up in one matrix (2F, D); or ``down(act(up(x)))``.
+@dataclass(frozen=True, kw_only=True)
+class MLPSpec:
+    """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without gate."""
+
+    name: ClassVar[str] = "mlp"
+    features: int
+    """F, inner width."""
+    gated: bool = True
+    """Whether there is a gate."""
+    activation: Activation = "silu"
+    """Its act."""
+    bias: bool = False
+    """Its matrices have biases."""
+
+    def build(self, width: int, build: Build, layer: int = 0) -> MLP:
+        """Make the module; see ``PartSpec``."""
+        return MLP(self, width, build)
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count nothing: all its operations are products with matrices."""
+        return 0
+
+    def cost(self, width: int) -> int:
+        """Count its two or three products."""
+        return (3 if self.gated else 2) * self.features * width
+
+    def kept(self, *, selective: bool) -> int:
+        """Count inner features before and after the activation; without those after it."""
+        return (3 if self.gated else 2) * self.features - selective * self.features
+
+
+class MLP(Part):
+    """Gate and up are one matrix (2F, D), ``gate_up``; without gate it is ``up`` (F, D).
 
     ``forward``: (T, D) -> (T, D), (T/t, D) under sequence parallelism. Raises ValueError when the
     axis does not divide F.
     """
 
-    def __init__(
-        self,
-        config: Architecture,
-        axis: Axis,
-        *,
-        mode: TPMode = TPMode(),
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, spec: MLPSpec, width: int, build: Build) -> None:
         super().__init__()
-        spec = config.decoder
         self.gated, self.act = spec.gated, ACTIVATIONS[spec.activation]
-        width = Chunk(spec.intermediate_size)
-        chunks = (width, width) if spec.gated else (width,)
-        first = ColumnParallelLinear(
-            spec.hidden_size,
-            len(chunks) * spec.intermediate_size,
-            axis,
-            chunks=chunks,
-            bias=spec.mlp_bias,
-            **mode.column,
-            device=device,
-            dtype=dtype,
-        )
+        chunks = (Chunk(spec.features),) * (2 if spec.gated else 1)
+        rows = len(chunks) * spec.features
+        first = build.column(width, rows, bias=spec.bias, chunks=chunks)
         self.add_module("gate_up" if spec.gated else "up", first)
-        self.down = RowParallelLinear(
-            spec.intermediate_size,
-            spec.hidden_size,
-            axis,
-            bias=spec.mlp_bias,
-            **mode.row,
-            device=device,
-            dtype=dtype,
-        )
+        self.down = build.row(spec.features, width, bias=spec.bias)
+        declare_roles(self.down, weight="residual")
 
     @property
     def first(self) -> nn.Module:
@@ -80,17 +89,17 @@ class MLP(nn.Module):
         return self.act(gate) * up
 
     def forward(
-        self,
-        x: Tensor,
-        tokens: int | None = None,
-        *,
-        norm: Callable[[Tensor], Tensor] | None = None,
+        self, x: Tensor, context: Context | None = None, *, norm: Normed | None = None
     ) -> Tensor:
         """(T, D) -> (T, D).
 
-        Arguments: tokens T, where they are cut and the axis does not divide it; a norm that is
-        applied to x first: then neither its result nor the activations are kept for the backward.
+        Args:
+            x: tokens.
+            context: the micro-batch, where tokens are cut and the axis does not divide them.
+            norm: applied to x first: then neither its result nor the activations are kept for the
+                backward.
         """
+        tokens = None if context is None else context.tokens
         if norm is None:
             return self.down(self.activate(self.first(x, tokens=tokens)))
         y = between(norm, x, partial(self.first, tokens=tokens))

@@ -5,20 +5,24 @@ Shapes: D features; ``...`` tokens.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Partial, Placements
+from kenotron_dist import Partial, Placements, Roles
+from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.spec import Architecture
 
 
 class RMSNorm(nn.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, computed in fp32.
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dim, in fp32, rounded once.
 
-    Zhang and Sennrich, arXiv 1910.07467. Every tp rank holds the whole weight (D,). Under
-    ``sequence_parallel`` each sees other tokens, so the weight's gradient is partial over the axis.
+    Zhang and Sennrich, arXiv 1910.07467. Every tp rank holds the whole weight (D,). Its gradient
+    is partial over the axis where each rank norms other values: under sequence parallelism other
+    tokens, or as ``partial`` says.
     ``forward``: (..., D) -> same.
     """
 
@@ -26,22 +30,24 @@ class RMSNorm(nn.Module):
         self,
         features: int,
         eps: float,
-        axis: Axis,
+        build: Build,
         *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        partial: bool | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))  # (D,)
+        self.weight = nn.Parameter(torch.ones(features, **build.storage))  # (D,)
+        self.roles: Roles = {"weight": "norm"}
         self.placements: Placements = {}
-        if sequence_parallel:
-            self.placements["weight"] = Partial(axis.name)
+        if build.sequence_parallel if partial is None else partial:
+            self.placements["weight"] = Partial(build.tp.name)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(..., D) -> (..., D), in the dtype of ``x``."""
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        """(..., D) -> (..., D), in the dtype of ``x``; that of a wider weight wins, as in torch."""
+        shape = self.weight.shape
+        if x.dtype == self.weight.dtype:  # one kernel on CUDA, which takes no mixed dtypes
+            return F.rms_norm(x, shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 class LayerNorm(nn.Module):
@@ -54,19 +60,19 @@ class LayerNorm(nn.Module):
         self,
         features: int,
         eps: float,
-        axis: Axis,
+        build: Build,
         *,
-        sequence_parallel: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        partial: bool | None = None,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(features, device=device, dtype=dtype))  # (D,)
-        self.bias = nn.Parameter(torch.zeros(features, device=device, dtype=dtype))  # (D,)
+        self.weight = nn.Parameter(torch.ones(features, **build.storage))  # (D,)
+        self.bias = nn.Parameter(torch.zeros(features, **build.storage))  # (D,)
+        self.roles: Roles = {"weight": "norm", "bias": "norm_bias"}
         self.placements: Placements = {}
-        if sequence_parallel:
-            self.placements = {"weight": Partial(axis.name), "bias": Partial(axis.name)}
+        if build.sequence_parallel if partial is None else partial:
+            own = Partial(build.tp.name)
+            self.placements = {"weight": own, "bias": own}
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of ``x``."""
@@ -75,24 +81,25 @@ class LayerNorm(nn.Module):
 
 
 Norm = RMSNorm | LayerNorm
+KINDS: dict[str, type[Norm]] = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}
 
 
-def residual_norm(
-    config: Architecture,
-    axis: Axis,
-    *,
-    sequence_parallel: bool = False,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None,
-) -> Norm:
-    """A norm of the residual stream, of the kind that the model has."""
-    spec = config.decoder
-    kind = RMSNorm if spec.norm == "rms_norm" else LayerNorm
-    return kind(
-        spec.hidden_size,
-        spec.norm_eps,
-        axis,
-        sequence_parallel=sequence_parallel,
-        device=device,
-        dtype=dtype,
-    )
+@dataclass(frozen=True, kw_only=True)
+class NormSpec:
+    """A norm over the last dim."""
+
+    kind: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    """One of ``KINDS``."""
+    eps: float = 1e-6
+    """Added to the mean square or the variance."""
+
+    def build(self, features: int, build: Build, *, partial: bool | None = None) -> Norm:
+        """Make the module over (..., D).
+
+        Args:
+            features: D.
+            build: how and where.
+            partial: whether the weight's gradient is partial over tp; None: as under
+                ``build.sequence_parallel``.
+        """
+        return KINDS[self.kind](features, self.eps, build, partial=partial)

@@ -1,51 +1,66 @@
-"""How each parameter of a decoder begins, and which layers cost what."""
+"""How each parameter of a decoder begins."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 
+from kenotron_dist import Role, TensorLayout
 from kenotron_dist.init import Constant, Initializer, Normal
 from kenotron_models.spec import Architecture
+
+DRAWN: frozenset[Role] = frozenset({"embedding", "hidden", "residual", "output", "router"})
+"""Roles of tensors whose first values are normal draws."""
 
 
 def standard_init(
     config: Architecture, std: float, scaling: str = "NUM_LAYERS"
-) -> Callable[[str], Initializer]:
-    """Norms 1, biases 0, matrices N(0, std^2), with less for the two that write to the residual.
+) -> Callable[[TensorLayout], Initializer]:
+    """Return the rule from a tensor's role to its first values, for ``kenotron_dist.init``.
 
-    ``scaling``: their std is divided by the root of twice the number of layers (NUM_LAYERS, as in
-    GPT-2, Radford et al., 2019), of twice the layer's own number from 1 (LAYER_INDEX), or by
+    Norms are 1, biases 0, matrices and tables N(0, std^2). Matrices that write to the residual
+    stream have a smaller std: it is divided by the root of twice the number of layers (NUM_LAYERS,
+    as in GPT-2, Radford et al., 2019), of twice the layer's own number from 1 (LAYER_INDEX), or by
     nothing (NONE).
 
-    Returns the rule from a parameter's name to its initializer, for ``kenotron_dist.init``. Raises
-    ValueError for another scaling.
+    Args:
+        config: the decoder, of which the number of layers is read.
+        std: standard deviation of matrices and tables.
+        scaling: NUM_LAYERS, LAYER_INDEX or NONE.
+
+    Raises:
+        ValueError: there is no such scaling. The rule raises it for a role without first values.
     """
     if scaling not in ("NONE", "NUM_LAYERS", "LAYER_INDEX"):
         raise ValueError(f"scaling {scaling!r}: it is NONE, NUM_LAYERS or LAYER_INDEX")
 
-    def rule(name: str) -> Initializer:
-        if name.endswith("norm.weight"):
+    def rule(layout: TensorLayout) -> Initializer:
+        if layout.role == "norm":
             return Constant(1.0)
-        if name.endswith(".bias"):
+        if layout.role in ("bias", "norm_bias"):
             return Constant(0.0)
-        if name.endswith(("attention.out.weight", "mlp.down.weight")) and scaling != "NONE":
-            index = int(name.removeprefix("layers.").split(".")[0]) + 1
-            depth = config.decoder.num_hidden_layers if scaling == "NUM_LAYERS" else index
+        if layout.role == "residual" and scaling != "NONE":
+            by_layer = scaling == "LAYER_INDEX"
+            depth = _number(layout) if by_layer else config.decoder.num_hidden_layers
             return Normal(std / math.sqrt(2 * depth))
-        return Normal(std)
+        if layout.role in DRAWN:
+            return Normal(std)
+        raise ValueError(
+            f"parameter {layout.name!r} of shape {list(layout.shape)} has the role "
+            f"{layout.role!r}, which has no first values: declare another one on its module, such "
+            "as kenotron_dist.declare_roles(module, name='norm')"
+        )
 
     return rule
 
 
-def layer_costs(config: Architecture) -> list[float]:
-    """Work of every layer of ``build_decoder``, in multiply-adds a token, to balance stages.
-
-    Attention counts its four projections as if all heads had their own keys and values, the scores
-    not at all; embedding and norm are free.
-    """
-    spec = config.decoder
-    attention = 4 * spec.num_attention_heads * spec.head_dim * spec.hidden_size
-    mlp = (3 if spec.gated else 2) * spec.intermediate_size * spec.hidden_size
-    head = spec.vocab_size * spec.hidden_size
-    return [0.0, *[float(attention + mlp)] * spec.num_hidden_layers, 0.0, float(head)]
+def _number(layout: TensorLayout) -> int:
+    """The number, from 1, of the decoder layer that a tensor belongs to."""
+    found = re.match(r"layers\.(\d+)\.", layout.name)
+    if not found:
+        raise ValueError(
+            f"parameter {layout.name!r} is in no numbered layer (layers.0, layers.1, ...), which "
+            "scaling LAYER_INDEX needs: choose NUM_LAYERS or NONE"
+        )
+    return int(found[1]) + 1

@@ -1,50 +1,79 @@
-"""The families of decoders that can be built, by the marker of their configs."""
+"""The families of decoders that can be built. A new one is a file, and a line in ``FAMILIES``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import is_dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from kenotron_models.config import LlamaConfig
-from kenotron_models.config_mistral import MistralConfig
-from kenotron_models.config_qwen2 import MoEConfig, Qwen2Config
-from kenotron_models.config_qwen3 import Qwen3Config
-from kenotron_models.config_starcoder2 import Starcoder2Config
-from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.families.llama import LLAMA
+from kenotron_models.families.mistral import MISTRAL
+from kenotron_models.families.qwen2 import QWEN2
+from kenotron_models.families.qwen3 import QWEN3
+from kenotron_models.families.starcoder2 import STARCODER2
+from kenotron_models.family import Family, FamilyConfig
 
-AnyConfig = LlamaConfig | Qwen2Config | Qwen3Config | MistralConfig | Starcoder2Config
-FAMILIES: dict[str, type[AnyConfig]] = {
-    "is_qwen2_config": Qwen2Config,
-    "is_qwen3_config": Qwen3Config,
-    "is_mistral_config": MistralConfig,
-    "is_starcoder2_config": Starcoder2Config,
-    "is_llama_config": LlamaConfig,
-}
-"""The class that a marker stands for."""
-_NESTED = {"rope_scaling": RopeScaling, "moe_config": MoEConfig}
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    MISTRAL,
+    STARCODER2,
+)
+"""YAML without a marker is of the family that knows most of its keys, the first of equals;
+config.json is written by the config's own family, else by the first that can say it."""
+if TYPE_CHECKING:
+    AnyConfig = FamilyConfig
+    """The config of some family: a union of all families' at run time."""
+else:
+    AnyConfig = reduce(or_, (family.config for family in FAMILIES))
 
 
-def config_from_json(values: Mapping[str, Any]) -> AnyConfig:
-    """The config whose ``dataclasses.asdict`` was written as JSON.
+def family_of(config: FamilyConfig) -> Family:
+    """Return the family of a config. Raises ValueError for a class that no family has."""
+    for family in FAMILIES:
+        if family.config is type(config):
+            return family
+    known = ", ".join(family.config.__name__ for family in FAMILIES)
+    raise ValueError(f"{type(config).__name__} is the config of no known family: it is {known}")
 
-    Raises ValueError when it has no marker of a family, or a value is wrong.
+
+def config_from_json(values: Mapping[str, Any]) -> FamilyConfig:
+    """Return the config whose ``dataclasses.asdict`` was written as JSON.
+
+    Raises:
+        ValueError: it has no marker of a family, or a value is wrong.
     """
-    kind = next((kind for marker, kind in FAMILIES.items() if values.get(marker)), None)
-    if kind is None:
+    markers = [family.marker for family in FAMILIES]
+    family = next((each for each in FAMILIES if values.get(each.marker)), None)
+    if family is None:
         raise ValueError(
-            f"the config of a model has none of the markers {', '.join(FAMILIES)}: it is of no "
+            f"the config of a model has none of the markers {', '.join(markers)}: it is of no "
             "family that can be built"
         )
-    whole = _with_tuples(values)
-    for name, nested in _NESTED.items():
-        if isinstance(given := whole.get(name), Mapping):
-            whole[name] = nested(**_with_tuples(given))
+    others = {marker for marker in markers if marker != family.marker and not values.get(marker)}
+    whole = _with_tuples({name: value for name, value in values.items() if name not in others})
+    config = family.config
+    hints = get_type_hints(config)
+    for name, given in whole.items():
+        kind = _dataclass_in(hints.get(name))
+        if kind is not None and isinstance(given, Mapping):
+            whole[name] = kind(**_with_tuples(given))
     try:
-        return kind(**whole)
+        made: FamilyConfig = config(**whole)
     except TypeError as error:
         raise ValueError(
-            f"the config of a {kind.__name__.removesuffix('Config')}: {error}"
+            f"the config of a {config.__name__.removesuffix('Config')}: {error}"
         ) from error
+    return made
+
+
+def _dataclass_in(hint: Any) -> type[Any] | None:
+    """The dataclass that a type hint allows, alone or among others."""
+    kinds = (hint, *get_args(hint))
+    return next((kind for kind in kinds if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,25 @@ Shapes: B batch, S sequence, H heads, K features of a head.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kenotron_models.rope_scaling import RopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions of a layer."""
+
+    theta: float = 10000.0
+    """Base of the wave lengths."""
+    scaling: RopeScaling | None = None
+    """How positions are stretched; None: not at all."""
+    interleaved: bool = False
+    """True: rotate neighbouring features (0, 1), (2, 3); False: feature i with i + K/2."""
 
 
 def rotary_angles(
@@ -80,11 +94,49 @@ def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Te
 def rotate(x_BSHK: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn pairs of features by the angles of ``rotary_angles``; dtype and shape are kept.
 
-    Pairs are (i, i + K/2), or neighbours (2i, 2i + 1) when ``interleaved``.
+    Computed in fp32 and rounded once, forward and backward. Pairs are (i, i + K/2), or neighbours
+    (2i, 2i + 1) when ``interleaved``. No gradient goes to the angles.
     """
-    x = x_BSHK.float()
+    if torch.compiler.is_compiling():  # a compiler fuses the plain formula
+        wide = x_BSHK.to(torch.promote_types(x_BSHK.dtype, cos.dtype))
+        cos, sin = cos.detach(), sin.detach()
+        pair = _turned(wide, cos, sin, interleaved)
+        joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+        return joined.to(x_BSHK.dtype)
+    turned: Tensor = _Rotation.apply(x_BSHK, cos, sin, interleaved, False)
+    return turned
+
+
+def _turned(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False
+) -> tuple[Tensor, Tensor]:
+    """First and second features of all pairs (B, S, H, K/2), turned or turned back, in fp32."""
     a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
-    turned = (a * cos - b * sin, b * cos + a * sin)
-    if interleaved:
-        return torch.stack(turned, -1).flatten(-2).to(x_BSHK.dtype)
-    return torch.cat(turned, -1).to(x_BSHK.dtype)
+    if back:
+        return a * cos + b * sin, b * cos - a * sin
+    return a * cos - b * sin, b * cos + a * sin
+
+
+class _Rotation(torch.autograd.Function):
+    """A rotation, whose gradient is the rotation back: nothing but the angles is kept for it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
+    ) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved, ctx.back = interleaved, back
+        # Products with the fp32 angles are in fp32; the result is rounded as it is written.
+        pair = _turned(x, cos, sin, interleaved, back)
+        turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if interleaved:
+            torch.stack(pair, -1, out=turned.unflatten(-1, (-1, 2)))
+        else:
+            torch.cat(pair, -1, out=turned)
+        return turned
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        cos, sin = ctx.saved_tensors
+        dx = _Rotation.apply(grads[0], cos, sin, ctx.interleaved, not ctx.back)
+        return dx, None, None, None, None

@@ -10,12 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kenotron_models.context import Context
+
+
+class DocumentLengths(NamedTuple):
+    """The documents of a micro-batch one after the other, as attention kernels read them."""
+
+    begins: Tensor
+    """First token of each document among all B * S, then B * S; int32."""
+    longest: int
+    """Tokens of the longest document."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +49,12 @@ class Sight:
 
     @property
     def first_BS(self) -> Tensor | None:
-        """First place that each token sees, int64, (1, S) if rows are alike; None: 0 for all."""
+        """First place that each token sees, int64, (1, S) if rows are equal; None: 0 for all."""
         return self._once("first", self._first)
 
     @property
     def mask_BSS(self) -> Tensor | None:
-        """True where a query (dim 1) sees a key (dim 2), (1, S, S) if rows are alike; or None."""
+        """True where a query (dim 1) sees a key (dim 2), (1, S, S) if rows are equal; or None."""
         return self._once("mask", self._mask)
 
     @property
@@ -54,12 +63,12 @@ class Sight:
         return self._once("full mask", self._full_mask)
 
     @property
-    def lengths(self) -> tuple[Tensor, int]:
-        """Where documents begin among all B * S tokens, then B * S, int32; the longest's length."""
+    def lengths(self) -> DocumentLengths:
+        """Lengths of the documents, or of the rows where a token sees all documents of its row."""
         return self._once("lengths", self._lengths)
 
     def blocks(self, size: int) -> list[list[tuple[int, int]]]:
-        """For every ``size`` queries of every row (one row if alike): the first place that the
+        """For every ``size`` queries of every row (one row if equal): the first place that the
         first of them sees, and the first that the last of them sees."""
         return self._once(("blocks", size), lambda: self._blocks(size))
 
@@ -67,6 +76,11 @@ class Sight:
         return self.context.once(("sight", self.window, self.documents, what), make)
 
     def _starts(self) -> Tensor | None:
+        on_host = self.context.host_positions_BS
+        if on_host is not None and not self.context.once(
+            "several documents", lambda: _starts_of(on_host).any()
+        ):
+            return None
         starts = self.context.once("document starts", lambda: document_starts(self.context))
         if starts.device.type == "cpu" and not starts.any():
             return None
@@ -89,13 +103,15 @@ class Sight:
         mask = (places <= places[:, None])[None]
         return mask if self.first_BS is None else mask & (places >= self.first_BS[:, :, None])
 
-    def _lengths(self) -> tuple[Tensor, int]:
-        starts = self.context.once("document starts", lambda: document_starts(self.context))
-        batch, sequence = starts.shape
-        places = torch.arange(sequence, device=starts.device)
-        begins = (starts == places).flatten().nonzero().flatten()
-        ends = torch.cat([begins, begins.new_tensor([batch * sequence])])
-        return ends.int(), int(ends.diff().max())
+    def _lengths(self) -> DocumentLengths:
+        positions = self.context.positions_BS
+        batch, sequence = positions.shape
+        if not self.documents:
+            ends = torch.arange(batch + 1, dtype=torch.int32, device=positions.device) * sequence
+            return DocumentLengths(ends, sequence)
+        on_host = self.context.host_positions_BS
+        begins, longest = document_lengths(positions if on_host is None else on_host)
+        return DocumentLengths(_sent(begins, positions.device), longest)
 
     def _blocks(self, size: int) -> list[list[tuple[int, int]]]:
         sequence = self.sequence
@@ -107,12 +123,33 @@ class Sight:
         return [list(zip(*row, strict=True)) for row in zip(first, last, strict=True)]
 
 
+def document_lengths(positions_BS: Tensor) -> DocumentLengths:
+    """Return the documents of a micro-batch, of its positions (B, S), whose values it reads."""
+    starts = _starts_of(positions_BS)
+    batch, sequence = starts.shape
+    places = torch.arange(sequence, device=starts.device)
+    begins = (starts == places).flatten().nonzero().flatten()
+    ends = torch.cat([begins, begins.new_full((1,), batch * sequence)])
+    return DocumentLengths(ends.int(), int(ends.diff().max()))
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """Queue the copy to an accelerator, from pinned memory: the host does not wait for it."""
+    if x.device == device:
+        return x
+    pinned = x if device.type == "meta" else x.pin_memory()
+    return pinned.to(device, non_blocking=True)
+
+
 def document_starts(context: Context) -> Tensor:
     """Place (B, S), int64, where each token's document begins.
 
     One begins at a row's first token and wherever a position is not the former one plus 1.
     """
-    positions = context.positions_BS
+    return _starts_of(context.positions_BS)
+
+
+def _starts_of(positions: Tensor) -> Tensor:
     places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     goes_on = positions[:, 1:] == positions[:, :-1] + 1
     starts = torch.zeros_like(places)

@@ -1,7 +1,7 @@
 """From the last backward to updated parameters: accumulation, reduction, clipping, ZeRO-1."""
 
 from kenotron_optim.accumulate import GradAccumulator, Slices
-from kenotron_optim.clip import GlobalNorm, clip_
+from kenotron_optim.clip import GlobalNorm, clip_, clip_coefficient
 from kenotron_optim.config import (
     AdamWConfig,
     LRMultiplier,
@@ -12,7 +12,6 @@ from kenotron_optim.config import (
     SGDConfig,
 )
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
-from kenotron_optim.kinds import parameter_kinds
 from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
@@ -41,12 +40,12 @@ __all__ = [
     "Slices",
     "allows_update",
     "clip_",
+    "clip_coefficient",
     "decay_groups",
     "describe",
     "find_nonfinite",
     "learning_rate",
     "parameter_groups",
-    "parameter_kinds",
     "unscale_",
     "update_rule",
     "whole_matrices",

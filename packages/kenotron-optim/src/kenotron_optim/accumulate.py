@@ -7,14 +7,22 @@ placements ask for in ``finish``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from kenotron_dist import Mesh, TensorLayout
-from kenotron_optim.checks import check_alike, check_parameters, frozen_ties
+from kenotron_dist import DATA_AXES, Axis, Mesh, TensorLayout
+from kenotron_dist.weight_products import Factors, add_product, adds_in_fp32, current_backward
+from kenotron_optim.bucket_order import order_buckets
+from kenotron_optim.checks import (
+    check_alike,
+    check_known,
+    check_parameters,
+    first_owners,
+    frozen_ties,
+)
+from kenotron_optim.gradient_hooks import GradientHooks
 from kenotron_optim.partition import (
     Bucket,
     Place,
@@ -22,19 +30,16 @@ from kenotron_optim.partition import (
     add,
     blocks,
     copy,
-    make_buckets,
+    matrices,
     read,
+    shaped,
     write,
 )
 from kenotron_optim.reduction import Reduction
 from kenotron_optim.sync import GradientSync
 
 Slices = dict[str, Tensor]
-"""This data-parallel rank's part of every gradient: logical name -> 1-D, fp32."""
-
-DATA = ("dp", "cp")
-_HOOKS = WeakTensorKeyDictionary()
-"""The hook of every parameter that is accumulated."""
+"""This rank's part of every gradient: logical name -> 1-D, fp32."""
 
 
 class GradAccumulator:
@@ -43,16 +48,22 @@ class GradAccumulator:
     Arguments:
         parameters: this stage's parameters by their global names, tied ones under each name.
         layouts: layouts of the *whole* model's parameters, the same on every rank.
-        mesh: the mesh; gradients are summed over dp and cp.
+        mesh: the mesh; gradients are summed over the data axes of the grid that a tensor lives in:
+            dp and cp, or edp for experts.
         fp32: buffers in fp32; otherwise in each parameter's own dtype.
-        bucket_mb: parameters are reduced in buckets of about this many MiB.
+        bucket_mb: parameters are reduced in buckets of about this many MiB. None: 25 on a CPU, on
+            an accelerator as many as keep its links busy (see ``make_buckets``).
         whole: logical names of tensors that one data rank owns altogether, for optimizers that
             need whole matrices (Muon); all others are cut in a slice for each rank.
+        irregular: logical names of tensors that may get no gradient on some ranks. Their sums start
+            in ``finish``, so that ranks communicate in one order; during the backward one rank
+            would wait for others that wait for it. None: all tensors of the expert grid.
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
-    made later over the same parameters takes their gradients. Raises ValueError for a parameter
-    without a layout, of another shape or not contiguous, a name in ``whole`` that the model has
-    not, a tie of which a part is frozen, and for data ranks that differ. Collective over the mesh.
+    made later over the same parameters takes their gradients; the hooks do not keep it alive, and
+    end with it. Raises ValueError for a parameter without a layout, of another shape or not
+    contiguous, a name in ``whole`` or ``irregular`` that the model has not, a tie of which a part
+    is frozen, and for data ranks that differ. Collective over the mesh.
     """
 
     def __init__(
@@ -62,30 +73,33 @@ class GradAccumulator:
         mesh: Mesh,
         *,
         fp32: bool = True,
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         whole: Collection[str] = (),
+        irregular: Collection[str] | None = None,
     ) -> None:
         check_parameters(parameters, layouts, mesh)
         frozen = frozen_ties(parameters, layouts, mesh)
         parameters = {path: p for path, p in parameters.items() if p.requires_grad}
-        strange = sorted(set(whole) - {layout.name for layout in layouts.values()})
-        if strange:
-            raise ValueError(f"whole: the model has no tensors {strange}: give logical names")
-        self.mesh, self.data = mesh, mesh[DATA]
-        self.parameters = parameters
-        self.logical = _first_owners(parameters, layouts)
+        check_known(layouts, whole=whole, irregular=irregular or ())
+        self.mesh, self.parameters = mesh, parameters
+        self.logical = first_owners(parameters, layouts)
+        self.name_of = {path: layouts[path].name for path in parameters}
+        """Logical names of this stage's parameters."""
         self.layouts = {name: layouts[path] for name, path in self.logical.items()}
         self.whole = frozenset(whole)
         self.names = sorted({layout.name for layout in layouts.values()})
         """Logical names of the whole model, the same list on every rank."""
         learning = {path: each for path, each in layouts.items() if each.name not in frozen}
         self._sync = GradientSync(learning, self.logical, mesh)
-        self.buckets = self._make_buckets(bucket_mb * 2**20, whole)
-        described = [(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()]
-        check_alike(described, self.data)
+        backward = {name: parameters[path] for name, path in reversed(list(self.logical.items()))}
+        experts = [layout.name for layout in layouts.values() if layout.grid == "expert"]
+        late = self._sync.names.union(experts if irregular is None else irregular)
+        self.buckets = order_buckets(backward, self.layouts, mesh, late, bucket_mb, whole)
+        self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
+        """Ranks that must accumulate the same tensors: with experts the whole stage."""
+        check_alike([(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()], self.peers)
         self.buffers = [
-            bucket.buffer(torch.float32 if fp32 else bucket.dtype, mesh.device)
-            for bucket in self.buckets
+            each.buffer(torch.float32 if fp32 else each.dtype, mesh.device) for each in self.buckets
         ]
         """For each bucket (d, width): after ``finish`` this rank's row has the sums."""
         self._places = {
@@ -93,31 +107,33 @@ class GradAccumulator:
             for bucket, buffer in zip(self.buckets, self.buffers, strict=True)
             for span in bucket.spans
         }
+        self._owned = {name: self._owned_view(name) for name in self.logical}
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         self._blocks: dict[str, list[Place]] = {}
         """Where the gradient of each parameter is added up."""
-        early = [self._sync.names.isdisjoint(s.name for s in b.spans) for b in self.buckets]
-        self._reduction = Reduction(self.buffers, self.data, sum(early))
-        self._bucket_of = {
-            span.name: i for i, bucket in enumerate(self.buckets) for span in bucket.spans
-        }
-        self._counts: dict[str, int] = {}
-        """Gradients that each parameter got in this step."""
-        self._backwards: int | None = None
+        self._matrices: dict[str, list[Place]] = {}
+        """Where products are added, of parameters that are taken."""
+        self._taken_in: dict[str, int] = {}
+        """The backward pass in which a parameter's product was taken last."""
+        early = [late.isdisjoint(span.name for span in b.spans) for b in self.buckets]
+        axes = [mesh[bucket.axes] for bucket in self.buckets]
+        self._reduction = Reduction(self.buffers, axes, sum(early))
+        self._bucket_of = {s.name: i for i, b in enumerate(self.buckets) for s in b.spans}
         self._open = False
-        for path, parameter in self.parameters.items():
-            if parameter in _HOOKS:
-                _HOOKS[parameter].remove()  # an earlier accumulator's: the last one counts
-            hook = self._hook(path, layouts[path], fp32)
-            _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+        for path in self.parameters:
+            self._find_blocks(path, layouts[path], fp32)
+        self._hooks = GradientHooks(self, self.parameters)
         self.start()
 
-    def start(self, backwards: int | None = None) -> None:
+    def start(self, backwards: int | None = None, *, zeroed: bool = False) -> None:
         """Forget the last step's gradients.
+
+        ``zeroed``: fill the buffers with zeros, so that each gradient is added: what is captured
+        once as a graph can be replayed for every micro-batch (``replayed``).
 
         ``backwards``: how many backward passes follow, in each of which a parameter gets at most
         one gradient. Sums over data ranks then start while the last of them runs; without it they
-        start in ``finish``. Collective over dp and cp after a step that was begun so and not
+        start in ``finish``. Collective over the data axes after a step that was begun so and not
         finished. Raises ValueError unless it is a number from 1.
         """
         if backwards is not None and (not isinstance(backwards, int) or backwards < 1):
@@ -127,9 +143,16 @@ class GradAccumulator:
         for parameter in self.parameters.values():
             parameter.grad = None
         self._counts = dict.fromkeys(self.parameters, 0)
-        self._backwards, self._open = backwards, True
+        """Gradients that each parameter got in this step."""
+        self._backwards, self._open, self._zeroed = backwards, True, zeroed
+        if zeroed:
+            torch._foreach_zero_([*self.buffers, *self._seconds.values()])
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._reduction.start()
+
+    def replayed(self, times: int) -> None:
+        """Count gradients that a graph has added since ``start(zeroed=True)``."""
+        self._counts = dict.fromkeys(self.parameters, times)
 
     def finish(self) -> Slices:
         """The whole batch's gradient, reduced to the slices that this rank owns (fp32).
@@ -146,13 +169,10 @@ class GradAccumulator:
             if not count:
                 for view, _ in self._blocks[path]:
                     view.zero_()
+        self._reduction.start_early()  # before other sums, on ranks whose hooks did not fire, too
         self._sync.run(self._read, self._write)
-        slices: Slices = {}
-        for bucket, row in zip(self.buckets, self._reduction.finish(), strict=True):
-            for span in bucket.spans:
-                start, stop = span.owned(self.data.rank)
-                slices[span.name] = row[span.offset : span.offset + stop - start].float()
-        return {name: slices[name] for name in self.logical}
+        self._reduction.finish()
+        return {name: view.float() for name, view in self._owned.items()}
 
     def spans(self) -> list[tuple[Bucket, Span]]:
         """Every logical tensor of this stage with its bucket."""
@@ -161,59 +181,109 @@ class GradAccumulator:
     def owned_layout(self, name: str, rank: int | None = None) -> TensorLayout:
         """Layout of the slice of logical tensor ``name`` that a data rank owns (default: this)."""
         _, span = self._places[name]
-        return self.layouts[name].sliced(*span.owned(self.data.rank if rank is None else rank))
+        own = self.axis_of(name).rank if rank is None else rank
+        return self.layouts[name].sliced(*span.owned(own))
 
-    def _make_buckets(self, cap_bytes: float, whole: Collection[str]) -> list[Bucket]:
-        """Buckets in the order of backward; first those that need no other sum."""
-        tensors = {
-            name: self.parameters[path] for name, path in reversed(list(self.logical.items()))
-        }
-        late = {name: x for name, x in tensors.items() if name in self._sync.names}
-        early = {name: x for name, x in tensors.items() if name not in late}
-        ranks = self.data.size
-        return [
-            bucket
-            for group in (early, late)
-            for bucket in make_buckets(group, ranks, cap_bytes, whole)
-        ]
+    def axis_of(self, name: str) -> Axis:
+        """The axis over which the gradient of a logical tensor is reduced; its ranks own slices."""
+        return self.mesh[self.mesh.view(self.layouts[name]).data]
 
-    def _hook(self, path: str, layout: TensorLayout, fp32: bool) -> Callable[[Tensor], None]:
+    def _owned_view(self, name: str) -> Tensor:
+        """What this data rank owns of a logical tensor, in its row of the buffer."""
+        buffer, span = self._places[name]
+        own = self.axis_of(name).rank
+        start, stop = span.owned(own)
+        return buffer[own, span.offset : span.offset + stop - start]
+
+    def _find_blocks(self, path: str, layout: TensorLayout, fp32: bool) -> None:
+        """Find where the gradient of a parameter is added up."""
         if self.logical[layout.name] == path:
             places = list(blocks(*self._places[layout.name]))
+            self._blocks[path] = shaped(places, self.parameters[path])
         else:
             parameter = self.parameters[path]
             dtype = torch.float32 if fp32 else parameter.dtype
             self._seconds[path] = torch.zeros_like(parameter, dtype=dtype)
-            places = [(self._seconds[path], slice(None))]
-        self._blocks[path] = places
-        bucket = self._bucket_of[layout.name]
+            self._blocks[path] = [(self._seconds[path], slice(None))]
 
-        def accumulate(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None:
-                return
-            if not self._open:
-                parameter.grad = None
-                raise RuntimeError(
-                    f"parameter {path!r} got a gradient after finish(): a step begins with start()"
-                )
-            count = self._counts[path]
-            if self._backwards is not None and count >= self._backwards:
-                parameter.grad = None
-                raise RuntimeError(
-                    f"parameter {path!r} got gradient number {count + 1}, but "
-                    f"start(backwards={self._backwards}) promised at most {self._backwards}: its "
-                    "sum may be under way; give the number of backward passes, or none"
-                )
-            (add if count else copy)(places, gradient)
-            parameter.grad = None
-            self._counts[path] = count + 1
-            if count + 1 == self._backwards:
-                self._missing[bucket] -= 1
-                if not self._missing[bucket]:
-                    self._reduction.ready(bucket)
+    def receive_gradient(self, path: str, gradient: Tensor) -> None:
+        """Add a gradient to a parameter's buffer (for its hook)."""
+        count, places = self._count(path), self._blocks[path]
+        (add if count or self._zeroed else copy)(places, gradient)
+        self._counted(path, count)
 
-        return accumulate
+    def take_products(self, paths: Iterable[str], *, anywhere: bool = False) -> list[str]:
+        """Let layers add weight-gradient products into the fp32 buffers, without a gradient.
+
+        One kernel then reads the factors and updates the buffer; the product is never rounded to
+        the parameter's dtype. Layers of kenotron-tp do so for parameters that are taken here, but
+        not within compiled programs.
+
+        Args:
+            paths: parameters that one layer uses, once in a backward pass; else a step that is
+                started with ``backwards`` raises RuntimeError.
+            anywhere: also where a device has no such kernel; CPUs have none.
+
+        Returns:
+            The paths that are taken: matrices with an fp32 buffer of which a data rank owns whole
+            rows, and not too few.
+
+        Raises:
+            ValueError: this stage has no such parameter.
+        """
+        paths = list(paths)
+        if unknown := sorted(set(paths) - self.parameters.keys()):
+            raise ValueError(f"take_products: this stage has no learning parameters {unknown}")
+        if not anywhere and not adds_in_fp32(self.mesh.device):
+            return []
+        found = {path: matrices(self._blocks[path], self.parameters[path]) for path in paths}
+        taken = {path: parts for path, parts in found.items() if parts}
+        self._matrices.update(taken)
+        for path in taken:
+            self._hooks.take(path, self.parameters[path])
+        return list(taken)
+
+    @torch.no_grad()
+    def receive_products(self, path: str, products: Sequence[Factors]) -> None:
+        """Add the products of a backward pass to a parameter's buffer (for its taker)."""
+        count = self._count(path)
+        for i, (dy, x) in enumerate(products):
+            replaces = not (count or self._zeroed or i)
+            for view, rows in self._matrices[path]:
+                add_product(view, dy[:, rows].t(), x, replaces=replaces)
+        self._taken_in[path] = current_backward()
+        self._counted(path, count)
+
+    def _count(self, path: str) -> int:
+        """How many gradients a parameter has got. Raises RuntimeError where one more is wrong."""
+        if not self._open:
+            raise RuntimeError(
+                f"parameter {path!r} got a gradient after finish(): a step begins with start()"
+            )
+        count = self._counts[path]
+        backward = current_backward()
+        if self._backwards is not None and backward >= 0 and self._taken_in.get(path) == backward:
+            raise RuntimeError(
+                f"parameter {path!r}: the product of its gradient was already taken in this "
+                "backward pass, in which it is used more than once: leave it out of take_products, "
+                "or call start() without backwards"
+            )
+        if self._backwards is not None and count >= self._backwards:
+            raise RuntimeError(
+                f"parameter {path!r} got gradient number {count + 1}, but "
+                f"start(backwards={self._backwards}) promised at most {self._backwards}: its "
+                "sum may be under way; give the number of backward passes, or none"
+            )
+        return count
+
+    def _counted(self, path: str, before: int) -> None:
+        """Count a gradient that was added; a bucket that has all of its own may be reduced."""
+        self._counts[path] = before + 1
+        if before + 1 == self._backwards:
+            bucket = self._bucket_of[self.name_of[path]]
+            self._missing[bucket] -= 1
+            if not self._missing[bucket]:
+                self._reduction.ready(bucket)
 
     def _read(self, path: str, layout: TensorLayout) -> Tensor:
         """The accumulated gradient of one owner, in the parameter's shape."""
@@ -226,14 +296,3 @@ class GradAccumulator:
 
     def _write(self, name: str, gradient: Tensor) -> None:
         write(*self._places[name], gradient)
-
-
-def _first_owners(
-    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
-) -> dict[str, str]:
-    """Logical name -> the parameter of this stage that stands for it, in the model's order."""
-    found: dict[str, str] = {}
-    for path in parameters:
-        name = layouts[path].name
-        found[name] = min(found.get(name, path), path)
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,7 @@ def check_parameters(
     if unknown:
         raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")
     for path, parameter in parameters.items():
-        expected = local_shape(layouts[path], mesh.sizes)
+        expected = local_shape(layouts[path], mesh.view(layouts[path]))
         if tuple(parameter.shape) != expected:
             raise ValueError(
                 f"parameter {path!r} has shape {tuple(parameter.shape)}, but by its layout a rank "
@@ -28,6 +28,14 @@ def check_parameters(
             raise ValueError(
                 f"parameter {path!r} is not contiguous: give the module p.contiguous() before"
             )
+
+
+def check_known(layouts: Mapping[str, TensorLayout], **given: Collection[str]) -> None:
+    """Raise ValueError for names that the model has not; keywords are the arguments' names."""
+    known = {layout.name for layout in layouts.values()}
+    for argument, names in given.items():
+        if unknown := sorted(set(names) - known):
+            raise ValueError(f"{argument}: the model has no tensors {unknown}: give logical names")
 
 
 def frozen_ties(
@@ -63,6 +71,18 @@ def check_alike(described: Sequence[Sequence[Any]], axis: Axis) -> None:
             pairs = [(a, b) for a, b in zip(first, other, strict=False) if a != b]
             a, b = pairs[0] if pairs else (len(first), len(other))
             raise ValueError(
-                f"data-parallel ranks 0 and {rank} accumulate different parameters, {a} and {b}: "
-                "give every rank the same ones in the same order, and freeze them alike"
+                f"ranks {axis.ranks[0]} and {axis.ranks[rank]} of the same {axis.name} accumulate "
+                f"different parameters, {a} and {b}: "
+                "give every rank the same ones in the same order, and freeze the same ones"
             )
+
+
+def first_owners(
+    parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
+) -> dict[str, str]:
+    """Logical name -> the parameter of this stage that stands for it, in the model's order."""
+    found: dict[str, str] = {}
+    for path in parameters:
+        name = layouts[path].name
+        found[name] = min(found.get(name, path), path)
+    return found

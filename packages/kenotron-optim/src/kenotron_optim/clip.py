@@ -1,6 +1,7 @@
 """The norm of the whole gradient, every logical element counted once, and clipping by it.
 
-Shapes: T logical tensors of the whole model, W ranks of the mesh, P pipeline stages of them.
+Shapes: T logical tensors of the whole model, W ranks of the mesh, P pipeline stages, S = W / P
+ranks of a stage, K = ceil(T / S).
 """
 
 from __future__ import annotations
@@ -10,10 +11,18 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, Mesh, TensorLayout, all_gather, local_boxes
+from kenotron_dist import (
+    Axis,
+    Box,
+    Mesh,
+    TensorLayout,
+    all_gather,
+    all_reduce,
+    local_boxes,
+    reduce_scatter,
+)
 from kenotron_dist.boxes import norm_weight, view_of
-from kenotron_dist.collectives import tree_sum
-from kenotron_dist.gradients import scale_to_norm
+from kenotron_dist.gradients import coefficient_of, scale_to_norm
 from kenotron_optim.accumulate import GradAccumulator, Slices
 
 INF = float("inf")
@@ -28,12 +37,14 @@ class GlobalNorm:
     largest element). Raises ValueError for another one.
 
     What each rank counts follows from placements and is worked out once, here. Every call is one
-    pass over this rank's slices and one collective over the mesh, whatever is asked: T numbers
-    from each rank.
+    pass over this rank's slices and two collectives of T numbers or fewer from each rank: a
+    reduce-scatter over dp, cp and tp, whose ranks then hold the sums of K tensors each, and an
+    all-gather of these over the mesh. Neither traffic nor kernels grow with the ranks of a stage.
 
-    The powers of each logical tensor are added in fp64, over the ranks that hold parts of it in a
-    fixed tree, and the tensors in the order of their names: where the pipeline cuts the model
-    changes no bit, and all ranks work out the same result from the same numbers.
+    The powers of each logical tensor are added in fp64, over the ranks of a stage in the order of
+    the backend (on gloo in a fixed tree), and the tensors in the order of their names. Other
+    stages add exact zeros, so where the pipeline cuts the model changes no bit. One rank adds the
+    powers of a tensor, so all ranks compute the same result from the same numbers.
     """
 
     def __init__(self, accumulator: GradAccumulator, norm_type: float = 2.0) -> None:
@@ -65,20 +76,19 @@ class GlobalNorm:
 
         So ranks agree at every step on what one of them has to say, at no further cost.
         """
-        gathered = self._gather(slices, word)
-        powers = self._whole(gathered[:, :-1])
+        powers, words = self._reduce(self._own(slices), word)
         if self.norm_type == INF:
             norm = powers.amax() if len(powers) else powers.sum()
         else:
             norm = powers.sum().pow(1 / self.norm_type)
-        return norm, gathered[:, -1]
+        return norm, words
 
     def norms(self, slices: Slices) -> dict[str, float]:
         """The norm of every parameter's gradient by logical name, the same on every rank.
 
         For reports: it waits for the numbers. Collective over the mesh.
         """
-        powers = self._whole(self.by_rank(slices))
+        powers, _ = self._reduce(self._own(slices), 0.0)
         norms = powers if self.norm_type == INF else powers.pow(1 / self.norm_type)
         return dict(zip(self.names, norms.tolist(), strict=True))
 
@@ -86,15 +96,14 @@ class GlobalNorm:
         """What each rank counts of each tensor (W, T) fp64, the same on every rank.
 
         Sums of magnitudes or squares, or the largest magnitude. An entry is finite exactly when
-        all that it counts is: no sum of fp32 squares reaches the end of fp64. Collective.
+        all that it counts is: no sum of fp32 squares reaches the end of fp64. For errors: it
+        gathers W x T numbers. Collective over the mesh.
         """
-        return self._gather(slices, 0.0)[:, :-1]
+        return all_gather(self._own(slices).unsqueeze(0), self.mesh.world)
 
-    def _gather(self, slices: Slices, word: float) -> Tensor:
-        """``by_rank`` and a column of every rank's word (W, T + 1)."""
-        size = (1, len(self.names) + 1)
-        row = torch.zeros(size, dtype=torch.float64, device=self.mesh.device)
-        row[0, -1] = word
+    def _own(self, slices: Slices) -> Tensor:
+        """Powers of what this rank counts of each logical tensor (T,) fp64."""
+        row = torch.zeros(len(self.names), dtype=torch.float64, device=self.mesh.device)
         if self._views:
             # The last entry is the zero that fills up rows of fewer boxes.
             parts = _powers([self._view(slices, *view) for view in self._views], self.norm_type)
@@ -102,21 +111,32 @@ class GlobalNorm:
             for column in self._columns[1:]:  # in a fixed order: atomics would have none
                 other = parts[column]
                 total = torch.maximum(total, other) if self.norm_type == INF else total + other
-            row[0, self._rows] = total
-        return all_gather(row, self.mesh.world)
+            row[self._rows] = total
+        return row
 
-    def _whole(self, by_rank: Tensor) -> Tensor:
-        """Powers of the logical tensors (T,) from those of the ranks (W, T)."""
+    def _reduce(self, own: Tensor, word: float) -> tuple[Tensor, Tensor]:
+        """Powers of the logical tensors (T,) from those of this rank, and all words (W,)."""
+        world, count = self.mesh.world, len(self.names)
+        if world.size == 1:
+            return own, own.new_full((1,), word)
         if self.norm_type == INF:
-            return by_rank.amax(0)
-        stages = self.mesh.sizes["pp"]
-        within = by_rank.view(stages, by_rank.shape[0] // stages, -1)  # pp is outermost
-        return tree_sum(within.transpose(0, 1)).sum(0)  # other stages' entries are exact zeros
+            said = torch.full((1,), word, dtype=torch.float64, device=own.device)
+            return _largest(own, world), all_gather(said, world)
+        stage = self.mesh["dp", "cp", "tp"]
+        each = -(-count // stage.size)  # K
+        row = own.new_zeros(stage.size * each)
+        row[:count] = own
+        part = own.new_full((1, each + 1), word)
+        part[0, :-1] = reduce_scatter(row, stage)
+        gathered = all_gather(part, world)  # (W, K + 1); pp is outermost
+        by_stage = gathered[:, :-1].reshape(self.mesh.sizes["pp"], stage.size * each)  # (P, S * K)
+        return by_stage.sum(0)[:count], gathered[:, -1]
 
     def _view(self, slices: Slices, name: str, box: Box | None) -> Tensor:
         if box is None:
             return slices[name]
-        return view_of(slices[name], self._layouts[name], self.mesh.sizes, box)
+        layout = self._layouts[name]
+        return view_of(slices[name], layout, self.mesh.view(layout), box)
 
 
 def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
@@ -126,9 +146,24 @@ def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
     Returns it. A norm that is not finite makes the gradients so, as with torch (see
     ``find_nonfinite``). Raises ValueError unless ``max_norm`` is positive.
     """
+    _check_bound(max_norm)
+    return scale_to_norm(slices.values(), torch.as_tensor(norm), max_norm)
+
+
+def clip_coefficient(norm: Tensor, max_norm: float | None) -> Tensor | None:
+    """What gradients of this norm are multiplied by to have at most ``max_norm``; None: no bound.
+
+    The coefficient of ``clip_``, for an optimizer that multiplies by it itself.
+    """
+    if max_norm is None:
+        return None
+    _check_bound(max_norm)
+    return coefficient_of(norm, max_norm)
+
+
+def _check_bound(max_norm: float) -> None:
     if not max_norm > 0:
         raise ValueError(f"cannot clip to a norm of {max_norm}: it must be above 0")
-    return scale_to_norm(slices.values(), torch.as_tensor(norm), max_norm)
 
 
 def _powers(views: list[Tensor], norm_type: float) -> Tensor:
@@ -147,6 +182,16 @@ def _powers(views: list[Tensor], norm_type: float) -> Tensor:
     if large:
         powers[large] += torch.stack([_squares(views[i][: rows[i]]) for i in large])
     return torch.cat([powers, zero])
+
+
+def _largest(own: Tensor, axis: Axis) -> Tensor:
+    """Largest of the ranks' numbers, which are not negative; nan where one of them is nan.
+
+    Backends disagree about the maximum of a nan. The bits of numbers that are not negative are
+    ordered as the numbers are, with nan after inf.
+    """
+    bits = own.masked_fill(own.isnan(), torch.nan).view(torch.int64)
+    return all_reduce(bits, axis, op="max").view(torch.float64)
 
 
 def _norms(views: list[Tensor], norm_type: float) -> Tensor:
@@ -174,8 +219,8 @@ def _counted(layout: TensorLayout, mesh: Mesh) -> Iterator[Box | None]:
     """Blocks of a slice that this rank counts; a single None for all of it."""
     flat = layout.flat
     assert flat is not None  # a slice's layout
-    boxes = local_boxes(layout, mesh.sizes, mesh.coords)
-    own = [box for box in boxes if norm_weight(layout, mesh.sizes, mesh.coords, box) > 0]
+    view = mesh.view(layout)
+    own = [box for box in local_boxes(layout, view) if norm_weight(layout, view, box) > 0]
     counted = [box for box in own if box.numel]
     if counted and sum(box.numel for box in counted) == flat.stop - flat.start:
         yield None

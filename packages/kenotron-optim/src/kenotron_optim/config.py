@@ -1,17 +1,17 @@
 """The arguments of the optimizer, as plain dataclasses (no torch, no YAML here)."""
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kenotron_optim.config_fields import INFINITY, choice, not_negative, raise_all, regex
 from kenotron_optim.loss_scale_config import LossScaleConfig
 
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
+StateDtype = Literal["float32", "bfloat16"]
 Kind = Literal["norms", "biases", "embeddings"]
 NonFinitePolicy = Literal["error", "skip", "rollback", "continue"]
 """What follows when the loss or a gradient is nan or inf."""
-INFINITY = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class AdamWConfig:
         for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
             if not 0 <= beta < 1:
                 found.append(f"{name}: {beta} was given; it must be at least 0 and below 1")
-        _raise(found)
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class SGDConfig:
                 f"nesterov: true was given; it needs momentum above 0 ({self.momentum}) and "
                 f"dampening 0 ({self.dampening})"
             )
-        _raise(found)
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class MuonConfig:
     """Newton-Schulz iterations that make an update orthogonal."""
     adamw_named_params: tuple[str, ...] = ()
     """Regular expressions; a matrix whose whole name matches one is left to AdamW, as are embedding
-    tables and the output layer (``head``, ``lm_head``)."""
+    tables and the output layer, by the roles that modules declare."""
     adam_eps: float = 1e-8
     """AdamW's: added to the root of the second moment."""
     adam_beta1: float = 0.9
@@ -120,12 +120,12 @@ class MuonConfig:
         if not 1 <= self.ns_steps < 100:
             found.append(f"ns_steps: {self.ns_steps} was given; it must be from 1 to 99")
         for pattern in self.adamw_named_params:
-            found += _regex("adamw_named_params", pattern)
+            found += regex("adamw_named_params", pattern)
         try:
             self.adamw()
         except ValueError as error:
             found += str(error).splitlines()
-        _raise(found)
+        raise_all(found)
 
     def adamw(self) -> AdamWConfig:
         """What updates everything that is no matrix."""
@@ -169,12 +169,12 @@ class LRSchedulerConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _choice("lr_warmup_style", self.lr_warmup_style, get_args(WarmupStyle))
-        found += _choice("lr_decay_style", self.lr_decay_style, get_args(DecayStyle))
-        found += _not_negative("learning_rate", self.learning_rate)
-        found += _not_negative("lr_warmup_steps", self.lr_warmup_steps)
-        found += _not_negative("lr_decay_steps", self.lr_decay_steps)
-        found += _not_negative("min_decay_lr", self.min_decay_lr)
+        found = choice("lr_warmup_style", self.lr_warmup_style, get_args(WarmupStyle))
+        found += choice("lr_decay_style", self.lr_decay_style, get_args(DecayStyle))
+        found += not_negative("learning_rate", self.learning_rate)
+        found += not_negative("lr_warmup_steps", self.lr_warmup_steps)
+        found += not_negative("lr_decay_steps", self.lr_decay_steps)
+        found += not_negative("min_decay_lr", self.min_decay_lr)
         if self.min_decay_lr is not None and self.min_decay_lr > self.learning_rate:
             found.append(
                 f"min_decay_lr: {self.min_decay_lr} was given; it must not be above learning_rate "
@@ -186,7 +186,7 @@ class LRSchedulerConfig:
                 f"lr_decay_starting_step: {start} was given; it must not come before the end of "
                 f"the warm-up (lr_warmup_steps: {self.lr_warmup_steps})"
             )
-        _raise(found + self._without_meaning())
+        raise_all(found + self._without_meaning())
 
     def _without_meaning(self) -> list[str]:
         """Values that this style of decay could only ignore."""
@@ -217,7 +217,7 @@ class LRMultiplier:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        _raise(_regex("pattern", self.pattern) + _not_negative("multiplier", self.multiplier))
+        raise_all(regex("pattern", self.pattern) + not_negative("multiplier", self.multiplier))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +232,9 @@ class OptimizerConfig:
     """The update rule and its constants; `name` says which."""
     zero_stage: int
     """0: every data-parallel rank keeps all optimizer state; 1: each keeps its share (ZeRO-1)."""
+    state_dtype: StateDtype = "float32"
+    """Number format of moments and momentum between updates. `bfloat16` takes half the memory; they
+    are rounded up or down at random, so that small changes add up. Masters stay float32."""
     weight_decay: float
     """Share of a weight taken off at each step, as a multiple of its learning rate."""
     clip_grad: float | None
@@ -257,9 +260,10 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _not_negative("weight_decay", self.weight_decay)
-        found += _choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
-        found += _not_negative("max_rollbacks", self.max_rollbacks)
+        found = not_negative("weight_decay", self.weight_decay)
+        found += choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
+        found += choice("state_dtype", self.state_dtype, get_args(StateDtype))
+        found += not_negative("max_rollbacks", self.max_rollbacks)
         if self.zero_stage not in (0, 1):
             found.append(f"zero_stage: {self.zero_stage} was given; it must be 0 or 1")
         if self.clip_grad is not None and not 0 < self.clip_grad < INFINITY:
@@ -268,32 +272,7 @@ class OptimizerConfig:
                 "null for no limit"
             )
         for pattern in self.weight_decay_exclude_named_params:
-            found += _regex("weight_decay_exclude_named_params", pattern)
+            found += regex("weight_decay_exclude_named_params", pattern)
         for kind in self.weight_decay_exclude_kinds:
-            found += _choice("weight_decay_exclude_kinds", kind, get_args(Kind))
-        _raise(found)
-
-
-def _raise(found: list[str]) -> None:
-    if found:
-        raise ValueError("\n".join(found))
-
-
-def _choice(name: str, given: str, known: tuple[str, ...]) -> list[str]:
-    if given in known:
-        return []
-    return [f"{name}: {given!r} was given; it must be one of {', '.join(known)}"]
-
-
-def _not_negative(name: str, given: float | None) -> list[str]:
-    if given is None or 0 <= given < INFINITY:
-        return []
-    return [f"{name}: {given} was given; it must be finite and not negative"]
-
-
-def _regex(name: str, pattern: str) -> list[str]:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return [f"{name}: {pattern!r} was given; it must be a regular expression ({error})"]
-    return []
+            found += choice("weight_decay_exclude_kinds", kind, get_args(Kind))
+        raise_all(found)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer treats alike, from plain rules.
+"""Parameter groups of an optimizer, from plain rules.
 
 Everything here is a pure function of the *whole* model's names, so that all ranks of all pipeline
 stages come to the same groups.
@@ -12,9 +12,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from kenotron_dist import TensorLayout
+from kenotron_dist import Role, TensorLayout
 from kenotron_optim.config import Kind, LRMultiplier
 
+KIND_ROLES: dict[Kind, frozenset[Role]] = {
+    "norms": frozenset({"norm", "norm_bias"}),
+    "biases": frozenset({"bias", "norm_bias"}),
+    "embeddings": frozenset({"embedding"}),
+}
+"""Roles of the parameters that a kind stands for."""
 SHOWN_NAMES = 4
 """Names of a group that a report shows, where numbers are left out."""
 
@@ -35,7 +41,7 @@ def parameter_groups(
     *,
     exclude: Sequence[str] = (),
     exclude_kinds: Collection[Kind] = (),
-    kinds: Mapping[str, Collection[Kind]] | None = None,
+    layouts: Mapping[str, TensorLayout] | None = None,
     lr_multipliers: Sequence[LRMultiplier] = (),
 ) -> list[ParameterGroup]:
     """Sort all parameters of a model into groups with the same options.
@@ -44,8 +50,9 @@ def parameter_groups(
         names: logical names of the whole model (``GradAccumulator.names``).
         weight_decay: of all parameters but the excluded ones, which have none.
         exclude: regular expressions for whole names without weight decay.
-        exclude_kinds, kinds: kinds without weight decay, and the kinds of every name that has any
-            (``kenotron_optim.parameter_kinds``). A kind that no parameter has excludes nothing.
+        exclude_kinds: kinds without weight decay, by the roles that modules declare. A kind that no
+            parameter has excludes nothing.
+        layouts: layouts of the whole model, for ``exclude_kinds``.
         lr_multipliers: factors of learning rates by regular expressions for whole names; the first
             that matches a name counts.
 
@@ -53,7 +60,7 @@ def parameter_groups(
     rules; with weight decay before without. Names keep their order.
 
     Raises ValueError for a pattern that no name matches, for a multiplier that earlier ones leave
-    nothing to, and for kinds without ``kinds``.
+    nothing to, and for kinds without ``layouts``.
     """
     names = list(names)
     if not 0 <= weight_decay < float("inf"):
@@ -62,15 +69,16 @@ def parameter_groups(
     if unknown or isinstance(exclude_kinds, str):
         known = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"exclude_kinds {exclude_kinds!r}: give a list of some of {known}")
-    if exclude_kinds and kinds is None:
+    if exclude_kinds and layouts is None:
         raise ValueError(
-            f"exclude_kinds {sorted(exclude_kinds)} were given without kinds: pass "
-            "kinds=parameter_kinds(model, layouts)"
+            f"exclude_kinds {sorted(exclude_kinds)} were given without layouts: pass "
+            "layouts=parameter_layouts(model, mesh.axis_sizes)"
         )
     for pattern in exclude:
         _matches(pattern, names, "which shall have no weight decay (exclude)")
     factors = _first_matches(names, lr_multipliers)
-    free = {name for name, own in (kinds or {}).items() if set(own) & set(exclude_kinds)}
+    plain = frozenset[Role]().union(*(KIND_ROLES[kind] for kind in exclude_kinds))
+    free = {layout.name for layout in (layouts or {}).values() if layout.role in plain}
     free |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in exclude)}
     order = dict.fromkeys([1.0, *(rule.multiplier for rule in lr_multipliers)])
     members: dict[tuple[float, float], list[str]] = {

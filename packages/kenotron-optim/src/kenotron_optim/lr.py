@@ -23,7 +23,7 @@ class LRSchedule:
     decay_start: int
     """Last step with the full learning rate; without decay steps, the first without it."""
     decay_steps: int
-    """Steps of the decay; `inverse-sqrt` and `constant` go on after them."""
+    """Steps of the decay; `inverse-sqrt` and `constant` continue after them."""
     decay_style: DecayStyle
     """Shape of the decay."""
     floor: float

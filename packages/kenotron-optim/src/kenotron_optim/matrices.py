@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from kenotron_dist import TensorLayout
-from kenotron_optim.config import Kind
-
-_OUTPUT = r"(.*\.)?(lm_)?head\..*"
+from kenotron_dist import MATRICES, TensorLayout
 
 
 def whole_matrices(
     layouts: Mapping[str, TensorLayout],
-    kinds: Mapping[str, Collection[Kind]],
     sizes: Mapping[str, int],
     exclude: Sequence[str] = (),
 ) -> set[str]:
-    """Logical names of the model's matrices, but for tables, the output layer and excluded ones.
+    """Return the logical names of the matrices inside the model, without the excluded ones.
 
-    Arguments: layouts of the whole model; kinds of parameters (``parameter_kinds``); sizes of the
-    mesh; regular expressions for whole names that stay with the other optimizer. The output layer
-    is known by its name, ``head`` or ``lm_head``. Pure: the same on every rank.
+    These are the tensors of two dimensions whose role is one of ``kenotron_dist.MATRICES``: no
+    tables and no output layer.
+
+    Arguments: layouts of the whole model; sizes of the axes that placements may name
+    (``mesh.axis_sizes``); regular expressions for whole names that stay with the other optimizer.
+    Pure: the same on every rank.
 
     Raises ValueError for a matrix that is cut over ranks (orthogonalising a part of it is not what
     Muon does to the whole), for a pattern that no name matches, and when no matrix is left.
@@ -34,8 +33,8 @@ def whole_matrices(
                 "(adamw_named_params): a pattern must match a whole name"
             )
     for layout in layouts.values():
-        other = any(re.fullmatch(pattern, layout.name) for pattern in (*exclude, _OUTPUT))
-        if len(layout.shape) != 2 or other or "embeddings" in kinds.get(layout.name, ()):
+        other = any(re.fullmatch(pattern, layout.name) for pattern in exclude)
+        if len(layout.shape) != 2 or other or layout.role not in MATRICES:
             continue
         cut = [each.axis for each in layout.shards if sizes[each.axis] > 1]
         if cut:

@@ -1,6 +1,6 @@
 """What happens to a step whose loss or gradient is not finite: an error, or it is left out.
 
-The decision follows from numbers that are the same on every rank, so that all decide alike.
+The decision follows from numbers that are equal on all ranks, and so is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class NonFinite:
 
 
 def find_nonfinite(
-    norm: GlobalNorm, slices: Slices, value: Tensor, loss: float
+    norm: GlobalNorm, slices: Slices, value: Tensor | float, loss: float
 ) -> NonFinite | None:
     """What is not finite in a step; None when all is.
 
     Arguments: ``value`` is ``norm(slices)``; ``loss`` must be the same on every rank. Collective
     over the mesh when there is something to find, and then the same on every rank.
     """
-    if math.isfinite(value.item()):
+    if math.isfinite(float(value)):
         return None if math.isfinite(loss) else NonFinite(loss, None)
     powers = norm.by_rank(slices).cpu()
     bad = ~powers.isfinite()

@@ -12,10 +12,19 @@ altogether lies in that rank's row alone.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+
+HOST_BUCKET_BYTES = 25 * 2**20
+"""Bytes of a bucket on a CPU."""
+BUCKET_ELEMENTS, RANK_ELEMENTS = 40_000_000, 1_000_000
+"""Elements of a bucket on an accelerator, and at least so many for each data rank: a
+reduce-scatter of less is bound by its latency."""
+
+PRODUCT_ROWS = 256
+"""Least rows of a product for each data rank: tiles of an accelerator's kernels have 128 or 256."""
 
 Place = tuple[Tensor, slice]
 """(view of a buffer, range of a flattened parameter's elements that it holds)"""
@@ -52,6 +61,8 @@ class Bucket:
     dtype: torch.dtype
     """Of the parameters."""
     spans: tuple[Span, ...]
+    axes: tuple[str, ...] = ("dp", "cp")
+    """Axes of the mesh over which they are reduced; ``ranks`` is their size."""
     width: int = field(init=False)
     """Columns of the buffer."""
 
@@ -67,20 +78,27 @@ class Bucket:
 def make_buckets(
     parameters: Mapping[str, Tensor],
     ranks: int,
-    cap_bytes: float,
+    cap_bytes: float | None = None,
     whole: Collection[str] = (),
+    axes: tuple[str, ...] = ("dp", "cp"),
 ) -> list[Bucket]:
     """Group parameters, in the order given, into buckets of one dtype and about ``cap_bytes``.
+
+    They are reduced over ``axes`` of the mesh, which have ``ranks`` ranks.
+
+    Without a cap a bucket has about ``HOST_BUCKET_BYTES`` on a CPU, elsewhere ``BUCKET_ELEMENTS``
+    elements, or ``RANK_ELEMENTS`` for each rank where that is more.
 
     A parameter is in one bucket: one larger than the cap has a bucket to itself. Those named in
     ``whole`` go to one rank each, in buckets of their own. Raises ValueError unless the cap is
     positive.
     """
-    if cap_bytes <= 0:
+    if cap_bytes is not None and cap_bytes <= 0:
         raise ValueError(f"a bucket of {cap_bytes} bytes holds nothing: give a positive size")
     cut = {name: x for name, x in parameters.items() if name not in whole}
     uncut = {name: x for name, x in parameters.items() if name in whole}
-    return _cut_buckets(cut, ranks, cap_bytes) + _whole_buckets(uncut, ranks)
+    buckets = _cut_buckets(cut, ranks, cap_bytes) + _whole_buckets(uncut, ranks)
+    return [replace(bucket, axes=axes) for bucket in buckets]
 
 
 def _whole_buckets(parameters: Mapping[str, Tensor], ranks: int) -> list[Bucket]:
@@ -89,8 +107,8 @@ def _whole_buckets(parameters: Mapping[str, Tensor], ranks: int) -> list[Bucket]
     for dtype in dict.fromkeys(x.dtype for x in parameters.values()):
         filled = [0] * ranks
         spans = []
-        alike = [(name, x.numel()) for name, x in parameters.items() if x.dtype == dtype]
-        for name, numel in sorted(alike, key=lambda each: (-each[1], each[0])):
+        same_dtype = [(name, x.numel()) for name, x in parameters.items() if x.dtype == dtype]
+        for name, numel in sorted(same_dtype, key=lambda each: (-each[1], each[0])):
             owner = filled.index(min(filled))
             spans.append(Span(name, numel, filled[owner], numel, owner))
             filled[owner] += numel
@@ -98,7 +116,16 @@ def _whole_buckets(parameters: Mapping[str, Tensor], ranks: int) -> list[Bucket]
     return found
 
 
-def _cut_buckets(parameters: Mapping[str, Tensor], ranks: int, cap_bytes: float) -> list[Bucket]:
+def _cap_of(parameter: Tensor, ranks: int) -> float:
+    """Bytes of a bucket of such parameters, where the caller gives none."""
+    if parameter.device.type == "cpu":
+        return HOST_BUCKET_BYTES
+    return max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * parameter.element_size()
+
+
+def _cut_buckets(
+    parameters: Mapping[str, Tensor], ranks: int, cap_bytes: float | None
+) -> list[Bucket]:
     buckets: list[Bucket] = []
     spans: list[Span] = []
     dtype: torch.dtype | None = None
@@ -106,7 +133,8 @@ def _cut_buckets(parameters: Mapping[str, Tensor], ranks: int, cap_bytes: float)
     for name, parameter in parameters.items():
         size = -(-parameter.numel() // ranks)
         nbytes = size * ranks * parameter.element_size()
-        if spans and (parameter.dtype != dtype or filled + nbytes > cap_bytes):
+        cap = _cap_of(parameter, ranks) if cap_bytes is None else cap_bytes
+        if spans and (parameter.dtype != dtype or filled + nbytes > cap):
             buckets.append(_bucket(ranks, dtype, spans))
             spans, filled = [], 0
         offset = spans[-1].offset + spans[-1].size if spans else 0
@@ -141,11 +169,29 @@ def write(buffer: Tensor, span: Span, values: Tensor) -> None:
     copy(list(blocks(buffer, span)), values)
 
 
-def copy(places: Sequence[Place], values: Tensor) -> None:
-    """Overwrite ``blocks`` by a parameter-shaped tensor, casting."""
+def shaped(places: list[Place], parameter: Tensor) -> list[Place]:
+    """Give ``blocks`` that are one contiguous part the shape of the parameter."""
+    if len(places) != 1 or not places[0][0].is_contiguous():
+        return places
+    view, part = places[0]
+    return [(view.view(parameter.shape), part)]
+
+
+def _aligned(places: Sequence[Place], values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pair each block with the part of a parameter-shaped tensor that belongs there."""
+    if len(places) == 1:  # all but parameters that the ranks do not divide
+        view, _ = places[0]
+        yield view, values if values.shape == view.shape else values.reshape(view.shape)
+        return
     flat = values.reshape(-1)
     for view, part in places:
-        view.copy_(flat[part].view_as(view))
+        yield view, flat[part].view_as(view)
+
+
+def copy(places: Sequence[Place], values: Tensor) -> None:
+    """Overwrite ``blocks`` by a parameter-shaped tensor, casting."""
+    for view, part in _aligned(places, values):
+        view.copy_(part)
 
 
 def add(places: Sequence[Place], values: Tensor) -> None:
@@ -153,13 +199,30 @@ def add(places: Sequence[Place], values: Tensor) -> None:
 
     It runs for every parameter and micro-batch: find the blocks once.
     """
-    if len(places) == 1:  # all but parameters that the ranks do not divide
-        view, _ = places[0]
-        view.add_(values.reshape(view.shape))
-        return
-    flat = values.reshape(-1)
+    for view, part in _aligned(places, values):
+        view.add_(part)
+
+
+def matrices(places: Sequence[Place], parameter: Tensor) -> list[Place]:
+    """Blocks of a matrix (O, I) as fp32 matrices, with the rows that they hold.
+
+    Empty where there are none: for other shapes and buffers, where a block is no whole rows, and
+    where it is so few of them that one product for each block is slower than a copy.
+    """
+    if parameter.ndim != 2 or not parameter.numel():
+        return []
+    width, found = parameter.shape[1], list[Place]()
     for view, part in places:
-        view.add_(flat[part].view_as(view))
+        pieces = [view] if view.is_contiguous() else list(view)
+        start = (part.start or 0) // width
+        for piece in pieces:
+            if view.dtype != torch.float32 or piece.numel() % width:
+                return []
+            rows = piece.numel() // width
+            found.append((piece.view(rows, width), slice(start, start + rows)))
+            start += rows
+    few = len(found) > 1 and len(found[0][0]) < PRODUCT_ROWS
+    return [] if few else found
 
 
 def read(buffer: Tensor, span: Span, out: Tensor) -> None:

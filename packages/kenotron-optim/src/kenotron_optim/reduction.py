@@ -1,9 +1,9 @@
-"""Sums of gradient buckets over data-parallel ranks, started in one order on all of them."""
+"""Sums of gradient buckets over the ranks that share them, started in one order on all ranks."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,22 +11,26 @@ from torch import Tensor
 from kenotron_dist import Axis, Handle, sum_rows
 
 _IN_FLIGHT = 2
-"""Sums that travel at once: while one is added up, the next one arrives."""
+"""Sums that travel at once on gloo: while one is added up, the next one arrives. Others need no
+memory to arrive in, and waiting for one would make an accelerator's computation wait, too."""
 
 
 class Reduction:
     """Reduces buffers (d, width) to this rank's rows, in place.
 
-    Arguments: the buffers in the order in which they are expected to be ready; the data-parallel
-    axis; how many of the first may start before ``finish``.
+    Arguments: the buffers in the order in which they are expected to be ready; the axis over which
+    each is summed; how many of the first may start before ``finish``.
 
     A bucket starts when it is ready and all before it have started: ranks agree on the order,
     whatever the order in which their gradients come.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], axis: Axis, early: int) -> None:
-        self._buffers, self._axis = buffers, axis
-        self._early = early if axis.size > 1 else 0
+    def __init__(self, buffers: Sequence[Tensor], axes: Sequence[Axis], early: int) -> None:
+        self._buffers, self._axes = buffers, axes
+        self._early = early if any(axis.size > 1 for axis in axes) else 0
+        arriving = (b.nbytes // axis.size * (axis.size - 1) for b, axis in self._summed())
+        self._largest = max(arriving, default=0)
+        """Bytes that arrive for the largest buffer."""
         self._rooms = [torch.empty(0)] * _IN_FLIGHT
         self.start()
 
@@ -42,30 +46,36 @@ class Reduction:
         while self._started < self._early and self._ready[self._started]:
             self._start_next()
 
-    def finish(self) -> list[Tensor]:
-        """This rank's rows, summed."""
+    def start_early(self) -> None:
+        """Start the rest of those that may start early, ready or not: in one order on all ranks."""
+        while self._started < self._early:
+            self._start_next()
+
+    def finish(self) -> None:
+        """Start what is left and wait: then this rank's row of each buffer is summed."""
         while self._started < len(self._buffers):
             self._start_next()
         for handle in self._flying:
             handle.wait()
         self._flying.clear()
-        return [buffer[self._axis.rank] for buffer in self._buffers]
+
+    def _summed(self) -> Iterator[tuple[Tensor, Axis]]:
+        return zip(self._buffers, self._axes, strict=True)
 
     def _start_next(self) -> None:
-        if len(self._flying) == _IN_FLIGHT:
+        buffer, axis = self._buffers[self._started], self._axes[self._started]
+        if axis.backend == "gloo" and len(self._flying) == _IN_FLIGHT:
             self._flying.popleft().wait()
-        buffer = self._buffers[self._started]
-        self._flying.append(sum_rows(buffer, self._axis, self._room(buffer)))
+        self._flying.append(sum_rows(buffer, axis, self._room(buffer, axis)))
         self._started += 1
 
-    def _room(self, buffer: Tensor) -> Tensor | None:
+    def _room(self, buffer: Tensor, axis: Axis) -> Tensor | None:
         """Where others' rows arrive: the same memory for every second bucket."""
-        if self._axis.backend != "gloo" or self._axis.size == 1:
+        if axis.backend != "gloo" or axis.size == 1:
             return None
-        shape = (self._axis.size - 1, buffer.shape[1])
+        shape = (axis.size - 1, buffer.shape[1])
         nbytes = shape[0] * shape[1] * buffer.element_size()
         place = self._started % _IN_FLIGHT
         if self._rooms[place].numel() < nbytes:
-            largest = max(b.nbytes for b in self._buffers) * (self._axis.size - 1)
-            self._rooms[place] = torch.empty(largest // self._axis.size, dtype=torch.uint8)
+            self._rooms[place] = torch.empty(self._largest, dtype=torch.uint8)
         return self._rooms[place][:nbytes].view(buffer.dtype).view(shape)

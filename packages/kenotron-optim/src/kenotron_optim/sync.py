@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, TensorLayout, broadcast, gradient_sums
-from kenotron_dist.collectives import tree_sum
+from kenotron_dist import Axis, Box, Mesh, TensorLayout, broadcast, gradient_sums, tree_sum
 from kenotron_dist.gradients import sum_views
 
 Read = Callable[[str, TensorLayout], Tensor]
@@ -47,12 +46,10 @@ class GradientSync:
         axes = {
             (group.axis, group.parts): mesh.subaxis(group.axis, group.parts)
             for _, layout in sorted(whole.items())
-            for group in gradient_sums(layout, mesh.sizes, mesh.coords)
+            for group in gradient_sums(layout, mesh.view(layout))
         }
         self.names = {tied.layout.name for tied in self._ties} | {
-            layout.name
-            for layout in whole.values()
-            if gradient_sums(layout, mesh.sizes, mesh.coords)
+            layout.name for layout in whole.values() if gradient_sums(layout, mesh.view(layout))
         }
         """Logical names of tensors whose gradient some sum changes."""
         self._partial: list[tuple[Axis, list[tuple[str, TensorLayout, tuple[Box, ...]]]]] = []
@@ -60,7 +57,7 @@ class GradientSync:
             members = [
                 (path, whole[path], group.boxes)
                 for path in own.values()
-                for group in gradient_sums(whole[path], mesh.sizes, mesh.coords)
+                for group in gradient_sums(whole[path], mesh.view(whole[path]))
                 if (group.axis, group.parts) == key
             ]
             if members:

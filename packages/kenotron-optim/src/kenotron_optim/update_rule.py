@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kenotron_optim.config import AdamWConfig, MuonConfig, SGDConfig, UpdateRule
+from kenotron_optim.torch_rules import SGD, AdamW, Muon
 from kenotron_optim.zero1 import MakeOptimizer
 
 Groups = list[dict[str, Any]]
@@ -34,7 +35,7 @@ def update_rule(config: UpdateRule) -> MakeOptimizer:
 
 
 def _sgd(groups: Groups, config: SGDConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
+    return SGD(
         groups,
         lr=0.0,
         momentum=config.momentum,
@@ -45,7 +46,7 @@ def _sgd(groups: Groups, config: SGDConfig) -> torch.optim.Optimizer:
 
 
 def _adamw(groups: Groups, config: AdamWConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
+    return AdamW(
         groups,
         lr=0.0,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -56,7 +57,7 @@ def _adamw(groups: Groups, config: AdamWConfig) -> torch.optim.Optimizer:
 
 
 def _muon(groups: Groups, config: MuonConfig) -> torch.optim.Optimizer:
-    return torch.optim.Muon(
+    return Muon(
         groups,
         lr=0.0,
         momentum=config.momentum,

@@ -8,25 +8,26 @@ own memory; others have a copy.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from kenotron_dist import TensorLayout, gather_pieces, gather_rows
+from kenotron_dist import TensorLayout, gather_rows
+from kenotron_dist.gradients import scale_by
 from kenotron_optim.accumulate import GradAccumulator, Slices
+from kenotron_optim.compact_state import compact_state
+from kenotron_optim.fused import deciding, is_fused
 from kenotron_optim.groups import ParameterGroup
-from kenotron_optim.partition import Bucket, Span
+from kenotron_optim.parameter_gather import ParameterGathers
+from kenotron_optim.partition import Span
+from kenotron_optim.torch_groups import Piece, batches, check_elementwise, check_names, options_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizers]
 """Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones for slices,
 any for groups that are marked ``whole``, whose tensors have the parameters' own shapes."""
-
-Piece = tuple[str, int]
-"""(logical name, data rank whose slice it is)"""
 
 
 class SlicedOptimizer:
@@ -37,9 +38,10 @@ class SlicedOptimizer:
         make_optimizer: builds the update rule; its state must have the shape of what it updates.
         groups: options by logical name; names of other stages are passed over.
         stage: 0 or 1 (see above).
+        state_dtype: float32, or bfloat16: see ``compact_state``.
 
-    Raises ValueError for another stage, a parameter of this stage that is in no group or in two,
-    and a name that the model has not.
+    Raises ValueError for another stage or dtype, a parameter of this stage that is in no group or
+    in two, and a name that the model has not.
     """
 
     def __init__(
@@ -48,72 +50,111 @@ class SlicedOptimizer:
         make_optimizer: MakeOptimizer,
         groups: Sequence[ParameterGroup],
         stage: int = 1,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if stage not in (0, 1):
             raise ValueError(f"ZeRO stage {stage} is not available: choose 0 or 1")
-        self._accumulator, self._data, self.stage = accumulator, accumulator.data, stage
-        held = [self._data.rank] if stage else range(self._data.size)
+        self._accumulator, self.stage = accumulator, stage
+        self._axes = {span.name: accumulator.axis_of(span.name) for _, span in accumulator.spans()}
         self.masters: dict[Piece, Tensor] = {
             (span.name, rank): self._slice(span, rank)
             for _, span in accumulator.spans()
-            for rank in held
+            for axis in [self._axes[span.name]]
+            for rank in ([axis.rank] if stage else range(axis.size))
             if span.owned(rank)[0] < span.owned(rank)[1]
         }
         whole = {span.name for _, span in accumulator.spans() if span.owner is not None}
-        _check_names(groups, accumulator.names)
-        options = _options(groups, self.masters, whole)
+        check_names(groups, accumulator.names)
+        options = options_of(groups, self.masters, whole)
         # A rank may own nothing: few small parameters on many data ranks.
         made = make_optimizer(options) if options else []
         self._inner = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+        check_elementwise(self._inner)
+        self._gathers = ParameterGathers(accumulator, gathers=stage == 1)
         self._steps, self._prepared = 0, False
+        self._compact = compact_state(state_dtype, self.masters, accumulator.spans())
 
-    def step(self, slices: Slices, lr: float) -> None:
+    def step(
+        self,
+        slices: Slices,
+        lr: float,
+        *,
+        coefficient: Tensor | None = None,
+        blocked: Tensor | None = None,
+    ) -> None:
         """Update masters with gradient ``slices`` and parameters with masters.
 
-        Collective over dp and cp. ``lr`` is multiplied by each group's factor. Raises ValueError
-        for a rate that is negative or not finite.
+        Where every inner optimizer is fused, both tensors are read on their device and this process
+        waits for nothing. Otherwise it reads ``blocked``. After ``overlap_forward`` parameters may
+        still be in flight when it returns. Collective over the data axes.
+
+        Args:
+            slices: this rank's part of the gradient.
+            lr: learning rate, multiplied by each group's factor.
+            coefficient: scalar by which gradients are multiplied before (``clip_coefficient``).
+            blocked: bool scalar, the same on all ranks; true: nothing changes. Once that is known
+                on the host, call ``left_out``.
+
+        Raises:
+            ValueError: the rate is negative or not finite.
         """
         if not 0 <= lr < float("inf"):
             raise ValueError(f"lr {lr} must be finite and not negative")
-        whole = self.stage == 0 and self._data.size > 1
-        gradients = self._gather_gradients(slices) if whole else None
+        self.wait_for_parameters()  # a master may be a part of what is gathered
+        gathers = self.stage == 0 and any(axis.size > 1 for axis in self._axes.values())
+        gradients = self._gather_gradients(slices) if gathers else None
         for (name, rank), master in self.masters.items():
             gradient = slices[name] if gradients is None else gradients[name, rank]
-            master.grad = gradient.view_as(master)
-        self._update(lr)
+            master.grad = gradient if master.ndim == 1 else gradient.view_as(master)
+        self._update(lr, coefficient, blocked)
         self._steps += 1
         for master in self.masters.values():
             master.grad = None
         self.publish()
 
-    @torch.no_grad()
     def publish(self) -> None:
         """Write the masters into the parameters, cast to their dtype. Collective under stage 1.
 
-        While one bucket's slices travel, in place, the next one's are cast.
+        While one group's slices travel, in place, the next one's are cast. After
+        ``overlap_forward`` parameters may still be in flight when it returns.
         """
-        handles = []
-        for bucket in self._accumulator.buckets:
-            pieces = [self._ranges(bucket, rank) for rank in range(self._data.size)]
-            for rank, own in enumerate(pieces):
-                for name, range_ in own.items():
-                    master = self.masters.get((name, rank))
-                    if master is not None and master.data_ptr() != range_.data_ptr():
-                        range_.copy_(master.view(-1))
-            if self.stage:
-                handles.append(gather_pieces([list(own.values()) for own in pieces], self._data))
-        for handle in handles:
-            handle.wait()
+        self._gathers.publish(self.masters)
+
+    def overlap_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Let updated parameters travel behind the next forward of ``modules``.
+
+        From now on ``step`` and ``publish`` return before stage 1's all-gathers have ended. A
+        pre-hook on each module waits for what that module reads; one that reads parameters of
+        another must be called after it. Call ``wait_for_parameters`` before anything else reads
+        parameters. ``state``, ``wanted``, ``reload``, ``prepare`` and deep copies of modules do.
+
+        Args:
+            modules: all that have parameters, in the order of the forward, the same on all data
+                ranks, such as the layers. Collective over the data axes.
+
+        Raises:
+            ValueError: a parameter belongs to none of the modules, or data ranks differ.
+        """
+        self._gathers.overlap_forward(modules)
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all parameters are complete: on NCCL the current stream does, not the host.
+
+        May be called at any time; no-op where nothing is in flight.
+        """
+        self._gathers.wait()
 
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
         """This rank's own slices as logical tensors, by name, and their layouts.
 
-        ``optimizer.master.<parameter>`` and ``optimizer.<state>.<parameter>``, all fp32: the same
-        records for stages 0 and 1. The tensors are the live ones, not copies.
+        ``optimizer.master.<parameter>``, fp32, and ``optimizer.<state>.<parameter>``, of the dtype
+        in which state is kept: the same records for stages 0 and 1. The tensors are the live ones,
+        not copies.
         """
+        self.wait_for_parameters()
         found = {}
         for kind, (name, rank), tensor in self._tensors():
-            if rank == self._data.rank:
+            if rank == self._axes[name].rank:
                 layout = self._layout(kind, name, rank)
                 found[layout.name] = (tensor, layout)
         return found
@@ -126,6 +167,7 @@ class SlicedOptimizer:
         ``steps`` and call ``publish``. Read parameters before: an fp32 one shares its memory with
         its master.
         """
+        self.wait_for_parameters()
         if started and not (self._steps or self._prepared):
             self.prepare()
         found = {}
@@ -139,23 +181,38 @@ class SlicedOptimizer:
 
     def reload(self) -> None:
         """Take the parameters' values as masters (after loading parameters alone)."""
-        for _, span in self._accumulator.spans():
-            for rank in range(self._data.size):
-                if (span.name, rank) in self.masters:
-                    master = self.masters[span.name, rank].data
-                    master.copy_(self._slice(span, rank).detach())
+        self.wait_for_parameters()
+        spans = {span.name: span for _, span in self._accumulator.spans()}
+        for (name, rank), master in self.masters.items():
+            master.data.copy_(self._slice(spans[name], rank).detach())
 
     def prepare(self) -> None:
-        """Create the inner optimizer's state, which torch does in its first update, all zero.
+        """Create the state of the inner optimizers, which torch does in the first update, all zero.
 
-        That update is taken back. Write loaded values into ``wanted()`` and ``steps`` afterwards.
+        Write loaded values into ``wanted()`` and ``steps`` afterwards. Next to the state it takes
+        memory for twice the largest master, less than an update does: a run that fits in memory
+        while it trains also fits when it is resumed.
         """
+        self.wait_for_parameters()
         self._prepared = True
-        before = [master.detach().clone() for master in self.masters.values()]
-        for master in self.masters.values():
+        limit = max((master.nbytes for master in self.masters.values()), default=0)
+        for optimizer in self._inner:
+            groups = optimizer.param_groups
+            try:
+                for group in groups:
+                    for batch in batches(group["params"], limit):
+                        optimizer.param_groups = [{**group, "params": batch, "lr": 0.0}]
+                        self._create_state(optimizer, batch)
+            finally:
+                optimizer.param_groups = groups
+
+    def _create_state(self, optimizer: torch.optim.Optimizer, masters: Sequence[Tensor]) -> None:
+        """Let torch create the state of some masters by an update, and undo that update."""
+        before = [master.detach().clone() for master in masters]
+        for master in masters:
             master.grad = torch.zeros_like(master)
-        self._update(0.0)
-        for master, value in zip(self.masters.values(), before, strict=True):
+        self._advance(optimizer)
+        for master, value in zip(masters, before, strict=True):
             master.data.copy_(value)
             master.grad = None
             for entry in self._state(master).values():
@@ -174,11 +231,28 @@ class SlicedOptimizer:
             if "step" in (state := self._state(master)):
                 state["step"].fill_(float(steps))
 
-    def _update(self, lr: float) -> None:
+    def left_out(self) -> None:
+        """Do not count the last step: it was blocked."""
+        self._steps -= 1
+
+    def _update(self, lr: float, coefficient: Tensor | None, blocked: Tensor | None) -> None:
         for optimizer in self._inner:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_multiplier"]
-            optimizer.step()
+        if all(map(is_fused, self._inner)):
+            for optimizer in self._inner:
+                with deciding(optimizer, coefficient, blocked):
+                    self._advance(optimizer)
+        elif blocked is None or not blocked.item():
+            if coefficient is not None:
+                scale_by([m.grad for m in self.masters.values() if m.grad is not None], coefficient)
+            for optimizer in self._inner:
+                self._advance(optimizer)
+
+    def _advance(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._compact is not None:
+            return self._compact.step(optimizer, self._steps + 1)
+        optimizer.step()
 
     def _state(self, master: Tensor) -> dict[str, Any]:
         return next((each.state[master] for each in self._inner if master in each.state), {})
@@ -201,70 +275,26 @@ class SlicedOptimizer:
             parameter = parameter.view(-1)[start:stop]
         return parameter.float().requires_grad_()
 
-    def _ranges(self, bucket: Bucket, rank: int) -> dict[str, Tensor]:
-        """What a data rank owns of the parameters of a bucket, where they are; not empty."""
-        found = {}
-        for span in bucket.spans:
-            start, stop = span.owned(rank)
-            if start < stop:
-                found[span.name] = self._parameter(span.name).data.view(-1)[start:stop]
-        return found
-
     def _gather_gradients(self, slices: Slices) -> dict[Piece, Tensor]:
         """Every data rank's slices, gathered where they were added up."""
         found: dict[Piece, Tensor] = {}
         handles = []
         for bucket, rows in zip(self._accumulator.buckets, self._accumulator.buffers, strict=True):
+            axis = self._accumulator.mesh[bucket.axes]
             if rows.dtype != torch.float32:
                 rows = bucket.buffer(torch.float32, rows.device)
             for span in bucket.spans:
                 slice_ = slices[span.name]
-                place = rows[self._data.rank, span.offset : span.offset + slice_.numel()]
+                place = rows[axis.rank, span.offset : span.offset + slice_.numel()]
                 if place.data_ptr() != slice_.data_ptr():
                     place.copy_(slice_)
-                for rank in range(self._data.size):
+                for rank in range(axis.size):
                     start, stop = span.owned(rank)
                     found[span.name, rank] = rows[rank, span.offset : span.offset + stop - start]
-            handles.append(gather_rows(rows, self._data))
+            handles.append(gather_rows(rows, axis))
         for handle in handles:
             handle.wait()
         return found
 
     def _parameter(self, name: str) -> Tensor:
         return self._accumulator.parameters[self._accumulator.logical[name]]
-
-
-def _check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> None:
-    given = [name for group in groups for name in group.names]
-    strange = sorted(set(given) - set(names))
-    if strange:
-        raise ValueError(f"groups name parameters {strange} that the model has not")
-    twice = sorted(name for name, times in Counter(given).items() if times > 1)
-    if twice:
-        raise ValueError(f"parameters {twice} are in two groups: a parameter has one")
-
-
-def _options(
-    groups: Sequence[ParameterGroup], masters: Mapping[Piece, Tensor], whole: Collection[str]
-) -> list[dict[str, Any]]:
-    """torch parameter groups over the masters, each piece in the group of its name."""
-    pieces: dict[str, list[Tensor]] = {}
-    for (name, _), master in masters.items():
-        pieces.setdefault(name, []).append(master)
-    options = []
-    for group in groups:
-        for uncut in (False, True):
-            names = [name for name in group.names if (name in whole) is uncut]
-            own = [master for name in names for master in pieces.pop(name, [])]
-            if own:
-                options.append(
-                    {
-                        "params": own,
-                        "weight_decay": group.weight_decay,
-                        "lr_multiplier": group.lr_multiplier,  # torch keeps keys of others
-                        "whole": uncut,
-                    }
-                )
-    if pieces:
-        raise ValueError(f"parameters {sorted(pieces)} are in no group: every one needs options")
-    return options

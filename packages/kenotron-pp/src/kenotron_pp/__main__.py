@@ -1,6 +1,6 @@
 """``python -m kenotron_pp --schedule 1f1b --stages 4 --microbatches 8``: a schedule, drawn.
 
-The exit status is 0, or 2 after one sentence on stderr that says what was wrong.
+The exit status is 0, or 2 after one message on stderr that names the error.
 """
 
 from __future__ import annotations

@@ -64,9 +64,9 @@ def flatten(x: Any) -> tuple[tuple[str, ...] | int | None, list[Tensor]]:
         names, tensors = tuple(x), list(x.values())
     elif type(x) is tuple:  # a named one would arrive without its names
         names, tensors = len(x), list(x)
-    strange = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
-    if strange or (isinstance(names, tuple) and not all(isinstance(name, str) for name in names)):
-        what = f"with {', '.join(strange)} in it" if tensors != [x] and strange else "as activation"
+    others = [type(each).__name__ for each in tensors if not isinstance(each, Tensor)]
+    if others or (isinstance(names, tuple) and not all(isinstance(name, str) for name in names)):
+        what = f"with {', '.join(others)} in it" if tensors != [x] and others else "as activation"
         raise TypeError(
             f"a {type(x).__name__} {what}: layers pass on a tensor, a tuple of tensors, or a dict "
             "of tensors by name"

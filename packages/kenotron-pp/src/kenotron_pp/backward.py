@@ -225,7 +225,7 @@ class _Graph:
     def joins(self) -> list[tuple[Node, list[Node]]]:
         """Active nodes with branches that lead to parameters only, from the outputs down.
 
-        A root that is not active is one altogether: nobody waits for what is below it.
+        A root that is not active is one altogether: nothing waits for what is below it.
         """
         found = [(edge.node, [edge.node]) for edge in self.roots if edge.node not in self.active]
         for node, children in self.children.items():

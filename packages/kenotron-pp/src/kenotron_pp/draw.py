@@ -92,7 +92,7 @@ def _draw_png(trace: Trace, file: Path) -> None:
         figure_module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError(
-            "drawing a PNG needs matplotlib: pip install 'kenotron-pp[draw]', or draw an .svg"
+            "drawing a PNG needs matplotlib: pip install matplotlib, or draw an .svg"
         ) from error
     axis = _axis(trace)
     wide = 2 + axis.end * 0.22

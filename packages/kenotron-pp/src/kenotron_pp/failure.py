@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from kenotron_dist import Axis, Distress, Diverged, PeerLost
 
 
@@ -14,13 +12,12 @@ class PipelineError(RuntimeError):
 class Alarm:
     """Turns an exception of this rank into the one that all ranks raise.
 
-    Arguments: the pp axis; the axes whose groups are closed, so that nobody waits for this rank.
+    Arguments: the pp axis; the axes whose groups are closed, so that no rank waits for this one.
     """
 
     def __init__(self, axis: Axis, closes: list[Axis]) -> None:
         self._axis = axis
         self._distress = Distress(closes)
-        self._waits = axis.size > 1 and axis.backend == "nccl"
         self.broken = ""
         """The first cause, once there was one."""
 
@@ -32,21 +29,19 @@ class Alarm:
                 "connect a new mesh and make a new pipeline"
             )
 
-    def settle(self, device: torch.device) -> None:
-        """Where devices wait, not processes: wait for this one; raise if another rank has failed.
+    def confirm(self) -> None:
+        """Raise RuntimeError when another rank has failed: numbers of this one mean nothing then.
 
-        Its numbers mean nothing then.
+        It can be known once this rank's device has been waited for, where devices wait.
         """
-        if self._waits:
-            torch.accelerator.synchronize(device)
-            if self._distress.heard:
-                raise RuntimeError("another rank has failed")
+        if self._distress.cause_found:
+            raise RuntimeError("another rank has failed")
 
     def raised(self, error: BaseException, where: str) -> BaseException:
         """Tell the others; what this rank must raise.
 
-        A pipeline of one rank has nobody to tell: its exception is raised as it is, with a note.
-        So are PeerLost, Diverged and what ends a process, after the others were told.
+        A pipeline of one rank has no peer to inform: its exception is raised as it is, with a note.
+        So are PeerLost, Diverged and what ends a process, after the others were informed.
         """
         if self._axis.size == 1 and not self.broken:
             error.add_note(f"in the pipeline, {where}")

@@ -1,4 +1,4 @@
-"""Losses that layers add where they stand, beside the one at the end of the model."""
+"""Auxiliary losses: layers add them to the one at the end of the model."""
 
 from __future__ import annotations
 

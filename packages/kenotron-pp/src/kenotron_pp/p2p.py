@@ -6,7 +6,7 @@ for every boundary and token shape, before the first activation that has it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,19 +15,42 @@ from kenotron_dist import Axis, Handle, Route
 from kenotron_pp.activation import Form
 from kenotron_pp.plan import Transfer
 
+Pairs = Mapping[tuple[int, int], Axis]
+"""What ``Mesh.pairs`` returns."""
+
 
 class Links:
     """The transfers of one rank. Both ends make the same calls in the order of the plan.
 
-    Transfers to a later rank go over ``axis``, those to an earlier one over ``upstream``: a group
-    carries one direction between two ranks.
+    Args:
+        axis: the pp axis; its own group carries all transfers where ``pairs`` is None.
+        pairs: (source, to), indices along the axis -> an axis of the two ranks, source first.
+        n_stages: stages of all ranks.
+        device: where activations live.
     """
 
-    def __init__(self, axis: Axis, upstream: Axis, n_stages: int, device: torch.device) -> None:
-        self._axis, self._upstream, self._device = axis, upstream, device
+    def __init__(
+        self, axis: Axis, pairs: Pairs | None, n_stages: int, device: torch.device
+    ) -> None:
+        self._axis, self._pairs, self._device = axis, pairs, device
         self._n_stages = n_stages
         self._forms: dict[tuple[int, Hashable], Form] = {}
         self._routes: dict[Transfer, Route] = {}
+
+    def touch(self, used: Sequence[tuple[int, int]]) -> None:
+        """Let the backend make the communicators of the pairs in ``used`` that have this rank.
+
+        NCCL makes one at the first transfer of two ranks, and both processes wait there. In one
+        order of all pairs there is no circular wait; in that of a schedule there is (interleaved,
+        3 ranks, one micro-batch). Collective over the pp axis.
+
+        Args:
+            used: (source, to), in the same order on all ranks.
+        """
+        for source, to in used:
+            if self._axis.rank in (source, to):
+                route = self._route_between(source, to, 0)
+                route.start(torch.zeros(1, device=self._device)).wait()
 
     def begin(self, queues: dict[int, tuple[Transfer, ...]], keys: Sequence[Hashable]) -> None:
         """Start a run: everything that will come, in order, and what fixes each form."""
@@ -86,7 +109,7 @@ class Links:
     def release(self, transfers: Sequence[Transfer]) -> None:
         """Wait until these have left, and free them.
 
-        Raises ValueError when one was changed meanwhile: nobody knows what has arrived.
+        Raises ValueError when one was changed meanwhile: what has arrived is unknown.
         """
         for transfer in transfers:
             for handle, version in self._sent.pop(transfer):
@@ -118,10 +141,15 @@ class Links:
         return self._new_route(transfer, 1)
 
     def _new_route(self, transfer: Transfer, more: int) -> Route:
-        axis = self._axis if transfer.source < transfer.to else self._upstream
-        sends, up = transfer.source == axis.rank, transfer.direction == "up"
+        up = transfer.direction == "up"
         tag = 4 * (transfer.microbatch * self._n_stages + transfer.stage) + 2 * up + more
-        return Route(axis, transfer.to if sends else transfer.source, tag, sends=sends)
+        return self._route_between(transfer.source, transfer.to, tag)
+
+    def _route_between(self, source: int, to: int, tag: int) -> Route:
+        sends = source == self._axis.rank
+        if self._pairs is None:
+            return Route(self._axis, to if sends else source, tag, sends=sends)
+        return Route(self._pairs[source, to], int(sends), tag, sends=sends)
 
 
 def _version(x: Tensor) -> int:

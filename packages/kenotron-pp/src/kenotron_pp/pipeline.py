@@ -13,17 +13,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, gather_objects
-from kenotron_dist.collectives import control_device
+from kenotron_dist import Axis, gather_objects, settle
 from kenotron_pp.activation import Activation
 from kenotron_pp.failure import Alarm
 from kenotron_pp.losses import Losses, SharedLoss, adding
-from kenotron_pp.p2p import Links
+from kenotron_pp.p2p import Links, Pairs
 from kenotron_pp.plan import Plan, make_plan
 from kenotron_pp.schedule import Order, Schedule, as_schedule, one_f_one_b
 from kenotron_pp.step import LossFn, Part, Run
 
 T = TypeVar("T")
+
+Layer = nn.Module | tuple[str, nn.Module]
+"""A layer, or a name and a layer."""
 
 
 class Pipeline:
@@ -31,46 +33,54 @@ class Pipeline:
 
     Arguments:
         layers: this rank's layers in order; where the schedule has several chunks a rank, one
-            collection of layers for each. A layer is called with the activation, or with the
+            collection of layers for each. What ``Stages.own`` and ``Stages.chunks`` return, layers
+            with their names, will do, too. A layer is called with the activation, or with the
             activation and the micro-batch's context when contexts are given, and returns one: a
             tensor, or a tuple or dict of tensors.
         axis: the pp axis; size 1 runs everything here.
         schedule: order of forwards and backwards, the same on every rank.
         device: where activations live (default: where this rank's parameters are).
-        upstream: an axis over the same ranks for transfers to an earlier rank
-            (``mesh.twin("pp")``). NCCL runs all transfers of a group between two ranks in one
-            order, so that both directions over one group would deadlock; gloo needs only one.
-            Default: ``axis``.
+        pairs: a group for each pair of neighbours and direction (``mesh.pairs("pp")``). NCCL runs
+            all transfers of a group in one order, so that two directions over one group would
+            deadlock; on gloo ``axis`` itself serves all of them, which is the default.
         closes: further axes whose groups are closed when this rank fails, because ranks of other
             pipelines wait for it there (tp, dp).
+        settles: whether a training run, too, ends by waiting for the device, where a failure of
+            another rank shows only then (NCCL). Otherwise the caller waits for its numbers and then
+            calls ``confirm``, so that a step waits once.
 
-    Made alike on all ranks of the axis. Raises ValueError when the chunks do not fit the schedule,
-    or one group has both directions over nccl.
+    Collective over the axis: where a backend makes communicators at their first use, they are made
+    here. Raises ValueError when the chunks do not fit the schedule, or ``pairs`` is missing on a
+    backend that needs it.
     """
 
     def __init__(
         self,
-        layers: Iterable[nn.Module] | Sequence[Iterable[nn.Module]],
+        layers: Iterable[Layer] | Sequence[Iterable[Layer]],
         axis: Axis,
         schedule: Schedule | Order = one_f_one_b,
         device: torch.device | str | None = None,
-        upstream: Axis | None = None,
+        pairs: Pairs | None = None,
         closes: Iterable[Axis] = (),
+        settles: bool = True,
     ) -> None:
         self.axis, self.schedule = axis, as_schedule(schedule)
         self.chunks = _chunks(layers, self.schedule)
         self.layers = [layer for chunk in self.chunks for layer in chunk]
         self.device = torch.device(device) if device is not None else _device_of(self.layers, axis)
         self.n_stages = axis.size * self.schedule.chunks
-        _check_directions(axis, upstream or axis)
-        links = Links(axis, upstream or axis, self.n_stages, self.device)
+        _check_pairs(axis, pairs)
+        links = Links(axis, pairs, self.n_stages, self.device)
+        if axis.on_device:
+            links.touch(self.schedule.neighbours(axis.size))
         self._part = Part(self.chunks, self.n_stages, self.schedule.splits, links, self.device)
         self.losses: Losses | None = None
         """Of the last run: the total that ``run`` returned, and its two parts."""
-        self._alarm = Alarm(axis, [axis, upstream or axis, *closes])
+        self._alarm = Alarm(axis, [axis, *(pairs or {}).values(), *closes])
         self._adding = list(adding(self.layers))
         self._plans: dict[tuple[int, bool], Plan] = {}
         self._all_add: bool | None = None
+        self._settles = settles
 
     @property
     def broken(self) -> str:
@@ -96,12 +106,22 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients land on the parameters.
 
         Arguments: what enters the first layer, per micro-batch; the loss of each, already scaled
-        so that their sum is the loss of the batch; what the layers may read beside it. Returns the
+        so that their sum is the loss of the batch; what the layers may read next to it. Returns the
         sum of the losses, auxiliary ones included, the same detached scalar on every rank.
 
         Raises PipelineError on all ranks when one of them fails (with one rank: its exception).
         """
         return self._guarded(inputs, contexts, loss_fn, self._train, training=True)
+
+    def confirm(self) -> None:
+        """Raise PipelineError when another rank has failed in the last run.
+
+        Its numbers mean nothing then. Call it once they have been waited for.
+        """
+        try:
+            self._alarm.confirm()
+        except RuntimeError as error:
+            raise self._alarm.raised(error, "after its last action") from error
 
     @torch.no_grad()
     def forward(
@@ -138,7 +158,7 @@ class Pipeline:
     ) -> T:
         """Run the actions of one step; whatever is raised ends it on all ranks."""
         self._alarm.check()
-        _check(inputs, contexts)  # alike on all ranks: nothing is lost yet
+        _check(inputs, contexts)  # equal on all ranks: nothing is lost yet
         run: Run | None = None
         try:
             plan = self._plan(len(inputs), forward_only=not training)
@@ -148,7 +168,9 @@ class Pipeline:
                 self._attach()
             run.run()
             result = finish(run)
-            self._alarm.settle(self.device)
+            if self.axis.size > 1 and (self._settles or not training):
+                settle(self.axis)
+            self._alarm.confirm()
             return result
         except BaseException as error:
             where = "before its first action" if run is None else run.where
@@ -177,7 +199,7 @@ class Pipeline:
 
     def _train(self, run: Run) -> Tensor:
         main = run.shared.arrive(run.loss)
-        added = torch.tensor(self._added(run), dtype=torch.float32, device=self.device)
+        added = torch.full((), self._added(run), dtype=torch.float32, device=self.device)
         self.losses = Losses(main + added, main, added)
         return self.losses.total
 
@@ -218,31 +240,34 @@ class Pipeline:
             )
 
 
-def _chunks(
-    layers: Iterable[nn.Module] | Sequence[Iterable[nn.Module]], schedule: Schedule
-) -> list[list[nn.Module]]:
-    given: list[Any] = list(layers)
-    if schedule.chunks == 1:
-        strange = [type(each).__name__ for each in given if not isinstance(each, nn.Module)]
-        if strange:
-            raise ValueError(
-                f"schedule {schedule.name} has one chunk a rank: give one list of layers, not of "
-                f"{strange[0]}"
-            )
-        return [given]
+def _chunks(layers: Iterable[Any], schedule: Schedule) -> list[list[nn.Module]]:
+    given = list(layers)
+    if schedule.chunks == 1 and not (len(given) == 1 and isinstance(given[0], list)):
+        given = [given]
     if len(given) != schedule.chunks or not all(isinstance(chunk, Iterable) for chunk in given):
         raise ValueError(
             f"schedule {schedule.name} has {schedule.chunks} chunks a rank: give one list of "
             f"layers for each, not {len(given)} {'layers' if given else 'lists'}"
         )
-    return [list(chunk) for chunk in given]
+    return [[_layer(each, schedule) for each in chunk] for chunk in given]
 
 
-def _check_directions(down: Axis, up: Axis) -> None:
-    if down.backend == "nccl" and down.size > 1 and up.group is down.group:
+def _layer(given: Any, schedule: Schedule) -> nn.Module:
+    """A layer that may come with its name, as ``Stages`` hands them out."""
+    layer = given[1] if isinstance(given, tuple) and len(given) == 2 else given
+    if not isinstance(layer, nn.Module):
         raise ValueError(
-            "over nccl the two directions of a pipeline need two groups, or they wait for one "
-            f'another: pass upstream=mesh.twin("{down.name}")'
+            f"schedule {schedule.name} has {schedule.chunks} chunk(s) a rank: give layers, or one "
+            f"list of layers for each chunk, not {type(layer).__name__}"
+        )
+    return layer
+
+
+def _check_pairs(axis: Axis, pairs: Pairs | None) -> None:
+    if axis.on_device and axis.size > 1 and pairs is None:
+        raise ValueError(
+            f"over {axis.backend} the two directions of a pipeline need a group each, or they wait "
+            f'for one another: pass pairs=mesh.pairs("{axis.name}")'
         )
 
 
@@ -250,7 +275,7 @@ def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
     """Where the parameters are; without any, where the axis' backend wants its tensors."""
     parameters = (each for layer in layers for each in layer.parameters())
     first = next(parameters, None)
-    return control_device(axis) if first is None else first.device
+    return axis.control_device if first is None else first.device
 
 
 def _check(inputs: Sequence[Any], contexts: Sequence[Any] | None) -> None:

@@ -1,10 +1,10 @@
-"""What a rank does beside computing: which transfers it sends, awaits, posts ahead and lets go.
+"""Communication of a rank: which transfers it sends, awaits, posts ahead and lets go.
 
 Pure. The rules, for every schedule:
 
 - A queue carries one direction between two ranks, in the order in which its sender produces; the
   receiver posts its receives in that order. Where a backend runs all transfers of a group in one
-  order (NCCL), the two directions need two groups. Then the order adds no waiting that the sender's
+  order (NCCL), each queue needs its own group. Then the order adds no waiting that the sender's
   own list has not: the k-th receive ends when the sender has produced k results, whatever else goes
   on. A schedule that ``simulate`` accepts cannot deadlock.
 - Before an action computes, the receive of the next one is posted.
@@ -47,6 +47,9 @@ class Step(NamedTuple):
     """What another rank must have sent before."""
     following: Transfer | None
     """What the next receiving action needs: posted before this one computes."""
+    underway: tuple[Transfer, ...]
+    """The latest of each queue that has left its sender when this action begins, in the
+    simulation: waiting for it is waiting for nothing that this rank has still to do."""
     result: Transfer | None
     """Where the result goes; None when it stays on this rank."""
     release: tuple[Transfer, ...]
@@ -83,12 +86,22 @@ def make_plan(
         for r, own in enumerate(events)
         for event in own
     }
+    produced = {
+        sent: event.end
+        for r, own in enumerate(events)
+        for sent, event in zip(sends[r], own, strict=True)
+    }
     release = _releases(sends[rank], starts, used)
     steps = []
     for i, action in enumerate(lists[rank]):
         following = next((need for need in needs[i + 1 :] if need is not None), None)
         stage = schedule.stage(rank, action.chunk, ranks)
-        steps.append(Step(action, stage, needs[i], following, sends[rank][i], release[i]))
+        underway = tuple(
+            sent[-1]
+            for queue in queues.values()
+            if (sent := [each for each in queue if produced[each] <= starts[i]])
+        )
+        steps.append(Step(action, stage, needs[i], following, underway, sends[rank][i], release[i]))
     return Plan(tuple(steps), {source: queue for source, queue in queues.items() if queue})
 
 

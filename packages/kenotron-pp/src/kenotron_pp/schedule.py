@@ -79,6 +79,12 @@ class Schedule:
             return (stage, 0) if stage < ranks else (2 * ranks - 1 - stage, 1)
         return stage % ranks, stage // ranks
 
+    def neighbours(self, ranks: int) -> list[tuple[int, int]]:
+        """Return (source, to) of all transfers between ranks, forwards and backwards, sorted."""
+        places = [self.place(stage, ranks)[0] for stage in range(ranks * self.chunks)]
+        pairs = {(a, b) for a, b in pairwise(places) if a != b}
+        return sorted(pairs | {(b, a) for a, b in pairs})
+
 
 def at_least_one(where: str, name: str, value: int) -> None:
     """Raise ValueError unless a count is a whole number from 1 up."""

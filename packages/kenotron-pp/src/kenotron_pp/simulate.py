@@ -50,10 +50,10 @@ class Times:
                     f"Times: {name} has {len(cost)} times, and there are {n_stages} stages (ranks "
                     "x chunks): give one for each, or one number for all"
                 )
-        strange = [stage for stage in self.unsplit if stage not in range(n_stages)]
-        if strange:
+        unknown = [stage for stage in self.unsplit if stage not in range(n_stages)]
+        if unknown:
             raise ValueError(
-                f"Times: unsplit has stage {strange[0]!r}, and there are {n_stages} (ranks x "
+                f"Times: unsplit has stage {unknown[0]!r}, and there are {n_stages} (ranks x "
                 f"chunks): give stages of 0 to {n_stages - 1}"
             )
 

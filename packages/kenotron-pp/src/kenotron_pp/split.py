@@ -120,7 +120,7 @@ def split_layers(
     """Consecutive layers for every stage, so that the most expensive stage is as cheap as can be.
 
     Arguments: the cost of each layer, not negative, in any unit; the number of stages; what the
-    first and the last stage do beside their layers (reading tokens; the loss). Returns one
+    first and the last stage do next to their layers (reading tokens; the loss). Returns one
     non-empty range of layer indices a stage; among equally good cuts, the one whose earlier stages
     are larger. Exact, O(stages * layers^2).
 

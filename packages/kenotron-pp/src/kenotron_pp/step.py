@@ -15,7 +15,7 @@ from kenotron_pp.backward import SplitBackward, WeightPart, refuse_reentrant
 from kenotron_pp.engine import accumulate
 from kenotron_pp.losses import AuxiliaryLosses, SharedLoss
 from kenotron_pp.p2p import Links
-from kenotron_pp.plan import Plan, Step
+from kenotron_pp.plan import Plan, Step, Transfer
 
 LossFn = Callable[[Tensor, int], Tensor]
 """(output of the last layer, micro-batch number) -> scalar; runs on the last stage."""
@@ -40,6 +40,8 @@ class Part:
         self.trainable = any(p.requires_grad for layer in layers for p in layer.parameters())
         self.unseen = [True] * len(self.chunks)
         """Chunks whose graph has not been looked at yet."""
+        self.warm: set[bool] = set()
+        """Whether runs (True: with backwards) have been made: all their kernels are loaded then."""
         self._ones: dict[torch.dtype, Tensor] = {}
 
     def one(self, dtype: torch.dtype) -> Tensor:
@@ -114,8 +116,8 @@ class Run:
             self._at = step
             if step.need is not None:
                 links.post(step.need, ahead=False)
-            if step.following is not None:
-                links.post(step.following, ahead=True)
+            for coming in self._ahead(step):
+                links.post(coming, ahead=True)
             if step.release:
                 links.release(step.release)
             if step.action.kind == "F":
@@ -126,6 +128,17 @@ class Run:
                 self._backward(step)
         self._at = "after its last action"
         links.finish()
+        self.part.warm.add(self.training)
+
+    def _ahead(self, step: Step) -> Sequence[Transfer]:
+        """Receives to post before an action computes.
+
+        In a first run kernels are loaded, and that may wait for all queued work of the device: then
+        only what has left its sender may be queued, which nothing on this rank keeps back.
+        """
+        if self.training not in self.part.warm:
+            return step.underway
+        return () if step.following is None else (step.following,)
 
     def _forward(self, step: Step) -> None:
         part, stage, m = self.part, step.stage, step.action.microbatch

@@ -2,7 +2,7 @@
 
 Rank r has stages r and 2 * ranks - 1 - r. Every rank takes, whenever it is free, the most urgent
 action that it can begin: the input part of a backward, for which another rank waits; a forward, the
-chunk nearer to the loss first, as long as memory allows; a weight part, for which nobody waits. So
+chunk nearer to the loss first, as long as memory allows; a weight part, for which no rank waits. So
 the lists cannot deadlock, and every chunk's actions ascend.
 """
 

@@ -3,9 +3,9 @@
 from kenotron_tp.cross_entropy import vocab_parallel_cross_entropy
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.head import linear_cross_entropy
-from kenotron_tp.head_sum import linear_cross_entropy_sum
+from kenotron_tp.head_sum import linear_cross_entropy_sum, tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
-from kenotron_tp.logits import choose_tokens
+from kenotron_tp.logits import check_sampling, choose_tokens
 from kenotron_tp.mode import TPMode
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 
@@ -14,12 +14,14 @@ __all__ = [
     "RowParallelLinear",
     "TPMode",
     "VocabParallelEmbedding",
+    "check_sampling",
     "choose_tokens",
     "join_tokens",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "mark_partial",
     "split_tokens",
+    "tokens_at_a_time",
     "vocab_parallel_cross_entropy",
     "vocabulary_chunk",
 ]

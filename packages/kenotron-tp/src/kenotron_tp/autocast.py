@@ -17,7 +17,7 @@ def cast_for_autocast(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What autocast would give to ``F.linear``; communication is in that dtype too."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _casts(device):
         return x, weight, bias
     dtype = torch.get_autocast_dtype(device)
     x, weight = (each if each.dtype == torch.float64 else each.to(dtype) for each in (x, weight))
@@ -30,9 +30,14 @@ def outside_autocast(backward: Backward) -> Backward:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         device = grads[0].device.type
-        if not torch.is_autocast_enabled(device):
+        if not _casts(device):
             return backward(ctx, *grads)
         with torch.autocast(device, enabled=False):
             return backward(ctx, *grads)
 
     return run
+
+
+def _casts(device: str) -> bool:
+    """Whether autocast is on; device meta has none, and ``is_autocast_enabled`` refuses it."""
+    return device != "meta" and torch.is_autocast_enabled(device)

@@ -5,13 +5,15 @@ Shapes: V vocabulary, D embedding dim, T flattened tokens; ``/t`` is divided by 
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Placements, Shard
+from kenotron_dist import Axis, Chunk, Placements, Roles, Shard
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
-from kenotron_tp.cut import check_axis, cut_parameter
+from kenotron_tp.cut import check_axis, cut_parameter, take_parts
 from kenotron_tp.sequence import call_mode, check_tokens, pad_tokens
 
 
@@ -77,30 +79,56 @@ class VocabParallelEmbedding(nn.Module):
                 nn.init.zeros_(whole[self.padding_idx])
         self.weight = cut_parameter(whole, "weight", rows, axis)  # (V/t, D)
         self.placements: Placements = {"weight": rows}
+        self.roles: Roles = {"weight": "embedding"}
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding, axis: Axis, **options: Any) -> Self:
+        """An embedding with this rank's rows of a whole one's table, which are copied.
+
+        ``options``: ``sequence_parallel``, ``divisible_by``. All ranks give the same table.
+        Raises ValueError for one that renormalises, scales gradients or has sparse ones.
+        """
+        for name, plain in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if (given := getattr(embedding, name)) != plain:
+                raise ValueError(f"{name} {given!r} of an nn.Embedding is not known here: leave it")
+        made = cls(
+            embedding.num_embeddings, embedding.embedding_dim, axis,
+            padding_idx=embedding.padding_idx, device="meta", dtype=embedding.weight.dtype,
+            **options,
+        )  # fmt: skip
+        return take_parts(made, embedding, axis, made.placements)
 
     def forward(self, ids: Tensor, *, sequence_parallel: bool | None = None) -> Tensor:
         """Ids (...) int64 -> (..., D); (T, ...) -> (n, ..., D) under sequence parallelism.
 
         ``sequence_parallel``: another mode than the layer's, for inference. One all-reduce (or
         reduce-scatter, padded to n rows) in forward. Raises IndexError on CPU for an id outside
-        0..V-1; elsewhere its row is zero (looking for one would stop a GPU). Raises ValueError
+        0..V-1; elsewhere its row is zero and gets no gradient, on any number of ranks: looking for
+        one would stop a GPU, and reading outside the table would end its context. Raises ValueError
         when the mode is changed while gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
-        if ids.device.type == "cpu":
+        checked = _on_host(ids)
+        if checked:
             self._check(ids)
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight, self.padding_idx)
-        rows = self.weight.shape[0]
-        first = self.axis.rank * rows
-        own = ids - first
-        foreign = (own < 0) | (own >= rows)
-        x = F.embedding(own.masked_fill(foreign, 0), self.weight, self._own_padding(first, rows))
-        x = x.masked_fill(foreign.unsqueeze(-1), 0.0)
+            if checked:
+                return F.embedding(ids, self.weight, self.padding_idx)
+            return self._look_up(ids)
+        x = self._look_up(ids)
         if sequence:
             check_tokens(x)
             return reduce_scatter_to(pad_tokens(x, self.axis), self.axis)
         return reduce_from(x, self.axis)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        """Rows (..., D) of ids that this rank holds, zero for others and those outside 0..V-1."""
+        rows = self.weight.shape[0]
+        first = self.axis.rank * rows
+        own = ids - first
+        foreign = (own < 0) | (own >= min(rows, self.num_embeddings - first))
+        x = F.embedding(own.masked_fill(foreign, 0), self.weight, self._own_padding(first, rows))
+        return x.masked_fill(foreign.unsqueeze(-1), 0.0)
 
     def _own_padding(self, first: int, rows: int) -> int | None:
         if self.padding_idx is None or not first <= self.padding_idx < first + rows:
@@ -119,10 +147,15 @@ class VocabParallelEmbedding(nn.Module):
     def _check(self, ids: Tensor) -> None:
         if ids.is_floating_point():
             raise ValueError(f"ids are {ids.dtype}: they are int64 or int32")
-        strange = (ids < 0) | (ids >= self.num_embeddings)
-        if strange.any():
-            place = tuple(strange.nonzero()[0].tolist())
+        outside = (ids < 0) | (ids >= self.num_embeddings)
+        if outside.any():
+            place = tuple(outside.nonzero()[0].tolist())
             raise IndexError(
                 f"id {ids[place].item()} at position {place} is outside the embedding's "
                 f"0..{self.num_embeddings - 1}"
             )
+
+
+def _on_host(ids: Tensor) -> bool:
+    """Whether reading the ids waits for no device."""
+    return ids.device.type == "cpu"

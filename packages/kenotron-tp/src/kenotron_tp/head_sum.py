@@ -19,21 +19,44 @@ from kenotron_dist import Axis, all_reduce
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
 from kenotron_tp.head import Chunked, added, head_inputs
 from kenotron_tp.softmax import (
+    Statistics,
+    Terms,
     checked_terms,
     local_statistics,
     losses,
     whole_statistics,
     write_gradient,
 )
+from kenotron_tp.softmax_once import (
+    Shares,
+    computes_once,
+    local_shares,
+    write_gradient_of_shares,
+)
 
 LOGITS_AT_A_TIME = 2**25
-"""Logits of a rank where the caller does not say: 128 MB in fp32."""
+"""Logits of a rank on a CPU, where the caller does not say: 128 MB in fp32."""
+LOGITS_ON_ACCELERATOR = 2**29
+"""The same on an accelerator, 3 GB with their fp32 softmax: it is bound by the weight and its
+gradient, which every chunk reads and writes, and by the time that launching kernels takes."""
+TOKENS_ON_ACCELERATOR = 2048
+"""Tokens of a chunk on an accelerator, at least: fewer leave matrix products bound by memory."""
+
+
+def tokens_at_a_time(tokens: int, width: int, device_type: str) -> int:
+    """Return the tokens of a chunk, for logits (tokens, width): chunks are of about equal size."""
+    width = max(width, 1)
+    if device_type == "cpu":
+        return max(LOGITS_AT_A_TIME // width, 1)
+    limit = max(LOGITS_ON_ACCELERATOR // width, TOKENS_ON_ACCELERATOR)
+    chunks = max(-(-tokens // limit), 1)
+    return max(-(-tokens // chunks), 1)
 
 
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: float
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -44,14 +67,10 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             rows = slice(start, start + how.chunk)
             tokens, own = x[rows], labels[rows]
             logits = tokens @ weight.t()
-            found = whole_statistics(
-                local_statistics(logits, own, how.terms), len(weight), how.terms
+            each, z_each = _losses_and_gradient(
+                logits, own, how.terms, times if needs_x or needs_weight else None
             )
-            each = losses(found, own, how.terms)
-            loss, z = loss + each[0].sum(), z + each[1].sum()
-            if needs_x or needs_weight:
-                of_each = torch.full_like(each[0], times)
-                write_gradient(logits, logits, own, found, of_each, how.terms)
+            loss, z = loss + each.sum(), z + z_each.sum()
             if dx is not None:
                 part = logits @ weight
                 dx[rows] = all_reduce(part, how.terms.axis) if how.whole else part
@@ -75,6 +94,29 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
+def _losses_and_gradient(
+    logits: Tensor, labels: Tensor, terms: Terms, times: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return loss and z-loss of each row of logits (T, W); overwrite logits by their gradient.
+
+    ``times``: what the losses are multiplied with in the gradient; None: no gradient is wanted.
+    Collective over the axis of the terms.
+    """
+    shares: Shares | None = None
+    if computes_once(logits, terms):
+        shares = local_shares(logits, labels, terms)
+    local = local_statistics(logits, labels, terms) if shares is None else shares.statistics
+    of: Statistics = whole_statistics(local, logits.shape[-1], terms)
+    found = losses(of, labels, terms)
+    if times is not None:
+        weight = times.expand_as(found[0])
+        if shares is None:
+            write_gradient(logits, logits, labels, of, weight, terms)
+        else:
+            write_gradient_of_shares(logits, shares, labels, of, weight, terms)
+    return found
+
+
 def linear_cross_entropy_sum(
     x: Tensor,
     weight: Tensor,
@@ -85,15 +127,15 @@ def linear_cross_entropy_sum(
     ignore_index: int = -100,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
-    times: float = 1.0,
+    times: Tensor | float = 1.0,
     chunk: int | None = None,
     sequence_parallel: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sum over the labels of the cross entropy of ``x W^T``, and of the z-loss in it: fp32 scalars.
 
-    Arguments: as ``linear_cross_entropy``'s; ``chunk`` None: as many tokens as have 2^25 logits on
-    a rank. The sums are multiplied with ``times``, one over the number of labels say: gradients are
-    made so, which float16 needs. The z-loss has no gradient of its own.
+    Arguments: as ``linear_cross_entropy``'s; ``chunk`` None: ``tokens_at_a_time``. The sums are
+    multiplied with ``times``, one over the number of labels say: gradients are made so, which
+    float16 needs; a scalar tensor is never read on the host. The z-loss has no gradient of its own.
 
     The gradients of x and W are made in forward and kept for backward, which multiplies them: the
     logits are computed once, and only those of a chunk ever exist. In forward an all-gather of five
@@ -101,10 +143,14 @@ def linear_cross_entropy_sum(
     all-gather, and in backward a reduce-scatter. Raises as ``linear_cross_entropy``.
     """
     width = weight.shape[0]
-    size = max(LOGITS_AT_A_TIME // max(width, 1), 1) if chunk is None else chunk
+    size = chunk
+    if size is None:
+        size = tokens_at_a_time(labels.numel(), width, labels.device.type)
     x = head_inputs(x, weight, labels, axis, size, sequence_parallel=sequence_parallel)
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
     how = Chunked(terms, size, not sequence_parallel)
     rows = x.reshape(-1, x.shape[-1])
-    return _LinearCrossEntropySum.apply(rows, weight, labels.reshape(-1), how, times)
+    scale = torch.full((), times) if isinstance(times, float) else times
+    scale = scale.to(x.device, torch.promote_types(x.dtype, torch.float32))
+    return _LinearCrossEntropySum.apply(rows, weight, labels.reshape(-1), how, scale)

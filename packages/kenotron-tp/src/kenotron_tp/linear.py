@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Partial, Placements, Shard, WeightQueue
+from kenotron_dist import Axis, Chunk, Partial, Placements, Roles, Shard, WeightQueue
 from kenotron_tp.autocast import cast_for_autocast
-from kenotron_tp.cut import check_axis, cut_parameter
-from kenotron_tp.products import How, column_product, row_product
+from kenotron_tp.cut import check_axis, cut_parameter, take_parts
+from kenotron_tp.products import How, column_product, row_product, taken
 from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
 
 
@@ -39,7 +40,7 @@ class ColumnParallelLinear(nn.Module):
         chunks: pieces that O is a concatenation of (q, k, v; gate, up), each cut by itself, with
             fewer ``parts`` than ranks replicated and ``pad`` features of no meaning.
         device, dtype: of the parameters. Off meta they start as ``nn.Linear``'s would after the
-            same calls on one process: seed torch alike on all ranks.
+            same calls on one process: with the same seed on all ranks.
 
     Raises ValueError when a size does not divide.
     """
@@ -78,8 +79,19 @@ class ColumnParallelLinear(nn.Module):
             None if whole[1] is None else cut_parameter(whole[1], "bias", rows, axis)
         )  # (O/t,)
         self.placements: Placements = {"weight": rows}
+        self.roles: Roles = {"weight": "hidden"}
         if bias:
             self.placements["bias"] = rows
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, axis: Axis, **options: Any) -> Self:
+        """A column layer with this rank's part of a whole layer's weights, which are copied.
+
+        ``options``: ``sequence_parallel``, ``overlap``, ``regather``, ``chunks``. All ranks give
+        the same layer. Raises ValueError when a size does not divide.
+        """
+        made = cls(**_sizes_of(linear), axis=axis, **options)
+        return take_parts(made, linear, axis, made.placements)
 
     def forward(
         self, x: Tensor, *, tokens: int | None = None, sequence_parallel: bool | None = None
@@ -97,7 +109,7 @@ class ColumnParallelLinear(nn.Module):
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         _check_features(x, self.weight.shape[1], "the in_features of this layer")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
-        if self.axis.size == 1 and self.weight_queue is None:
+        if self.axis.size == 1 and self.weight_queue is None and not taken(self.weight):
             return F.linear(x, weight, bias)
         lead = x.shape[:-1]
         rows = 0
@@ -155,8 +167,19 @@ class RowParallelLinear(nn.Module):
         self.weight = cut_parameter(weight, "weight", columns, axis)  # (O, I/t)
         self.bias = None if values is None else nn.Parameter(values)  # (O,)
         self.placements: Placements = {"weight": columns}
+        self.roles: Roles = {"weight": "hidden"}
         if bias and sequence_parallel:
             self.placements["bias"] = Partial(axis.name)  # each rank sees its own tokens
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, axis: Axis, **options: Any) -> Self:
+        """A row layer with this rank's part of a whole layer's weights, which are copied.
+
+        ``options``: ``sequence_parallel``, ``overlap``. All ranks give the same layer. Raises
+        ValueError when a size does not divide.
+        """
+        made = cls(**_sizes_of(linear), axis=axis, **options)
+        return take_parts(made, linear, axis, made.placements)
 
     def forward(self, x: Tensor, *, sequence_parallel: bool | None = None) -> Tensor:
         """(..., I/t) -> (..., O), or (T, ..., I/t) -> (n, ..., O) under sequence parallelism.
@@ -169,7 +192,7 @@ class RowParallelLinear(nn.Module):
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         _check_features(x, self.weight.shape[1], "this rank's part of the in_features")
         x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
-        if self.axis.size == 1 and self.weight_queue is None:
+        if self.axis.size == 1 and self.weight_queue is None and not taken(self.weight):
             return F.linear(x, weight, bias)
         lead = x.shape[:-1]
         rows = 0
@@ -184,6 +207,16 @@ class RowParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Local sizes and mode."""
         return _described(self)
+
+
+def _sizes_of(linear: nn.Linear) -> dict[str, Any]:
+    return {
+        "in_features": linear.in_features,
+        "out_features": linear.out_features,
+        "bias": linear.bias is not None,
+        "device": "meta",
+        "dtype": linear.weight.dtype,
+    }
 
 
 def _described(layer: ColumnParallelLinear | RowParallelLinear, more: str = "") -> str:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Handle, shift
-from kenotron_dist.collectives import tree_sum
+from kenotron_dist import Axis, Handle, shift, tree_sum
 
 
 def gather_product(

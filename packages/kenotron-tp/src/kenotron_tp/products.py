@@ -20,9 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import Node
 
 from kenotron_dist import Axis, Handle, WeightQueue, all_gather, all_reduce, reduce_scatter
-from kenotron_dist.collectives import no_view
+from kenotron_dist.weight_products import accumulates, taker_of
 from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.overlap import gather_product, start_product_scatter
 from kenotron_tp.sequence import pad_rows
@@ -87,7 +88,7 @@ class _ColumnProduct(torch.autograd.Function):
                 summing.wait()
         if needs_weight:
             rows = x if gathering is None else gathering.wait()
-            dw = _weight_gradient(dy, rows[: len(dy)], how, summing)
+            dw = _weight_gradient(dy, rows[: len(dy)], how, _weight_node(ctx), summing)
         dx = None if summing is None else summing.wait()
         return dx, dw, dy.sum(0) if needs_bias else None, None
 
@@ -133,28 +134,48 @@ class _RowProduct(torch.autograd.Function):
                 rows = all_gather(dy, how.axis)
             if needs_x:
                 dx = rows[: len(x)] @ weight
-        dw = _weight_gradient(rows[: len(x)], x, how) if needs_weight else None
+        dw = _weight_gradient(rows[: len(x)], x, how, _weight_node(ctx)) if needs_weight else None
         return dx, dw, dy.sum(0) if needs_bias else None, None
 
 
 def _weight_gradient(
-    dy: Tensor, x: Tensor, how: How, beside: Handle | None = None
+    dy: Tensor, x: Tensor, how: How, node: Node, transfer: Handle | None = None
 ) -> Tensor | None:
-    """dy^T x (O, I), or None when it is put off; ``beside`` travels and may need two rounds."""
+    """dy^T x (O, I), or None when it is deferred or added up elsewhere.
+
+    ``transfer`` travels and may need two rounds.
+    """
     if how.queue is not None:
         dtype = how.parameter.dtype
-        how.queue.push(how.parameter, lambda: (dy.t() @ x).to(dtype))
+        how.queue.push(how.parameter, lambda: (dy.t() @ x).to(dtype), (dy, x))
         return None
-    if beside is None or beside.rounds == 1 or not how.overlap:
+    taker = taker_of(how.parameter)
+    if taker is not None and accumulates(node):
+        taker([(dy, x)])
+        return None
+    if transfer is None or transfer.rounds == 1 or not how.overlap:
         return dy.t() @ x
     half = dy.shape[1] // 2
     dw = dy.new_empty(dy.shape[1], x.shape[1])
     torch.mm(dy[:, :half].t(), x, out=dw[:half])
-    beside.advance()
+    transfer.advance()
     torch.mm(dy[:, half:].t(), x, out=dw[half:])
     return dw
 
 
+def _weight_node(ctx: Any) -> Node:
+    """Where autograd takes the gradient of the weight, the second input of both products."""
+    return ctx.next_functions[1][0]
+
+
+def taken(parameter: nn.Parameter) -> bool:
+    """Whether the weight's gradient is added up elsewhere; compiled programs leave it to autograd.
+
+    So one program stands for all layers, without a break.
+    """
+    return not torch.compiler.is_compiling() and taker_of(parameter) is not None
+
+
 def _first_rows(x: Tensor, n: int) -> Tensor:
-    """The first n rows of storage that nobody else has; to autograd no view, as results must be."""
-    return x if len(x) == n else no_view(x[:n], (n, x.shape[1]))
+    """The first n rows of storage of their own; to autograd no view, as results must be."""
+    return x if len(x) == n else torch.ops.aten._unsafe_view(x[:n], (n, x.shape[1]))

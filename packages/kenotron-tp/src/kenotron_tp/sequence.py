@@ -31,7 +31,7 @@ def split_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def join_tokens(x: Tensor, axis: Axis, tokens: int | None = None) -> Tensor:
-    """All rows (T, ...) of every rank's x (n, ...), for a result that all ranks use alike.
+    """All rows (T, ...) of every rank's x (n, ...), for a result that all ranks use the same way.
 
     ``tokens`` is T where the ranks do not divide it. One all-gather; none in backward. Raises
     ValueError when T does not fit n.

@@ -76,10 +76,10 @@ def checked_terms(
     if not 0 <= z_loss < float("inf"):
         raise ValueError(f"z_loss {z_loss} is not a finite coefficient, 0 or more: 0 adds nothing")
     if labels.device.type == "cpu" and labels.numel():
-        strange = (labels < 0) | (labels >= size)
-        strange &= labels != ignore_index
-        if strange.any():
-            place = tuple(strange.nonzero()[0].tolist())
+        outside = (labels < 0) | (labels >= size)
+        outside &= labels != ignore_index
+        if outside.any():
+            place = tuple(outside.nonzero()[0].tolist())
             raise IndexError(
                 f"label {labels[place].item()} at position {place} is outside the vocabulary "
                 f"0..{size - 1}, and not ignore_index {ignore_index}"
@@ -93,8 +93,8 @@ def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
     Rows: largest logit; sum of exponentials, and sum, of what the others are beyond it; logit of
     the label or 0; whether it is here.
     """
-    first, real = _columns(terms, logits.shape[-1])
-    own, foreign = _own_labels(labels, first, real)
+    first, real = columns_of_rank(terms, logits.shape[-1])
+    own, foreign = own_labels(labels, first, real)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = logits.new_zeros((5, len(logits)), dtype=dtype)
     found[0] = -torch.inf
@@ -115,6 +115,9 @@ def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
 
 def whole_statistics(local: Tensor, width: int, terms: Terms) -> Statistics:
     """The statistics over all ranks' columns: one all-gather of five numbers a position."""
+    if terms.axis.size == 1:
+        highest, sum_exp, total, target, here = local.unbind()
+        return Statistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
     ranks = all_gather(local[None], terms.axis)  # (t, 5, T)
     highest = ranks[:, 0].amax(0)
     lower = ranks[:, 0] - highest  # of each rank
@@ -132,8 +135,10 @@ def losses(of: Statistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor
     distance = of.highest - of.target  # differences first: logits may be large
     if smooth:
         distance = (1 - smooth) * distance - smooth / terms.vocab_size * of.total
-    z = terms.z_loss * (of.highest + log_sum).square()
     ignored = labels == terms.ignore_index
+    if not terms.z_loss:
+        return (log_sum + distance).masked_fill(ignored, 0.0), torch.zeros_like(log_sum)
+    z = terms.z_loss * (of.highest + log_sum).square()
     return (log_sum + distance + z).masked_fill(ignored, 0.0), z.masked_fill(ignored, 0.0)
 
 
@@ -144,34 +149,35 @@ def write_gradient(
 
     ``dx_v = w (p_v (1 + 2 z log Z) - (1 - s) [v = label] - s / V)``, zero in the padding.
     """
-    first, real = _columns(terms, logits.shape[-1])
-    own, foreign = _own_labels(labels, first, real)
+    first, real = columns_of_rank(terms, logits.shape[-1])
+    own, foreign = own_labels(labels, first, real)
     weight = weight.masked_fill(labels == terms.ignore_index, 0.0)
-    partition = of.highest + of.sum_exp.log()
-    scale = weight * (1 + 2 * terms.z_loss * partition) / of.sum_exp
+    scale = weight / of.sum_exp
+    if terms.z_loss:
+        partition = of.highest + of.sum_exp.log()
+        scale = weight * (1 + 2 * terms.z_loss * partition) / of.sum_exp
     hit = (weight * (terms.label_smoothing - 1)).masked_fill(foreign, 0.0)
-    spread = weight * (terms.label_smoothing / terms.vocab_size)
     direct = out.dtype == of.highest.dtype
     for rows in _blocks(logits):
         x = out[rows] if direct else torch.empty_like(logits[rows], dtype=of.highest.dtype)
         torch.sub(logits[rows], of.highest[rows, None], out=x)
         x.exp_().mul_(scale[rows, None])
         if terms.label_smoothing:
-            x.sub_(spread[rows, None])
+            x.sub_(weight[rows, None] * (terms.label_smoothing / terms.vocab_size))
         x.scatter_add_(-1, own[rows], hit[rows, None])
         x[:, real:] = 0
         if not direct:
             out[rows] = x
 
 
-def _columns(terms: Terms, width: int) -> tuple[int, int]:
-    """First column of this rank, and how many of its columns are not padding."""
+def columns_of_rank(terms: Terms, width: int) -> tuple[int, int]:
+    """Return the first column of this rank, and how many of its columns are not padding."""
     first = terms.axis.rank * width
     return first, min(max(terms.vocab_size - first, 0), width)
 
 
-def _own_labels(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
-    """Local column of every label (T, 1), 0 where another rank has it; and where that is (T,)."""
+def own_labels(labels: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+    """Local column of every label (T, 1), 0 where another rank has it; and where (T,)."""
     own = labels - first
     foreign = (own < 0) | (own >= real)
     return own.masked_fill(foreign, 0)[:, None], foreign

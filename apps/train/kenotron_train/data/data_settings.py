@@ -1,0 +1,64 @@
+"""Settings of a run's data, in its checkpoints: other values skip or repeat samples."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kenotron_config import Config, EnvText, public
+from kenotron_data.config import DatasetStageConfig
+from kenotron_train.data.vocabulary import BYTES
+
+HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
+"""Fields of a data set that change neither its samples nor their order."""
+
+
+def reading_of(config: Config) -> dict[str, Any]:
+    """What the place in the data refers to: with other values samples are skipped or repeated."""
+    reading = {
+        "global_batch_size": config.global_batch_size,
+        "sequence_length": config.tokens.sequence_length,
+        "held_out": config.tokens.limit_val_batches > 0,
+        "data_stages": [_stage_reading(stage) for stage in config.data_stages],
+        "tokenizer": tokenizer_state(config),
+    }
+    return public(reading)
+
+
+def _stage_reading(stage: DatasetStageConfig) -> dict[str, Any]:
+    found: dict[str, Any] = {"seed": stage.data.seed, "dataset": None}
+    if stage.data.dataset is not None:
+        found["dataset"] = asdict(stage.data.dataset)
+    if stage.sequence_length is not None:
+        found["sequence_length"] = stage.sequence_length
+    return found
+
+
+def tokenizer_state(config: Config) -> dict[str, Any] | None:
+    """A checkpoint's entry of its tokenizer; None: bytes. A local path is made absolute.
+
+    The name of a variable (`!env NAME`) stays.
+    """
+    section = config.tokenizer
+    name = section.tokenizer_name_or_path
+    if name is None and section.tokenizer_max_length is None:
+        return None
+    here = Path(name or BYTES)
+    absolute = name and here.exists() and not isinstance(name, EnvText)
+    return {
+        "name": public(str(here.resolve()) if absolute else name or BYTES),
+        "revision": section.tokenizer_revision if name else None,
+        "max_length": section.tokenizer_max_length,
+    }
+
+
+def order_of(reading: dict[str, Any]) -> dict[str, Any]:
+    """The part of a reading, ours or an imported one, that samples and their order follow from."""
+
+    def kept(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: kept(v) for key, v in value.items() if key not in HOW_IT_IS_MADE}
+        return [kept(each) for each in value] if isinstance(value, list) else value
+
+    return kept(reading)

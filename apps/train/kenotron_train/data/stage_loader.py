@@ -1,0 +1,107 @@
+"""What the steps read: the corpus and the loader of the stage that a run is in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kenotron_data import Batch, Cursor, Fingerprint, IterableLoader, Loader, origins
+from kenotron_train.assemble import Training
+from kenotron_train.data.changed_data import check_data, fingerprint_of
+from kenotron_train.data.own_data import Hook
+from kenotron_train.data.stage_dataset import (
+    Corpus,
+    MaskTargets,
+    has_index,
+    open_corpus,
+    open_loader,
+)
+from kenotron_train.report.report import Report
+from kenotron_train.run.progress import Progress
+
+
+class Feed:
+    """The stage that is read: its corpus and its loader."""
+
+    def __init__(
+        self, training: Training, report: Report, hook: Hook | None, target_mask: MaskTargets | None
+    ) -> None:
+        self._training, self._report = training, report
+        self._hook, self._target_mask = hook, target_mask
+        self._open: OpenStage | None = None
+
+    def stage(self, progress: Progress) -> OpenStage:
+        """The stage of the next step, opened where the progress stands.
+
+        Collective over the mesh when a stage is opened. Raises ValueError for other data than those
+        that the progress knows.
+        """
+        number = self._training.config.stage_at(progress.step + 1)
+        if self._open is None or self._open.number != number:
+            self.close()
+            self._open = self._enter(number, progress)
+        return self._open
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        if self._open is not None:
+            self._open.loader.close()
+        self._open = None
+
+    def _enter(self, number: int, progress: Progress) -> OpenStage:
+        config, mesh = self._training.config, self._training.mesh
+        with mesh.pulse.busy("reading the corpus"):
+            corpus = open_corpus(config, number, self._hook)
+        found = fingerprint_of(corpus, mesh)
+        if found is not None:
+            warning = check_data(config, number, progress.data.get(number), found)
+            self._report.say(warning, "warning")
+        cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
+        if not progress.epoch_known and has_index(corpus.training):
+            epoch = cursor.consumed // len(corpus.training)
+            cursor = Cursor(number, epoch, cursor.consumed)
+        loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
+        self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
+        if corpus.about:
+            self._report.say(corpus.about)
+        seed = config.data_stages[number].data.seed
+        return OpenStage(number, corpus, loader, config.sequence_of(number), seed, found)
+
+
+@dataclass(frozen=True)
+class OpenStage:
+    """A stage that is being read."""
+
+    number: int
+    corpus: Corpus
+    loader: Loader | IterableLoader
+    sequence: int
+    seed: int
+    """Of the order in which samples are read."""
+    fingerprint: Fingerprint | None = None
+    """Of what it trains on; None for data without an index."""
+
+    def next_batch(self, step: int) -> Batch:
+        """The batch of a step. Raises ValueError at the end of the data, or for another length."""
+        batch = next(self.loader, None)
+        if batch is None:
+            raise ValueError(
+                f"data_stages.{self.number}: the data ended after {self.loader.cursor.consumed} "
+                f"samples, before step {step} had its {self.loader.global_batch}: give more, or "
+                "lower tokens.train_steps"
+            )
+        width = batch.tokens_MBS.shape[-1]
+        if width != self.sequence:
+            raise ValueError(
+                f"data_stages.{self.number}: samples have {width + 1} ids, but sequence_length "
+                f"{self.sequence} needs {self.sequence + 1}"
+            )
+        return batch
+
+    def origins(self, samples: list[int]) -> list[dict[str, Any]]:
+        """Where samples are read, given their places in the order of training.
+
+        Data without an index are read in their order: the place is enough, and the list is empty.
+        """
+        data = self.corpus.training
+        return origins(data, samples, self.seed, self.number) if has_index(data) else []

@@ -1,0 +1,112 @@
+"""What a device cannot do, said once and with what helps: too little memory, no bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kenotron_config import Config
+from kenotron_dist import Mesh
+from kenotron_dist.launch import compute_capability
+from kenotron_train.run.machine import Memory, device_memory, shortage, state_of_rank
+from kenotron_train.run.preview import stage_sizes
+
+GB = 1e9
+BFLOAT16_CAPABILITY = (8, 0)
+"""The least compute capability with bfloat16 in hardware (Ampere)."""
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+_OUT_OF_MEMORY = (
+    "OutOfMemoryError",
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    _CPU_ALLOCATOR,
+)
+"""Words of errors for want of device memory; errors about other ranks hold them, too."""
+
+
+class NotEnoughMemory(ValueError):
+    """A device has too little memory for a rank's part of the training."""
+
+
+@contextmanager
+def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
+    """Check the device of a rank, then explain what it runs out of.
+
+    Raises:
+        ValueError: the device has no bfloat16, and the model needs it.
+        NotEnoughMemory: an allocation failed, on this rank or another one of its pipeline.
+    """
+    if mesh.device.type == "cuda":
+        check_bfloat16(config, compute_capability(), mesh.rank)
+        check_device_memory(config, mesh)
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(word in f"{type(error).__name__}: {error}" for word in _OUT_OF_MEMORY):
+            raise
+        text = explain_memory(config, mesh.coords["pp"], str(error), device_memory(mesh.device))
+        raise NotEnoughMemory(f"rank {mesh.rank}: {text}") from error
+
+
+def check_bfloat16(config: Config, capability: tuple[int, int], rank: int) -> None:
+    """Raise ValueError where a GPU of this compute capability has no bfloat16 and needs it."""
+    if config.model.dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+        raise ValueError(
+            f"model.dtype: bfloat16 was given, but the GPU of rank {rank} has compute capability "
+            f"{capability[0]}.{capability[1]}, and bfloat16 needs 8.0 (Ampere) or more; set "
+            "model.dtype to float16 or float32, or general.device to cpu"
+        )
+
+
+def check_device_memory(config: Config, mesh: Mesh) -> None:
+    """Raise NotEnoughMemory where the state of a rank is larger than its accelerator's memory."""
+    memory, need = device_memory(mesh.device), state_of_rank(config)
+    if memory is not None and need > memory.total:
+        said = shortage(need, memory, "a rank", f"the GPU of rank {mesh.rank}")
+        raise NotEnoughMemory(f"{said}. What helps: {'; '.join(remedies(config))}")
+
+
+def explain_memory(config: Config, pp_rank: int, error: str, memory: Memory | None) -> str:
+    """Describe what a rank needs by arithmetic, what its device has, and which keys help.
+
+    Args:
+        config: the config of the run.
+        pp_rank: the rank's place in the pipeline.
+        error: what torch said.
+        memory: that of the device; None: unknown.
+    """
+    sizes = stage_sizes(config)[pp_rank].bytes_of
+    parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in sizes.items())
+    there = ""
+    if memory is not None:
+        there = (
+            f"; its device has {memory.total / GB:.3g} GB, of which {memory.free / GB:.3g} are free"
+        )
+    said = error[max(0, error.find(_CPU_ALLOCATOR)) :].strip().partition(". ")[0]
+    return (
+        f"not enough device memory: {said}. By arithmetic a rank of "
+        f"this stage needs at least {sum(sizes.values()) / GB:.3g} GB ({parts}){there}. What "
+        f"helps: {'; '.join(remedies(config))}"
+    )
+
+
+def remedies(config: Config) -> list[str]:
+    """Name the keys that make a rank need less memory, those without cost first."""
+    parallel, optim, tokens = config.parallelism, config.optimizer, config.tokens
+    found = []
+    if optim.zero_stage == 0 and parallel.dp > 1:
+        found.append("optimizer.zero_stage: 1")
+    if config.model.dtype == "float32":
+        found.append("model.dtype: bfloat16")
+    if tokens.micro_batch_size > 1:
+        found.append(
+            f"tokens.micro_batch_size below {tokens.micro_batch_size}, with more "
+            "batch_accumulation_per_replica"
+        )
+    if parallel.recompute_of(config.decoder.num_hidden_layers - 1) == "none":
+        found.append("parallelism.recompute_layer: true")
+    if optim.state_dtype == "float32":
+        found.append("optimizer.state_dtype: bfloat16")
+    if optim.zero_stage == 1 or parallel.dp == 1:
+        found.append("more parallelism.dp, with optimizer.zero_stage: 1")
+    return [*found, "more parallelism.tp or pp"]

@@ -1,0 +1,67 @@
+"""The last failure of a run, so that one that comes again at the same step is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+from pathlib import Path
+
+from kenotron_ckpt import LOCK
+from kenotron_config import Config
+from kenotron_dist import first_cause, tell_launcher
+from kenotron_train.report.metrics_file import last_step
+
+FILE = "failure.json"
+"""In ``checkpoints_path``: the step, the cause, and how often it came in a row."""
+
+
+def told(error: Exception, config: Config | None, before: str | None = None) -> str:
+    """Record a failure and inform the launcher. Returns a message if it repeats the last one."""
+    cause = first_cause(error)
+    said = noted(Path(config.checkpoints.checkpoints_path), cause, before) if config else ""
+    tell_launcher("\n".join(filter(None, (cause, said))))
+    return said
+
+
+def latest_start(folder: Path) -> str | None:
+    """Identity of the latest start in a run folder; None where there was none.
+
+    Each start that takes the folder writes its name into the lock file; one that is refused does
+    not.
+    """
+    try:
+        status = (folder / LOCK).stat()
+    except OSError:
+        return None
+    return f"{status.st_ino}.{status.st_mtime_ns}"
+
+
+def noted(folder: Path, cause: str, before: str | None = None) -> str:
+    """Write a failure down; a sentence when the last one was the same, else nothing.
+
+    A run that had not begun leaves nothing: ``before`` is what ``latest_start`` was when it was
+    started. Ranks that fail together write the same. Never raises: the failure itself is what must
+    be told.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        start = latest_start(folder)
+        if start is None or start == before:
+            return ""
+        step = last_step(folder / "metrics.jsonl") + 1
+        path = folder / FILE
+        last = json.loads(path.read_text()) if path.exists() else {}
+        same = last.get("cause") == cause and last.get("step") == step
+        # Of ranks that fail together the later ones find what the first has written.
+        times = last["times"] if same else 0
+        times += not (same and last.get("start") == start)
+        known = {"step": step, "cause": cause, "times": times, "start": start}
+        fresh = path.with_name(f"{FILE}.{uuid.uuid4().hex}")
+        fresh.write_text(json.dumps(known) + "\n")
+        fresh.replace(path)
+        if times > 1:
+            return (
+                f"the run has now failed {times} times in a row at step {step}, always so: "
+                "starting it again will not help"
+            )
+    return ""

@@ -1,0 +1,1 @@
+"""What a run prints, writes and measures, and pages made of that."""

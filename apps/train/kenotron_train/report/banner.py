@@ -1,0 +1,61 @@
+"""What the log begins with: machine, model, plan, and keys without effect."""
+
+from __future__ import annotations
+
+from kenotron_config import Device, cautions, ignored_keys
+from kenotron_dist import Mesh, gpu_problem, visible_gpus
+from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
+from kenotron_models import parameter_count
+from kenotron_optim import describe
+from kenotron_train.assemble import Training
+from kenotron_train.report.figures import short
+from kenotron_train.report.report import Report
+
+
+def introduce(training: Training, report: Report, remark: str) -> None:
+    """Report what is about to be trained; ``remark`` is about the checkpoint that is resumed."""
+    config, mesh = training.config, training.mesh
+    sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
+    report.say(f"Project {config.general.project} | {sizes} | device {mesh.device}")
+    if mesh.device.type == "cpu":
+        report.say(*_why_cpu(mesh, config.general.device))
+    if COLLECTIVES in debugging() and mesh.world.size > 1:
+        report.say("KENOTRON_DEBUG: calls of all ranks are compared before they start", "warning")
+    count = parameter_count(config.decoder)
+    report.say(
+        f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
+        f"samples, {short(config.batch_tokens(0))} tokens | steps: {config.tokens.train_steps}"
+    )
+    stages = config.data_stages
+    report.say(
+        f"[Training Plan] There are {len(stages)} training stages\n"
+        + "\n".join(f"[Stage {s.name}] start from step {s.start_training_step}" for s in stages)
+    )
+    report.say(
+        f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
+        + describe(training.groups, training.model.layouts, training.grads.whole)
+    )
+    for line in cautions(config):
+        report.say(line, "warning")
+    for line in ignored_keys(config):
+        report.say(f"Ignored: {line}", "warning")
+    if remark:
+        report.say(remark)
+
+
+def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:
+    """Why ranks compute on CPUs, with the level of the message."""
+    gpus, ranks = visible_gpus(), local_ranks(mesh.world.size)
+    seen = f"{gpus} GPU{'s' * (gpus != 1)} can be seen on this host, which has "
+    seen += f"{ranks} rank{'s' * (ranks != 1)}: all ranks compute on CPUs"
+    if device == "cpu":
+        return f"{seen}, as general.device asks for", "info"
+    if not gpus:
+        problem = gpu_problem()
+        return f"{seen} ({problem})", "warning" if "NCCL" in problem else "info"
+    return (
+        f"{seen}, for a GPU serves one rank; to use GPUs start at most {gpus} on a host (lower "
+        "parallelism.dp, pp or tp, or take more hosts); general.device: cpu chooses CPUs without "
+        "this warning",
+        "warning",
+    )

@@ -1,0 +1,99 @@
+"""Line charts as SVG, for pages that need nothing else."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kenotron_train.report.curves import Points
+from kenotron_train.report.figures import short
+
+COLOURS = ("#2a78b5", "#d9661f", "#2f9e5b", "#c23b5a", "#7d5fb2", "#8a6d3b", "#d072b0", "#607080")
+WIDTH, HEIGHT = 560, 300
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 34
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve of a chart."""
+
+    name: str
+    points: Points
+    colour: str
+    dashed: bool = False
+
+
+def line_chart(title: str, x_title: str, lines: Sequence[Line]) -> str:
+    """An SVG picture of the curves on common axes; with a remark when there is nothing to draw."""
+    points = [point for line in lines for point in line.points]
+    parts = [_text(LEFT, 18, title, "title")]
+    if not points:
+        parts.append(_text(WIDTH / 2, HEIGHT / 2, "no figures", "none"))
+    else:
+        x_low, x_high = _range([x for x, _ in points])
+        y_low, y_high = _range([y for _, y in points])
+        parts += _axes(x_title, (x_low, x_high), (y_low, y_high))
+        parts += [_curve(line, (x_low, x_high), (y_low, y_high)) for line in lines if line.points]
+    body = "\n".join(parts)
+    label = html.escape(title, quote=True)
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>'
+
+
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers within [low, high], at most ``most``; 1, 2 or 5 times a power of ten apart."""
+    rough = (high - low) / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Lowest and highest, apart from one another."""
+    low, high = min(values), max(values)
+    if low == high:
+        room = abs(low) / 2 or 1.0
+        return low - room, high + room
+    return low, high
+
+
+def _place(value: float, ends: tuple[float, float], start: float, stop: float) -> float:
+    low, high = ends
+    return start + (value - low) / (high - low) * (stop - start)
+
+
+def _x(value: float, ends: tuple[float, float]) -> float:
+    return _place(value, ends, LEFT, WIDTH - RIGHT)
+
+
+def _y(value: float, ends: tuple[float, float]) -> float:
+    return _place(value, ends, HEIGHT - BOTTOM, TOP)
+
+
+def _axes(x_title: str, xs: tuple[float, float], ys: tuple[float, float]) -> list[str]:
+    found = []
+    for value in ticks(*ys):
+        y = _y(value, ys)
+        found.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        found.append(_text(LEFT - 6, y + 4, short(value), "y"))
+    found += [_text(_x(value, xs), HEIGHT - 16, short(value), "x") for value in ticks(*xs)]
+    return [*found, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_title, "x")]
+
+
+def _curve(line: Line, xs: tuple[float, float], ys: tuple[float, float]) -> str:
+    places = [f"{_x(x, xs):.1f},{_y(y, ys):.1f}" for x, y in line.points]
+    dash = ' stroke-dasharray="5 3"' if line.dashed else ""
+    name = f"<title>{html.escape(line.name)}</title>"
+    if len(places) == 1:
+        x, y = places[0].split(",")
+        return f'<circle cx="{x}" cy="{y}" r="3" fill="{line.colour}">{name}</circle>'
+    points = " ".join(places)
+    return (
+        f'<polyline class="curve" stroke="{line.colour}"{dash} points="{points}">{name}</polyline>'
+    )
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'

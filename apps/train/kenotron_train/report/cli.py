@@ -1,0 +1,72 @@
+"""``python apps/train report RUN_DIR ...``: pictures of runs, for people."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kenotron_config import Mask
+from kenotron_train.report.curves import read_runs, summary
+from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
+from kenotron_train.report.printing import say
+
+
+def report_main(argv: Sequence[str]) -> int:
+    """Write report.html and report.png; the exit status."""
+    arguments = report_parser().parse_args(argv)
+    folder = Path(arguments.output or _folder_of(arguments.runs[0]))
+    try:
+        runs = read_runs(arguments.runs)
+        folder.mkdir(parents=True, exist_ok=True)
+        page = folder / "report.html"
+        fresh = page.with_name("new.report.html")
+        fresh.write_text(report_html(runs, arguments.x), encoding="utf-8")
+        fresh.replace(page)
+        if can_draw_png():
+            write_png(folder / "report.png", runs, arguments.x)
+    except (OSError, ValueError) as error:
+        print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    _show(summary(runs))
+    say(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
+    if not can_draw_png():
+        say("No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository")
+    return 0
+
+
+def _folder_of(run: str) -> Path:
+    path = Path(run)
+    return path.parent if path.is_file() else path
+
+
+def _show(table: list[list[str]]) -> None:
+    """One block a run: the table is wider than a terminal."""
+    titles, *runs = table
+    shown = Table(*(name for name, *_ in table), box=None, pad_edge=False)
+    shown.columns[0].header = ""
+    for place, title in enumerate(titles[1:], 1):
+        shown.add_row(title, *(run[place] for run in runs))
+    console = Console(highlight=False)
+    with console.capture() as captured:
+        console.print(shown)
+    say(captured.get().removesuffix("\n"))
+
+
+def report_parser() -> argparse.ArgumentParser:
+    """The flags of ``report``."""
+    parser = argparse.ArgumentParser(
+        prog="python apps/train report",
+        description="Draw loss, learning rate, throughput and memory of one run, or of several to "
+        "compare them: report.html needs nothing else, report.png needs matplotlib.",
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN_DIR", help="a checkpoints_path with metrics.jsonl in it"
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="default: the first RUN_DIR")
+    parser.add_argument("--x", choices=list(AXES), default="step", help="what is drawn along x")
+    return parser

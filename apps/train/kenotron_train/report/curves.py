@@ -1,0 +1,153 @@
+"""What runs left in metrics.jsonl, as curves and as a table that compares them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kenotron_train.report.figures import short
+from kenotron_train.report.metrics_file import read_journal
+
+Points = list[tuple[float, float]]
+MOST_POINTS = 1000
+"""Points of a drawn curve; of longer runs means of neighbours are drawn."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture of a report."""
+
+    title: str
+    keys: tuple[str, ...]
+    """Figures drawn in it; the second and later ones dashed."""
+
+
+PANELS = (
+    Panel("loss (nats a token; dashed: validation)", ("lm_loss", "validation_loss")),
+    Panel("learning rate", ("lr",)),
+    Panel("throughput (tokens a second)", ("tokens_per_sec",)),
+    Panel(
+        "memory of the first rank (GB; dashed: reserved, on the device)",
+        ("memory_gb", "memory_reserved_gb", "memory_device_gb"),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and its steps."""
+
+    name: str
+    steps: list[dict[str, Any]]
+
+    def points(self, key: str, x: str = "step") -> Points:
+        """(x, figure) of all steps that have both, thinned to ``MOST_POINTS``."""
+        found = [
+            (float(step[x]), float(step[key]))
+            for step in self.steps
+            if _is_number(step.get(key)) and _is_number(step.get(x))
+        ]
+        size = -(-len(found) // MOST_POINTS)
+        return [_middle(found[i : i + size]) for i in range(0, len(found), size)] if found else []
+
+
+def read_runs(folders: Sequence[str]) -> list[Run]:
+    """The runs in these folders (or metrics.jsonl files), under different names.
+
+    Raises FileNotFoundError when there is no metrics.jsonl, ValueError when it holds no step.
+    """
+    found = []
+    for folder, name in zip(folders, _names(folders), strict=True):
+        path = Path(folder)
+        path = path if path.is_file() else path / "metrics.jsonl"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no metrics.jsonl: give a run's checkpoints_path, or the file"
+            )
+        steps = read_journal(path)
+        if not steps:
+            raise ValueError(f"{path} holds no step: the run has not made one yet")
+        found.append(Run(name, steps))
+    return found
+
+
+def summary(runs: Sequence[Run]) -> list[list[str]]:
+    """A table: a line of titles, then one for each run; ``-`` where a figure is not known."""
+    titles = [
+        "run", "steps", "tokens", "last loss", "best validation", "tokens/s (median)",
+        "MFU (median)", "peak memory GB", "hours in steps", "waiting for data", "blocked by saves",
+        "communication", "sent a step (median)",
+    ]  # fmt: skip
+    return [titles, *(_line(run) for run in runs)]
+
+
+def _line(run: Run) -> list[str]:
+    seconds = _values(run, "step_time_s")
+    losses, held_out = _values(run, "lm_loss"), _values(run, "validation_loss")
+    speeds, shares = _values(run, "tokens_per_sec"), _values(run, "mfu")
+    tokens, memory = _values(run, "consumed_tokens"), _values(run, "memory_gb")
+    return [
+        run.name,
+        str(run.steps[-1]["step"]),
+        short(tokens[-1]) if tokens else "-",
+        f"{losses[-1]:.4f}" if losses else "-",
+        f"{min(held_out):.4f}" if held_out else "-",
+        short(statistics.median(speeds)) if speeds else "-",
+        f"{statistics.median(shares):.1%}" if shares else "-",
+        f"{max(memory):.2f}" if memory else "-",
+        f"{sum(seconds) / 3600:.3g}" if seconds else "-",
+        _share(run, "data_wait_s", seconds),
+        _share(run, "save_blocked_s", seconds + _outside(run)),
+        _share(run, "communication_s", seconds),
+        _sent(run),
+    ]
+
+
+def _sent(run: Run) -> str:
+    """Bytes that left the first rank in a step, by axis: ``dp 1.2MB, tp 3.4MB``."""
+    steps = [step["communication_bytes"] for step in run.steps if _has_bytes(step)]
+    axes = sorted({axis for step in steps for axis in step})
+    middle = {axis: statistics.median(step.get(axis, 0) for step in steps) for axis in axes}
+    return ", ".join(f"{axis} {short(value)}B" for axis, value in middle.items()) or "-"
+
+
+def _has_bytes(step: dict[str, Any]) -> bool:
+    found = step.get("communication_bytes")
+    return isinstance(found, dict) and all(map(_is_number, found.values()))
+
+
+def _share(run: Run, key: str, seconds: list[float]) -> str:
+    values = _values(run, key)
+    return f"{sum(values) / sum(seconds):.1%}" if values and seconds else "-"
+
+
+def _outside(run: Run) -> list[float]:
+    """Seconds of saves that are no part of a step; of old files, which do not have them, of all."""
+    return _values(run, "save_after_s") or _values(run, "save_blocked_s")
+
+
+def _values(run: Run, key: str) -> list[float]:
+    return [float(step[key]) for step in run.steps if _is_number(step.get(key))]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _middle(points: Points) -> tuple[float, float]:
+    """The last x, and the mean, of neighbours."""
+    return points[-1][0], statistics.fmean(y for _, y in points)
+
+
+def _names(folders: Sequence[str]) -> list[str]:
+    """The shortest ends of the paths that differ."""
+    paths = [Path(folder).resolve() for folder in folders]
+    parts = [(path.parent if path.is_file() else path).parts for path in paths]
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(part)} ({i})" for i, part in enumerate(parts, 1)]  # one folder twice

@@ -1,0 +1,169 @@
+"""Instrumentation of a run: times, profiles, layers, the table of speeds."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+
+from kenotron_config import Config
+from kenotron_data import Batch
+from kenotron_dist import record
+from kenotron_engine import LayerMetrics, StepResult, Validation
+from kenotron_optim import Slices
+from kenotron_train.assemble import Training
+from kenotron_train.report.figures import Memory, StepFigures, named_peak
+from kenotron_train.report.profiling import Profile
+from kenotron_train.report.report import Report
+from kenotron_train.report.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
+from kenotron_train.report.stopwatch import Stopwatch
+from kenotron_train.report.trackers import check_trackers
+
+HISTORY = 10_000
+"""Steps whose figures are kept in memory, on each rank: the last ones."""
+
+Look = Callable[[Slices], None]
+"""What a step calls with the whole gradient."""
+
+
+def check_watching(config: Config) -> None:
+    """Raise ValueError for what a run would find out too late: tracker, table, peak."""
+    check_trackers(config)
+    named_peak()
+    if config.general.benchmark_csv_path is not None:
+        check_table(config.general.benchmark_csv_path)
+
+
+def is_detailed(config: Config, step: int) -> bool:
+    """Whether layers are looked at in this step."""
+    section = config.metrics_logging
+    return bool(section and section.log_level and step % section.log_detail_interval == 0)
+
+
+class Watching:
+    """Watches a run, one step after the other; a context manager. Every rank has one.
+
+    Collective over the mesh, like everything here.
+    """
+
+    def __init__(self, training: Training, report: Report, first_step: int) -> None:
+        self._training, self._report = training, report
+        mesh = training.mesh
+        # nccl's waits are the device's: this process continues.
+        self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
+        communication = training.config.logging.communication
+        self._recorder = record(mesh) if communication and mesh.rank == 0 else None
+        self._sent: dict[str, int] | None = None
+        self._steps: deque[StepFigures] = deque(maxlen=HISTORY)
+        """For the table of speeds, where one is asked for."""
+        self._count = 0
+        self._layers: LayerMetrics | None = None
+        self._benchmark = is_benchmark(training.mesh)
+        path = training.config.general.benchmark_csv_path
+        self._has_table = self._benchmark or path is not None
+        self._profile = Profile(training.config, training.mesh, first_step, report.say)
+        section = training.config.metrics_logging
+        if section and section.log_level and training.config.model.compile:
+            report.say(
+                "metrics_logging: with model.compile there are no statistics of activations, only "
+                "those of parameters and gradients",
+                "warning",
+            )
+
+    def __enter__(self) -> Watching:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._profile.__exit__(kind, error, trace)
+        if self._recorder is not None:
+            self._recorder.close()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a run that only measures has made its steps."""
+        return self._benchmark and self._count >= STEPS
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[Look]:
+        """Around all that a step's time is; gives what ``training_step`` shall show gradients."""
+        detailed = is_detailed(self._training.config, step)
+        self._layers = LayerMetrics(self._training) if detailed else None
+        if self._recorder is not None:
+            self._recorder.cut()  # what came between the steps
+        self._watch.start()
+        if self._layers is None:
+            yield lambda _: None
+        else:
+            with self._layers.during():
+                yield self._layers.look
+        self._watch.stop()
+        if self._recorder is not None:
+            self._sent = self._recorder.bytes_per_axis(self._recorder.cut())
+
+    def batch(self, read: Callable[[], Batch]) -> Batch:
+        """The batch that ``read`` waits for, on this rank's device."""
+        with self._watch.waiting():
+            return read().to(self._training.mesh.device)
+
+    def saving(self, wait: Callable[[], None]) -> None:
+        """Do what keeps the training waiting for a checkpoint."""
+        with self._watch.saving():
+            wait()
+
+    def report(
+        self,
+        step: int,
+        result: StepResult,
+        batch: Batch,
+        consumed: tuple[int, int],
+        validation: Validation | None,
+    ) -> None:
+        """Report the result of a step; ``consumed``: tokens and samples since the beginning."""
+        figures = StepFigures(
+            step=step,
+            result=result,
+            times=self._watch.times,
+            tokens=result.tokens,
+            consumed_tokens=consumed[0],
+            consumed_samples=consumed[1],
+            memory=Memory.of_step(self._training.mesh.device),
+            validation=validation,
+            layers=self._layers.collect() if self._layers is not None else {},
+            sent=self._sent,
+        )
+        self._count += 1
+        if self._has_table:  # without what is as long as there are ranks or layers
+            short = replace(figures, result=replace(result, words=()), layers={}, sent=None)
+            self._steps.append(short)
+        self._report.step(figures)
+        self._profile.step()
+
+    def finish(self) -> None:
+        """Write the table of speeds, where one is asked for."""
+        path = self._training.config.general.benchmark_csv_path
+        if not self._has_table:
+            return
+        if not self._steps:
+            self._report.say(
+                "Benchmark: no step was made, so there is no line: the run in "
+                "checkpoints.checkpoints_path is over; give another folder",
+                "error",
+            )
+            return
+        row = table_row(self._training, list(self._steps))
+        listed = " | ".join(f"{column}: {value}" for column, value in row.items())
+        self._report.say(f"Benchmark: {listed}")
+        if path is None or self._training.mesh.rank:
+            return
+        try:
+            add_row(path, row)
+        except OSError as error:
+            self._report.say(f"general.benchmark_csv_path: no line in {path}: {error}", "error")

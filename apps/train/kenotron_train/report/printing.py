@@ -1,0 +1,57 @@
+"""Printing for a reader who may stop reading: ``python apps/train ... | head``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+from kenotron_config import masked
+from kenotron_dist.launch import launcher
+
+
+def say(text: str) -> None:
+    """Print a line, or several; a reader that has seen enough changes no exit status.
+
+    Credentials in URLs are masked.
+    """
+    try:
+        print(masked(text), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def on_screen() -> bool:
+    """Whether standard output is a terminal in the foreground.
+
+    Open MPI gives each rank a terminal of its own and copies what is written there: into a file
+    too, so colours and cursor movements would be in it.
+    """
+    return sys.stdout.isatty() and launcher() != "mpi"
+
+
+class StandardOutput:
+    """Prints for a program that must continue when a pipe is closed or a disk is full.
+
+    Args:
+        elsewhere: what the complaint on standard error says of the place that has all of it.
+    """
+
+    def __init__(self, elsewhere: str) -> None:
+        self._elsewhere, self._has_failed = elsewhere, False
+
+    def show(self, write: Callable[[], object]) -> None:
+        """Call what writes; the first OSError is a line on standard error, later ones nothing."""
+        try:
+            write()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                with contextlib.suppress(OSError):
+                    print(
+                        f"warning: standard output cannot be written ({error}): the training "
+                        f"continues, and each line tries again; {self._elsewhere}",
+                        file=sys.stderr,
+                        flush=True,
+                    )

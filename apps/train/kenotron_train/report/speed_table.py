@@ -1,0 +1,130 @@
+"""Nanotron's table of speeds: a line in a CSV file for each run.
+
+With ``NANOTRON_BENCHMARK=1`` a run ends after a few steps.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import io
+import os
+import socket
+import statistics
+from pathlib import Path
+from typing import Any
+
+from kenotron_config import Config
+from kenotron_dist import Mesh, broadcast_object, gather_objects, named_parameters
+from kenotron_models import parameter_count
+from kenotron_train.assemble import Training
+from kenotron_train.report.figures import Meter, StepFigures, short
+from kenotron_train.run.run_name import job_id, run_name
+
+STEPS = 4
+"""Steps of a run with NANOTRON_BENCHMARK=1."""
+COLUMNS = (
+    "job_id", "name", "nodes", "seq_len", "mbs", "batch_accum", "gbs", "mTFLOPs", "hTFLOPs",
+    "tok/s/gpu", "Mem Alloc (GB)", "Mem Res (GB)", "dp", "pp", "tp", "cp", "ep", "pp_engine",
+    "tp_mode", "tp_async_comm", "recompute_layer", "hidden_size", "hidden_act", "num_layers",
+    "num_heads", "num_kv_heads", "max_pos", "vocab_size", "tie_word_embeddings", "dtype",
+    "zero_stage", "ddp_bucket_cap_mb", "accumulate_grad_in_fp32", "Total Params", "Local Params",
+)  # fmt: skip
+GIB = 1.024**3
+"""What Nanotron's GB are in GB."""
+
+
+def is_benchmark(mesh: Mesh) -> bool:
+    """Whether this run ends after ``STEPS`` steps; as rank 0's environment asks. Collective."""
+    return bool(broadcast_object(os.environ.get("NANOTRON_BENCHMARK") == "1", mesh.world))
+
+
+def check_table(path: str) -> None:
+    """Raise ValueError unless lines can be added to the file; OSError when it cannot be read."""
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"general.benchmark_csv_path: {path} is a folder; give a file's path")
+    if file.exists() and (head := file.read_text(encoding="utf-8").split("\n", 1)[0]):
+        columns = next(csv.reader([head]))
+        if tuple(columns) != COLUMNS:
+            raise ValueError(
+                f"general.benchmark_csv_path: {path} has other columns ({', '.join(columns[:4])}, "
+                "...); give the path of a new file"
+            )
+
+
+def table_row(training: Training, steps: list[StepFigures]) -> dict[str, Any]:
+    """The line of a run by column: speeds of its median step, the first one left out.
+
+    The same on every rank but for memory. Collective over the mesh. ``steps`` are those of one
+    stage at least; raises ValueError when there is none.
+    """
+    config, mesh = training.config, training.mesh
+    if not steps:
+        raise ValueError("no step was made: there is no speed to write down")
+    usual = steps[1:] or steps
+    middle = statistics.median_low([figures.times.step for figures in usual])
+    step = next(figures for figures in usual if figures.times.step == middle)
+    meter, peak = Meter(config, mesh.device), max(each.memory.peak for each in steps)
+    reserved = max(each.memory.reserved or each.memory.peak for each in steps)
+    hosts = len(set(gather_objects(socket.gethostname(), mesh.world)))
+    tflops = f"{meter.tflops(step):.4g}"
+    local = sum(p.numel() for p in named_parameters(training.model.stack).values())
+    return {
+        "job_id": job_id(),
+        "name": run_name(config.general.run),
+        "nodes": hosts,
+        "seq_len": config.sequence_of(config.stage_at(step.step)),
+        "gbs": config.global_batch_size,
+        "mTFLOPs": tflops,
+        "hTFLOPs": tflops,
+        "tok/s/gpu": f"{meter.tokens_per_second(step) / config.world_size:.2f}",
+        "Mem Alloc (GB)": f"{peak / GIB:.2f}",
+        "Mem Res (GB)": f"{reserved / GIB:.2f}",
+        "Total Params": short(parameter_count(config.decoder)),
+        "Local Params": short(local),
+    } | _settings(config)
+
+
+def add_row(path: str, row: dict[str, Any]) -> None:
+    """Add a line, and the header to a new file, as one write under a lock. Raises OSError."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("ab", buffering=0) as out:
+        fcntl.flock(out, fcntl.LOCK_EX)
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+        if os.fstat(out.fileno()).st_size == 0:
+            table.writeheader()
+        table.writerow(row)
+        out.write(text.getvalue().encode())
+
+
+def _settings(config: Config) -> dict[str, Any]:
+    sizes, tokens, model = config.parallelism, config.tokens, config.decoder
+    mixer, feed_forward = model.blocks[0].mixer, model.blocks[0].feed_forward
+    return {
+        "mbs": tokens.micro_batch_size,
+        "batch_accum": tokens.batch_accumulation_per_replica,
+        "dp": sizes.dp,
+        "pp": sizes.pp,
+        "tp": sizes.tp,
+        "cp": sizes.context_parallel_size,
+        "ep": sizes.expert_parallel_size,
+        "pp_engine": sizes.pp_engine,
+        "tp_mode": sizes.tp_mode,
+        "tp_async_comm": sizes.tp_linear_async_communication,
+        "recompute_layer": sizes.recompute_layer,
+        "hidden_size": model.hidden_size,
+        "hidden_act": getattr(feed_forward, "activation", ""),
+        "num_layers": model.num_hidden_layers,
+        "num_heads": getattr(mixer, "heads", ""),
+        "num_kv_heads": getattr(mixer, "kv_heads", ""),
+        "max_pos": model.max_position_embeddings,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "dtype": config.model.dtype,
+        "zero_stage": config.optimizer.zero_stage,
+        "ddp_bucket_cap_mb": config.model.ddp_bucket_cap_mb,
+        "accumulate_grad_in_fp32": config.optimizer.accumulate_grad_in_fp32,
+    }

@@ -1,0 +1,142 @@
+"""First weights that are there already: of a model of Hugging Face, or of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kenotron_ckpt import Checkpoint, open_safetensors, read_preferred
+from kenotron_config import ExistingCheckpointInitConfig
+from kenotron_dist import Mesh
+from kenotron_engine import Records
+from kenotron_models import DecoderSpec, config_from_json
+from kenotron_models.hf import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    differences,
+    hf_tensors,
+    is_superfluous,
+    read_hf_config,
+    turns_neighbours,
+    with_its_head,
+)
+from kenotron_train.assemble import Training
+
+FREE = (
+    "tie_word_embeddings", "max_position_embeddings", "bos_token_id", "eos_token_id",
+    "embedding_dropout", "dropout",
+)  # fmt: skip
+"""What may differ from the model that the weights are of; the first is a matter of its own."""
+
+KEYS = {
+    "norm.eps": "rms_norm_eps (of a starcoder2: layer_norm_epsilon)",
+    "window": "sliding_window_size",
+    "rope.theta": "rope_theta",
+    "rope.scaling": "rope_scaling",
+    "rope.interleaved": "rope_interleaved",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads (of a starcoder2: num_kv_heads)",
+    "head_dim": "head_dim",
+    "qkv_bias": "attention_bias",
+    "features": "intermediate_size",
+}
+"""Ends of names of a model's fields, and what ``model.model_config`` calls them."""
+
+
+def load_initial(training: Training) -> str:
+    """Fill this rank's weights from what ``model.init_method`` names; a sentence about it.
+
+    Empty when weights are drawn. Each rank reads its slices only; the optimizer has no state.
+    Collective over the mesh. Raises ValueError, naming the file and the key or the tensors: there
+    is no model, it is damaged, or of other sizes or constants than ``model.model_config``; OSError.
+    """
+    config, mesh = training.config, training.mesh
+    method = config.model.init_method
+    if not isinstance(method, ExistingCheckpointInitConfig):
+        return ""
+    path, spec, wanted = Path(method.path), config.decoder, _wanted(training)
+    read = _read_hf if (path / CONFIG).is_file() else _read_checkpoint
+    try:
+        with mesh.pulse.busy("reading the first weights"):
+            source = read(path, spec, wanted, mesh)
+    except ValueError as error:
+        raise ValueError(f"model.init_method.path: {error}") from error
+    if config.model.dtype == "float32":
+        training.optimizer.reload()
+    return f"The first weights are those of {source}"
+
+
+def _wanted(training: Training) -> Records:
+    """This rank's parameters, and the masters of narrower ones: those get every bit of the source.
+
+    All have the names of their parameters in their layouts.
+    """
+    found = training.records()
+    if training.config.model.dtype != "float32":
+        for key, (tensor, layout) in training.optimizer.wanted(started=False).items():
+            found[f"optimizer.{key}"] = (tensor, layout.renamed(layout.name.split(".", 2)[2]))
+    return found
+
+
+def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+    """Fill from a folder of Hugging Face; where a head's features have another order, reorder."""
+    folder = open_safetensors(path)
+    source = with_its_head(read_hf_config(path)[0], folder.same)
+    theirs = source.decoder
+    _check_same(spec, theirs, path / CONFIG, (*FREE, "interleaved"))
+    ours = hf_tensors(source, interleaved=turns_neighbours(spec))
+    records = folder.records(ours, lambda name: is_superfluous(name, theirs))
+    if theirs.tie_word_embeddings:
+        records[HEAD] = records[EMBEDDING]
+    folder.load(records, wanted, mesh)
+    return str(path)
+
+
+def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+    """Fill from a checkpoint of any layout; the step that was read."""
+
+    def read(checkpoint: Checkpoint) -> str:
+        state = checkpoint.manifest.state
+        if "model_config" not in state:
+            raise ValueError(
+                f"{checkpoint.folder} does not describe a model: model_config is missing"
+            )
+        theirs = config_from_json(state["model_config"]).decoder
+        _check_same(spec, theirs, checkpoint.folder, FREE)
+        checkpoint.load(_untied(wanted) if theirs.tie_word_embeddings else wanted)
+        passed = "".join(f"; passed over {reason}" for reason in checkpoint.passed_over)
+        return f"{checkpoint.folder}{passed}"
+
+    return read_preferred(path, mesh, read)
+
+
+def _untied(wanted: Records) -> Records:
+    """The head asks for the matrix of the embedding: in a tied checkpoint it is both."""
+    return {
+        name: (tensor, layout.renamed(EMBEDDING) if layout.name == HEAD else layout)
+        for name, (tensor, layout) in wanted.items()
+    }
+
+
+def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple[str, ...]) -> None:
+    if ours.tie_word_embeddings and not theirs.tie_word_embeddings:
+        raise ValueError(
+            f"{where} has a head of its own, and model.model_config.tie_word_embeddings is true: "
+            "it would be lost; set it to false"
+        )
+    if changed := differences(ours, theirs, free):
+        pairs = [line.partition(":") for line in changed]
+        raise ValueError(
+            f"{where} is of another model than model.model_config; first what the config says, "
+            "then what the weights were trained with:"
+            + "".join(dict.fromkeys(f"\n  {_key(name)}:{values}" for name, _, values in pairs))
+        )
+
+
+def _key(name: str) -> str:
+    """What a field of a model is called in ``model.model_config``, with the layer it is of."""
+    end = next((end for end in KEYS if f".{name}".endswith(f".{end}")), None)
+    if end is None:
+        return name
+    layer = ".".join(name.split(".")[:2]) + ": " if name.startswith("layers.") else ""
+    return layer + KEYS[end]

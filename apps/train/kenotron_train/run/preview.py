@@ -1,0 +1,186 @@
+"""What a config means, without training: layout, sizes and memory of every pipeline rank.
+
+Nothing is started and nothing is allocated: layers are built on torch's meta device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kenotron_config import Config, Mask, cautions, dump_config, ignored_keys, unavailable
+from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
+from kenotron_dist import Axis
+from kenotron_models import Build, build_decoder, kept_features, layer_costs, parameter_count
+from kenotron_pp import Stages, simulate
+from kenotron_tp import tokens_at_a_time
+from kenotron_train.report.figures import short
+from kenotron_train.report.instrumentation import check_watching
+from kenotron_train.run.machine import machine_cautions, state_bytes, without_gpus
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """What one rank of a pipeline stage holds."""
+
+    layers: list[str]
+    parameters: int
+    """Parameters of the stage over tp."""
+    bytes_of: dict[str, int]
+    """Bytes by what they are for."""
+
+
+def preview(config: Config) -> str:
+    """The resolved config, then the layout, sizes, an estimate of memory, and what is ignored."""
+    sections = [dump_config(config).rstrip(), _layout(config)]
+    problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
+    if not problems:
+        sections.append(_memory(config))
+        problems = without_gpus(config)
+        warnings += [] if problems else machine_cautions(config)
+    sections += _notes("Ignored", ignored_keys(config))
+    sections += _notes("Warning", warnings)
+    sections += _notes("Cannot be run", problems)
+    return Mask(config)("\n\n".join(sections))
+
+
+def cannot_run(config: Config) -> list[str]:
+    """Name all for which no machine can run this config with what is installed here.
+
+    Returns:
+        One line for each, `key.path: what was given; what to do`; empty when it can be run.
+    """
+    if problems := unavailable(config):
+        return problems
+    try:
+        stage_sizes(config)
+    except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
+        problems.append(f"model.model_config: a tensor of this model is too large: {error}")
+    try:
+        check_watching(config)
+    except (ValueError, ImportError) as error:
+        problems += str(error).splitlines()
+    return problems
+
+
+def stage_sizes(config: Config) -> list[StageSize]:
+    """What each pipeline rank holds in one of its tp and dp ranks."""
+    parallel, spec = config.parallelism, config.decoder
+    axis = Axis("tp", 0, tuple(range(parallel.tp)))  # meta tensors are not communicated
+    layers = build_decoder(
+        spec,
+        Build(axis, parallel.mode, dtype=getattr(torch, config.model.dtype)),
+        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
+    )
+    stages = Stages.balanced(layers, layer_costs(spec), parallel.pp, parallel.schedule)
+    trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
+    found = []
+    for rank in range(parallel.pp):
+        own = stages.own(layers, rank)
+        count = sum(p.numel() for _, layer in own for p in layer.parameters())
+        decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
+        live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
+        kept = sum(_layer_activation(config, i) for i in decoders)
+        nbytes = state_bytes(config, count)
+        nbytes["activations"] = int(live * kept)
+        if any(name == "head" for name, _ in own):
+            nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
+        found.append(StageSize([name for name, _ in own], count, nbytes))
+    return found
+
+
+def _logits_bytes(tokens: int, config: Config) -> int:
+    """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
+
+    They depend on whether there is an accelerator here.
+    """
+    width, place = config.decoder.vocab_size // config.parallelism.tp, "cpu"
+    nbytes = 4
+    if torch.accelerator.is_available():
+        place, nbytes = "cuda", 4 + getattr(torch, config.model.dtype).itemsize
+    return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
+
+
+def missing_paths(config: Config) -> list[str]:
+    """Paths that the config names and that are not there now: a run may be elsewhere."""
+    named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    places = [(key, path) for key, path in named.items() if path is not None]
+    tokenizer = config.tokenizer.tokenizer_name_or_path
+    if tokenizer is not None and _is_path(tokenizer):
+        places.append(("tokenizer.tokenizer_name_or_path", tokenizer))
+    for number, stage in enumerate(config.data_stages):
+        key, section = f"data_stages.{number}.data.dataset", stage.data.dataset
+        if isinstance(section, HubDatasetsConfig):
+            key += ".hf_dataset_or_datasets"
+            places += [(key, name) for name in section.fractions if _is_path(name)]
+        elif isinstance(section, NanosetDatasetsConfig):
+            places += [(f"{key}.dataset_folder", name) for name in section.folders]
+    return [
+        f"{key}: {path} does not exist here"
+        for key, path in places
+        if "://" not in path and not Path(path).exists()
+    ]
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name is that of a file or folder rather than one of the hub."""
+    return "/" in name or "." in name
+
+
+def _microbatch_tokens(config: Config) -> int:
+    return config.tokens.micro_batch_size * config.longest_sequence
+
+
+def _layer_activation(config: Config, layer: int) -> int:
+    """Bytes that one decoder layer keeps of a micro-batch: inputs of its products and norms.
+
+    Six tensors of the hidden size, of which four are cut under sequence parallelism, and what its
+    parts keep, which tp cuts. Computed again in full: its input alone; selectively: two tensors of
+    the hidden size and what matrix products make.
+    """
+    spec, parallel = config.decoder, config.parallelism
+    width = getattr(torch, config.model.dtype).itemsize
+    again = parallel.recompute_of(layer)
+    if again == "full":
+        whole = _microbatch_tokens(config) * spec.hidden_size * width
+        return whole // (parallel.tp if parallel.mode.sequence_parallel else 1)
+    cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
+    features = 6 * spec.hidden_size / cut
+    if again == "selective":
+        features = 2 * spec.hidden_size / (parallel.tp if parallel.mode.sequence_parallel else 1)
+    kept = kept_features(spec.blocks[layer], selective=again == "selective")
+    return int(_microbatch_tokens(config) * (features + kept / parallel.tp) * width)
+
+
+def _layout(config: Config) -> str:
+    sizes, stages = config.parallelism, range(len(config.data_stages))
+    batches = " or ".join(f"{n:,}" for n in sorted({config.batch_tokens(s) for s in stages}))
+    total = sum(config.steps_of(stage) * config.batch_tokens(stage) for stage in stages)
+    lines = [
+        f"Layout: {config.world_size} processes = dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}; "
+        f"rank = (pp * {sizes.dp} + dp) * {sizes.tp} + tp",
+        f"Global batch: {config.global_batch_size} samples, {batches} tokens; "
+        f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
+    ]
+    return "\n".join(lines)
+
+
+def _memory(config: Config) -> str:
+    lines = [f"Parameters: {parameter_count(config.decoder):,}"]
+    for rank, stage in enumerate(stage_sizes(config)):
+        parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
+        names = f"{stage.layers[0]} ... {stage.layers[-1]}"
+        lines.append(
+            f"pp rank {rank}: {names}, {stage.parameters:,} parameters a rank; about "
+            f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
+            "transfers and of the allocator not counted)"
+        )
+    return "\n".join(lines)
+
+
+def _notes(title: str, lines: list[str]) -> list[str]:
+    return ["\n".join(f"{title}: {line}" for line in lines)] if lines else []

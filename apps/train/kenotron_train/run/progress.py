@@ -1,0 +1,97 @@
+"""How far a run has come: everything but tensors that a checkpoint must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kenotron_config import Config
+from kenotron_data import Cursor, Fingerprint
+from kenotron_optim import LossScale
+
+NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
+"""What no checkpoint of a run lacks."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run has come; the same on every rank."""
+
+    step: int = 0
+    cursor: Cursor = field(default_factory=Cursor)
+    """Place in the data."""
+    samples: int = 0
+    """Samples read in all, over all ranks and stages."""
+    tokens: int = 0
+    epoch_known: bool = True
+    """False: the checkpoint is another program's, and the size of the data set gives the epoch."""
+    schedule_start: int = 0
+    """The step after which the learning-rate schedule began."""
+    loss_scale: LossScale | None = None
+    """That of the next step, in a float16 run."""
+    left_out: tuple[Cursor, ...] = ()
+    """Where the batches begin that are not trained on: a rollback for each."""
+    data: Mapping[int, Fingerprint] = field(default_factory=dict)
+    """Fingerprints of the data of stages that were read, by the stage's number."""
+
+    def after(self, config: Config, cursor: Cursor, loss_scale: LossScale | None) -> Progress:
+        """One step later."""
+        return replace(
+            self,
+            step=self.step + 1,
+            cursor=cursor,
+            samples=self.samples + config.global_batch_size,
+            tokens=self.tokens + config.batch_tokens(cursor.stage),
+            epoch_known=True,
+            loss_scale=loss_scale,
+        )
+
+    def past(self, cursor: Cursor) -> Progress:
+        """After a batch that is left out: the place in the data is another one, and no more."""
+        return replace(self, cursor=cursor)
+
+    def with_data(self, stage: int, found: Fingerprint | None) -> Progress:
+        """Progress with the data of a stage; ``found`` is None for data without an index."""
+        if found is None or self.data.get(stage) == found:
+            return self
+        return replace(self, data={**self.data, stage: found})
+
+    def to_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {
+            "step": self.step,
+            "schedule_start": self.schedule_start,
+            "cursor": self.cursor.to_dict(),
+            "consumed_train_samples": self.samples,
+            "consumed_tokens": self.tokens,
+            "loss_scale": self.loss_scale.to_dict() if self.loss_scale else None,
+            "left_out": [cursor.to_dict() for cursor in self.left_out],
+            "data": {str(stage): found.to_dict() for stage, found in self.data.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
+        """Undo ``to_state``. Raises ValueError for values that make no sense."""
+        saved, fresh = state.get("loss_scale"), fresh_scale(config)
+        return cls(
+            int(state["step"]),
+            Cursor.from_dict(state["cursor"]),
+            int(state["consumed_train_samples"]),
+            int(state["consumed_tokens"]),
+            epoch_known="imported" not in state,
+            schedule_start=int(state.get("schedule_start", 0)),
+            loss_scale=LossScale.from_dict(fresh.config, saved) if fresh and saved else fresh,
+            left_out=tuple(map(Cursor.from_dict, state.get("left_out", ()))),
+            data={
+                int(stage): Fingerprint.from_dict(found)
+                for stage, found in state.get("data", {}).items()
+            },
+        )
+
+
+def fresh_scale(config: Config) -> LossScale | None:
+    """The loss scale of a fresh run; None unless it is in float16."""
+    if config.model.dtype != "float16":
+        return None
+    return LossScale.start(config.optimizer.loss_scale)

@@ -1,0 +1,241 @@
+"""Going on with a run, on any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt import (
+    Checkpoint,
+    NoCheckpoint,
+    Record,
+    has_manifests,
+    is_nanotron,
+    on_first,
+    read_preferred,
+    steps_in,
+)
+from kenotron_config import Config
+from kenotron_dist import Mesh
+from kenotron_dist.launch import restarts
+from kenotron_engine import Records
+from kenotron_train.assemble import Training
+from kenotron_train.data.changed_data import comparable
+from kenotron_train.data.data_settings import order_of, reading_of
+from kenotron_train.failures.passing_errors import PassingError, names_passing
+from kenotron_train.failures.skipped_batches import left_out_since
+from kenotron_train.run.initial import load_initial
+from kenotron_train.run.progress import NEEDED, Progress, fresh_scale
+from kenotron_train.run.upload import local_copy
+
+NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
+"""Fields of a model that may differ between a checkpoint and the config that resumes it."""
+NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
+
+
+def resume(training: Training, run: Path | None = None) -> tuple[Progress, str]:
+    """Load the checkpoint that the config names; how far it is, and a sentence about it.
+
+    Where there is none, the weights that ``model.init_method`` may name are loaded. What the run
+    in the folder ``run`` (default: ``checkpoints_path``) has left out since it went back to that
+    checkpoint stays left out. Collective over the mesh. Raises FileNotFoundError or ValueError
+    when there is none, when it is damaged, of another model, or not of a training run, and
+    PassingError when none could be read and an error that may pass is among the reasons.
+    """
+    config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
+    given, fetched = local_copy(config, mesh)
+    if given is None:
+        return Progress(loss_scale=fresh_scale(config)), load_initial(training)
+    own = given == Path(checkpoints.checkpoints_path)
+    if own and not on_first(mesh, lambda: has_manifests(given)):
+        begun = load_initial(training)
+        afresh = f"No checkpoint in {given} yet: the run starts afresh"
+        return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
+    try:
+        progress, remark, step = load_run(training, given, optimizer=checkpoints.load_optimizer)
+    except NoCheckpoint as error:
+        failure = PassingError if names_passing(str(error)) else ValueError
+        raise failure(_unreadable(str(error), own)) from error
+    if not checkpoints.load_lr_scheduler:
+        progress = replace(progress, schedule_start=progress.step)
+    run = Path(checkpoints.checkpoints_path) if run is None else run
+    progress, more = left_out_since(run, step, progress, mesh)
+    return progress, remark + fetched + more
+
+
+def _unreadable(error: str, own: bool) -> str:
+    """Message for checkpoints of which none can be read; ``own``: they are this run's."""
+    if not own:
+        fix = "; correct it, or start afresh: null there, and a new checkpoints.checkpoints_path"
+        return f"checkpoints.resume_checkpoint_path: {error}{fix}"
+    return (
+        f"checkpoints.checkpoints_path: {error}\n"
+        "the run does not start afresh over them, and nothing was changed: try again where a file "
+        "could not be read, install the release that wrote them where the format is another, move "
+        "damaged step folders away, or start afresh in a new checkpoints.checkpoints_path"
+    )
+
+
+def load_run(
+    training: Training, path: Path, *, optimizer: bool = True
+) -> tuple[Progress, str, Path]:
+    """Load a checkpoint, the newest that is undamaged of a run folder.
+
+    Bytes are verified while they are read: a damaged checkpoint may fill tensors before its damage
+    is found, and the next one then fills all of them again. Returns how far it is, a sentence about
+    it, and its step folder. Without ``optimizer`` that begins afresh. Collective over the mesh.
+
+    Raises NoCheckpoint when there is none that can be read: then the tensors may be NaN, and must
+    not be trained on or saved. Raises ValueError when it is of another model, or
+    not of a training run.
+    """
+    with training.mesh.pulse.busy("loading a checkpoint"):
+        return read_preferred(
+            path, training.mesh, lambda found: _load_from(training, found, optimizer)
+        )
+
+
+def _load_from(
+    training: Training, checkpoint: Checkpoint, optimizer: bool
+) -> tuple[Progress, str, Path]:
+    """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
+    config, folder, manifest = training.config, checkpoint.folder, checkpoint.manifest
+    state = dict(manifest.state)
+    _check_state(state, config, folder)
+    steps = int(state["optimizer_steps"])
+    parameters: dict[str, Any] = dict(training.records())
+    wanted: dict[str, Any] = {}
+    dropped = ""
+    if optimizer:
+        # Before its first update an optimizer has masters and no more: what a damaged checkpoint
+        # left in other state is zero again.
+        wanted = training.optimizer.wanted(started=steps > 0)
+        names = [layout.name for _, layout in (parameters | wanted).values()]
+        dropped = _check_optimizer(names, manifest.records, config, folder)
+        dropped += _converted(wanted, manifest.records)
+    checkpoint.load(parameters)
+    if wanted:  # after the parameters: an fp32 one shares its memory with its master
+        checkpoint.load(wanted)
+    if optimizer:
+        training.optimizer.steps = steps
+        training.optimizer.publish()
+    else:
+        training.optimizer.reload()
+    progress = comparable(Progress.from_state(state, config), state["reading"], config)
+    remark = _remark(progress, state, config, folder) + dropped
+    for reason in checkpoint.passed_over:
+        remark += f"; passed over {reason}"
+    return progress, remark, folder
+
+
+def going_on(config: Config, mesh: Mesh) -> Config:
+    """The config of a run that resumes where ``checkpoints_path`` has checkpoints of it.
+
+    So the same command starts a run and resumes it. A checkpoint in that folder that the
+    config names counts as given: the run is set back, but not by a launcher that starts it again.
+    Collective over the mesh.
+    """
+    checkpoints = config.checkpoints
+    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
+    inside = given is not None and restarts() == 0 and _is_step_of(Path(given), folder)
+    if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
+        raise ValueError(
+            f"checkpoints.checkpoints_path: {folder} has checkpoints of Nanotron ({theirs}), which "
+            "would be written over: give another folder; `python -m kenotron_ckpt import-nanotron` "
+            "makes a checkpoint there that resume_checkpoint_path may name"
+        )
+    sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
+
+    def has_begun() -> bool:
+        return has_manifests(folder) or (sent and (folder / "metrics.jsonl").exists())
+
+    if inside or not on_first(mesh, has_begun):
+        return config
+    own = replace(
+        checkpoints,
+        resume_checkpoint_path=str(folder),
+        load_optimizer=True,
+        load_lr_scheduler=True,
+    )
+    return replace(config, checkpoints=own)
+
+
+def _is_step_of(path: Path, folder: Path) -> bool:
+    """Whether a path is a run folder itself or one of its steps."""
+    path, folder = path.resolve(), folder.resolve()
+    return path == folder or (path.parent == folder and path.name.isdecimal())
+
+
+def _of_nanotron(folder: Path) -> str:
+    """The newest step folder that is Nanotron's; empty when none is."""
+    steps = steps_in(folder) if folder.is_dir() else []
+    theirs = [str(step) for step in steps if is_nanotron(folder / str(step))]
+    return theirs[-1] if theirs else ""
+
+
+def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
+    needed = (*NEEDED, "optimizer_steps", "model_config", "reading")
+    missing = [key for key in needed if key not in state]
+    if missing:
+        raise ValueError(
+            f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
+            "this version of apps/train?"
+        )
+    given = json.loads(json.dumps(asdict(config.model.model_config)))  # tuples are lists there
+    changed = [
+        f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
+        for name, value in state["model_config"].items()
+        if name not in NO_EFFECT and not name.startswith("is_") and given.get(name) != value
+    ]
+    if changed:
+        raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))
+
+
+def _check_optimizer(
+    wanted: Iterable[str], saved: Iterable[str], config: Config, folder: Path
+) -> str:
+    """Refuse a checkpoint of an optimizer that did not keep what the configured one does.
+
+    Returns a remark on what it kept and the configured one does not.
+    """
+    needed, there = (
+        {name.split(".")[1] for name in names if name.startswith("optimizer.")}
+        for names in (wanted, saved)
+    )
+    if missing := sorted(needed - there):
+        raise ValueError(
+            f"{folder} has no {', '.join(missing)} of optimizer.optimizer_factory "
+            f"({config.optimizer.optimizer_factory.name}): it was written with another optimizer; "
+            "choose that one, or start this one afresh with checkpoints.load_optimizer: false"
+        )
+    extra = ", ".join(sorted(there - needed))
+    return f"; {extra} of another optimizer is left behind" if extra else ""
+
+
+def _converted(wanted: Records, saved: Mapping[str, Record]) -> str:
+    """A remark on state of the optimizer that is read in another number format."""
+    found = {
+        (saved[layout.name].dtype, str(tensor.dtype).removeprefix("torch."))
+        for tensor, layout in wanted.values()
+        if layout.name in saved
+    }
+    changes = sorted(f"{before} to {now}" for before, now in found if before != now)
+    if not changes:
+        return ""
+    return f"; state of the optimizer is converted from {', '.join(changes)}"
+
+
+def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
+    remark = f"Resumed after step {progress.step} from {folder}"
+    now = order_of(reading_of(config))
+    for name, before in order_of(state["reading"]).items():
+        if now.get(name) != before:
+            remark += f"; {name} changes from {before} to {now.get(name)}"
+            if name != "global_batch_size":
+                remark += ": samples may come twice or not at all"
+    if progress.step >= config.tokens.train_steps:
+        remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
+    return remark

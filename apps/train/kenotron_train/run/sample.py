@@ -1,0 +1,84 @@
+"""What a run without a config file ends with: a text of the model, and what to try next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kenotron_ckpt import latest_step
+from kenotron_data import decode, encode, printable
+from kenotron_models import Sampling, generate
+from kenotron_train.assemble import Training
+from kenotron_train.report.report import Report
+
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 160
+
+
+def show_sample(training: Training, report: Report) -> None:
+    """Generate a sample and print it, then what to try next. Collective over the mesh.
+
+    The training is over and saved: a sample that fails is a warning.
+    """
+    try:
+        text = _sample(training)
+    except Exception as error:  # of any kind: it must not change the status of the run
+        about = f"{type(error).__name__}: {error}"
+        report.say(f"No sample of the model: {about}; the training itself is complete", "warning")
+    else:
+        report.say(f"A sample of the model:\n{printable(text)}")
+    folder = Path(training.config.checkpoints.checkpoints_path)
+    step = latest_step(folder)
+    if step is not None:
+        report.say("Next, try:\n" + "\n".join(f"  {line}" for line in next_commands(folder, step)))
+
+
+def next_commands(folder: Path, step: int) -> list[str]:
+    """Return commands that use a finished run, for a shell in the folder where this one began.
+
+    Args:
+        folder: the run's folder, as the config names it.
+        step: the step of its newest checkpoint.
+    """
+    checkpoint, run = shlex.quote(str(folder / str(step))), shlex.quote(str(folder))
+    generate, train = _program("generate"), _program("train")
+    return [
+        f"{generate} --ckpt-path {checkpoint} --prompt 'class '",
+        f"{train} report {run}",
+    ]
+
+
+def _program(name: str) -> str:
+    """How a shell calls one of our programs: its folder in a checkout, else the installed one."""
+    apps = Path(__file__).resolve().parents[3]
+    if not (apps / name / "__main__.py").is_file():
+        return f"kenotron-{name}"
+    place = Path(os.path.relpath(apps / name))
+    short = place if len(place.parts) < len((apps / name).parts) else apps / name
+    return f"python {shlex.quote(str(short))}"
+
+
+def _sample(training: Training) -> str:
+    """Return the text of a sample. Collective over the mesh."""
+    config, mesh = training.config, training.mesh
+
+    def forward(tokens: Tensor, context: Any) -> Tensor | None:
+        logits = training.model.pipeline.forward([tokens], [context])
+        return logits[0] if logits else None
+
+    prompt = encode([SAMPLE_PROMPT], 256).tolist()
+    new = generate(
+        forward,
+        [prompt],
+        mesh,
+        window=config.tokens.sequence_length,
+        vocab_size=config.decoder.vocab_size,
+        max_new_tokens=SAMPLE_TOKENS,
+        sampling=Sampling(temperature=0.7, seed=config.general.seed),
+        source=training.model.pipeline.last_rank,
+    )
+    return decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])

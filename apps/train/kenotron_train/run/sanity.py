@@ -1,0 +1,69 @@
+"""Checks of every step that ``general.ignore_sanity_checks: false`` asks for."""
+
+from __future__ import annotations
+
+from kenotron_data import Batch
+from kenotron_dist import check_equal, check_replicas, gather_objects, named_parameters
+from kenotron_engine import StepResult
+from kenotron_train.assemble import Training
+from kenotron_train.failures.nonfinite_record import samples_of
+
+
+def check_batch(training: Training, batch: Batch, step: int) -> None:
+    """Ranks of one data rank must read the same, data ranks something else. Collective.
+
+    Raises ValueError on all ranks, naming step and ranks.
+    """
+    mesh = training.mesh
+    parts = {
+        "tokens": batch.tokens_MBS,
+        "labels": batch.labels_MBS,
+        "positions": batch.positions_MBS,
+        "samples": batch.samples_MB,
+    }
+    for axis in ("tp", "pp"):
+        try:
+            check_equal(parts, mesh[axis])
+        except ValueError as error:
+            raise ValueError(f"step {step}: the batch: {error}") from error
+    samples = samples_of(batch, mesh)
+    if len(set(samples)) < len(samples):
+        own = gather_objects(batch.samples_MB.flatten().tolist(), mesh["dp"])
+        twice = sorted({each for each in samples if samples.count(each) > 1})
+        ranks = [r for r, part in zip(mesh["dp"].ranks, own, strict=True) if set(part) & {*twice}]
+        raise ValueError(
+            f"step {step}: sample {twice[0]} and {len(twice) - 1} more are twice in the global "
+            f"batch, on ranks {', '.join(map(str, ranks))}: data ranks must read different samples"
+        )
+    kept = [
+        path for path, p in named_parameters(training.model.stack).items() if p.grad is not None
+    ]
+    if kept:
+        raise ValueError(
+            f"step {step}: rank {mesh.rank}: {len(kept)} parameters have a gradient before the "
+            f"backward, first {kept[0]!r}: does a hook call backward?"
+        )
+
+
+def check_state(training: Training, result: StepResult, step: int) -> None:
+    """Replicas, ties, optimizer state and gradients after an update. Collective over the mesh.
+
+    Raises ValueError naming step, tensor, axis and ranks, FloatingPointError for an update that
+    was made with a gradient that is not finite.
+    """
+    mesh, model = training.mesh, training.model
+    if result.nonfinite is not None and not result.skipped:
+        raise FloatingPointError(f"step {step}: {result.nonfinite}, and the update was made")
+    try:
+        check_replicas(training.parameters(), model.layouts, mesh)
+        state = training.optimizer.state()
+        check_equal(
+            {
+                layout.name: tensor
+                for tensor, layout in state.values()
+                if not any(shard.axis == "tp" for shard in layout.shards)
+            },
+            mesh["tp"],
+        )
+    except ValueError as error:
+        raise ValueError(f"after step {step}: {error}") from error

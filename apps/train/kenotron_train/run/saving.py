@@ -1,0 +1,90 @@
+"""Saving a run: the engine, what a checkpoint holds, and whether it stands."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from torch import Tensor
+
+from kenotron_ckpt import BlockingSaver, DataStatesConfig, SaveFailed, Saver, open_checkpoint
+from kenotron_config import dump_config
+from kenotron_dist import TensorLayout, check_replicas
+from kenotron_train.assemble import Training
+from kenotron_train.data.data_settings import reading_of, tokenizer_state
+from kenotron_train.run.progress import Progress
+from kenotron_train.run.run_folder import writing
+from kenotron_train.run.upload import Uploads
+
+
+def open_saver(training: Training, uploads: Uploads) -> Saver:
+    """The engine that ``checkpoints.checkpointing_engine`` names, on ``checkpoints_path``.
+
+    Collective over the mesh. Raises ValueError when another run writes there, OSError when no rank
+    can.
+    """
+    checkpoints = training.config.checkpoints
+    engine = Saver if checkpoints.checkpointing_engine == "datastates" else BlockingSaver
+    pool = checkpoints.datastates or DataStatesConfig()
+    with writing():
+        saver = engine(
+            checkpoints.checkpoints_path,
+            training.mesh,
+            every=checkpoints.checkpoint_interval,
+            keep=checkpoints.keep_last,
+            keep_every=checkpoints.keep_every,
+            pool_bytes=max(1, int(pool.host_cache_size * 10**9)),
+            pin=pool.pin_host_cache,
+            threads=pool.parser_threads,
+            verify=checkpoints.verify_after_write,
+            on_commit=uploads.submit,
+            busy=uploads.holds,
+            on_failure="raise" if checkpoints.on_save_failure == "raise" else "report",
+        )
+    saver.reserve(_records(training))
+    return saver
+
+
+def save_run(saver: Saver, training: Training, progress: Progress) -> None:
+    """Begin a checkpoint of the run. Collective over the mesh.
+
+    Raises ValueError when replicas of a parameter have come to differ, SaveFailed as the config
+    asks for.
+    """
+    config, mesh, model = training.config, training.mesh, training.model
+    check_replicas(training.parameters(), model.layouts, mesh)
+    state = {
+        **progress.to_state(),
+        "optimizer_steps": training.optimizer.steps,
+        "model_config": asdict(config.model.model_config),
+        "dtype": config.model.dtype,
+        "sequence_length": config.longest_sequence,
+        "tokenizer": tokenizer_state(config),
+        "reading": reading_of(config),
+    }
+    with mesh.pulse.busy("saving a checkpoint"):
+        saver.save(progress.step, _records(training), state, dump_config(config))
+
+
+def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
+    """What a checkpoint holds: parameters, and this rank's slices of the optimizer's state."""
+    return {**training.records(), **training.optimizer.state()}
+
+
+def check_saved(saver: Saver, step: int) -> None:
+    """Read back the checkpoint of a step, each rank its share. Collective over the mesh.
+
+    Raises SaveFailed naming each damaged file, or the checkpoint that is not there.
+    """
+    mesh, folder = saver.mesh, saver.folder / str(step)
+    with mesh.pulse.busy("verifying a checkpoint"):
+        try:
+            faults = open_checkpoint(folder, mesh, verify=False).verify()
+        except (OSError, ValueError) as error:
+            faults = [str(error)]
+    if faults:
+        raise SaveFailed(f"the checkpoint of step {step} is not whole: " + "; ".join(faults))
+
+
+def bytes_of(training: Training) -> int:
+    """Bytes of this rank's part of a checkpoint."""
+    return sum(tensor.nbytes for tensor, _ in _records(training).values())

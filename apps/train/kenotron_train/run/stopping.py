@@ -1,0 +1,82 @@
+"""What ends a run before its last step, or asks it for a checkpoint: signals, and a time limit.
+
+Each rank votes at every step, in the collective of the gradient's norm; all get the same votes.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Sequence
+
+from kenotron_dist import Signals
+
+STOPPED = 85
+"""Exit status of a run that saved and ended before its last step: the same command resumes it."""
+_TIME = 255
+"""Stands for the time limit where others are numbers of signals."""
+_FIRST_SAVE = 2.0
+"""Seconds that a save is thought to take before there was one, with ``_SPEED``."""
+_SPEED = 1e8
+"""Bytes a second and rank that reach the disk, until it is known."""
+_READ_SPEED = 5e8
+"""Bytes a second at which all processes together read a checkpoint back, if the disk is slow."""
+_MARGIN = 1.5
+"""Saves and steps may take so many times the longest ones."""
+
+
+class Stopper:
+    """Whether the run ends after this step.
+
+    Arguments: the signals of this rank; when the time is over (of ``time.monotonic``, which all
+    processes of a host share and that is never set; inf: never);
+    bytes that this rank writes in a save; how many ranks do.
+    """
+
+    def __init__(self, signals: Signals, deadline: float, nbytes: int, ranks: int = 1) -> None:
+        self._signals, self._deadline = signals, deadline
+        self._save = _FIRST_SAVE + nbytes / _SPEED
+        self._read = nbytes * ranks / _READ_SPEED
+        self._step, self._known = 0.0, False
+        self._began = time.monotonic()
+        self.reason = ""
+        """Why the run ends after this step; empty while it does not."""
+        self.save = False
+        """Whether a checkpoint was asked for."""
+
+    def word(self) -> float:
+        """This rank's vote in this step."""
+        stop = self._signals.stop
+        if not stop and self._is_late():
+            stop = _TIME
+        return 2 * stop + self._signals.take_save()
+
+    def receive(self, words: Sequence[float]) -> None:
+        """What all ranks have said, at the end of a step."""
+        now = time.monotonic()
+        self._step, self._began = max(self._step, now - self._began), now
+        self.save = any(int(word) % 2 for word in words)
+        stops = [int(word) // 2 for word in words]
+        first = next((rank for rank, stop in enumerate(stops) if stop), None)
+        if first is None:
+            return
+        if stops[first] == _TIME:
+            self.reason = "the time limit is near"
+        else:
+            self.reason = f"rank {first} received {signal.Signals(stops[first]).name}"
+
+    def saved(self, seconds: float) -> None:
+        """How long a save took until it was on the disk."""
+        self._save = max(self._save, seconds) if self._known else seconds
+        self._known = True
+
+    def _is_late(self) -> bool:
+        """Whether one more step might leave too little time to end the run.
+
+        A save that is under way is waited for, one more is made, and it is read back.
+        """
+        if math.isinf(self._deadline):
+            return False
+        end = self._step + 2 * self._save + self._read
+        return time.monotonic() + _MARGIN * end > self._deadline

@@ -1,0 +1,148 @@
+"""Copies of checkpoints in a remote store: made during training, and resumed from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from kenotron_ckpt import (
+    UploadReport,
+    defect,
+    fetch,
+    is_url,
+    newest_step,
+    on_first,
+    on_first_at_length,
+    start_uploader,
+    steps_in,
+)
+from kenotron_config import Config
+from kenotron_dist import Mesh
+from kenotron_train.report.figures import short
+from kenotron_train.report.report import Report
+
+
+class Uploads:
+    """The uploads that ``s3_upload`` asks for; without it, and but for rank 0, they do nothing.
+
+    Made on all ranks, as a context manager: left by an error it waits for no upload.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, report: Report) -> None:
+        """Ask the store for a listing, so that a bad URL or bad credentials end the run here.
+
+        Collective over the mesh. Raises OSError or ValueError, on all ranks.
+        """
+        self._config, self._mesh, self._report = config, mesh, report
+        self._uploader = None
+        if (section := config.s3_upload) and section.upload_s3_path:
+            self._uploader = start_uploader(
+                section.upload_s3_path,
+                mesh,
+                remove_after_upload=section.remove_after_upload,
+                read_back=section.read_back,
+            )
+
+    def resumed(self, step: int) -> None:
+        """Take up what an earlier process of this run left, up to the step that was resumed."""
+        if self._uploader is not None and _goes_on(self._config):
+            self._uploader.submit_all(self._config.checkpoints.checkpoints_path, step)
+
+    def submit(self, folder: Path) -> None:
+        """Have a checkpoint uploaded. From any thread. Raises ValueError when it is none."""
+        if self._uploader is not None:
+            self._uploader.submit(folder)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether a checkpoint must stay: it is sent, or waits for that. From any thread."""
+        return self._uploader is not None and self._uploader.uploading(int(folder.name))
+
+    def say(self) -> None:
+        """A line for each upload that has ended."""
+        for done in self._uploader.finished() if self._uploader is not None else ():
+            self._say(done)
+
+    def finish(self) -> None:
+        """Wait for the uploads, as long as any of them runs, and report how they ended.
+
+        Collective over the mesh.
+        """
+        if (section := self._config.s3_upload) is None or not section.upload_s3_path:
+            return
+        uploader = self._uploader
+
+        def close() -> list[dict]:
+            return [asdict(done) for done in uploader.close()] if uploader is not None else []
+
+        for done in on_first_at_length(self._mesh, "uploading checkpoints", close):
+            self._say(UploadReport(**done))
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for done in self._uploader.close(patience=0) if self._uploader is not None else ():
+            self._say(done)
+
+    def _say(self, done: UploadReport) -> None:
+        url = f"{_upload_url(self._config)}/{done.step}"
+        if done.error is None:
+            size = f"{short(done.sent_bytes)} of {short(done.bytes)} bytes sent"
+            self._report.say(f"Uploaded checkpoint {url} in {done.seconds:.1f} s, {size}")
+            return
+        folder = self._config.checkpoints.checkpoints_path
+        self._report.say(
+            f"checkpoint {done.step} has no complete copy in {url}: {done.error}; it is still in "
+            f"{folder}: resume with checkpoints.resume_checkpoint_path: {folder} to send the rest",
+            "error",
+        )
+
+
+def local_copy(config: Config, mesh: Mesh) -> tuple[Path | None, str]:
+    """The local folder to resume from, and a remark about it; None for a fresh run.
+
+    A URL is downloaded into ``checkpoints_path``. If the run resumes from there anyway, and the
+    store that it uploads to has a newer checkpoint, that one is downloaded. Collective over the
+    mesh. Raises OSError or ValueError, on all ranks.
+    """
+    checkpoints = config.checkpoints
+    given, folder = checkpoints.resume_checkpoint_path, Path(checkpoints.checkpoints_path)
+    if given is None:
+        return None, ""
+    url = given.rstrip("/") if is_url(given) else _upload_url(config)
+    if url is None or (not is_url(given) and Path(given) != folder):
+        return Path(given), ""
+    if url == _upload_url(config):
+        newest = on_first(mesh, lambda: newest_step(url))
+        if newest is None or (not is_url(given) and newest <= _newest_in(folder)):
+            return folder, ""  # the store has nothing yet, or nothing that is not here
+    got = fetch(url, folder, mesh)
+    said = f"; downloaded from {url} ({short(got.received_bytes)} bytes)"
+    return got.folder, said + "".join(f"; passed over {reason}" for reason in got.passed_over)
+
+
+def _upload_url(config: Config) -> str | None:
+    section = config.s3_upload
+    return section.upload_s3_path.rstrip("/") if section and section.upload_s3_path else None
+
+
+def _goes_on(config: Config) -> bool:
+    """Whether what is in ``checkpoints_path`` is of this run: it was resumed from there."""
+    given, folder = config.checkpoints.resume_checkpoint_path, config.checkpoints.checkpoints_path
+    if given is None:
+        return False
+    if is_url(given):
+        return given.rstrip("/") == _upload_url(config)
+    return Path(folder) in (Path(given), Path(given).parent)
+
+
+def _newest_in(folder: Path) -> int:
+    """The newest complete checkpoint in a run folder; -1 when there is none."""
+    steps = steps_in(folder) if folder.is_dir() else []
+    return max((step for step in steps if defect(folder / str(step)) is None), default=-1)

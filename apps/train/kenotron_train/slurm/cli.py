@@ -1,0 +1,192 @@
+"""``python apps/train slurm``: a training as a job that ends in time, saves, and resumes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from kenotron_config import Config, Mask, check_available, credentials, dump_config, masked
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.report.printing import say
+from kenotron_train.slurm.job import SlurmJob, script_of
+from kenotron_train.slurm.provenance import packages, provenance
+
+_OPTIONS = {
+    "partition": "where the job runs",
+    "account": "who pays for it",
+    "qos": "quality of service",
+    "mem": "memory of each node, for example 64G",
+}
+
+
+def slurm_main(argv: Sequence[str]) -> int:
+    """Write the script of a job and submit it, or show it; the exit status."""
+    given = slurm_parser().parse_args(argv)
+    try:
+        config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+        check_available(config)
+        _check_credentials(config)
+        job, cwd = _job(given, config), Path.cwd()
+        folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())
+        script = script_of(job, config, folder, [sys.executable, _program()], cwd)
+        _warn(job, config)
+        if given.dry_run:
+            say(script.removesuffix("\n"))
+            return 0
+        words = [sys.executable, _program(), "slurm", *map(masked, argv)]
+        number = submit(script, config, folder, words, cwd)
+    except (OSError, ValueError) as error:
+        print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
+        return 1
+    say(f"Submitted job {number}: {job.places(config)}\nScript, config and log: {folder}")
+    return 0
+
+
+def _check_credentials(config: Config) -> None:
+    """Refuse a config whose file for the job would lack what is masked in it."""
+    if found := credentials(asdict(config)):
+        raise ValueError(
+            f"{', '.join(found)}: a URL with credentials was given, which the folder of the job "
+            "must not keep: write !env NAME in the config, and set NAME where you submit"
+        )
+
+
+def submit(script: str, config: Config, folder: Path, command: list[str], cwd: Path) -> str:
+    """Fill the folder of a job and give its script to sbatch; the number of the job.
+
+    Nothing is left of the folder when Slurm refuses the job. Raises ValueError with its reason, and
+    where there is no Slurm.
+    """
+    if shutil.which("sbatch") is None:
+        raise ValueError(
+            "sbatch is not there: submit on a machine that has Slurm's commands in its PATH, or "
+            "see the script with --dry-run"
+        )
+    folder.mkdir(parents=True)
+    try:
+        origin = provenance(command, cwd)
+        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        (folder / "packages.txt").write_text(packages(), encoding="utf-8")
+        (folder / "job.sbatch").write_text(script, encoding="utf-8")
+        (folder / "launch.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+        words = ["sbatch", "--parsable", str(folder / "job.sbatch")]
+        done = subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False)
+        if done.returncode:
+            why = done.stderr.strip().removeprefix("sbatch: error: ")
+            raise ValueError(
+                f"sbatch refused the job ({why}): correct the options, nothing is left"
+            )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    number = done.stdout.strip().partition(";")[0]  # a cluster's name may follow
+    (folder / f"job-{number}").touch()
+    return number
+
+
+def _job(given: argparse.Namespace, config: Config) -> SlurmJob:
+    options = [(name, getattr(given, name)) for name in _OPTIONS if getattr(given, name)]
+    for text in given.sbatch:
+        name, _, value = text.lstrip("-").partition("=")
+        options.append((name, value))
+    return SlurmJob(
+        nodes=given.nodes,
+        gpus_per_node=given.gpus_per_node,
+        name=given.job_name or config.general.project,
+        options=tuple(options),
+        cpus_per_task=given.cpus_per_task,
+        time=given.time,
+        stop_before=given.stop_before,
+        retries=given.retries,
+        stall_limit=given.stall_limit,
+    )
+
+
+def _new_folder(run: Path) -> Path:
+    """A folder of the run that is not there yet."""
+    name = time.strftime("%Y%m%d-%H%M%S")
+    names = [name, *(f"{name}-{n}" for n in range(2, 100))]
+    return next(run / "slurm" / each for each in names if not (run / "slurm" / each).exists())
+
+
+def _program() -> str:
+    """The program that was started: the app, or one that calls ``main`` with data of its own."""
+    return str(Path(sys.argv[0]).absolute())
+
+
+def _warn(job: SlurmJob, config: Config) -> None:
+    tasks, tp = job.tasks_per_node(config), config.parallelism.tp
+    if tasks % tp:
+        print(
+            f"Warning: with tp {tp} and {tasks} on each node, processes of one tp group are on "
+            "different nodes, which is slow",
+            file=sys.stderr,
+        )
+
+
+def _count(text: str, least: int = 1) -> int:
+    value = int(text)
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+    return value
+
+
+def _whole(text: str) -> int:
+    return _count(text, least=0)
+
+
+def slurm_parser() -> argparse.ArgumentParser:
+    """The flags of ``slurm``."""
+    parser = argparse.ArgumentParser(
+        prog="python apps/train slurm",
+        description="Submit a training to Slurm, one task a GPU. Before its time is over it saves, "
+        "goes back into the queue and resumes. Script, resolved config, versions and log are kept "
+        "in a folder below checkpoints_path.",
+    )
+    add = parser.add_argument
+    add("--nodes", type=_count, required=True, metavar="N", help="nodes that train together")
+    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add(
+        "--gpus-per-node",
+        type=_whole,
+        metavar="N",
+        help="GPUs of a node, one process each; 0: train on CPUs (default: what the config's sizes "
+        "need)",
+    )
+    add("--cpus-per-task", type=_count, metavar="N", help="CPUs of each process")
+    for name, what in _OPTIONS.items():
+        add(f"--{name}", help=what)
+    add("--time", metavar="TIME", help="time limit in Slurm's formats: 90 (minutes), 12:00:00, 2-0")
+    add("--job-name", metavar="NAME", help="default: general.project")
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="OPTION=VALUE",
+        help="any other option of sbatch: constraint=h100",
+    )
+    add(
+        "--stop-before",
+        type=_count,
+        default=300,
+        metavar="SECONDS",
+        help="save and stop so long before the end of the time (default: 300)",
+    )
+    add(
+        "--retries",
+        type=_whole,
+        default=2,
+        metavar="N",
+        help="new starts after failures in a row, of ranks or nodes that were lost (default: 2)",
+    )
+    add("--stall-limit", type=_count, metavar="SECONDS", help="as for a training (default: 300)")
+    add("--dry-run", action="store_true", help="show the script; write and submit nothing")
+    return parser

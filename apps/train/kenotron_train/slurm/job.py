@@ -1,0 +1,163 @@
+"""A training as a job of Slurm: whether it fits the nodes, and the script that sbatch is given."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from kenotron_config import Config
+from kenotron_train.slurm.durations import seconds_of
+
+TEMPLATE = Path(__file__).with_name("job.sbatch")
+_SET = {  # options of sbatch that the script has, and what sets them
+    "nodes": "give --nodes",
+    "job-name": "give --job-name",
+    "ntasks": "change parallelism.dp, pp or tp",
+    "ntasks-per-node": "give --gpus-per-node",
+    "gpus-per-node": "give --gpus-per-node",
+    "cpus-per-task": "give --cpus-per-task",
+    "time": "give --time",
+    "signal": "give --stop-before",
+    "requeue": "give --retries",
+    "no-requeue": "give --retries 0",
+    "output": "look into the folder of the job, below checkpoints_path,",
+    "open-mode": "look into the folder of the job, below checkpoints_path,",
+}
+_ENDLESS = ("UNLIMITED", "INFINITE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmJob:
+    """What a job asks of Slurm."""
+
+    nodes: int
+    """Nodes that train together."""
+    gpus_per_node: int | None = None
+    """GPUs of each node, one a process; 0: none, on CPUs; None: as many as there are processes."""
+    name: str
+    """Name of the job in the queue."""
+    options: tuple[tuple[str, str], ...] = ()
+    """Further options of sbatch, without the dashes, and their values; empty: none."""
+    cpus_per_task: int | None = None
+    """CPUs of each process; None: what Slurm gives."""
+    time: str | None = None
+    """How long the job may run, as sbatch takes it; None: as long as the partition allows."""
+    stop_before: int = 300
+    """Seconds before the end of the time at which the ranks are asked to save and end."""
+    retries: int = 2
+    """How many failures in a row may be followed by a new start."""
+    stall_limit: int | None = None
+    """Seconds that a rank may let others wait; None: the training's default."""
+
+    def tasks_per_node(self, config: Config) -> int:
+        """Processes on each node. Raises ValueError when they do not fit the config's sizes."""
+        sizes, world = config.parallelism, config.world_size
+        shown = f"dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp} = {world} processes"
+        if not self.gpus_per_node:
+            if world % self.nodes:
+                known = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
+                raise ValueError(
+                    f"--nodes {self.nodes}: {shown} cannot be divided among so many nodes evenly: "
+                    f"choose --nodes from {known}, or change parallelism.dp, pp or tp"
+                )
+            return world // self.nodes
+        total, rest = self.nodes * self.gpus_per_node, sizes.pp * sizes.tp
+        if world != total:
+            fixes = ["change parallelism.dp, pp or tp"]
+            if total % rest == 0:
+                fixes = [f"--set parallelism.dp={total // rest}"]
+            if world % self.gpus_per_node == 0:
+                fixes.append(f"--nodes {world // self.gpus_per_node}")
+            raise ValueError(
+                f"{shown}, one a GPU, but --nodes {self.nodes} with --gpus-per-node "
+                f"{self.gpus_per_node} have {total} GPUs: {', or '.join(fixes)}"
+            )
+        return self.gpus_per_node
+
+    def places(self, config: Config) -> str:
+        """How many processes on how many nodes, in words."""
+        world = config.world_size
+        processes = f"{world} process" + "es" * (world > 1)
+        return f"{processes} on {self.nodes} node" + "s" * (self.nodes > 1)
+
+    def check(self, config: Config) -> None:
+        """Raise ValueError for what Slurm would refuse, or what would never train."""
+        self.tasks_per_node(config)
+        if not 0 < self.stop_before <= 65_535:
+            raise ValueError(f"--stop-before {self.stop_before}: give 1 to 65535 seconds")
+        limit = math.inf
+        if self.time is not None and self.time.upper() not in _ENDLESS:
+            try:
+                limit = seconds_of(self.time, "minutes")
+            except ValueError as error:
+                raise ValueError(f"--time {error}, as sbatch takes it") from None
+        if limit <= self.stop_before + 60:  # Slurm may be a minute early
+            raise ValueError(
+                f"--time {self.time} is {limit} s, and the ranks are asked to save and end "
+                f"{self.stop_before} s, or up to 60 s more, before it is over: give more time or "
+                "a smaller --stop-before"
+            )
+        for option, _ in self.options:
+            if option in _SET:
+                raise ValueError(f"--sbatch {option}: the script has it; {_SET[option]} instead")
+        for option, value in (("job-name", self.name), *self.options):
+            if not re.fullmatch(r"[a-z][a-z-]*", option) or not value.isprintable():
+                raise ValueError(
+                    f"--{option}={value!r} is no option of sbatch: write its long name without the "
+                    "dashes, and a value on one line (constraint=h100)"
+                )
+
+
+def _check_path(what: str, path: str) -> None:
+    """Refuse a path that would not stay on its line of the script."""
+    if not path.isprintable():
+        raise ValueError(
+            f"{what} {path!r} has characters that cannot be printed, which would break out of the "
+            "job's script: rename it"
+        )
+
+
+def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], cwd: Path) -> str:
+    """The script for sbatch.
+
+    Arguments: what is asked for; the config that is trained; the absolute folder that keeps script,
+    config and log; the interpreter and the program that trains; the folder to start it in. Raises
+    ValueError, see ``SlurmJob.check``, and for a path that cannot be printed.
+    """
+    job.check(config)
+    python, program = command
+    paths = {"checkpoints_path": str(folder), "the current folder": str(cwd)}
+    for what, path in (paths | {"the interpreter": python, "the program": program}).items():
+        _check_path(what, path)
+    tasks = job.tasks_per_node(config)
+    gpus = tasks if job.gpus_per_node is None else job.gpus_per_node
+    sizes = config.parallelism
+    asked = [*job.options]
+    asked += [("gpus-per-node", str(gpus))] if gpus else []
+    asked += [("cpus-per-task", str(job.cpus_per_task))] if job.cpus_per_task else []
+    asked += [("time", job.time)] if job.time else []
+    values = {
+        "title": f"{job.places(config)}: dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}",
+        "name": shlex.quote(job.name),
+        "nodes": job.nodes,
+        "tasks": tasks,
+        "requests": "\n".join(_line(name, value) for name, value in asked),
+        "log": shlex.quote(str(folder).replace("%", "%%") + "/%j.out"),
+        "stop_before": job.stop_before,
+        "folder": shlex.quote(str(folder)),
+        "retries": job.retries,
+        "cwd": shlex.quote(str(cwd)),
+        "srun": f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "",
+        "python": shlex.quote(python),
+        "program": shlex.quote(program),
+        "flags": f" --stall-limit {job.stall_limit}" if job.stall_limit else "",
+    }
+    text = TEMPLATE.read_text(encoding="utf-8").replace("{{requests}}\n" * (not asked), "")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)
+
+
+def _line(name: str, value: str) -> str:
+    return f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")

@@ -1,0 +1,131 @@
+"""``python apps/train verify``: whether a layout computes what one process computes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from kenotron_config import Config, check_available
+from kenotron_dist import RankError, spawn
+from kenotron_dist.launch import launcher, threads_of_rank
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.counts import count
+from kenotron_train.verify.comparison import Check, allowed, compare, layout_gradients, measure
+from kenotron_train.verify.report import Verdict, layout_of, show, write_json
+from kenotron_train.verify.shrink import changes, has_documents, on_one_process, shrink
+
+PRELOAD = ("kenotron_train.verify.comparison",)
+RANKS = 8
+STEPS = 3
+BAD_INPUT = 2
+"""Exit status where nothing was compared, as argparse has it."""
+INTERRUPTED = 130
+
+
+def verify_main(argv: Sequence[str]) -> int:
+    """Compare a small copy of a config's layout with one process; the exit status.
+
+    0: they agree; 1: they do not, or the layout does not run; 2: there is nothing to compare.
+    """
+    given = verify_parser().parse_args(argv)
+    begin = time.monotonic()
+    name = given.config_file or "the embedded config"
+    try:
+        if launcher() != "none":
+            raise ValueError("verify starts its processes itself: run it without a launcher")
+        target = None if given.json is None else _target(given.json)
+        config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+        check_available(config)
+        small = shrink(config, given.ranks, given.steps)
+        _check_ranks(config, small, given.ranks)
+        threads = given.threads or threads_of_rank(small.world_size)
+        verdict = Verdict(
+            name, config, small, changes(config, small), *_outcome(config, small, threads)
+        )
+        show(verdict, time.monotonic() - begin)
+        if target is not None:
+            write_json(target, verdict)
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except (OSError, ValueError) as error:
+        return _fail(str(error), BAD_INPUT)
+    return 0 if verdict.passed else 1
+
+
+def _outcome(config: Config, small: Config, threads: int) -> tuple[list[Check], str]:
+    """All checks, and why the layout did not run, if it did not."""
+    sizes, documents = small.parallelism, has_documents(config)
+    try:
+        layout = spawn(
+            measure, small, documents, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD,
+            threads=threads,
+        )  # fmt: skip
+    except RankError as error:
+        return [], str(error)
+    try:
+        gradients = layout_gradients(layout)
+    except ValueError as error:
+        return [], f"its gradients are not whole: {error}"
+    one = on_one_process(small)
+    try:
+        alone = spawn(measure, one, documents, gradients, preload=PRELOAD, threads=threads)[0]
+    except RankError as error:
+        raise ValueError(f"one process cannot train the small copy: {error}") from error
+    return compare(layout, alone, allowed(small)), ""
+
+
+def _check_ranks(config: Config, small: Config, ranks: int) -> None:
+    if small.world_size == 1 < config.world_size:
+        raise ValueError(
+            f"--ranks {ranks}: nothing is left of {layout_of(config.parallelism)} to compare with "
+            "one process; give more"
+        )
+
+
+def _target(text: str) -> Path:
+    """Where to write, checked before the comparison."""
+    target = Path(text)
+    if target.is_dir():
+        raise ValueError(f"--json {target}: this is a folder; give the path of a file")
+    if not target.absolute().parent.is_dir():
+        raise ValueError(f"--json {target}: there is no folder {target.parent}; make it first")
+    if not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
+        raise ValueError(f"--json {target}: no permission to write there; name another file")
+    return target
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def verify_parser() -> argparse.ArgumentParser:
+    """The flags of ``verify``."""
+    parser = argparse.ArgumentParser(
+        prog="python apps/train verify",
+        description="Compare a config's layout with one process, before GPU hours are spent: a "
+        "small copy of the same structure runs for some steps on local CPU processes, and losses, "
+        "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "
+        "not; 2: the config cannot be used, or nothing could be compared. An axis for which "
+        "--ranks does not suffice is named and not compared. Nothing that the config names is "
+        "read or written.",
+    )
+    add = parser.add_argument
+    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add(
+        "--ranks", type=count, default=RANKS, metavar="N",
+        help=f"processes at most; a larger layout is made smaller (default: {RANKS})",
+    )  # fmt: skip
+    add("--steps", type=count, default=STEPS, metavar="N", help=f"default: {STEPS}")
+    add(
+        "--threads", type=count, metavar="N",
+        help="of each process, also of the one alone (default: OMP_NUM_THREADS, else a share of "
+        "the cores)",
+    )  # fmt: skip
+    add("--json", metavar="FILE", help="write what was compared, for programs")
+    return parser

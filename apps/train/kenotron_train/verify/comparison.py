@@ -1,0 +1,242 @@
+"""A layout against one process: the same steps on both, compared number by number.
+
+One process follows the layout: it computes loss and gradient by itself, and then makes its update
+from the layout's gradient. So both have the same weights at every step, no difference grows, and
+an optimizer that turns a tiny gradient's sign into a whole update cannot hide or feign a fault.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import numpy as np
+
+from kenotron_config import Config
+from kenotron_data import Batch, Cursor
+from kenotron_dist import Mesh, watch
+from kenotron_engine import (
+    Piece,
+    Whole,
+    differences,
+    gradient_bounds,
+    join_pieces,
+    replica_deviations,
+    slice_pieces,
+    training_step,
+    weight_pieces,
+    write_slices,
+)
+from kenotron_engine.gathered_tensors import RELATIVE
+from kenotron_optim import Slices
+from kenotron_train.assemble import Training, build_training
+from kenotron_train.data.stage_dataset import Corpus, open_loader
+from kenotron_train.verify.synthetic_tokens import MadeUpTokens
+
+ROUNDING = 2.0**-23
+"""Largest distance of two neighbouring float32 numbers, in their size."""
+DEPTH = 8
+"""Decoder layers from which on roundings are allowed in proportion to them."""
+LIMIT = timedelta(minutes=5)
+"""How long a rank may let others wait: compiling takes a while."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank measured of a step."""
+
+    loss: float
+    norm: float
+    """Of the whole gradient, before clipping."""
+    gradient: list[Piece]
+    weights: list[Piece]
+    """After the update."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one rank measured."""
+
+    initial: list[Piece]
+    """Weights before the first step."""
+    steps: list[Step]
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A tensor that deviates by more than is allowed."""
+
+    name: str
+    deviation: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison; of tensors the worst is shown."""
+
+    step: int
+    """From 1; 0 before the first."""
+    what: str
+    deviation: float
+    bound: float
+    """0: to the bit."""
+    worst: str = ""
+    """The tensor whose deviation is largest in units of its bound."""
+    departures: list[Departure] = field(default_factory=list)
+    """Tensors above their bounds, in the order of the model."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing deviates by more than is allowed."""
+        return self.deviation <= self.bound and not self.departures
+
+
+def measure(
+    mesh: Mesh, config: Config, documents: bool, forced: list[Whole] | None = None
+) -> Measured:
+    """Train all steps of a small config on made-up tokens, and keep everything.
+
+    ``forced``: gradients that updates are made from, step by step, in place of its own, which are
+    reported. Collective over the mesh.
+    """
+    vocabulary, sequence = config.decoder.vocab_size, config.tokens.sequence_length
+    seed = config.data_stages[0].data.seed
+    corpus = Corpus(MadeUpTokens(vocabulary, sequence, seed, documents))
+    with watch(mesh, limit=LIMIT), open_loader(config, mesh, corpus, Cursor()) as loader:
+        training = build_training(config, mesh)
+        initial = weight_pieces(training)
+        given = [None] * config.tokens.train_steps if forced is None else forced
+        steps = [
+            _step(training, next(loader), number, gradient)
+            for number, gradient in enumerate(given, start=1)
+        ]
+    return Measured(initial, steps)
+
+
+def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> Step:
+    pieces: list[Piece] = []
+    norms: list[float] = []
+
+    def look(slices: Slices) -> None:
+        pieces.extend(slice_pieces(training, slices))
+        if forced is not None:
+            norms.append(training.norm(slices).item())
+            write_slices(training, slices, forced)
+
+    result = training_step(training, batch, number, look=look)
+    return Step(result.loss, [*norms, result.grad_norm][0], pieces, weight_pieces(training))
+
+
+def layout_gradients(layout: list[Measured]) -> list[Whole]:
+    """The whole gradient of every step from what all ranks measured.
+
+    Raises ValueError for a tensor of which some part, or all, has none.
+    """
+    count = len(layout[0].steps)
+    found = [join_pieces([m.steps[i].gradient for m in layout], check=False) for i in range(count)]
+    names = {name for m in layout for name, *_ in m.initial}
+    for whole in found:
+        if missing := sorted(names - whole.keys()):
+            raise ValueError(f"no rank has a gradient of {', '.join(missing)}")
+    return found
+
+
+def allowed(small: Config) -> float:
+    """Largest relative deviation of what is added up in another order; 0 where nothing is.
+
+    A pipeline alone only places layers elsewhere.
+    """
+    sizes = small.parallelism
+    if sizes.dp == sizes.tp == 1 and not small.model.compile:
+        return 0.0
+    return RELATIVE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
+
+
+def compare(layout: list[Measured], one: Measured, relative: float) -> list[Check]:
+    """All checks in order, up to the first step in which one fails.
+
+    Arguments: what the ranks of the layout measured; what one process did, with the layout's
+    gradients for its updates; how much they may deviate (``allowed``), 0: not by a bit. Raises
+    ValueError where one process itself finds nan or inf.
+    """
+    before = join_pieces([one.initial])
+    pieces = [rank.initial for rank in layout]
+    found = [_tensors(0, "initial weights", pieces, before, dict.fromkeys(before, 0.0))]
+    for i, own in enumerate(one.steps):
+        if not all(check.passed for check in found):
+            break
+        _check_finite(i + 1, own)
+        ranks = [rank.steps[i] for rank in layout]
+        found += _numbers(i + 1, ranks, own, relative)
+        gradient = join_pieces([own.gradient])
+        bounds = gradient_bounds(gradient, relative)
+        pieces = [rank.gradient for rank in ranks]
+        found.append(_tensors(i + 1, "gradients", pieces, gradient, bounds))
+        after = join_pieces([own.weights])
+        bounds = update_bounds(before, after, i + 1, relative)
+        pieces = [rank.weights for rank in ranks]
+        found.append(_tensors(i + 1, "updated weights", pieces, after, bounds))
+        before = after
+    return found
+
+
+def _check_finite(step: int, own: Step) -> None:
+    if not (math.isfinite(own.loss) and math.isfinite(own.norm)):
+        raise ValueError(
+            f"step {step}: one process itself has a loss of {own.loss:g} and a gradient of norm "
+            f"{own.norm:g}, so there is nothing to compare with: lower "
+            "optimizer.learning_rate_scheduler.learning_rate, or compare fewer --steps"
+        )
+
+
+def update_bounds(
+    before: Whole, after: Whole, steps: int, relative: float = RELATIVE
+) -> dict[str, float]:
+    """What every element of each weight may deviate after an update from the same gradient.
+
+    ``relative`` of the tensor's largest change, and a rounding of its largest element for every
+    step.
+    """
+    moved, rounding = differences(after, before), steps * ROUNDING if relative else 0.0
+    return {
+        name: float(relative * moved[name] + rounding * np.abs(values).max())
+        for name, values in after.items()
+    }
+
+
+def _numbers(step: int, ranks: list[Step], own: Step, relative: float) -> list[Check]:
+    """Loss and norm: the rank that deviates most counts."""
+    pairs = {
+        "loss": ([rank.loss for rank in ranks], own.loss),
+        "gradient norm": ([rank.norm for rank in ranks], own.norm),
+    }
+    return [
+        Check(step, what, max(_relative(value, want) for value in got), relative)
+        for what, (got, want) in pairs.items()
+    ]
+
+
+def _relative(a: float, b: float) -> float:
+    """|a - b| / |b|; infinity where that is no number."""
+    if a == b:
+        return 0.0
+    value = abs(a - b) / abs(b) if b else float("inf")
+    return value if value == value else float("inf")
+
+
+def _tensors(
+    step: int, what: str, ranks: list[list[Piece]], want: Whole, bounds: dict[str, float]
+) -> Check:
+    """Every rank's pieces against whole tensors."""
+    found = dict.fromkeys(want, float("inf")) | replica_deviations(ranks, want)
+    departures = [
+        Departure(name, found[name], bounds[name]) for name in want if found[name] > bounds[name]
+    ]
+
+    def share(name: str) -> float:
+        return found[name] / bounds[name] if bounds[name] else found[name]
+
+    worst = max(want, key=share)
+    return Check(step, what, found[worst], bounds[worst], worst, departures)

@@ -1,0 +1,183 @@
+"""Result of a comparison of a layout with one process, for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kenotron_config import Config, ParallelismConfig
+from kenotron_engine.gathered_tensors import FLOOR
+from kenotron_train.report.figures import or_null
+from kenotron_train.report.printing import say
+from kenotron_train.verify.comparison import Check, allowed
+
+SHOWN = 4
+"""Further tensors that depart which are named."""
+RULES = {
+    "gradients": "{0:g} of its largest element, or {1:g} of the norm of all gradients",
+    "updated weights": "{0:g} of its largest change, and a float32 rounding for each step",
+}
+"""What is allowed, where numbers may be added up in another order."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that was compared."""
+
+    name: str
+    """Of the config."""
+    config: Config
+    small: Config
+    changes: list[tuple[str, str, str]]
+    """(key, in the config, in the copy)"""
+    checks: list[Check]
+    broken: str
+    """Why the layout did not run; empty where it did."""
+
+    @property
+    def not_compared(self) -> list[str]:
+        """Axes of the config that the copy has no more, for want of ranks."""
+        before, after = self.config.parallelism, self.small.parallelism
+        return [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every check did."""
+        return not self.broken and all(check.passed for check in self.checks)
+
+
+def layout_of(sizes: ParallelismConfig) -> str:
+    """The sizes of a mesh, in words."""
+    return f"dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}"
+
+
+def show(verdict: Verdict, seconds: float) -> None:
+    """Print what was made smaller, every check, and the verdict last."""
+    console = Console(highlight=False, markup=False)
+    with console.capture() as captured:
+        _print(verdict, console)
+    say(f"{captured.get()}{seconds:.0f} s")
+
+
+def _print(verdict: Verdict, console: Console) -> None:
+    small = verdict.small
+    console.print(f"A small copy of {verdict.name}, with made-up tokens:")
+    table = _table("key", "config", "copy")
+    for key, old, new in verdict.changes:
+        table.add_row(".".join(key.split(".")[-2:]), old, new)
+    console.print(table)
+    console.print("Every other key of parallelism, model and optimizer is as it is there.\n")
+    for line in [*_dropped(verdict), _runs(small)]:
+        console.print(line, soft_wrap=True)
+    console.print()
+    if verdict.checks:
+        console.print(_checks(verdict.checks))
+        console.print()
+    for line in _conclusion(verdict):
+        console.print(line)
+
+
+def _runs(small: Config) -> str:
+    steps, samples = small.tokens.train_steps, small.global_batch_size
+    count = small.world_size
+    return (
+        f"{count} process{'es' * (count > 1)} ({layout_of(small.parallelism)}) against one: "
+        f"{steps} step{'s' * (steps > 1)} of {samples} samples of {small.tokens.sequence_length} "
+        "tokens"
+    )
+
+
+def write_json(path: Path, verdict: Verdict) -> None:
+    """Write the same for programs; deviations that are not finite are null. Raises OSError."""
+    sizes = verdict.small.parallelism
+    found: dict[str, Any] = {
+        "config": verdict.name,
+        "passed": verdict.passed,
+        "layout": {"dp": sizes.dp, "pp": sizes.pp, "tp": sizes.tp},
+        "not_compared": verdict.not_compared,
+        "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
+        "checks": [_plain(check) for check in verdict.checks],
+        "broken": verdict.broken or None,
+    }
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _plain(check: Check) -> dict[str, Any]:
+    return {
+        "step": check.step,
+        "what": check.what,
+        "passed": check.passed,
+        "deviation": or_null(check.deviation),
+        "bound": or_null(check.bound),
+        "worst": check.worst or None,
+        "departures": [
+            {"name": each.name, "deviation": or_null(each.deviation), "bound": or_null(each.bound)}
+            for each in check.departures
+        ],
+    }
+
+
+def _table(first: str, *titles: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def _checks(checks: list[Check]) -> Table:
+    table = _table("step", "compared", "measured", "allowed", "", "worst")
+    for check in checks:
+        table.add_row(
+            str(check.step or ""),
+            check.what,
+            f"{check.deviation:.1e}" if check.deviation else "0",
+            f"{check.bound:.1e}" if check.bound else "no bit",
+            "" if check.passed else "FAIL",
+            check.worst if check.deviation else "",
+        )
+    return table
+
+
+def _dropped(verdict: Verdict) -> list[str]:
+    """What is not compared."""
+    if verdict.config.world_size == 1:
+        return ["The config asks for one process: nothing is cut."]
+    lost = ", ".join(verdict.not_compared)
+    return [f"Not compared, for want of --ranks: {lost}"] if lost else []
+
+
+def _conclusion(verdict: Verdict) -> list[str]:
+    layout = layout_of(verdict.small.parallelism)
+    if verdict.broken:
+        return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
+    failed = [check for check in verdict.checks if not check.passed]
+    if not failed:
+        lost = " and ".join(verdict.not_compared)
+        passed = f"PASS: {layout} computes what one process computes"
+        return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
+    tensors = next((check for check in failed if check.departures), None)
+    lines = [] if tensors is None else _departures(tensors, allowed(verdict.small))
+    step = f"step {failed[0].step}" if failed[0].step else "before the first step"
+    said = ", ".join(f"{check.what} ({check.deviation:.1e})" for check in failed)
+    return [*lines, f"FAIL: {layout} departs from one process at {step}: {said}"]
+
+
+def _departures(check: Check, relative: float) -> list[str]:
+    """The first tensor that departs, in the order of the model, and what comes after it."""
+    (first, *more), rule = check.departures, RULES.get(check.what, "")
+    rule = f"{first.bound:.1e}: {rule.format(relative, FLOOR * relative)}"
+    lines = [
+        f"First of the {check.what} that depart: {first.name}, by {first.deviation:.1e}",
+        f"allowed there: {rule if first.bound else '0, nothing is added up in another order'}",
+    ]
+    if more:
+        names = ", ".join(each.name for each in more[:SHOWN])
+        rest = f" and {len(more) - SHOWN} more, the last of them {more[-1].name}"
+        lines.append(f"then {names}" + (rest if len(more) > SHOWN else ""))
+    return lines

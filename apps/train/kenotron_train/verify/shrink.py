@@ -1,0 +1,242 @@
+"""A config small enough for a laptop, with the structure of a real one."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any, cast
+
+from kenotron_config import (
+    Config,
+    LoggingConfig,
+    ModelConfig,
+    ParallelismConfig,
+    RandomInitConfig,
+    TokenizerConfig,
+    TokensConfig,
+)
+from kenotron_data.config import (
+    DataConfig,
+    DatasetStageConfig,
+    NanosetDatasetsConfig,
+    SFTDatasetsConfig,
+)
+from kenotron_dist import Axis, parameter_layouts
+from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
+from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
+from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
+from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
+
+MOST_PADDING = 8
+STD = 0.02
+"""Standard deviation of weights where the config reads them from a file."""
+LEAST_STD, MOST_GAIN = 0.05, 1.0
+"""Bounds in the small model, of it and of its product with the root of the hidden size: attention
+is not even, and roundings do not grow from layer to layer."""
+MOST_CLIP = 0.1
+"""Norms of the small model's gradients are larger, so that clipping is part of the comparison."""
+COMPARED = ("parallelism", "model", "tokens", "optimizer")
+"""Sections whose changes are reported."""
+
+
+def shrink(config: Config, ranks: int, steps: int) -> Config:
+    """The config of a small copy: few features, layers, tokens and at most ``ranks`` processes.
+
+    What decides which code runs stays: architecture, ties, GQA and how its heads lie on tp ranks,
+    modes, the pipeline's schedule and chunks, whether layers and vocabulary divide evenly, ZeRO,
+    optimizer and groups, recompute, compile, windows, kinds of positions, biases, norms, dropout.
+    It is in float32, its weights are drawn, its tokens made up; it reads no file and writes none.
+    """
+    parallelism = fewer_ranks(config.parallelism, ranks)
+    sequence = config.longest_sequence
+    accumulation = small_accumulation(
+        config.tokens.batch_accumulation_per_replica, config.parallelism.pp, parallelism.pp
+    )
+    micro = min(config.tokens.micro_batch_size, 2)
+    length = _small_length(config, parallelism, micro)
+    model = _model(config, parallelism, sequence, length)
+    parallelism = _recompute(parallelism, config, model)
+    tokens = TokensConfig(
+        sequence_length=length,
+        train_steps=steps,
+        micro_batch_size=micro,
+        batch_accumulation_per_replica=accumulation,
+    )
+    data = DataConfig(dataset=None, seed=config.data_stages[0].data.seed, num_loading_workers=0)
+    return Config(
+        general=replace(config.general, ignore_sanity_checks=True, benchmark_csv_path=None),
+        parallelism=parallelism,
+        model=model,
+        tokenizer=TokenizerConfig(),
+        tokens=tokens,
+        optimizer=_optimizer(config.optimizer, model),
+        checkpoints=replace(config.checkpoints, resume_checkpoint_path=None),
+        logging=LoggingConfig(),
+        data_stages=(DatasetStageConfig(name="made up", start_training_step=1, data=data),),
+    )
+
+
+def on_one_process(small: Config) -> Config:
+    """The plainest way to the same numbers: one process that computes nothing twice.
+
+    Its micro-batches are those of all data ranks, one after the other.
+    """
+    parallelism = replace(
+        small.parallelism,
+        dp=1, pp=1, tp=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
+        tp_linear_async_communication=False, recompute="none", recompute_layer=False,
+        recompute_layers=None,
+    )  # fmt: skip
+    count = small.tokens.batch_accumulation_per_replica * small.parallelism.dp
+    return replace(
+        small,
+        parallelism=parallelism,
+        model=replace(small.model, compile=False),
+        tokens=replace(small.tokens, batch_accumulation_per_replica=count),
+        optimizer=replace(small.optimizer, zero_stage=0),
+    )
+
+
+def has_documents(config: Config) -> bool:
+    """Whether a sample may be of several documents, which the model or the data keeps apart."""
+    return config.decoder.separate_documents or any(
+        (isinstance(data, NanosetDatasetsConfig) and data.return_positions)
+        or isinstance(data, SFTDatasetsConfig)
+        for data in (stage.data.dataset for stage in config.data_stages)
+    )
+
+
+def changes(config: Config, small: Config) -> list[tuple[str, str, str]]:
+    """What differs between a config and its small copy: (key path, before, after)."""
+    found = []
+    for section in COMPARED:
+        before = dict(_leaves(section, asdict(getattr(config, section))))
+        after = dict(_leaves(section, asdict(getattr(small, section))))
+        for path in {**before, **after}:
+            old, new = before.get(path), after.get(path)
+            if old != new:
+                found.append((path, _shown(old), _shown(new)))
+    return found
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield from _leaves(f"{path}.{name}", item)
+    else:
+        yield path, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_shown, value)) or "none"
+    if isinstance(value, dict):
+        return " ".join(map(_shown, value.values()))
+    if value is None or isinstance(value, bool):
+        return "none" if value is None else str(value).lower()
+    return str(value)
+
+
+def _small_length(config: Config, parallelism: ParallelismConfig, micro: int) -> int:
+    """Few tokens of a sample; tp divides those of a micro-batch, or not, as before."""
+    sequence, tp, small_tp = config.longest_sequence, config.parallelism.tp, parallelism.tp
+    length = min(sequence, SEQUENCE)
+    even = config.tokens.micro_batch_size * sequence % tp == 0
+    near = (each for each in range(length, length // 2, -1))
+    return next((each for each in near if (micro * each % small_tp == 0) == even), length)
+
+
+def _model(
+    config: Config, parallelism: ParallelismConfig, sequence: int, length: int
+) -> ModelConfig:
+    section, before = config.model, config.parallelism
+    if not hasattr(section.model_config, "small"):
+        raise ValueError(
+            f"model.model_config: {type(section.model_config).__name__} has no narrow copy to "
+            "compare layouts with: give its class what kenotron_models.SizedConfig lists"
+        )
+    sizes = cast(SizedConfig, section.model_config)
+    chunks = before.schedule.chunks
+    depth, period = small_depth(
+        sizes.num_hidden_layers,
+        before.pp * chunks,
+        parallelism.pp * chunks,
+        getattr(sizes, "no_rope_layer", None),
+    )
+    cut = Cut(before.tp, parallelism.tp, depth, period, sequence, length)
+    padding = section.make_vocab_size_divisible_by
+    small = small_model(sizes, cut, padding, few(padding, MOST_PADDING))
+    method = section.init_method
+    drawn = method if isinstance(method, RandomInitConfig) else RandomInitConfig(std=STD)
+    gain = min(drawn.std * math.sqrt(sizes.hidden_size), MOST_GAIN)
+    std = max(gain / math.sqrt(small.hidden_size), LEAST_STD)
+    return replace(
+        section,
+        model_config=small,
+        init_method=replace(drawn, std=float(f"{std:.3g}")),
+        dtype="float32",
+        make_vocab_size_divisible_by=few(padding, MOST_PADDING),
+        ddp_bucket_cap_mb=1,
+    )
+
+
+def _recompute(
+    parallelism: ParallelismConfig, config: Config, model: ModelConfig
+) -> ParallelismConfig:
+    """As many layers that compute again, in proportion: all, none, or some."""
+    count, depth = parallelism.recompute_layers, config.decoder.num_hidden_layers
+    if not count:
+        return parallelism
+    small = cast(SizedConfig, model.model_config).num_hidden_layers
+    some = min(max(1, round(count * small / depth)), max(1, small - 1))
+    return replace(parallelism, recompute_layers=small if count >= depth else some)
+
+
+def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
+    """The same rule and groups; a schedule whose few steps warm up, and then decay."""
+    names = _names(model)
+    schedule = section.learning_rate_scheduler
+    rule = section.optimizer_factory
+    if isinstance(rule, MuonConfig):
+        rule = replace(rule, adamw_named_params=_matching(rule.adamw_named_params, names))
+    exclude = _matching(section.weight_decay_exclude_named_params, names)
+    return replace(
+        section,
+        optimizer_factory=rule,
+        clip_grad=None if section.clip_grad is None else min(section.clip_grad, MOST_CLIP),
+        nonfinite="continue",  # what is not finite is found by comparing
+        weight_decay_exclude_named_params=exclude,
+        lr_multipliers=_rules(section.lr_multipliers, names),
+        learning_rate_scheduler=replace(
+            schedule,
+            lr_warmup_steps=min(schedule.lr_warmup_steps, 1),
+            lr_decay_steps=None,
+            lr_decay_starting_step=None,
+        ),
+    )
+
+
+def _names(model: ModelConfig) -> list[str]:
+    """Logical names of all parameters of a model."""
+    axis = Axis("tp", 0, (0,))
+    whole = LayerStack(build_decoder(cast(AnyConfig, model.model_config), Build(axis)))
+    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1}).values()})
+
+
+def _matching(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
+    """Patterns of layers that the small model has."""
+    return tuple(p for p in patterns if any(re.fullmatch(p, name) for name in names))
+
+
+def _rules(rules: tuple[LRMultiplier, ...], names: list[str]) -> tuple[LRMultiplier, ...]:
+    """Rules that are left something by earlier ones."""
+    left, kept = set(names), []
+    for rule in rules:
+        if found := {name for name in left if re.fullmatch(rule.pattern, name)}:
+            kept.append(rule)
+            left -= found
+    return tuple(kept)

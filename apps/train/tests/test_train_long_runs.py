@@ -1,0 +1,135 @@
+"""Long runs: memory that does not grow with steps, and metrics that are not read at each start."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import runs
+
+from kenotron_dist import Mesh
+from kenotron_engine import StepResult
+from kenotron_train.assemble import Training
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.report.metrics_file import BLOCK, Journal, cut_journal, last_step, read_journal
+from kenotron_train.run import loop
+from kenotron_train.run.progress import Progress
+
+STEPS = 600
+
+
+class Memory(LifeCycle):
+    """Bytes that Python holds after some steps."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[int, int] = {}
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Measure after a third of the steps, and after the last."""
+        if progress.step in (STEPS // 3, STEPS):
+            gc.collect()
+            self.bytes[progress.step] = tracemalloc.get_traced_memory()[0]
+
+
+def test_memory_does_not_grow_with_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "HISTORY", 8)
+    changes = {
+        "tokens__train_steps": STEPS,
+        "tokens__limit_val_batches": 0,
+        "tokens__sequence_length": 8,
+        "tokens__micro_batch_size": 1,
+        "model__model_config__num_hidden_layers": 1,
+        "checkpoints__checkpoint_interval": 10**6,
+        "logging__iteration_step_info_interval": 10**6,
+    }
+    config = load_config(DEFAULT_CONFIG, runs.arguments(tmp_path, **changes)[1::2])
+    memory = Memory()
+    tracemalloc.start()
+    try:
+        outcome = loop.run(Mesh.connect(), config, hooks=(memory,))
+    finally:
+        tracemalloc.stop()
+    assert len(outcome.results) == 8
+    assert outcome.results[-1].loss == runs.metrics(tmp_path)[-1]["lm_loss"]
+    first, last = memory.bytes.values()
+    assert last - first < 300 * (STEPS - STEPS // 3)  # bytes a step; it was 1,170
+
+
+def lines_of(path: Path, steps: int) -> list[bytes]:
+    lines = [
+        json.dumps({"step": step, "lm_loss": 1 / step, "text": "x" * (step % 300)}).encode() + b"\n"
+        for step in range(1, steps + 1)
+    ]
+    path.write_bytes(b"".join(lines))
+    return lines
+
+
+def test_a_run_that_goes_on_reads_the_end_of_its_metrics_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = lines_of(path, 50_000)
+    inode, real, read = path.stat().st_ino, os.pread, []
+    monkeypatch.setattr(os, "pread", lambda *given: read.append(given[1]) or real(*given))
+    book = Journal(tmp_path, 49_951)
+    assert sum(read) <= 2 * BLOCK < path.stat().st_size // 50
+    assert path.stat().st_ino == inode  # in place
+    assert path.read_bytes() == b"".join(lines[:49_950])
+    book.write({"step": 49_951})
+    book.rewind(100)
+    book.write({"step": 101})
+    book.close()
+    assert path.read_bytes() == b"".join(lines[:100]) + b'{"step": 101}\n'
+    assert last_step(path) == 101
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 4096])
+def test_where_blocks_begin_does_not_matter(
+    block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kenotron_train.report.metrics_file.BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    lines = lines_of(path, 20)
+    for first in (21, 20, 11, 2, 1):
+        cut_journal(path, first)
+        assert path.read_bytes() == b"".join(lines[: first - 1])
+    assert last_step(path) == 0
+
+
+def test_lines_that_are_none_go_with_what_follows_them(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = b'{"step": 1}\n'
+    for rest in (b'{"step": 2, "lm_l', b"\n\n", b'[1]\n"x"\n', b"\x00" * 5000, b'{"step": "2"}\n'):
+        path.write_bytes(first + rest)
+        assert last_step(path) == 1
+        cut_journal(path, 3)
+        assert path.read_bytes() == first
+    path.write_bytes(first + b'{"step": 2}')  # whole, but its end of line did not arrive
+    cut_journal(path, 3)
+    assert path.read_bytes() == first + b'{"step": 2}\n'
+    assert [step["step"] for step in read_journal(path)] == [1, 2]
+
+
+def test_a_rewind_on_a_disk_that_fails_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    book = Journal(tmp_path, 1, said.append)
+    for step in (1, 2, 3):
+        book.write({"step": step})
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(handle: int, length: int) -> None:
+            raise OSError(5, "Input/output error")
+
+        patch.setattr(os, "ftruncate", broken)
+        book.rewind(1)
+    assert said == [
+        f"{tmp_path / 'metrics.jsonl'} keeps steps that were undone: [Errno 5] Input/output error"
+    ]
+    book.write({"step": 2})
+    book.close()
+    assert len(read_journal(tmp_path / "metrics.jsonl")) == 4

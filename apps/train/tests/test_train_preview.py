@@ -1,0 +1,62 @@
+"""What `--check` says of a config: layout, sizes and memory, and what cannot be run."""
+
+import subprocess
+import sys
+
+import pytest
+import runs
+
+from kenotron_config import unavailable
+from kenotron_train.config_file import load_config
+from kenotron_train.run.loop import train
+from kenotron_train.run.preview import preview, stage_sizes
+
+
+def parse(*overrides):
+    return load_config(runs.TINY_LLAMA, overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "lighteval={slurm: {gpus_per_node: 8, partition: p, time: '1:00:00'}}",
+        "model.init_method={use_mup: true}",
+        "parallelism.expert_parallel_size=2",
+    ],
+)
+def test_what_is_not_there_yet_is_refused_before_anything_is_built(override):
+    config = parse(override)
+    (line,) = unavailable(config)
+    assert f"Cannot be run: {line}" in preview(config)
+    with pytest.raises(ValueError, match="not available yet"):
+        train(None, config)
+
+
+def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):
+    app = runs.APP
+    done = subprocess.run(
+        [sys.executable, str(app), "--check", "--set", "parallelism.dp=100"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True,
+    )  # fmt: skip
+    assert "Layout: 200 processes = dp 100 x pp 1 x tp 2" in done.stdout
+    assert "pp rank 0: embedding ... head, 402,816 parameters a rank" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_of_stages_add_up_to_the_model():
+    config = parse("parallelism.pp=2", "parallelism.tp=2", "parallelism.pp_engine=AFAB")
+    stages = stage_sizes(config)
+    names = [name for stage in stages for name in stage.layers]
+    assert names == ["embedding", "layers.0", "layers.1", "norm", "head"]
+    assert all(size >= 0 for stage in stages for size in stage.bytes_of.values())
+
+
+def test_what_is_likely_a_mistake_is_a_warning():
+    schedule = "optimizer.learning_rate_scheduler"
+    text = preview(parse(f"{schedule}.lr_warmup_steps=16", f"{schedule}.lr_decay_steps=null"))
+    assert f"Warning: {schedule}.lr_warmup_steps: 16 was given, but tokens.train_steps" in text
+
+
+def test_paths_that_are_not_here_are_warnings(tmp_path):
+    text = preview(parse(f"checkpoints.resume_checkpoint_path={tmp_path}/none"))
+    assert "Warning: checkpoints.resume_checkpoint_path: " in text

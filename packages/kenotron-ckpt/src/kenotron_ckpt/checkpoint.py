@@ -1,0 +1,202 @@
+"""A checkpoint that was found: its bytes verified, its values read into tensors of any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt.byte_checks import faults_in, share_of_bytes, wanted_bytes
+from kenotron_ckpt.cut import Tensors, blocks_of, problems_of
+from kenotron_ckpt.index import Manifest, Piece
+from kenotron_ckpt.reader import Read, fill, fill_verified, invalidate, plan_reads
+from kenotron_ckpt.share import sizes_of
+from kenotron_ckpt.together import on_all, on_each
+from kenotron_dist import Mesh
+
+_HINTS = 5
+"""Missing names that get a suggestion: each is compared with all that are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What a load did, the same on every rank (``rank_state`` apart)."""
+
+    folder: Path
+    """The step folder that was read."""
+    step: int
+    """Training steps done when it was saved."""
+    state: dict[str, Any]
+    """What was saved next to the tensors."""
+    rank_state: Any
+    """What this rank saved of its own; None when the mesh was another."""
+    loaded: list[str]
+    """Names of the records that filled a tensor on some rank."""
+    missing: list[str]
+    """Names that were wanted and are not there; empty unless ``strict`` is False."""
+    unused: list[str]
+    """Names of the records that no rank wanted."""
+    passed_over: list[str]
+    """Why each checkpoint that would have been preferred was not read; a sentence each."""
+
+
+class DamagedCheckpoint(ValueError):
+    """Bytes of a checkpoint are not those that were written. Raised on every rank."""
+
+    def __init__(self, folder: Path, faults: Sequence[str], filled: bool) -> None:
+        self.faults = list(faults)
+        """A sentence for every fault."""
+        self.filled = filled
+        """Whether tensors were filled already; those of floating-point numbers are NaN then."""
+        lines = [f"cannot load {folder}:", *faults]
+        if filled:
+            lines.append("the tensors were set to NaN: load another checkpoint into them")
+        super().__init__("\n  ".join(lines))
+
+
+class Checkpoint:
+    """A checkpoint that was found, to be read once or several times.
+
+    Made by ``open_checkpoint``, and by ``read_preferred``.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, mesh: Mesh) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self.passed_over: list[str] = []
+        """Why each newer or preferred checkpoint was not taken; a sentence each."""
+        self._mesh = mesh
+        self._verified: set[str] = set()
+
+    def load(self, wanted: Tensors, *, verify: bool = True, strict: bool = True) -> Loaded:
+        """Fill tensors in place. Collective over the mesh that opened the checkpoint.
+
+        Bytes that were not verified before are hashed while they fill their tensor. A piece that
+        no rank reads whole is verified before, by one rank.
+
+        Args:
+            wanted: this rank's (local tensor, layout), by any unique key; several may want
+                different slices of one record, several ranks the same. Values are cast to the
+                tensor's dtype. Padding, which no checkpoint holds, is left untouched.
+            verify: compare the checksums of all that is read, unless that was done before.
+            strict: False leaves tensors alone whose record is not there, and lists them. All
+                bytes are then verified before any tensor is changed, which reads them twice.
+
+        Raises:
+            ValueError: on every rank, before any tensor is changed: records that are missing or
+                of another global shape (all are listed); tensors that contradict their layouts;
+                nothing to load.
+            DamagedCheckpoint: on every rank: bytes are not those that were written, or a file
+                cannot be read. Where ``filled`` is True, all floating-point values that this call
+                had to fill are NaN, on every rank, and other numbers may be damaged: a program
+                that ignores the error does not compute with them unnoticed. To keep tensors as
+                they are, call ``verify`` first, or open the checkpoint with
+                ``open_checkpoint(verify=True)``.
+            OSError: without ``verify``, when a file cannot be read.
+        """
+        mesh, manifest = self._mesh, self.manifest
+        problems, missing = _union_each(mesh, lambda: _problems(manifest, wanted, mesh, strict))
+        if problems:
+            raise ValueError("\n  ".join([f"cannot load {self.folder}:", *problems]))
+        there = {key: held for key, held in wanted.items() if held[1].name in manifest.records}
+        blocks = blocks_of(there, mesh.view)
+        reads = on_all(mesh, lambda: plan_reads(manifest.records, blocks))
+        names = {layout.name for _, layout in there.values()}
+        loaded, rest = wanted_bytes(manifest, names, reads, mesh)
+        if not loaded:
+            raise ValueError(
+                f"cannot load {self.folder}: none of the {len(missing)} names that are wanted is "
+                f"among its {len(manifest.records)} records"
+            )
+        if verify and not strict:
+            self._raise(self.verify(set(loaded).__contains__))
+        if verify and not self._verified.issuperset(loaded):
+            self._fill_verified(reads, rest)
+            self._verified.update(loaded)
+        else:
+            on_all(mesh, lambda: fill(self.folder, reads))
+        return self._result(loaded, missing)
+
+    def verify(self, select: Callable[[str], bool] = lambda _: True) -> list[str]:
+        """What is wrong with the bytes of the records whose name ``select`` accepts.
+
+        Collective: every rank reads its share, all get all sentences. What was right is not read
+        again.
+        """
+        names = [n for n in self.manifest.records if select(n) and n not in self._verified]
+        faults = self._faults([p for name in names for p in self.manifest.records[name].pieces])
+        if not faults:
+            self._verified.update(names)
+        return faults
+
+    def _faults(self, pieces: Sequence[Piece]) -> list[str]:
+        """Faults of pieces that are the same on all ranks; every rank reads its share."""
+        own = share_of_bytes(pieces, self._mesh)
+        return _union(on_each(self._mesh, lambda: faults_in(self.folder, self.manifest, own)))
+
+    def _fill_verified(self, reads: Sequence[Read], rest: Sequence[Piece]) -> None:
+        """Verify what no rank reads whole, then fill and hash the others as they arrive."""
+        if rest:
+            self._raise(self._faults(rest))
+        files = self.manifest.files
+        found = on_each(self._mesh, lambda: fill_verified(self.folder, reads, files))
+        if any(found):
+            invalidate(reads)
+        self._raise(_union(found), filled=True)
+
+    def _raise(self, faults: Sequence[str], filled: bool = False) -> None:
+        if faults:
+            raise DamagedCheckpoint(self.folder, faults, filled)
+
+    def _result(self, loaded: list[str], missing: Sequence[str]) -> Loaded:
+        mesh, manifest = self._mesh, self.manifest
+        own = manifest.rank_states
+        same = dict(manifest.mesh) == sizes_of(mesh) and len(own) == mesh.world.size
+        return Loaded(
+            folder=self.folder,
+            step=manifest.step,
+            state=dict(manifest.state),
+            rank_state=own[mesh.rank] if same else None,
+            loaded=loaded,
+            missing=sorted(missing),
+            unused=manifest.unused(loaded),
+            passed_over=self.passed_over,
+        )
+
+
+def _problems(
+    manifest: Manifest, wanted: Tensors, mesh: Mesh, strict: bool
+) -> tuple[list[str], list[str]]:
+    """What forbids the load, and the names that are missing."""
+    found = problems_of(wanted, mesh.view)
+    missing = []
+    for _, layout in wanted.values():
+        record = manifest.records.get(layout.name)
+        if record is None:
+            missing.append(layout.name)
+            close = strict and len(missing) <= _HINTS
+            near = get_close_matches(layout.name, manifest.records, n=1) if close else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            if strict:
+                found.append(f"{layout.name}: no such record among {len(manifest.records)}{hint}")
+        elif record.shape != layout.shape:
+            found.append(
+                f"{layout.name}: the record has shape {list(record.shape)}, the model "
+                f"{list(layout.shape)}"
+            )
+    return found, missing
+
+
+def _union_each(
+    mesh: Mesh, run: Callable[[], tuple[list[str], list[str]]]
+) -> tuple[list[str], list[str]]:
+    """Both lists of every rank, each sentence once."""
+    first, second = zip(*on_each(mesh, run), strict=True)
+    return _union(first), _union(second)
+
+
+def _union(ranks: Sequence[Sequence[str]]) -> list[str]:
+    """What the ranks have, each once."""
+    return list(dict.fromkeys(text for texts in ranks for text in texts))

@@ -1,0 +1,60 @@
+"""The YAML of a training run: its sections, their checks, and errors that name the key."""
+
+from kenotron_config.availability import NOT_YET, check_available, unavailable
+from kenotron_config.cautions import cautions
+from kenotron_config.config import Config, ignored_keys
+from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.init_sections import (
+    ExistingCheckpointInitConfig,
+    MambaInitConfig,
+    RandomInitConfig,
+    SpectralMupInitConfig,
+)
+from kenotron_config.masking import EnvText, Mask, credentials, masked, public
+from kenotron_config.reference import config_reference, json_schema
+from kenotron_config.sections import (
+    Device,
+    GeneralConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TokenizerConfig,
+    TokensConfig,
+)
+from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
+from kenotron_config.yaml_config import ConfigError, dump_config, load_config, parse_config
+
+__all__ = [
+    "NOT_YET",
+    "Config",
+    "ConfigError",
+    "Device",
+    "DoReMiConfig",
+    "EnvText",
+    "ExistingCheckpointInitConfig",
+    "GeneralConfig",
+    "LightEvalConfig",
+    "LoggingConfig",
+    "MambaInitConfig",
+    "Mask",
+    "MetricsLoggingConfig",
+    "ModelConfig",
+    "ParallelismConfig",
+    "ProfilerConfig",
+    "RandomInitConfig",
+    "SpectralMupInitConfig",
+    "TokenizerConfig",
+    "TokensConfig",
+    "cautions",
+    "check_available",
+    "config_reference",
+    "credentials",
+    "dump_config",
+    "ignored_keys",
+    "json_schema",
+    "load_config",
+    "masked",
+    "parse_config",
+    "public",
+    "unavailable",
+]

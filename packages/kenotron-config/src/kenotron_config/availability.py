@@ -1,0 +1,69 @@
+"""What a config asks for that cannot be run yet. It loads and is checked all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron_config.config import Config
+from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.init_sections import MambaInitConfig, SpectralMupInitConfig
+from kenotron_config.sections import ModelConfig, ParallelismConfig
+from kenotron_models import LlaMoEConfig, MambaModelConfig, MoEConfig, Qwen2Config
+
+NOT_YET: tuple[type, ...] = (
+    MambaModelConfig,
+    LlaMoEConfig,
+    MoEConfig,
+    SpectralMupInitConfig,
+    MambaInitConfig,
+    LightEvalConfig,
+    DoReMiConfig,
+)
+"""Sections that load and that no run can use."""
+
+
+def unavailable(config: Config) -> list[str]:
+    """Name all that a run of this config would need and there is not.
+
+    Returns:
+        One line for each, `key.path: what was given; what to do`; empty when it can be run.
+    """
+    found = [*_parallelism(config.parallelism), *_model(config.model), *_sections(config)]
+    return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
+
+
+def check_available(config: Config) -> None:
+    """Raise ValueError with all that ``unavailable`` names."""
+    if problems := unavailable(config):
+        raise ValueError("\n".join(problems))
+
+
+_Lines = Iterator[tuple[str, str, str]]
+
+
+def _parallelism(section: ParallelismConfig) -> _Lines:
+    for name in ("expert_parallel_size", "context_parallel_size"):
+        if (size := getattr(section, name)) > 1:
+            yield f"parallelism.{name}", f"{size} was given; more than 1 is", "set it to 1"
+    if section.moe_layer_recompute:
+        yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
+
+
+def _model(section: ModelConfig) -> _Lines:
+    sizes, path = section.model_config, "model.model_config"
+    if isinstance(sizes, NOT_YET):
+        name = type(sizes).__name__.removesuffix("Config")
+        yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
+    elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:
+        yield f"{path}.moe_config", "experts were given; they are", "set it to null"
+    if isinstance(section.init_method, NOT_YET):
+        yield "model.init_method", "weights that are not drawn normally are", "give std or path"
+
+
+def _sections(config: Config) -> _Lines:
+    for name, what in (
+        ("lighteval", "evaluations are"),
+        ("doremi", "learned weights of domains are"),
+    ):
+        if isinstance(getattr(config, name), NOT_YET):
+            yield name, what, "remove the section"

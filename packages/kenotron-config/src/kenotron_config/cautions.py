@@ -1,0 +1,91 @@
+"""What can be run and is likely a mistake: lengths, schedules, and tokens of another tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kenotron_config.config import Config
+from kenotron_data import tokenizer_of_folder
+from kenotron_data.config import NanosetDatasetsConfig
+
+SCHEDULE = "optimizer.learning_rate_scheduler"
+
+
+def cautions(config: Config) -> list[str]:
+    """Name what can be run and is likely a mistake.
+
+    Args:
+        config: the config of a training; the metadata of its token files are read.
+
+    Returns:
+        One line for each, `key.path: value was given; what is odd`.
+    """
+    return [*_long_sequences(config), *_schedule(config), *_other_tokenizers(config)]
+
+
+def _long_sequences(config: Config) -> list[str]:
+    known = getattr(config.model.model_config, "max_position_embeddings", None)
+    if known is None:
+        return []
+    keys = {"tokens.sequence_length": config.tokens.sequence_length}
+    for number, stage in enumerate(config.data_stages):
+        if stage.sequence_length is not None:
+            keys[f"data_stages.{number}.sequence_length"] = stage.sequence_length
+    return [
+        f"{key}: {length} was given; that is beyond model.model_config.max_position_embeddings "
+        f"({known}): nothing is cut, but other programs may refuse the model at this length"
+        for key, length in keys.items()
+        if length > known
+    ]
+
+
+def _schedule(config: Config) -> Iterator[str]:
+    """Parts of the learning-rate schedule that the run never reaches."""
+    schedule, steps = config.optimizer.learning_rate_scheduler, config.tokens.train_steps
+    if schedule.lr_warmup_steps > steps:
+        yield (
+            f"{SCHEDULE}.lr_warmup_steps: {schedule.lr_warmup_steps} was given, but "
+            f"tokens.train_steps is {steps}: the learning rate never reaches learning_rate "
+            f"({schedule.learning_rate:g})"
+        )
+        return
+    decay, start = schedule.lr_decay_steps, schedule.lr_decay_starting_step
+    if start is not None and start >= steps:
+        yield (
+            f"{SCHEDULE}.lr_decay_starting_step: {start} was given, but tokens.train_steps is "
+            f"{steps}: the learning rate never decays"
+        )
+    elif decay is not None and (end := decay + (start or schedule.lr_warmup_steps)) > steps:
+        yield (
+            f"{SCHEDULE}.lr_decay_steps: {decay} was given: the decay ends at step {end}, but "
+            f"tokens.train_steps is {steps}: the learning rate never reaches min_decay_lr"
+        )
+
+
+def _other_tokenizers(config: Config) -> Iterator[str]:
+    """Folders whose metadata name another tokenizer than the config."""
+    for number, stage in enumerate(config.data_stages):
+        section, key = stage.data.dataset, f"data_stages.{number}.data.dataset"
+        if not isinstance(section, NanosetDatasetsConfig):
+            continue
+        named = {
+            "tokenizer.tokenizer_name_or_path": config.tokenizer.tokenizer_name_or_path,
+            f"{key}.tokenizer_name": section.tokenizer_name,
+        }
+        for folder in section.folders:
+            made_with = tokenizer_of_folder(folder)
+            yield from (
+                f"{where}: {name} was given, but the token files of {folder} were made with "
+                f"{made_with}: where these are different tokenizers, ids have other meanings; name "
+                "that of the files, or make the files again"
+                for where, name in named.items()
+                if name is not None and made_with and _short(name) != _short(made_with)
+            )
+
+
+def _short(name: str) -> str:
+    """The part of a tokenizer's name that a copy in another folder keeps."""
+    path = Path(name)
+    is_file = path.suffix == ".json"
+    return (path.parent.name if is_file and path.parent.name else path.name).lower()

@@ -1,0 +1,191 @@
+"""Rules that need more than one section of a training config."""
+
+import math
+from collections.abc import Sequence
+from typing import TypedDict
+
+from kenotron_config.sections import ModelConfig, ParallelismConfig, TokenizerConfig, TokensConfig
+from kenotron_config.watch_sections import ProfilerConfig
+from kenotron_data.config import (
+    DatasetStageConfig,
+    NanosetDatasetsConfig,
+    PretrainDatasetsConfig,
+    SFTDatasetsConfig,
+)
+from kenotron_models import AnyConfig, LlaMoEConfig, MambaModelConfig
+
+LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
+BYTE_TOKENS = 256
+
+
+class Sections(TypedDict, total=False):
+    """The sections that rules look at; one that could not be read is left out."""
+
+    parallelism: ParallelismConfig
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    tokens: TokensConfig
+    profiler: ProfilerConfig | None
+    data_stages: tuple[DatasetStageConfig, ...]
+
+
+def cross_problems(sections: Sections) -> list[str]:
+    """Name every contradiction between sections.
+
+    Args:
+        sections: the sections by name; rules that need a missing one are passed over.
+
+    Returns:
+        One line for each problem: `key.path: value given; what is needed; what to change`.
+    """
+    found: list[str] = []
+    parallelism, model = sections.get("parallelism"), sections.get("model")
+    stages = sections.get("data_stages")
+    if model and parallelism:
+        found += _model_over_ranks(model, parallelism)
+        found += _graphed(model, parallelism)
+    if stages is not None:
+        found += _stage_order(stages)
+    if model and stages:
+        found += _vocabulary(model, stages, sections.get("tokenizer"))
+        found += _ids_of_folders(model, stages)
+    if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
+        found += _profile(tokens, profiler)
+    return found
+
+
+def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
+    if isinstance(sizes, MambaModelConfig):
+        return []  # its channels are cut, and there are no heads
+    found = []
+    advice = f"set tp to {_largest_tp(sizes, tp)}"
+    for name in ("num_attention_heads", "intermediate_size"):
+        if (size := getattr(sizes, name, 0) or 0) % tp:
+            found.append(
+                f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
+                f"({size}); {advice} or change {name}"
+            )
+    kv_heads = getattr(sizes, "kv_heads", tp)
+    if kv_heads % tp and tp % kv_heads:
+        found.append(
+            f"parallelism.tp: {tp} was given; it and model.model_config.num_key_value_heads "
+            f"({kv_heads}) must divide one another; {advice} or change num_key_value_heads"
+        )
+    depth = _depth(sizes)
+    layers = depth + len(LAYERS_BESIDE_DECODER)
+    chunks = parallelism.schedule.chunks
+    if pp * chunks > layers:
+        times = f" x {chunks} parts a rank ({parallelism.pp_engine})" if chunks > 1 else ""
+        found.append(
+            f"parallelism.pp: {pp}{times} was given; each stage needs a layer, and the model has "
+            f"{layers} ({depth} decoder layers, "
+            f"{', '.join(LAYERS_BESIDE_DECODER)}); set pp to at most {layers // chunks}"
+        )
+    return found
+
+
+def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """A graph repeats kernels of one rank: no other rank and no dropout key may be in it."""
+    if not model.cuda_graph:
+        return []
+    found = [
+        f"model.cuda_graph: true was given with parallelism.{name} {size}; a graph holds one "
+        f"rank's kernels: set {name} to 1 or cuda_graph to false"
+        for name, size in (("pp", parallelism.pp), ("tp", parallelism.tp))
+        if size > 1
+    ]
+    names = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout")
+    sizes = model.model_config
+    found += [
+        f"model.cuda_graph: true was given with model.model_config.{name} {rate}; a graph repeats "
+        "its random numbers: set it to 0 or cuda_graph to false"
+        for name in names
+        if (rate := getattr(sizes, name, 0.0))
+    ]
+    return found
+
+
+def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
+    if not stages:
+        return ["data_stages: an empty list was given; there must be at least one stage"]
+    found = []
+    if stages[0].start_training_step != 1:
+        found.append(
+            f"data_stages.0.start_training_step: {stages[0].start_training_step} was given; the "
+            "first stage must start at step 1"
+        )
+    names = {stages[0].name}
+    for number, (before, stage) in enumerate(zip(stages, stages[1:], strict=False), start=1):
+        if stage.start_training_step <= before.start_training_step:
+            found.append(
+                f"data_stages.{number}.start_training_step: {stage.start_training_step} was given; "
+                f"it must come after the stage before ({before.start_training_step})"
+            )
+        if stage.name in names:
+            found.append(
+                f"data_stages.{number}.name: {stage.name!r} was given; another stage has that "
+                "name; choose a different one"
+            )
+        names.add(stage.name)
+    return found
+
+
+def _vocabulary(
+    model: ModelConfig, stages: Sequence[DatasetStageConfig], tokenizer: TokenizerConfig | None
+) -> list[str]:
+    size = model.model_config.vocab_size
+    if tokenizer is not None and tokenizer.tokenizer_name_or_path is not None:
+        return []
+    kinds = {type(stage.data.dataset) for stage in stages}
+    path = "model.model_config.vocab_size"
+    if SFTDatasetsConfig in kinds and size <= BYTE_TOKENS:
+        return [
+            f"{path}: {size} was given; answers are read as bytes and ended by {BYTE_TOKENS}, so "
+            f"at least {BYTE_TOKENS + 1} are needed"
+        ]
+    if size >= BYTE_TOKENS or PretrainDatasetsConfig not in kinds:
+        return []
+    return [
+        f"{path}: {size} was given; text is read as bytes and needs at least {BYTE_TOKENS}; "
+        f"{BYTE_TOKENS + 1} also marks where documents end"
+    ]
+
+
+def _ids_of_folders(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+    size = model.model_config.vocab_size
+    return [
+        f"data_stages.{number}.data.dataset.vocab_size: {section.vocab_size} was given; "
+        f"model.model_config.vocab_size is {size}, which must be at least as many"
+        for number, stage in enumerate(stages)
+        if isinstance(section := stage.data.dataset, NanosetDatasetsConfig)
+        and (section.vocab_size or 0) > size
+    ]
+
+
+def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
+    if profiler.steps <= tokens.train_steps:
+        return []
+    return [
+        f"profiler.skip_first: {profiler.skip_first} was given; with wait, warmup, active and "
+        f"repeat the profiler needs {profiler.steps} steps, and tokens.train_steps is "
+        f"{tokens.train_steps}"
+    ]
+
+
+def _largest_tp(sizes: AnyConfig | LlaMoEConfig, most: int) -> int:
+    """The largest tp, up to `most`, that divides the model's sizes."""
+    names = ("num_attention_heads", "intermediate_size")
+    shared = math.gcd(*(getattr(sizes, name, 0) or 0 for name in names))
+    kv_heads = getattr(sizes, "kv_heads", 0)
+    return next(
+        tp
+        for tp in range(most, 0, -1)
+        if shared % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+    )
+
+
+def _depth(sizes: AnyConfig | LlaMoEConfig) -> int:
+    if isinstance(sizes, LlaMoEConfig):
+        return sizes.num_hidden_layers
+    return sizes.decoder.num_hidden_layers

@@ -1,0 +1,194 @@
+"""A whole training config: the sections of the app and of the packages, and what they imply."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
+from kenotron_config.checks import Sections, cross_problems
+from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
+from kenotron_config.sections import (
+    GeneralConfig,
+    LoggingConfig,
+    ModelConfig,
+    ParallelismConfig,
+    TokenizerConfig,
+    TokensConfig,
+)
+from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
+from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
+from kenotron_models import DecoderSpec, LlaMoEConfig, MambaModelConfig
+from kenotron_optim import OptimizerConfig
+
+WITHOUT_EFFECT = {
+    "general.step": "a checkpoint has its own step",
+    "general.consumed_train_samples": "a checkpoint has the number of samples it has seen",
+    "model.model_config.pad_token_id": "padded positions carry no label",
+    "model.model_config.pretraining_tp": "parallelism.tp decides",
+    "model.model_config.use_cache": "training keeps no cache",
+    "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
+    "s3_upload.s5cmd_numworkers": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_concurrency": "the training process uploads, without s5cmd",
+    "s3_upload.s5cmd_path": "the training process uploads, without s5cmd",
+    "logging.log_level_replica": "only the first rank prints",
+    "profiler.export_chrome_trace": "every trace can be opened in a browser",
+    "tokens.limit_test_batches": "there is no test next to the validation",
+}
+STAGE_WITHOUT_EFFECT = {
+    "data.dataset.tokenizer_name": "the files hold ids already",
+    "data.dataset.skip_in_stream": "any sample is found at once",
+    "data.dataset.pad_samples_to_global_batch_size": "epochs follow one another within a batch",
+    "data.dataset.use_old_brrr_dataloader": "there is one loader",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that determines a training.
+
+    Raises:
+        ValueError: sections contradict one another; one line for each problem.
+    """
+
+    general: GeneralConfig
+    """Names and seed of the run."""
+    parallelism: ParallelismConfig
+    """How ranks share the work."""
+    model: ModelConfig
+    """The model."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """The tokenizer."""
+    tokens: TokensConfig
+    """Amount and portions of the tokens."""
+    optimizer: OptimizerConfig
+    """The optimizer and its schedule."""
+    checkpoints: CheckpointsConfig
+    """Saving and resuming."""
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    """What is printed."""
+    data_stages: tuple[DatasetStageConfig, ...]
+    """What is read, in the order of the training."""
+    profiler: ProfilerConfig | None = None
+    """torch's profiler over some steps."""
+    lighteval: LightEvalConfig | None = None
+    """Evaluations during training."""
+    s3_upload: S3UploadConfig | None = None
+    """Copies of checkpoints in a remote store; None: there are none."""
+    metrics_logging: MetricsLoggingConfig | None = None
+    """Figures of every layer in the log."""
+    doremi: DoReMiConfig | None = None
+    """Weights of domains that are learned."""
+
+    def __post_init__(self) -> None:
+        """Check the sections against one another."""
+        sections = Sections(
+            parallelism=self.parallelism,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            tokens=self.tokens,
+            profiler=self.profiler,
+            data_stages=self.data_stages,
+        )
+        if problems := cross_problems(sections):
+            raise ValueError("\n".join(problems))
+
+    @cached_property
+    def decoder(self) -> DecoderSpec:
+        """What the model is made of. Raises ValueError for one that cannot be built."""
+        sizes = self.model.model_config
+        if isinstance(sizes, MambaModelConfig | LlaMoEConfig):
+            raise ValueError(f"model.model_config: {type(sizes).__name__} cannot be built yet")
+        return sizes.decoder
+
+    @property
+    def draws(self) -> tuple[float, str] | None:
+        """Standard deviation of the initial weights, and what scales those of residual outputs;
+        None: weights are read.
+        """
+        method = self.model.init_method
+        if isinstance(method, ExistingCheckpointInitConfig):
+            return None
+        if not isinstance(method, RandomInitConfig):
+            raise ValueError(f"model.init_method: {type(method).__name__} is not available yet")
+        return method.std, method.scaling_method
+
+    @property
+    def world_size(self) -> int:
+        """Processes that train together."""
+        return self.parallelism.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one update, over all ranks."""
+        tokens = self.tokens
+        samples = tokens.micro_batch_size * tokens.batch_accumulation_per_replica
+        return samples * self.parallelism.dp
+
+    @property
+    def global_batch_tokens(self) -> int:
+        """Tokens of one update, over all ranks, in stages without a length of their own."""
+        return self.global_batch_size * self.tokens.sequence_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a sample in the stage that has the longest ones."""
+        return max(self.sequence_of(stage) for stage in range(len(self.data_stages)))
+
+    def sequence_of(self, stage: int) -> int:
+        """Tokens of a sample in a stage."""
+        return self.data_stages[stage].sequence_length or self.tokens.sequence_length
+
+    def batch_tokens(self, stage: int) -> int:
+        """Tokens of one update in a stage, over all ranks."""
+        return self.global_batch_size * self.sequence_of(stage)
+
+    def stage_at(self, step: int) -> int:
+        """Index of the data stage that a step, counted from 1, reads."""
+        return sum(stage.start_training_step <= step for stage in self.data_stages) - 1
+
+    def steps_of(self, stage: int) -> int:
+        """Steps of the training that read a stage."""
+        starts = [each.start_training_step for each in self.data_stages]
+        ends = [*(start - 1 for start in starts[1:]), self.tokens.train_steps]
+        return max(0, min(ends[stage], self.tokens.train_steps) - starts[stage] + 1)
+
+
+def ignored_keys(config: Config) -> list[str]:
+    """Name the keys that ask for something and have no effect.
+
+    Args:
+        config: the config of a training.
+
+    Returns:
+        One line for each key that is not at its default, `key.path: value has no effect: reason`.
+    """
+    found = [line for path, why in WITHOUT_EFFECT.items() for line in _ignored(config, path, why)]
+    for number, stage in enumerate(config.data_stages):
+        for path, why in STAGE_WITHOUT_EFFECT.items():
+            found += [f"data_stages.{number}.{line}" for line in _ignored(stage, path, why)]
+        if isinstance(stage.data.dataset, SFTDatasetsConfig):
+            why = "every rank reads examples itself and keeps them in memory"
+            for name in ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
+                lines = _ignored(stage, f"data.dataset.{name}", why)
+                found += [f"data_stages.{number}.{line}" for line in lines]
+    if config.tokenizer.tokenizer_name_or_path is None:
+        why = "without a tokenizer text is read as bytes"
+        found += _ignored(config, "tokenizer.tokenizer_revision", why)
+    return found
+
+
+def _ignored(root: object, path: str, why: str) -> Iterator[str]:
+    *parents, name = path.split(".")
+    owner: Any = root
+    for parent in parents:
+        owner = getattr(owner, parent)
+    if owner is None:  # a stage without dataset, a training without upload
+        return
+    defaults = {each.name: each.default for each in fields(owner)}
+    if name not in defaults:  # another kind of dataset
+        return
+    default = defaults[name]
+    if (value := getattr(owner, name)) != default:
+        yield f"{path}: {str(value).lower()} has no effect: {why}"

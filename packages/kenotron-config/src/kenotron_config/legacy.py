@@ -1,0 +1,89 @@
+"""Older spellings of Nanotron's and Kénotron's files, rewritten to the ones of today."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kenotron_config.yaml_build import Report
+
+_ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+_RENAMED = {"interleaved_rotary": "rope_interleaved"}
+
+
+def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
+    """The same config in the spelling of today; what is said twice is reported.
+
+    - ``optimizer.adam_eps`` and its like go to ``optimizer.optimizer_factory``;
+    - a top-level ``data`` is one stage that starts at step 1;
+    - a top-level ``datastates`` goes to ``checkpoints`` and chooses its engine;
+    - ``interleaved_rotary`` is ``rope_interleaved``;
+    - the marker of another family is left out if false.
+    """
+    data = dict(data)
+    for name, rewrite in (("optimizer", _optimizer), ("data", _data), ("datastates", _datastates)):
+        if data.get(name) is not None:
+            rewrite(data, report)
+    for name in ("data", "datastates"):
+        if name in data and data[name] is None:
+            del data[name]
+    model = data.get("model")
+    sizes = model.get("model_config") if isinstance(model, dict) else None
+    if isinstance(sizes, dict):
+        marked = any(_is_marker(name) and value is True for name, value in sizes.items())
+        renamed = {
+            _RENAMED.get(name, name): value
+            for name, value in sizes.items()
+            if not (marked and _is_marker(name) and value is False)
+        }
+        data["model"] = {**data["model"], "model_config": renamed}
+    return data
+
+
+def _is_marker(name: str) -> bool:
+    return name.startswith("is_") and name.endswith("_config")
+
+
+def modern_path(path: str) -> str:
+    """The dotted path of today of one in an older spelling."""
+    first, _, rest = path.partition(".")
+    if first == "optimizer" and rest in _ADAM:
+        return f"optimizer.optimizer_factory.{rest}"
+    if first == "data" and rest:
+        return f"data_stages.0.{path}"
+    if first == "datastates" and rest:
+        return f"checkpoints.{path}"
+    head, _, last = path.rpartition(".")
+    return f"{head}.{_RENAMED[last]}" if last in _RENAMED else path
+
+
+def _optimizer(data: dict[str, Any], report: Report) -> None:
+    section = data["optimizer"]
+    flat = {name: section[name] for name in _ADAM if isinstance(section, dict) and name in section}
+    if not flat:
+        return
+    factory = section.get("optimizer_factory")
+    if factory is not None:
+        for name in flat:
+            report(f"optimizer.{name}", "optimizer.optimizer_factory is given, too; keep one")
+    rest = {name: value for name, value in section.items() if name not in flat}
+    data["optimizer"] = rest if factory is not None else {**rest, "optimizer_factory": flat}
+
+
+def _data(data: dict[str, Any], report: Report) -> None:
+    if data.get("data_stages") is not None:
+        report("data", "data_stages is given, too; keep one")
+    else:
+        stage = {"name": "Training Stage", "start_training_step": 1, "data": data["data"]}
+        data["data_stages"] = [stage]
+    del data["data"]
+
+
+def _datastates(data: dict[str, Any], report: Report) -> None:
+    section = data.get("checkpoints")
+    if isinstance(section, dict) and section.get("datastates") is not None:
+        report("datastates", "checkpoints.datastates is given, too; keep one")
+    elif isinstance(section, dict):
+        chosen = section.get("checkpointing_engine") or "datastates"
+        pool = {"datastates": data["datastates"], "checkpointing_engine": chosen}
+        data["checkpoints"] = {**section, **pool}
+    del data["datastates"]

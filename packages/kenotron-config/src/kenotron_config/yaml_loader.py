@@ -1,0 +1,96 @@
+"""YAML within limits: how deep it may be nested, what aliases may make of it, keys given twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+DEEPEST = 64
+"""Levels of lists and mappings."""
+LARGEST = 200_000
+"""Values, each counted as often as aliases repeat it."""
+LONGEST = 16 << 20
+"""Characters of a text."""
+MERGE = "tag:yaml.org,2002:merge"
+
+
+class Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, but `1e-5` is a number, a date is text, and `!env` is known."""
+
+    def __init__(self, text: str, environment: Mapping[str, str]) -> None:
+        super().__init__(text)
+        self.environment = environment
+        self.remarks: list[str] = []
+        self._depth = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a value. Raises ConstructorError beyond the limits."""
+        mark = self.peek_event().start_mark
+        is_alias = self.check_event(yaml.AliasEvent)
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise _refusal(f"it is nested deeper than {DEEPEST} levels", mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if not is_alias:
+            self._sizes[id(node)] = 1 + sum(self._sizes.get(id(each), 0) for each in _inner(node))
+        if self._sizes.get(id(node), 0) > LARGEST:
+            raise _refusal(f"it has more than {LARGEST} values, counting those of aliases", mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compose a mapping and note its keys that are given twice, of which the last one counts.
+
+        This comes before any merge: merged keys are never given twice.
+        """
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                line, name = key.start_mark.line + 1, (key.tag, key.value)
+                if name in lines:
+                    rule = "which counts: remove one of them"
+                    if key.tag == MERGE:
+                        rule = "and both are merged: write one list of aliases"
+                    self.remarks.append(
+                        f"the key {key.value} is given in line {lines[name]} and again in "
+                        f"line {line}, {rule}"
+                    )
+                lines[name] = line
+        return node
+
+
+def read_yaml(text: str, environment: Mapping[str, str]) -> tuple[Any, list[str]]:
+    """Read YAML.
+
+    Args:
+        text: the YAML.
+        environment: the variables that `!env` reads.
+
+    Returns:
+        The data, and a remark for each key that is given twice.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or exceeds a limit.
+        ValueError: it is longer than `LONGEST`, or a value is none.
+    """
+    if len(text) > LONGEST:
+        raise ValueError(f"it has {len(text)} characters, more than {LONGEST}")
+    loader = Loader(text, environment)
+    try:
+        return loader.get_single_data(), loader.remarks
+    finally:
+        loader.dispose()
+
+
+def _inner(node: Any) -> list[Any]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
+
+
+def _refusal(text: str, mark: Any) -> yaml.MarkedYAMLError:
+    return yaml.constructor.ConstructorError(problem=text, problem_mark=mark)

@@ -1,0 +1,32 @@
+"""Context parallelism: attention over a sequence that is cut over ranks."""
+
+from kenotron_cp.attend import attend, gather_attention, ring_attention, ulysses_attention
+from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Tile
+from kenotron_cp.layout import Cut, Layout
+from kenotron_cp.partial import Partial
+from kenotron_cp.problem import Dropout
+from kenotron_cp.sequence_cut import cut_sequence, join_sequence
+from kenotron_cp.traffic import AttentionSize, Traffic, attention_traffic
+from kenotron_cp.visibility import Sight
+
+__all__ = [
+    "EFFICIENT",
+    "FLASH_CPU",
+    "PLAIN",
+    "AttentionSize",
+    "Cut",
+    "Dropout",
+    "Kernel",
+    "Layout",
+    "Partial",
+    "Sight",
+    "Tile",
+    "Traffic",
+    "attend",
+    "attention_traffic",
+    "cut_sequence",
+    "gather_attention",
+    "join_sequence",
+    "ring_attention",
+    "ulysses_attention",
+]

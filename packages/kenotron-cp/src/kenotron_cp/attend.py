@@ -1,0 +1,218 @@
+"""One interface for the three ways of attention over a cut sequence.
+
+B rows, S tokens, n tokens of a rank, H query heads, K key heads, D features of a query or key, V
+of a value, c ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_forward import forward
+from kenotron_cp.gather import gather_backward, gather_forward
+from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel
+from kenotron_cp.layout import Cut, Layout
+from kenotron_cp.problem import Dropout, Problem
+from kenotron_cp.ring import ring_backward, ring_forward
+from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
+from kenotron_cp.visibility import Sight
+from kenotron_dist import Axis
+
+Way = Literal["ring", "gather", "ulysses"]
+"""How ranks share the work."""
+
+
+class _Run(NamedTuple):
+    """How an attention is computed once heads are where they shall be."""
+
+    p: Problem
+    axis: Axis
+    way: str
+    stride: int
+
+    def forward(self, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp."""
+        if self.axis.size == 1:
+            return forward(self.p, q, [{0: kv[0]}], kv.shape[-1] - self.p.depth)
+        if self.way == "ring":
+            return ring_forward(self.p, self.axis, q, kv)
+        return gather_forward(self.p, self.axis, q, kv, self.stride)
+
+    def backward(
+        self, q: Tensor, kv: Tensor, out: Tensor, lse: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of queries, and of keys and values."""
+        p, saved = self.p, (q, kv, out, lse)
+        if self.axis.size == 1:
+            work = Backward(p, q, grad, out, lse, kv.shape[2])
+            work.over_own({0: kv[0]})
+            return work.take()
+        if self.way == "ring":
+            return ring_backward(p, self.axis, *saved, grad)
+        return gather_backward(p, self.axis, *saved, grad, self.stride)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: _Run) -> Tensor:
+        q = q.transpose(1, 2).contiguous()
+        # By chunk, so that chunks are sent without a copy: (chunks, B, K, tokens, D + V).
+        chunks = (run.p.cut.per_rank, run.p.cut.chunk_length)
+        kv = torch.cat([k, v], -1).unflatten(1, chunks).permute(1, 0, 3, 2, 4).contiguous()
+        out, lse = run.forward(q, kv)
+        ctx.save_for_backward(q, kv, out, lse)
+        ctx.run = run
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        grad = grads[0].transpose(1, 2).contiguous()
+        dq, dkv = ctx.run.backward(*ctx.saved_tensors, grad)
+        depth = ctx.run.p.depth
+        dk, dv = dkv.transpose(1, 2).split([depth, dkv.shape[-1] - depth], -1)
+        return dq.transpose(1, 2), dk, dv, None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    axis: Axis,
+    sight: Sight,
+    *,
+    way: Way = "ring",
+    layout: Layout = Layout(),
+    kernel: Kernel | None = None,
+    scale: float | None = None,
+    dropout: Dropout | None = None,
+    stride: int = 1,
+) -> Tensor:
+    """Exact attention over a sequence that is cut over the ranks of an axis.
+
+    On one kind of device, outputs and gradients have the same bits on 1, 2, 4 and 8 ranks and for
+    all ways (see the README for the two exceptions). A row of the result that sees nothing is 0.
+
+    Args:
+        q: (B, n, H, D), this rank's tokens as ``cut_sequence`` returns them.
+        k: (B, n, K, D), where K divides H: query head h reads key head h // (H / K).
+        v: (B, n, K, V).
+        axis: the ranks over which the sequence is cut.
+        sight: which tokens see which, of the whole sequence.
+        way: ``ring``, ``gather`` or ``ulysses``: which collectives run over ``axis``; see there.
+        layout: that of ``cut_sequence``.
+        kernel: attention of a pair of blocks; None: torch's for the device, ``PLAIN`` with dropout.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        dropout: of the probabilities, by global coordinates.
+        stride: key heads that the way ``gather`` has at a time.
+
+    Returns:
+        (B, n, H, V) in the dtype of ``q``. Partial results are added in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; heads that Ulysses cannot divide.
+    """
+    cut = Cut(sight.sequence, axis.size, layout)
+    _check(q, k, v, axis, sight, cut)
+    kernel = _kernel(kernel, q, dropout)
+    if way not in ("ring", "gather", "ulysses"):
+        raise ValueError(f"attend: way {way!r} is not ring, gather or ulysses")
+    if stride < 1:
+        raise ValueError(f"attend: stride is {stride}, it must be at least 1")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    heads = torch.arange(q.shape[2], device="cpu")
+    p = Problem(sight.over(cut), axis.rank, kernel, scale, dropout, heads, q.shape[-1])
+    if axis.size > 1 and way != "ulysses":
+        return _Attend.apply(q, k, v, _Run(p, axis, way, stride))
+    return _whole_sequence(q, k, v, axis, p)
+
+
+def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> Tensor:
+    """Attention of some heads, or of all, over the whole sequence, as one rank computes it."""
+    cut = p.cut
+    alone = Cut(cut.sequence, 1, replace(cut.layout, strips=cut.strips))
+    solo, heads = Axis.solo(axis.name), p.heads.chunk(axis.size)[axis.rank]
+    p = replace(p, table=p.table.sight.over(alone), rank=0, heads=heads)
+    run = _Run(p, solo, "ring", 1)
+    if axis.size == 1:
+        missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
+        return _Attend.apply(*(pad(x, missing) for x in (q, k, v)), run)[:, : cut.sequence]
+    check_heads(q.shape[2], k.shape[2], axis)
+    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), run), axis, cut)
+
+
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
+) -> Tensor:
+    """``attend`` where keys travel: one all-to-all a step, hidden behind the products.
+
+    Memory is that of 1 / c of the sequence. In backward the keys travel again, and their gradients
+    return in fp32.
+    """
+    return attend(q, k, v, axis, sight, way="ring", **options)
+
+
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
+) -> Tensor:
+    """``attend`` where keys are gathered, ``stride`` heads at a time, and again in backward."""
+    return attend(q, k, v, axis, sight, way="gather", **options)
+
+
+def ulysses_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
+) -> Tensor:
+    """``attend`` where each rank has the whole sequence of H / c heads, between two all-to-alls.
+
+    c divides H, and K or K divides c. Key heads fewer than ranks are repeated.
+    """
+    return attend(q, k, v, axis, sight, way="ulysses", **options)
+
+
+def _kernel(kernel: Kernel | None, q: Tensor, dropout: Dropout | None) -> Kernel:
+    if dropout is not None and not 0 <= dropout.p < 1:
+        raise ValueError(f"attend: dropout p is {dropout.p}, it must be within [0, 1)")
+    if kernel is None:
+        if dropout is not None:
+            return PLAIN
+        return {"cpu": FLASH_CPU, "cuda": EFFICIENT}.get(q.device.type, PLAIN)
+    if dropout is not None and not kernel.dropout:
+        raise ValueError(
+            f"attend: the kernel {kernel.name} has no dropout: leave out kernel, or give PLAIN"
+        )
+    return kernel
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, cut: Cut) -> None:
+    """Raise ValueError where shapes or dtypes do not fit."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if {x.ndim for x in (q, k, v)} != {4}:
+        raise ValueError(f"attend: {shapes}: all must be (B, n, heads, features)")
+    if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
+        found = ", ".join(str(x.dtype) for x in (q, k, v))
+        raise ValueError(f"attend: q, k and v are {found}: they must have one floating dtype")
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"attend: {shapes}: they must be (B, n, H, D), (B, n, K, D) and (B, n, K, V)"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"attend: {q.shape[2]} query heads and {k.shape[2]} key heads: each key head must "
+            "serve equally many query heads"
+        )
+    if q.shape[1] != cut.local:
+        raise ValueError(
+            f"attend: {q.shape[1]} tokens; a sequence of {cut.sequence} on {axis.size} "
+            f"{axis.name} ranks has {cut.local} a rank: cut it with cut_sequence and the same "
+            "layout"
+        )
+    if sight.rows not in (1, q.shape[0]):
+        raise ValueError(
+            f"attend: sight has documents of {sight.rows} rows and q has {q.shape[0]} rows: give "
+            "one row of documents for all, or one each"
+        )

@@ -1,0 +1,99 @@
+"""Attention with gathered keys: each rank has all keys of a few heads at a time.
+
+The keys of the next heads arrive while the present ones are used. Keys are gathered again in the
+backward pass instead of kept. Memory: the keys of the whole sequence, of twice ``stride`` heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_forward import forward
+from kenotron_cp.problem import Problem
+from kenotron_cp.returned_gradients import Returned, start_return
+from kenotron_dist import Axis, all_gather
+
+
+def gather_forward(
+    p: Problem, axis: Axis, q: Tensor, kv: Tensor, stride: int
+) -> tuple[Tensor, Tensor]:
+    """Attend with the keys of ``stride`` heads at a time; an all-gather over ``axis`` for each.
+
+    Args:
+        p: the problem.
+        axis: the ranks over which the sequence is cut.
+        q: (B, H, n, D).
+        kv: own keys and values by chunk, (chunks, B, K, n / chunks, D + V).
+        stride: key heads that are gathered at a time.
+
+    Returns:
+        out (B, H, n, V) and lse (B, H, n).
+    """
+    found = []
+    for part, heads, chunks in _gathered(p, axis, kv, stride):
+        found.append(forward(part, q[:, heads], [chunks], kv.shape[-1] - p.depth))
+    outs, lses = zip(*found, strict=True)
+    return torch.cat(outs, 1), torch.cat(lses, 1)
+
+
+def gather_backward(
+    p: Problem,
+    axis: Axis,
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    stride: int,
+) -> tuple[Tensor, Tensor]:
+    """Gather again; an all-to-all over ``axis`` returns the keys' gradients of each step.
+
+    Returns:
+        dq (B, H, n, D) and dkv (B, K, n, D + V) in the dtype of q.
+    """
+    found: list[tuple[Tensor, Tensor]] = []
+    previous: tuple[Backward, Returned] | None = None
+    group = q.shape[1] // kv.shape[2]
+    for part, heads, chunks in _gathered(p, axis, kv, stride):
+        some = (x[:, heads] for x in (q, grad, out, lse))
+        work = Backward(part, *some, kv_heads=part.heads.numel() // group)
+        # These gradients travel while own ones and those of the next heads are computed.
+        returning = start_return(part, axis, work, chunks)
+        work.over_own(chunks)
+        if previous is not None:
+            found.append(_finished(*previous))
+        previous = work, returning
+    assert previous is not None  # there is a head
+    found.append(_finished(*previous))
+    dqs, dkvs = zip(*found, strict=True)
+    return torch.cat(dqs, 1), torch.cat(dkvs, 1)
+
+
+def _finished(work: Backward, returning: Returned) -> tuple[Tensor, Tensor]:
+    returning.keep(work)
+    return work.take()
+
+
+def _gathered(
+    p: Problem, axis: Axis, kv: Tensor, stride: int
+) -> Iterator[tuple[Problem, slice, dict[int, Tensor]]]:
+    """Yield the problem of some heads, these query heads, and all chunks of their keys."""
+    group, parts = p.heads.numel() // kv.shape[2], kv.split(stride, 2)
+    handle = all_gather(parts[0][None].contiguous(), axis, 0, async_op=True)
+    for number, part in enumerate(parts):
+        rows = handle.wait()
+        if number + 1 < len(parts):
+            handle = all_gather(parts[number + 1][None].contiguous(), axis, 0, async_op=True)
+        begin = number * stride * group
+        heads = slice(begin, begin + part.shape[2] * group)
+        chunks = {
+            m: each
+            for rank, row in enumerate(rows.unbind())
+            for m, each in zip(p.cut.held(rank), row.unbind(), strict=True)
+        }
+        yield replace(p, heads=p.heads[heads]), heads, chunks

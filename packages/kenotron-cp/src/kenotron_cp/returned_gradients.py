@@ -1,0 +1,55 @@
+"""Return gradients of keys to the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kenotron_cp.block_backward import Backward
+from kenotron_cp.problem import Problem
+from kenotron_dist import Axis, Handle, all_to_all
+
+
+class Returned(NamedTuple):
+    """Gradients under way."""
+
+    handle: Handle
+    names: list[tuple[int, int]]
+    """(chunk of keys, chunk of queries) of each row that arrives."""
+
+    def keep(self, work: Backward) -> None:
+        """Wait for them, and add them to those of this rank's keys."""
+        for (m, x), row in zip(self.names, self.handle.wait().unbind(), strict=True):
+            work.keep(m, x, row)
+
+
+def start_return(
+    p: Problem,
+    axis: Axis,
+    work: Backward,
+    chunks: Mapping[int, Tensor],
+    offset: int | None = None,
+) -> Returned:
+    """Differentiate chunks of other ranks' keys, and start the all-to-all that returns them.
+
+    Args:
+        p: the problem.
+        axis: the ranks over which the sequence is cut.
+        work: the backward pass.
+        chunks: keys and values by chunk, (B, K, tokens, D + V).
+        offset: of the rank as many places behind only, which then sends nothing but to the one as
+            many ahead; None: of all others.
+    """
+    me, ranks = axis.rank, range(axis.size)
+    targets = [r for r in ranks if r != me] if offset is None else [(me - offset) % axis.size]
+    sources = [r for r in ranks if r != me] if offset is None else [(me + offset) % axis.size]
+    leaving = [p.table.returned(me, r) if r in targets else [] for r in ranks]
+    coming = [p.table.returned(r, me) if r in sources else [] for r in ranks]
+    made = [name for names in leaving for name in names]
+    rows = work.zeros(len(made))
+    for (m, x), row in zip(made, rows.unbind(), strict=True):
+        work.over(m, x, chunks[m], row)
+    handle = all_to_all(rows, axis, [*map(len, leaving)], [*map(len, coming)], async_op=True)
+    return Returned(handle, [name for names in coming for name in names])

@@ -1,0 +1,80 @@
+"""Attentions that are compared between layouts, ways and one process with a dense mask."""
+
+from typing import NamedTuple
+
+import torch
+from cp_dense import dense, inputs, whole
+
+from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Sight
+from kenotron_dist.rng import uniform
+
+WAYS = ("ring", "gather", "ulysses")
+
+
+class Case(NamedTuple):
+    """An attention of whole tensors."""
+
+    sight: Sight
+    heads: int = 8
+    kv_heads: int = 8
+    options: dict = {}
+    batch: int = 1
+    depth: int = 16
+    width: int = 16
+    dtype: torch.dtype = torch.float32
+
+    def tensors(self):
+        """q, k, v and the gradient of the output."""
+        shape = (self.heads, self.kv_heads, self.depth, self.width)
+        return inputs(self.batch, self.sight.sequence, *shape, self.dtype)
+
+    def expected(self):
+        """Output and gradients in fp64."""
+        factors = self.factors() if "dropout" in self.options else None
+        mask = self.sight.dense_mask()
+        return dense(*self.tensors(), mask, self.options.get("scale"), factors)
+
+    def factors(self):
+        """Dropout's factors of all probabilities."""
+        places = torch.arange(self.sight.sequence)
+        p, keep = self.options["dropout"]
+        return keep(torch.arange(self.batch), torch.arange(self.heads), places, places) / (1 - p)
+
+
+def keep(rows, heads, queries, keys):
+    """Which probabilities stay: a function of global coordinates."""
+    where = rows[:, None, None, None], heads[:, None, None], queries[:, None], keys
+    return uniform(7, *where) >= 0.3
+
+
+def cases():
+    """All of them, by name."""
+    rows = torch.tensor([[0, 2, 5, 40], [0, 13, 14, 50]])
+    ids = (torch.arange(64) >= rows[:, :, None]).sum(1)
+    unseen = torch.arange(40) // 9
+    unseen[18:27] = -1
+    return {
+        "causal": Case(Sight(96), options={"kernel": PLAIN}),
+        "odd": Case(Sight(37, window=7)),
+        "fewer tokens than chunks": Case(Sight(5)),
+        "rows with other documents": Case(Sight(64, documents=ids), 8, 2, batch=2),
+        "a long document": Case(Sight.of_lengths([50, 3, 11]), 8, 4),
+        "documents of one token": Case(Sight(33, documents=torch.arange(33))),
+        "tokens that see nothing": Case(Sight(40, 5, unseen), options={"kernel": PLAIN}),
+        "several blocks a strip": Case(Sight(200, 60), 8, 4, {"layout": Layout(block=4)}),
+        "contiguous": Case(Sight.of_lengths([30, 34]), 8, 4, {"layout": Layout("contiguous")}),
+        "scale, wide values": Case(Sight(48), 8, 4, {"scale": 0.2, "stride": 3}, 2, 8, 24),
+        "dropout": Case(Sight(48, 20), 8, 2, {"dropout": Dropout(0.3, keep)}, 2),
+        "bf16": Case(Sight(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
+        "fp64": Case(Sight(50, 30), 8, 4, dtype=torch.float64),
+    }
+
+
+def on_this_rank(mesh):
+    """Joined outputs and gradients of every case and way, by both."""
+    return {
+        (name, way): whole(mesh, case.tensors(), case.sight, way=way, **case.options)
+        for name, case in cases().items()
+        for way in WAYS
+        if way != "ulysses" or case.heads % mesh["cp"].size == 0
+    }

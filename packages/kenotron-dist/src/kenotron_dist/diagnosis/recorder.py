@@ -1,0 +1,111 @@
+"""Record every communication of this rank with its shape, dtype, line and bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self, TypeVar
+
+import torch.distributed as dist
+
+from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
+from kenotron_dist.mesh import Mesh
+from kenotron_dist.pulse import Entry
+
+T = TypeVar("T")
+
+
+class Recorder:
+    """Keeps an ``Entry`` of each communication that this rank starts. A context manager.
+
+    It may be read from any thread. What it recorded stays readable when it is closed.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._pulse, self._mesh = mesh.pulse, mesh
+        self._lock = threading.Lock()
+        self._entries: list[Entry] = []
+        self._pulse.listeners = (*self._pulse.listeners, self)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What was started since the beginning, or the last ``cut``, in order."""
+        with self._lock:
+            return list(self._entries)
+
+    def bytes_per_axis(self, entries: Sequence[Entry] | None = None) -> dict[str, int]:
+        """Bytes that left this rank, by axis, of these entries (default: ``entries``).
+
+        ``wire`` counts them. A ``twin`` counts as its axis, several axes together as
+        those that have more than one rank, all of them as ``world``; parts of an axis have names of
+        their own (``tp/2``, ``pp[0, 3]``).
+        """
+        found: dict[str, int] = {}
+        for entry in self.entries if entries is None else entries:
+            if entry.makes_group:
+                continue
+            name = self._name(entry.ticket.axis)
+            found[name] = found.get(name, 0) + entry.sent
+        return found
+
+    def _name(self, axis: str) -> str:
+        names = axis.rstrip("'").removesuffix("/1").split("_")
+        if len(names) == len(self._mesh.sizes):
+            return "world"
+        return "_".join(name for name in names if self._mesh.axis_sizes.get(name, 2) > 1)
+
+    def cut(self) -> list[Entry]:
+        """The entries so far, which are forgotten here: a step ends."""
+        with self._lock:
+            entries, self._entries = self._entries, []
+        return entries
+
+    def starting(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+        """Keep it."""
+        with self._lock:
+            self._entries.append(entry)
+        return call
+
+    def fail(self, cause: str) -> None:
+        """What was recorded stays."""
+
+    def close(self) -> None:
+        """Stop recording."""
+        self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def record(mesh: Mesh) -> Recorder:
+    """Record what this rank communicates over the axes of ``mesh``, until it is closed::
+
+        with record(mesh) as recorder:
+            step()
+        print(recorder.bytes_per_axis(), *recorder.entries)
+
+    Not collective. Nothing is recorded on an axis of one rank, where nothing is communicated.
+    """
+    return Recorder(mesh)
+
+
+def compare_collectives(mesh: Mesh) -> CollectiveChecker:
+    """Compare what ranks communicate over ``mesh`` before they do, until it is closed. Slow.
+
+    ``KENOTRON_DEBUG=collectives`` does it for every mesh. Call it on all ranks, which must
+    all close it. A rank that calls another operation than its peers, or the same with another
+    shape, dtype or size, or less or more of them, ends all ranks that wait with ``Diverged``.
+
+    Raises RuntimeError on a mesh of several ranks without a process group.
+    """
+    store = dist.distributed_c10d._get_default_store() if mesh.world.size > 1 else dist.HashStore()
+    return CollectiveChecker(mesh.pulse, mesh.rank, store)

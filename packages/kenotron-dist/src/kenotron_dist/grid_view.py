@@ -1,0 +1,49 @@
+"""How one rank sees the grid that a tensor lives in: sizes and coordinates of its axes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kenotron_dist.grid import DATA_AXES, MeshConfig, coords_of
+from kenotron_dist.placement import TensorLayout
+
+
+@dataclass(frozen=True)
+class GridView:
+    """A grid of ranks as one of them sees it."""
+
+    sizes: Mapping[str, int]
+    """Number of ranks along each axis, outermost first."""
+    coords: Mapping[str, int]
+    """Coordinates of this rank."""
+    data: tuple[str, ...] = DATA_AXES["dense"]
+    """Axes along which ranks have different tokens: gradients are summed over them."""
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Names of the axes, outermost first."""
+        return tuple(self.sizes)
+
+    @classmethod
+    def at(cls, sizes: Mapping[str, int], rank: int, grid: str = "dense") -> GridView:
+        """Return the view of a global rank; the last axis of ``sizes`` varies fastest."""
+        return cls(sizes, coords_of(sizes, rank), DATA_AXES[grid])
+
+
+ViewOf = Callable[[TensorLayout], GridView]
+"""Layout of a tensor -> view of the grid that it lives in (``mesh.view``)."""
+
+
+def views_of(config: MeshConfig, rank: int) -> ViewOf:
+    """Return what ``mesh.view`` is on a global rank of a mesh of these sizes.
+
+    Raises:
+        ValueError: ep does not divide the ranks of a stage; or (from the returned function) a
+            tensor is placed on axes of both grids.
+    """
+    views = {
+        "dense": GridView.at(config.sizes, rank),
+        "expert": GridView.at(config.expert_sizes, rank, "expert"),
+    }
+    return lambda layout: views[layout.grid]

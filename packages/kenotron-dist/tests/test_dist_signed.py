@@ -1,0 +1,291 @@
+"""A stranger at the rendezvous store: what it writes is refused, and local runs do not admit it."""
+
+import base64
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_dist_launch import start, variables
+
+import kenotron_dist.notes as notes_module
+import kenotron_dist.signed_store as signed_store
+from kenotron_dist import Mesh, Notes, all_reduce, from_env, spawn
+from kenotron_dist.diagnosis.heartbeat import Heartbeat
+from kenotron_dist.diagnosis.stall import Beat
+from kenotron_dist.diagnosis.watchdog import _lost_store
+from kenotron_dist.job_secret import SECRET, read_secret
+from kenotron_dist.signed_store import MessageRefused, SignedStore
+from kenotron_dist.testing import free_port
+
+KEY = b"0123456789abcdef"
+
+
+def hears_a_stranger(world):
+    """Rank 1 is played by a stranger at the store, who knows the name of the key."""
+    notes = Notes(Mesh.connect(dp=2), "save")
+    if world.rank == 0:
+        try:
+            return notes.wait("share/1")
+        except MessageRefused as error:
+            return str(error)
+    forged = base64.b85encode(zlib.compress(b'"forged"')).decode()
+    default = dist.distributed_c10d._get_default_store()
+    dist.PrefixStore("kenotron-notes/save/1", default).set("share/1", forged)
+    return "told"
+
+
+def test_a_forged_note_is_refused():
+    port = free_port()
+    secret = {SECRET: "a secret of this job"}
+    answers, _ = start(
+        *({**variables(rank, 2, port), **secret} for rank in range(2)), program=hears_a_stranger
+    )
+    assert answers[0] == (
+        "message kenotron-notes/save/1/share/1 in the store is not signed with this job's secret: "
+        "it is refused; see who can reach the store's port, and that no other job uses it"
+    )
+
+
+def writes_and_reads(world):
+    mesh = Mesh.connect(dp=world.world_size)
+    notes = Notes(mesh, "x")
+    notes.post(str(mesh.rank), mesh.rank)
+    return [notes.wait(str(rank)) for rank in range(world.world_size)], os.environ.get(
+        "KENOTRON_MESSAGE_KEY", ""
+    )
+
+
+def test_ranks_share_a_secret_and_keys_differ_between_restarts():
+    keys = []
+    for restart in range(2):
+        port = free_port()
+        more = {SECRET: "a secret of this job", "TORCHELASTIC_RESTART_COUNT": str(restart)}
+        answers, _ = start(
+            *({**variables(rank, 2, port), **more} for rank in range(2)), program=writes_and_reads
+        )
+        (values, key), other = answers
+        assert values == [0, 1] and other == (values, key)
+        keys.append(key)
+    assert len({*keys, ""}) == 3 and not any("a secret" in key for key in keys)
+
+
+def test_ranks_with_different_secrets_are_told():
+    port = free_port()
+    environs = [{**variables(0, 2, port), SECRET: "a" * 16}, {**variables(1, 2, port)}]
+    answers, _ = start(*environs)
+    told = [answer for answer in answers if "unlike the rank that came first" in answer]
+    assert told and told[0].startswith("ValueError: rank ")
+    assert f"set {SECRET} to the same value on all ranks" in told[0]
+
+
+OWN_PROGRAM = """
+from kenotron_dist import from_env, shutdown
+try:
+    from_env()
+finally:
+    shutdown()
+"""
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "secret", "warned"),
+    [(1, {}, True), (1, {SECRET: "a secret of this job"}, False), (2, {}, False)],
+    ids=["none", "variable", "one host"],
+)
+def test_ranks_of_several_hosts_without_a_secret_are_warned_once(
+    ranks_per_host, secret, warned, tmp_path
+):
+    (tmp_path / "own.py").write_text(OWN_PROGRAM)
+    port, ranks = free_port(), []
+    for rank in range(2):
+        local = {"LOCAL_WORLD_SIZE": ranks_per_host, "LOCAL_RANK": rank % ranks_per_host}
+        environ = os.environ | variables(rank, 2, port) | secret
+        environ |= {name: str(value) for name, value in local.items()}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, tmp_path / "own.py"],
+                env=environ,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    first, second = (rank.communicate(timeout=60)[1] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0] and second == ""
+    words = (
+        f"own.py:4: RuntimeWarning: the ranks are on several hosts and the job has no secret: "
+        f"anyone who can reach 127.0.0.1, port {port}, can forge messages between them; set "
+        f"{SECRET} to the output of 'openssl rand -hex 32', the same on all ranks, or give "
+        "secret_file, a path that all hosts share\n"
+    )
+    assert (words in first and first.count("Warning") == 1) if warned else first == ""
+
+
+def test_a_short_secret_is_refused():
+    port = free_port()
+    short = {**variables(0, 2, port), SECRET: "1234"}
+    words = "KENOTRON_JOB_SECRET has 4 characters, a secret has at least 16: set it to the output"
+    with pytest.raises(ValueError, match=words):
+        from_env(short, timeout=timedelta(seconds=2))
+
+
+def joins_by_file(mesh, port, path):
+    """A rank of a launched world inside a local one: only the meeting at the store is tried."""
+    from kenotron_dist import resolve
+    from kenotron_dist.launch import _share_secret, signing_key
+    from kenotron_dist.launch_store import open_store
+
+    world = resolve(variables(mesh.rank, 3, port))
+    store = open_store(world, timedelta(seconds=10), timedelta(seconds=10))
+    _share_secret(world, store, "", path)
+    all_reduce(torch.ones(1), mesh.world)  # the host of the store leaves last
+    return signing_key()
+
+
+def test_ranks_get_a_secret_through_a_file_that_is_gone_afterwards(tmp_path):
+    path = tmp_path / "run" / ".job-secret"
+    keys = spawn(joins_by_file, free_port(), path, dp=3)
+    assert len({*keys}) == 1 and len(keys[0]) == 64
+    assert not path.exists()
+
+
+def test_a_secret_is_in_a_file_of_mode_0600(tmp_path):
+    path = tmp_path / "secret"
+    secret = read_secret(path)
+    assert len(secret) == 64 and read_secret(path) == secret
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_others_can_read_is_refused(tmp_path):
+    path = tmp_path / "secret"
+    path.write_text("a" * 64)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match=r"mode 0644\) is no secret of user .*: it must be a file"):
+        read_secret(path)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(OSError):
+        read_secret(link)
+
+
+def test_a_file_that_was_left_half_written_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    monkeypatch.setattr("kenotron_dist.job_secret._SECONDS", 0.05)
+    with pytest.raises(ValueError, match="holds no secret of 64 digits: remove it, a start that"):
+        read_secret(path)
+
+
+@pytest.fixture
+def pair():
+    store = dist.HashStore()
+    return SignedStore(store, "a", KEY), store
+
+
+def test_a_message_cannot_be_changed_or_moved(pair):
+    signed, store = pair
+    signed.set("x", "élan")
+    assert signed.get("x").decode() == "élan"
+    found = store.get("a/x")
+    store.set("a/y", found)
+    store.set("a/z", found[:-1] + b"m")
+    store.set("b/x", found)
+    for other, key in ((signed, "y"), (signed, "z"), (SignedStore(store, "b", KEY), "x")):
+        with pytest.raises(MessageRefused, match="is not signed with this job's secret"):
+            other.get(key)
+    with pytest.raises(MessageRefused, match="is not signed"):
+        SignedStore(store, "a", b"another key").get("x")
+
+
+def test_a_first_message_stands_until_it_is_erased(pair):
+    signed, store = pair
+    assert signed.compare_set("x", "", "one") == signed.compare_set("x", "", "two") == b"one"
+    assert signed.compare_set("x", "one", "") == b""
+    assert signed.get("x", may_be_erased=True) == b""
+    assert signed.compare_set("x", "", "two") == b"two"
+    store.set("a/x", "forged")
+    with pytest.raises(MessageRefused, match="is not signed"):
+        signed.compare_set("x", "", "three")
+    assert signed.delete_key("x") and not signed.check(["x"])
+
+
+def test_a_message_has_a_size(pair, monkeypatch):
+    signed, store = pair
+    signed.set("x", "a" * 100)
+    monkeypatch.setattr(signed_store, "LARGEST_MESSAGE", 99)
+    with pytest.raises(ValueError, match="message a/x has 100 bytes; ranks read at most 99: split"):
+        signed.set("x", "a" * 100)
+    with pytest.raises(MessageRefused, match="has 164 bytes, more than the 99 that a rank writes"):
+        signed.get("x")
+
+
+def test_a_note_that_would_grow_too_large_is_refused(monkeypatch):
+    notes = Notes(Mesh.connect(), "x")
+    notes.post("x", "a" * 1000)
+    monkeypatch.setattr(notes_module, "_LARGEST_NOTE", 100)
+    with pytest.raises(ValueError, match="note x has 1002 bytes of JSON; ranks read at most 100"):
+        notes.post("x", "a" * 1000)
+    with pytest.raises(MessageRefused, match=r"note x .* is malformed \(it has more than 100 byt"):
+        notes.read("x")
+
+
+@pytest.mark.parametrize("text", [b"{", b"[" * 100_000, None])
+def test_a_malformed_note_is_refused(text):
+    notes = Notes(Mesh.connect(), "x")
+    data = "not zlib" if text is None else zlib.compress(text)
+    notes._own["x"] = data if text is None else base64.b85encode(data)
+    with pytest.raises(MessageRefused, match="note x in the store is malformed"):
+        notes.read("x")
+
+
+def test_a_watchdog_says_that_a_cause_was_forged():
+    store = dist.HashStore()
+    store.set("w/cause", '{"rank": 1, "kind": "failed", "reason": "forged"}')
+    signed = SignedStore(store, "w", KEY)
+    beat = Beat(1, {}, (), None, 0.0)
+    heartbeat = Heartbeat(signed, 0, 0.01, lambda number: beat, torch.device("cpu"))
+    end = time.monotonic() + 10
+    while not heartbeat.broken and time.monotonic() < end:
+        time.sleep(0.01)
+    heartbeat.close(1)
+    assert heartbeat.cause is None
+    cause = _lost_store(heartbeat, time.monotonic())
+    assert cause.reason.startswith("message w/cause in the store is not signed")
+
+
+def listens(_):
+    """Addresses at which this process listens, as the kernel writes them."""
+    own = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            own.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    found = set()
+    for kind in ("tcp", "tcp6"):
+        with open(f"/proc/self/net/{kind}") as table:
+            rows = [line.split() for line in table.readlines()[1:]]
+        found |= {r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in own}
+    return sorted(found), os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux's table of sockets")
+@pytest.mark.parametrize("address", ["127.0.0.1", "hostname"])
+def test_local_ranks_listen_on_the_loopback_interface_only(address):
+    port = free_port()
+    host = socket.gethostname() if address == "hostname" else address
+    local = {"MASTER_ADDR": host, "LOCAL_WORLD_SIZE": "2"}
+    environs = [{**variables(rank, 2, port), **local, "LOCAL_RANK": str(rank)} for rank in range(2)]
+    answers, _ = start(*environs, program=listens)
+    assert answers[0] == (["0100007F"], "lo") and answers[1] == (["0100007F"], "lo")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="Linux's table of sockets")
+def test_spawned_ranks_listen_on_the_loopback_interface_only():
+    assert spawn(listens, dp=2) == [(["0100007F"], "lo")] * 2

@@ -1,0 +1,77 @@
+"""From models to a training: assembly on any mesh, the objective, the step, evaluation, speed."""
+
+from kenotron_engine.assembly import (
+    Layouts,
+    Model,
+    ModelPlan,
+    Records,
+    Training,
+    assemble,
+    build_model,
+    build_training,
+    decoder_layers,
+)
+from kenotron_engine.cuda_graphs import MicroBatchGraphs
+from kenotron_engine.device_read import DeviceRead
+from kenotron_engine.evaluation import Validation, evaluate, perplexity
+from kenotron_engine.gathered_tensors import (
+    Piece,
+    Whole,
+    differences,
+    gradient_bounds,
+    gradient_deviations,
+    gradients_of,
+    join_pieces,
+    largest_difference,
+    pieces_of,
+    replica_deviations,
+    slice_pieces,
+    weight_pieces,
+    write_slices,
+)
+from kenotron_engine.layer_metrics import LayerMetrics
+from kenotron_engine.objective import NO_TARGET, contexts_of, global_counts, loss_fn, token_losses
+from kenotron_engine.step import Gradient, StepResult, gradient, training_step
+from kenotron_engine.throughput import flops_utilization, tflops_per_rank
+
+__all__ = [
+    "NO_TARGET",
+    "DeviceRead",
+    "Gradient",
+    "LayerMetrics",
+    "Layouts",
+    "MicroBatchGraphs",
+    "Model",
+    "ModelPlan",
+    "Piece",
+    "Records",
+    "StepResult",
+    "Training",
+    "Validation",
+    "Whole",
+    "assemble",
+    "build_model",
+    "build_training",
+    "contexts_of",
+    "decoder_layers",
+    "differences",
+    "evaluate",
+    "flops_utilization",
+    "global_counts",
+    "gradient",
+    "gradient_bounds",
+    "gradient_deviations",
+    "gradients_of",
+    "join_pieces",
+    "largest_difference",
+    "loss_fn",
+    "perplexity",
+    "pieces_of",
+    "replica_deviations",
+    "slice_pieces",
+    "tflops_per_rank",
+    "token_losses",
+    "training_step",
+    "weight_pieces",
+    "write_slices",
+]

@@ -1,0 +1,74 @@
+"""Loss on held-out samples, in all and of each source."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch
+from kenotron_dist import all_reduce
+from kenotron_engine.assembly import Training
+from kenotron_engine.objective import NO_TARGET, contexts_of, token_losses
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean cross entropy over the targets of held-out samples; the same on every rank."""
+
+    loss: float
+    """Over all targets, in nats a token."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """Over those of each source."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); inf where that is no float any more."""
+        return perplexity(self.loss)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); inf where that is no float any more."""
+    return math.exp(loss) if not loss > 700 else math.inf
+
+
+def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...]) -> Validation:
+    """Mean cross entropy over the targets of all ``batches``, in all and of each source.
+
+    ``names`` are those of the sources that rows are tagged with. Collective over the mesh.
+    """
+    mesh = training.mesh
+    total = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device)
+    for on_host in batches:
+        batch = on_host.to(mesh.device)
+        inputs = [micro.tokens_BS.flatten() for micro in batch]
+        whole = _summing(training, batch, total)
+        training.model.pipeline.evaluate(inputs, whole, contexts_of(batch))
+    # Only ranks with the last layer have seen a loss.
+    total = all_reduce(total, mesh["pp", "dp", "cp"])
+    losses, counts = total.unbind(-1)
+    each = {
+        name: float(loss / count)
+        for name, loss, count in zip(names, losses, counts, strict=True)
+        if count
+    }
+    return Validation(float(losses.sum() / counts.sum()), each)
+
+
+def _summing(training: Training, batch: Batch, total: Tensor) -> Callable[[Tensor, int], Tensor]:
+    """A loss that adds sums and numbers of targets of each source to ``total`` (K, 2)."""
+
+    def loss(hidden: Tensor, microbatch: int) -> Tensor:
+        micro = batch[microbatch]
+        labels = micro.labels_BS
+        per_row = token_losses(training, hidden, labels).view_as(labels).double().sum(-1)
+        seen = torch.stack([per_row, (labels != NO_TARGET).sum(-1).double()], -1)
+        sources = micro.sources_B
+        assert sources is not None, "validation_batches tags every row"
+        total.index_add_(0, sources.clamp_min(0), seen * (sources >= 0)[:, None])
+        return per_row.sum()
+
+    return loss

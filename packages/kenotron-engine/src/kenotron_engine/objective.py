@@ -1,0 +1,97 @@
+"""The objective: token losses, and the number of targets of the global batch that divides them.
+
+Shapes: M micro-batches, B rows of a micro-batch, S sequence, T = B * S, V vocabulary; ``/t`` is
+divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch, MicroBatch
+from kenotron_dist import Mesh, all_reduce
+from kenotron_engine.assembly import Training
+from kenotron_models import Context
+from kenotron_tp import (
+    linear_cross_entropy,
+    linear_cross_entropy_sum,
+    vocab_parallel_cross_entropy,
+)
+
+NO_TARGET = -100
+"""Label of a position that has no target."""
+
+
+def contexts_of(batch: Iterable[MicroBatch], dropout_key: int | None = None) -> list[Context]:
+    """What the layers may read of each micro-batch; without a key they drop nothing.
+
+    The head's product is left to the loss.
+    """
+    return [
+        Context(
+            micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
+            host_positions_BS=micro.host_positions_BS,
+        )
+        for micro in batch
+    ]  # fmt: skip
+
+
+def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
+    """Targets of the global batch, by which every loss is divided, and its tokens but padding.
+
+    (2,) int64 on the device. Collective over dp and cp.
+    """
+    targets = (batch.labels_MBS != NO_TARGET).sum()
+    real = (batch.samples_MB >= 0)[..., None].expand_as(batch.tokens_MBS)
+    if batch.documents_MBS is not None:
+        real = real & (batch.documents_MBS >= 0)
+    own = torch.stack([targets, real.sum()]).to(mesh.device)
+    return all_reduce(own, mesh["dp", "cp"])
+
+
+def token_losses(training: Training, x: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy of every token, (T,), 0 without target; x as in ``loss_fn``, T labels."""
+    head, tp = training.model.head, training.mesh["tp"]
+    vocab_size = training.plan.spec.vocab_size
+    if head is None:
+        return vocab_parallel_cross_entropy(x, labels.flatten(), tp, vocab_size=vocab_size)
+    return linear_cross_entropy(
+        x, head.weight, labels.flatten(), tp, vocab_size=vocab_size,
+        sequence_parallel=head.sequence_parallel,
+    )  # fmt: skip
+
+
+def loss_fn(
+    training: Training,
+    batch: Batch | Sequence[MicroBatch],
+    count: Tensor,
+    extra: list[Tensor] | None = None,
+) -> Callable[[Tensor, int], Tensor]:
+    """Loss of a micro-batch, divided by ``count`` (scalar): the global sum is then the mean.
+
+    Its argument is the head's input (T, D), or the logits (T, V/t) of a head that is not ours. A
+    z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
+    """
+    tp, spec = training.mesh["tp"], training.plan.spec
+    z_loss = 0.0 if extra is None else spec.z_loss
+    times = 1 / count.double()
+
+    def loss(x: Tensor, microbatch: int) -> Tensor:
+        head, labels = training.model.head, batch[microbatch].labels_BS.flatten()
+        options = {"vocab_size": spec.vocab_size, "z_loss": z_loss}
+        if head is None:
+            each = vocab_parallel_cross_entropy(x, labels, tp, **options, return_z_loss=True)
+            total, z = (part.sum() / count.to(part.dtype) for part in each)
+        else:
+            total, z = linear_cross_entropy_sum(
+                x, head.weight, labels, tp, **options, times=times,
+                sequence_parallel=head.sequence_parallel,
+            )  # fmt: skip
+        if extra is not None and z_loss:
+            extra.append(z)
+        return total
+
+    return loss

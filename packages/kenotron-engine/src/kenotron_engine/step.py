@@ -1,0 +1,197 @@
+"""One training step: each line is one room of the house.
+
+Shapes: M micro-batches, B rows of a micro-batch, S sequence, T = B * S, V vocabulary; ``/t`` is
+divided by tp size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch
+from kenotron_dist import Mesh, all_reduce, broadcast
+from kenotron_dist.rng import counter_key
+from kenotron_engine.assembly import Training
+from kenotron_engine.device_read import DeviceRead
+from kenotron_engine.objective import contexts_of, global_counts, loss_fn
+from kenotron_optim import (
+    LossScale,
+    NonFinite,
+    NonFinitePolicy,
+    Slices,
+    allows_update,
+    clip_coefficient,
+    find_nonfinite,
+    learning_rate,
+    unscale_,
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports; the same on every rank."""
+
+    loss: float
+    """Mean cross entropy over the targets of the global batch, in nats a token."""
+    grad_norm: float
+    """2-norm of the gradient before clipping."""
+    lr: float
+    """Learning rate of the update."""
+    nonfinite: NonFinite | None = None
+    """What was nan or inf; None in every ordinary step."""
+    skipped: bool = False
+    """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
+    loss_scale: LossScale | None = None
+    """That of the next step; None unless the run is in float16."""
+    overflow: bool = False
+    """Whether the step was left out because gradients did not fit in float16 with its scale."""
+    words: tuple[float, ...] = ()
+    """Votes of all ranks in this step."""
+    tokens: int = 0
+    """Tokens of the global batch that are no padding."""
+
+
+def training_step(
+    training: Training,
+    batch: Batch,
+    step: int,
+    before_update: Callable[[], None] = lambda: None,
+    schedule_start: int = 0,
+    look: Callable[[Slices], None] = lambda _: None,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
+) -> StepResult:
+    """Forward, backward and update of one global batch; ``step`` counts from 1.
+
+    The learning rate is that of step ``step - schedule_start`` of its schedule.
+    ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
+    ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
+    The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
+    gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
+    smaller. What ``word`` returns after the backward reaches all ranks.
+
+    Everything is queued before this process waits for the device, once: whether parameters change
+    is decided there. When it returns, parameters may still travel to other data ranks: read them
+    by ``Training.parameters``. Collective over the mesh. Raises ValueError when the global batch
+    has no target, and FloatingPointError when loss or gradient is not finite, the scale is not to
+    blame, and ``Training.optim.nonfinite`` is ``error``: the parameters are then unchanged.
+    """
+    config = training.optim
+    grad = gradient(training, batch, step, loss_scale, word, look)
+    lr = learning_rate(step - schedule_start, training.schedule)
+    before_update()
+    training.optimizer.step(
+        grad.slices,
+        lr,
+        coefficient=clip_coefficient(grad.norm, config.clip_grad),
+        blocked=_blocked(grad, config.nonfinite, loss_scale),
+    )
+    # The first time that this process waits for its device: everything is queued by now.
+    (loss,), (norm,), (count, tokens), words = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, grad.words]
+    ).wait()
+    training.model.pipeline.confirm()
+    found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
+    overflow = _overflows(found, loss_scale)
+    updates = count > 0 and not overflow and (found is None or config.nonfinite == "continue")
+    if not updates:
+        training.optimizer.left_out()
+    if not count:
+        raise ValueError(f"step {step}: no position of the global batch has a target")
+    if not overflow:
+        allows_update(found, config.nonfinite, step)
+    scale = _next(loss_scale, found, overflow)
+    return StepResult(
+        loss, norm, lr, found, not updates, scale, overflow, tuple(words), int(tokens)
+    )
+
+
+def _blocked(grad: Gradient, policy: NonFinitePolicy, loss_scale: LossScale | None) -> Tensor:
+    """Whether the step must change nothing, decided on the device: a bool scalar.
+
+    The host decides the same from the same numbers once it has read them.
+    """
+    blocked = ~(grad.norm + grad.loss).isfinite()
+    if policy == "continue":  # but for gradients that a smaller loss scale can make finite
+        shrinks = loss_scale is not None and loss_scale.can_shrink
+        blocked = blocked & grad.loss.isfinite() if shrinks else torch.zeros_like(blocked)
+    return blocked | (grad.counts[0] == 0)
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What forward and backward of a global batch gave; all but the slices is every rank's."""
+
+    loss: Tensor
+    """Scalar fp32, without the z-loss."""
+    slices: Slices
+    """This rank's part, of the loss itself and not of its multiple."""
+    norm: Tensor
+    """2-norm of all of it, fp64."""
+    words: Tensor
+    """Votes of all ranks (W,), fp64."""
+    counts: Tensor
+    """Targets and real tokens of the global batch (2,), int64."""
+
+
+def gradient(
+    training: Training,
+    batch: Batch,
+    step: int,
+    loss_scale: LossScale | None = None,
+    word: Callable[[], float] = lambda: 0.0,
+    look: Callable[[Slices], None] = lambda _: None,
+) -> Gradient:
+    """Forward and backward of one global batch. Collective; see ``training_step``."""
+    mesh = training.mesh
+    counts = global_counts(batch, mesh)
+    extra: list[Tensor] = []
+    factor = loss_scale.factor if loss_scale else 1.0
+    count = counts[0].double() / factor
+    key = counter_key(training.plan.seed, "dropout", step)
+
+    def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
+        micros = list(batch)
+        inputs = [micro.tokens_BS.flatten() for micro in micros]
+        own_loss = loss_fn(training, micros, count, extra)
+        return training.model.pipeline.run(inputs, own_loss, contexts_of(micros, key))
+
+    if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
+        training.optimizer.wait_for_parameters()
+    if training.graphs is not None and training.graphs.usable:
+        loss = training.graphs.run(batch, count, run, extra) / factor
+    else:
+        training.grads.start(len(batch))
+        loss = run(batch, count, extra) / factor
+    slices = training.grads.finish()
+    unscale_(slices, factor)
+    look(slices)
+    norm, words = training.norm.with_words(slices, word())
+    # One rank's loss for all: what is decided from it cannot differ between ranks.
+    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
+    if training.plan.spec.z_loss:
+        loss = loss - _z_loss(mesh, extra) / factor
+    return Gradient(loss, slices, norm, words, counts)
+
+
+def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:
+    """The scale of the next step; causes other than the scale leave it alone."""
+    return scale if scale is None or (found and not overflow) else scale.after(overflow)
+
+
+def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
+    """Whether a smaller scale may make the gradient finite."""
+    if found is None or loss_scale is None or not loss_scale.can_shrink:
+        return False
+    return math.isfinite(found.loss)
+
+
+def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
+    """The z-loss of the global batch, on all ranks; the last stage's have ``extra`` of it."""
+    own = torch.stack(extra).sum() if extra else torch.zeros((), device=mesh.device)
+    return all_reduce(own, mesh["pp", "dp", "cp"])

@@ -1,0 +1,134 @@
+"""One block of a decoder: a mixer and a feed-forward, each behind a norm and added to its input.
+
+Shapes: T flattened tokens, D hidden; T/t under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_models.attend import keep_out_of_programs
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.dropout import drop_features
+from kenotron_models.norm import NormSpec
+from kenotron_models.part import Part, PartSpec
+from kenotron_models.recompute import Recompute, whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``; one of the two may be missing."""
+
+    mixer: PartSpec | None
+    """What lets tokens see one another."""
+    feed_forward: PartSpec | None
+    """What works on each token alone."""
+    norm: NormSpec = NormSpec()
+    """Kind of the norm before each of them."""
+    dropout: float = 0.0
+    """Share of what each of them adds that is dropped in training."""
+
+    @property
+    def parts(self) -> tuple[PartSpec, ...]:
+        """What there is of mixer and feed-forward, in this order."""
+        return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
+
+
+class Block(nn.Module):
+    """Modules ``{name}_norm`` and ``{name}`` for each part: (T, D) -> (T, D).
+
+    Args:
+        spec: what it is made of.
+        width: D.
+        build: how and where.
+        layer: its number in the model, from 0.
+        recompute: what is computed again in the backward instead of being kept.
+    """
+
+    def __init__(
+        self,
+        spec: BlockSpec,
+        width: int,
+        build: Build,
+        *,
+        layer: int = 0,
+        recompute: Recompute = "none",
+    ) -> None:
+        super().__init__()
+        self.layer, self.axis, self.recompute = layer, build.tp, recompute
+        self._compiled = False
+        self.dropout, self.sequence_parallel = spec.dropout, build.sequence_parallel
+        self.parts = tuple(part.name for part in spec.parts)
+        self.mixer = None if spec.mixer is None else spec.mixer.name
+        self.feed_forward = None if spec.feed_forward is None else spec.feed_forward.name
+        for part in spec.parts:
+            self.add_module(f"{part.name}_norm", spec.norm.build(width, build))
+            self.add_module(part.name, part.build(width, build, layer))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what the block computes; arguments are those of ``torch.compile``.
+
+        What all blocks of a micro-batch share is made before, outside of the program, which is then
+        the same for all of them.
+        """
+        keep_out_of_programs()
+        # Keys of dropout are of one block and one step: no program is made for each of them.
+        if self.dropout:
+            self._drop_some = torch.compiler.disable(self._drop_some)
+        for name in self.parts:
+            self._part(name).leave_out_of_programs()
+        self._layer = torch.compile(self._layer, *args, **kwargs)
+        self._compiled = True
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """(T, D) -> (T, D). Raises ValueError for a cache that its mixer does not read."""
+        if context.cache is not None and self.mixer and not self._part(self.mixer).reads_cache:
+            raise ValueError(
+                f"layers.{self.layer}.{self.mixer} keeps nothing of earlier tokens: generate with "
+                "cached=False (--no-cache)"
+            )
+        if self._compiled:
+            for name in self.parts:
+                self._part(name).prepare(context)
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return whole(self._layer, x, context)
+        return self._layer(x, context)
+
+    def _part(self, name: str) -> Part:
+        part = self.get_submodule(name)
+        assert isinstance(part, Part)
+        return part
+
+    def _layer(self, x: Tensor, context: Context) -> Tensor:
+        # The same lines twice and no loop: torch.compile leaves out a function that it must break
+        # inside a loop, and over several ranks it breaks at each part.
+        selective = self.recompute == "selective"
+        if (mixer := self.mixer) is not None:
+            part, norm = self._modules[mixer], self._modules[f"{mixer}_norm"]
+            assert part is not None and norm is not None
+            y = part(x, context, norm=norm) if selective else part(norm(x), context)
+            x = x + self._drop(y, context, mixer)
+        if (feed_forward := self.feed_forward) is not None:
+            part, norm = self._modules[feed_forward], self._modules[f"{feed_forward}_norm"]
+            assert part is not None and norm is not None
+            y = part(x, context, norm=norm) if selective else part(norm(x), context)
+            x = x + self._drop(y, context, feed_forward)
+        return x
+
+    def _drop(self, x: Tensor, context: Context, part: str) -> Tensor:
+        return self._drop_some(x, context, part) if self.dropout else x
+
+    def _drop_some(self, x: Tensor, context: Context, part: str) -> Tensor:
+        return drop_features(
+            x,
+            self.dropout,
+            context,
+            f"layers.{self.layer}.{part}",
+            self.axis,
+            sequence_parallel=self.sequence_parallel,
+        )

@@ -1,0 +1,80 @@
+"""What every constructor of a layer needs to know besides the layer's own sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+
+from kenotron_dist import Axis, Chunk
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
+
+
+class Storage(TypedDict):
+    """Where parameters are and what they are stored in."""
+
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Build:
+    """How and where layers are made."""
+
+    tp: Axis
+    """The axis that features, heads and vocabulary are cut over."""
+    mode: TPMode = TPMode()
+    """How cut layers communicate over it."""
+    device: torch.device | str | None = "meta"
+    """Device of the parameters. On meta they take no memory: keep your own layers, ``to_empty``
+    and initialise them. None: torch's default device."""
+    dtype: torch.dtype | None = None
+    """Number format of the parameters; None: torch's default."""
+    shapes_only: bool = False
+    """Nothing will be computed: what computes need not be installed."""
+
+    @property
+    def storage(self) -> Storage:
+        """Device and dtype as keyword arguments of a layer."""
+        return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether each rank holds its own tokens between cut layers."""
+        return self.mode.sequence_parallel
+
+    def column(
+        self, inputs: int, outputs: int, *, bias: bool = False, chunks: Sequence[Chunk] = ()
+    ) -> ColumnParallelLinear:
+        """Make a linear layer whose output features are cut: (T, I) -> (T, O/t).
+
+        Args:
+            inputs: I.
+            outputs: O, whole.
+            bias: whether it has a bias.
+            chunks: what O is a concatenation of; empty: one chunk.
+
+        Raises:
+            ValueError: the axis does not divide a chunk.
+        """
+        return ColumnParallelLinear(
+            inputs, outputs, self.tp, bias=bias, chunks=chunks or None, **self.mode.column,
+            **self.storage,
+        )  # fmt: skip
+
+    def row(self, inputs: int, outputs: int, *, bias: bool = False) -> RowParallelLinear:
+        """Make a linear layer whose input features are cut: (T, I/t) -> (T, O).
+
+        Args:
+            inputs: I, whole.
+            outputs: O.
+            bias: whether it has a bias.
+
+        Raises:
+            ValueError: the axis does not divide I.
+        """
+        return RowParallelLinear(
+            inputs, outputs, self.tp, bias=bias, **self.mode.row, **self.storage
+        )

@@ -1,0 +1,1 @@
+"""One file for each family: the keys of its config, its blocks, and its names elsewhere."""

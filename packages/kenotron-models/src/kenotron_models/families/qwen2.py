@@ -1,0 +1,201 @@
+"""Qwen2, with and without experts: Nanotron's keys, and Hugging Face's."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kenotron_models.families.fields import (
+    BACKENDS,
+    SharedFields,
+    check,
+    marker_problems,
+    raise_all,
+    window_problems,
+    windowed,
+)
+from kenotron_models.families.hf_keys import (
+    llama_from_hf,
+    llama_to_hf,
+    windows_from_hf,
+    windows_to_hf,
+)
+from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.small import SmallSizes
+from kenotron_models.spec import DecoderSpec
+
+SLIDING = ("flex_attention", "flash_attention_2", "llama3_ring_attention")
+"""What computes attention within a window, in Nanotron."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Experts of a feed-forward: each token is sent to a few of them.
+
+    Raises:
+        ValueError: one line for each problem: field, value given, what is needed.
+    """
+
+    num_experts: int = 8
+    """Experts of a layer."""
+    top_k: int = 2
+    """Experts that each token is sent to."""
+    moe_intermediate_size: int = 1408
+    """Width of an expert, in features."""
+    shared_expert_intermediate_size: int = 5632
+    """Width of the expert that all tokens are sent to, in features."""
+    router_aux_loss_coef: float = 0.01
+    """Weight of the term that spreads tokens evenly."""
+    layers: tuple[int, ...] = (-1,)
+    """Layers that have experts; -1 alone: all."""
+    enable_shared_expert: bool = False
+    """True: one expert sees every token."""
+    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        names = ("num_experts", "top_k", "moe_intermediate_size", "shared_expert_intermediate_size")
+        found = [
+            f"{name}: {getattr(self, name)} was given; it must be at least 1"
+            for name in names
+            if getattr(self, name) < 1
+        ]
+        if self.top_k > self.num_experts:
+            found.append(
+                f"top_k: {self.top_k} was given; it must not be above num_experts "
+                f"({self.num_experts})"
+            )
+        if found:
+            raise ValueError("\n".join(found))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(SharedFields):
+    """Sizes and constants of a Qwen2 decoder, under the names that Nanotron gives them.
+
+    Raises:
+        ValueError: one line for each problem: field, value given, what is needed.
+    """
+
+    is_qwen2_config: bool = True
+    """Marks a YAML mapping as this class; always true."""
+    rope_seq_len_interpolation_factor: float | None = None
+    """Positions are divided by this; None: by 1."""
+    flex_attention_mask: Literal["sliding_window", "document", "sliding_window_document"] | None = (
+        None
+    )
+    """What a token sees besides the causal rule, under flex_attention's names."""
+    sliding_window_size: int | None = None
+    """Tokens that a token sees, itself counted; None: all before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers without the window, counted from 0."""
+    no_rope_layer: int | None = None
+    """Every n-th layer has no rotary positions (NoPE); None: all have."""
+    fused_rotary_emb: bool = True
+    """No effect: a choice of kernels."""
+    fused_rms_norm: bool = True
+    """No effect: a choice of kernels."""
+    use_qkv_packed: bool = True
+    """No effect: a choice of kernels."""
+    use_doc_masking: bool = False
+    """True: a token sees its own document only."""
+    log_attn_probs: bool = False
+    """No effect: attention's probabilities are not logged."""
+    ring_attn_heads_k_stride: int | None = None
+    """Heads sent at a time; of llama3_ring_attention."""
+    moe_config: MoEConfig | None = None
+    """Experts in place of the feed-forward; None: none."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = [*check(self), *_window_problems(self)]
+        every = self.no_rope_layer
+        if every is not None and (every < 1 or self.num_hidden_layers % every):
+            found.append(
+                f"no_rope_layer: {every} was given; it must divide num_hidden_layers "
+                f"({self.num_hidden_layers})"
+            )
+        ring = self.attn_implementation == "llama3_ring_attention"
+        if ring != (self.ring_attn_heads_k_stride is not None):
+            found.append(
+                f"ring_attn_heads_k_stride: {self.ring_attn_heads_k_stride} was given; it is a "
+                "number with attn_implementation llama3_ring_attention, and null without"
+            )
+        if self.rope_seq_len_interpolation_factor is not None and self.rope_scaling is not None:
+            found.append(
+                f"rope_seq_len_interpolation_factor: {self.rope_seq_len_interpolation_factor} was "
+                "given; it is rope_scaling of type linear, which is given, too; keep one"
+            )
+        raise_all([*found, *marker_problems(self, "is_qwen2_config")])
+
+    def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the keys of windows and positions of a narrow copy."""
+        return {
+            "sliding_window_size": sizes.window(self.sliding_window_size),
+            "full_attention_layers": sizes.some_layers(
+                self.full_attention_layers, self.num_hidden_layers
+            ),
+            "no_rope_layer": None if self.no_rope_layer is None else sizes.period,
+        }
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean; experts are not part of it."""
+        factor, mask = self.rope_seq_len_interpolation_factor, self.flex_attention_mask or ""
+        linear = None if factor is None else RopeScaling(factor=factor, rope_type="linear")
+        mixer, every = self.attention(), self.no_rope_layer
+        assert mixer.rope is not None  # all but the layers below turn
+        mixer = replace(
+            mixer,
+            rope=replace(mixer.rope, scaling=linear or self.rope_scaling),
+            separate_documents=self.use_doc_masking or "document" in mask,
+        )
+        window, full = self.sliding_window_size, self.full_attention_layers
+        mixers = windowed(mixer, window, full, self.num_hidden_layers)
+        if every is not None:
+            mixers[every - 1 :: every] = [replace(m, rope=None) for m in mixers[every - 1 :: every]]
+        return self.decoder_of(mixers)
+
+
+def _window_problems(config: Qwen2Config) -> list[str]:
+    size = config.sliding_window_size
+    if size is None:
+        return []
+    if found := window_problems(size):
+        return found
+    if config.attn_implementation not in (*SLIDING, *BACKENDS, "auto"):
+        return [
+            f"sliding_window_size: {size} was given; {config.attn_implementation} has no window; "
+            "choose attn_implementation auto or " + ", ".join(SLIDING)
+        ]
+    return []
+
+
+def _read(values: Values) -> Qwen2Config:
+    return Qwen2Config(**llama_from_hf(values), **windows_from_hf(values), attention_bias=True)
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    return {**llama_to_hf(spec), **windows_to_hf(spec)}
+
+
+QWEN2 = Family(
+    marker="is_qwen2_config",
+    config=Qwen2Config,
+    hf=HuggingFace(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
+            "max_window_layers": 28,
+            "sliding_window": 4096,
+            "bos_token_id": None,
+            "eos_token_id": None,
+        },
+        only={"hidden_act": ("silu",), "attention_dropout": (0, None)},
+        read=_read,
+        write=_write,
+    ),
+)

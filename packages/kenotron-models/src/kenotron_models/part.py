@@ -1,0 +1,64 @@
+"""What a block needs to know of its mixer and its feed-forward, whatever kind they are.
+
+A kind is one file: a frozen config (``PartSpec``), its module (``Part``), and what the config says
+of it: cost, operations, what its backward keeps. Placements and roles are on the module.
+
+Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden; T/t under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+from torch import Tensor, nn
+
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+
+Normed = Callable[[Tensor], Tensor]
+"""A norm that a part applies to its input: (T, D) -> (T, D)."""
+
+
+class Part(nn.Module):
+    """A mixer or a feed-forward of a block.
+
+    ``forward(x, context, norm=None)``: (T, D) -> (T, D). With ``norm`` it is applied to x first,
+    and what is cheap to compute again is not kept for the backward.
+    """
+
+    reads_cache: ClassVar[bool] = False
+    """Whether a mixer keeps in ``context.cache`` what it needs of earlier tokens."""
+
+    def prepare(self, context: Context) -> None:
+        """Make what all layers read of the micro-batch, before a compiled ``forward``."""
+
+    def leave_out_of_programs(self) -> None:
+        """Mark what ``torch.compile`` must call and not look into."""
+
+
+class PartSpec(Protocol):
+    """The config of a kind of mixer or feed-forward: frozen, hashable."""
+
+    name: ClassVar[str]
+    """Name of its module in a block, the same for all configs of the kind."""
+
+    def build(self, width: int, build: Build, layer: int) -> Part:
+        """Make the module. Arguments: D; how and where; the block's number from 0."""
+        ...
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count operations of one forward besides products with weight matrices."""
+        ...
+
+    def cost(self, width: int) -> int:
+        """Count multiply-adds a token, to balance pipeline stages."""
+        ...
+
+    def kept(self, *, selective: bool) -> int:
+        """Count numbers a token that the backward keeps of what tp cuts.
+
+        Args:
+            selective: what is cheap is computed again (``recompute`` selective).
+        """
+        ...

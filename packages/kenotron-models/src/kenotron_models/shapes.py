@@ -1,0 +1,33 @@
+"""The tensors of a decoder and of its blocks, read off layers that are built on meta.
+
+Nothing lists the matrices of a layer a second time: counts, operations and the names in other
+formats are folds over these layouts.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from kenotron_dist import Axis, TensorLayout, parameter_layouts
+from kenotron_models.block import Block, BlockSpec
+from kenotron_models.build import Build
+from kenotron_models.decoder import LayerStack, build_decoder
+from kenotron_models.spec import Architecture
+
+ONE = Build(Axis.solo("tp"), shapes_only=True)
+
+
+@lru_cache(maxsize=256)
+def block_layouts(block: BlockSpec, width: int) -> dict[str, TensorLayout]:
+    """Return the layouts of a block's tensors on one rank, by name within the block.
+
+    Args:
+        block: what it is made of.
+        width: D.
+    """
+    return parameter_layouts(Block(block, width, ONE), {"tp": 1})
+
+
+def decoder_layouts(config: Architecture) -> dict[str, TensorLayout]:
+    """Return the layouts of all tensors of a decoder on one rank, by name, in the model's order."""
+    return parameter_layouts(LayerStack(build_decoder(config, ONE)), {"tp": 1})

@@ -1,0 +1,202 @@
+"""All-gathers of updated parameters (ZeRO-1), waited for where a module first reads them.
+
+An update ends with one all-gather for each group of parameters. They start in the order of the
+forward, and travel behind the next one: a pre-hook on each module waits for what that module reads.
+Hooks exist only while something is in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from kenotron_dist import Axis, Handle, gather_pieces
+from kenotron_optim.accumulate import GradAccumulator
+from kenotron_optim.checks import check_alike
+from kenotron_optim.partition import Bucket, Span
+
+Group = tuple[Span, ...]
+"""Parameters that are gathered together."""
+Pieces = tuple[Axis, list[dict[str, Tensor]]]
+"""The data axis of a group, and the ranges that each of its ranks owns."""
+
+
+class ParameterGathers:
+    """The all-gathers of one stage's parameters.
+
+    Without ``overlap_forward`` they are waited for as soon as all have started.
+
+    Args:
+        accumulator: has the parameters and their buckets.
+        gathers: whether data ranks have slices to gather (stage 1).
+    """
+
+    def __init__(self, accumulator: GradAccumulator, *, gathers: bool) -> None:
+        self._accumulator, self._gathers = accumulator, gathers
+        self.groups: list[Group] = [bucket.spans for bucket in accumulator.buckets]
+        """In the order in which their gathers start."""
+        self._readers: list[tuple[nn.Module, list[int]]] = []
+        """Modules in the order of the forward, and the groups that each one reads."""
+        self._flying: dict[int, Handle] = {}
+        self._found: tuple[Any, list[Pieces]] | None = None
+        self._hooks: list[RemovableHandle] = []
+
+    def overlap_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Wait for parameters in the next forward of ``modules``; see ``SlicedOptimizer``.
+
+        Collective over the data axes: all data ranks give the same modules in the same order.
+
+        Raises:
+            ValueError: some parameter belongs to none of the modules, or data ranks differ.
+        """
+        self.wait()
+        modules, accumulator = list(modules), self._accumulator
+        names = [self._read_by(module) for module in modules]
+        first = {name: i for i, read in reversed(list(enumerate(names))) for name in read}
+        if missing := sorted(self._accumulator.logical.keys() - first.keys()):
+            raise ValueError(
+                f"parameters {', '.join(missing)} belong to none of the {len(modules)} modules "
+                "given: give every module that reads parameters, in the order of the forward"
+            )
+        cut = [group for bucket in self._accumulator.buckets for group in _cut(bucket, first)]
+        self.groups = sorted(cut, key=lambda group: min(first[span.name] for span in group))
+        check_alike([[span.name for span in group] for group in self.groups], accumulator.peers)
+        held = [{span.name for span in group} for group in self.groups]
+        self._readers = [
+            (module, [i for i, group in enumerate(held) if group & read])
+            for module, read in zip(modules, names, strict=True)
+        ]
+
+    @torch.no_grad()
+    def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
+        """Write masters, by (logical name, data rank), into the parameters and start the gathers.
+
+        While one group's slices travel, in place, the next one's are cast.
+        """
+        self.wait()
+        for i, (data, pieces) in enumerate(self._pieces()):
+            cast = [
+                (range_, master if master.ndim == 1 else master.view(-1))
+                for rank, own in enumerate(pieces)
+                for name, range_ in own.items()
+                if (master := masters.get((name, rank))) is not None
+                and master.data_ptr() != range_.data_ptr()
+            ]
+            if cast:
+                torch._foreach_copy_([to for to, _ in cast], [master for _, master in cast])
+            if self._gathers and data.size > 1:
+                self._flying[i] = gather_pieces([list(own.values()) for own in pieces], data)
+        self._hook_readers()
+
+    def wait(self) -> None:
+        """Wait for everything in flight; no-op where nothing is."""
+        self.land(list(self._flying))
+
+    def _hook_readers(self) -> None:
+        """All gathers have started: let modules wait for them.
+
+        A module whose call is a program (``nn.Module.compile``) would have the hook in its program;
+        what it reads is waited for now. So is everything without ``overlap_forward``.
+        """
+        if not self._readers:
+            self.wait()
+        for module, groups in self._readers:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                self.land(groups)
+        for module, groups in self._readers:
+            if any(group in self._flying for group in groups):
+                hook = _BeforeForward(self, groups)
+                self._hooks.append(module.register_forward_pre_hook(hook))
+
+    def _pieces(self) -> list[Pieces]:
+        """Those of each group; found again where parameters have moved."""
+        places = [p.data_ptr() for p in self._accumulator.parameters.values()], self.groups
+        if self._found is None or self._found[0] != places:
+            axes = [self._accumulator.axis_of(group[0].name) for group in self.groups]
+            found = [
+                (axis, [self._ranges(group, rank) for rank in range(axis.size)])
+                for axis, group in zip(axes, self.groups, strict=True)
+            ]
+            self._found = places, found
+        return self._found[1]
+
+    def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
+        """What a data rank owns of the parameters of a group, where they are; may be empty."""
+        grads = self._accumulator
+        return {
+            span.name: grads.parameters[grads.logical[span.name]].data.view(-1)[
+                slice(*span.owned(rank))
+            ]
+            for span in group
+        }
+
+    def land(self, groups: Iterable[int]) -> None:
+        """Wait for some groups, in the order of their start; without any left, remove all hooks."""
+        self._wait_for(groups)
+        if not self._flying:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+
+    def _wait_for(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            if group in self._flying:
+                self._flying.pop(group).wait()
+
+    @torch.no_grad()
+    def complete_copies(self, memo: Mapping[int, Any]) -> None:
+        """Wait for everything in flight; write it into the parameters that a deep copy has made.
+
+        The hooks stay: who copies iterates over them.
+
+        Args:
+            memo: that of ``copy.deepcopy``, which has made copies of some parameters before.
+        """
+        self._wait_for(list(self._flying))
+        for parameter in self._accumulator.parameters.values():
+            if (copied := memo.get(id(parameter))) is not None:
+                copied.copy_(parameter)
+
+    def _read_by(self, module: nn.Module) -> set[str]:
+        """Logical names of the parameters of a module that learn."""
+        own = {id(parameter) for parameter in module.parameters()}
+        names, parameters = self._accumulator.name_of, self._accumulator.parameters
+        return {names[path] for path, parameter in parameters.items() if id(parameter) in own}
+
+
+class _BeforeForward:
+    """Pre-hook of a module: waits for the groups of parameters that it reads.
+
+    A deep copy waits for all, so that the copied model is complete, and has nothing to wait for.
+    """
+
+    def __init__(self, gathers: ParameterGathers, groups: list[int]) -> None:
+        self._gathers, self._groups = gathers, groups
+
+    def __call__(self, *_: Any) -> None:
+        self._gathers.land(self._groups)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        self._gathers.complete_copies(memo)
+        return _remove_from_copy
+
+
+def _remove_from_copy(module: nn.Module, _: Any) -> None:
+    """Pre-hook of a copied module: removes itself."""
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _remove_from_copy]:
+        del hooks[key]
+
+
+def _cut(bucket: Bucket, first: dict[str, int]) -> list[Group]:
+    """A bucket as one group; one of whole tensors, of any size, as a group for each module."""
+    if all(span.owner is None for span in bucket.spans):
+        return [bucket.spans]
+    groups: dict[int, list[Span]] = {}
+    for span in bucket.spans:
+        groups.setdefault(first[span.name], []).append(span)
+    return [tuple(group) for group in groups.values()]

@@ -1,0 +1,81 @@
+"""Parameter groups of torch's optimizers, over masters of slices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kenotron_optim.groups import ParameterGroup
+
+NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon"})
+"""Rules of torch whose update of an element depends on the rest of its tensor."""
+Piece = tuple[str, int]
+"""(logical name, data rank whose slice it is)"""
+
+
+def check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> None:
+    """Raise ValueError for a name that the model has not, or that is in two groups."""
+    given = [name for group in groups for name in group.names]
+    unknown = sorted(set(given) - set(names))
+    if unknown:
+        raise ValueError(f"groups name parameters {unknown} that the model has not")
+    twice = sorted(name for name, times in Counter(given).items() if times > 1)
+    if twice:
+        raise ValueError(f"parameters {twice} are in two groups: a parameter has one")
+
+
+def options_of(
+    groups: Sequence[ParameterGroup], masters: Mapping[Piece, Tensor], whole: Collection[str]
+) -> list[dict[str, Any]]:
+    """torch parameter groups over the masters, each piece in the group of its name."""
+    pieces: dict[str, list[Tensor]] = {}
+    for (name, _), master in masters.items():
+        pieces.setdefault(name, []).append(master)
+    options = []
+    for group in groups:
+        for uncut in (False, True):
+            names = [name for name in group.names if (name in whole) is uncut]
+            own = [master for name in names for master in pieces.pop(name, [])]
+            if own:
+                options.append(
+                    {
+                        "params": own,
+                        "weight_decay": group.weight_decay,
+                        "lr_multiplier": group.lr_multiplier,  # torch keeps keys of others
+                        "whole": uncut,
+                    }
+                )
+    if pieces:
+        raise ValueError(f"parameters {sorted(pieces)} are in no group: every one needs options")
+    return options
+
+
+def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise ValueError for one whose numbers on slices would depend on the number of ranks."""
+    for optimizer in optimizers:
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        cut = any(not group.get("whole") for group in optimizer.param_groups)
+        if cut and (found := sorted(kinds & NOT_ELEMENTWISE)):
+            raise ValueError(
+                f"{type(optimizer).__name__} ({found[0]}) looks at whole tensors, and gets slices "
+                "of them here: take an elementwise one (AdamW, Adam, SGD, Adagrad, RMSprop), or "
+                "name its tensors in GradAccumulator(whole=...)"
+            )
+
+
+def batches(masters: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
+    """Split masters into runs of at most ``limit`` bytes."""
+    batch: list[Tensor] = []
+    filled = 0
+    for master in masters:
+        if batch and filled + master.nbytes > limit:
+            yield batch
+            batch, filled = [], 0
+        batch.append(master)
+        filled += master.nbytes
+    if batch:
+        yield batch

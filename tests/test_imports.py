@@ -1,0 +1,36 @@
+"""Importing a package of layers costs little more than importing torch."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+PACKAGES = ("kenotron_tp", "kenotron_cp")
+CODE = """
+import time, torch
+begin = time.process_time()
+import {package}
+print(time.process_time() - begin)
+"""
+HEAVY = """
+import sys, {package}
+heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "numpy.testing")
+print([name for name in heavy if name in sys.modules])
+"""
+
+
+def python(code: str) -> str:
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the second run finds compiled modules
+    run = [sys.executable, "-c", code]
+    return subprocess.run(run, env=env, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_it_takes_less_than_50_ms_beside_torch(package: str) -> None:
+    assert min(float(python(CODE.format(package=package))) for _ in range(3)) < 0.05
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_it_does_not_load_compilers_or_dtensor(package: str) -> None:
+    assert python(HEAVY.format(package=package)) == python(HEAVY.format(package="torch"))
