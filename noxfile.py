@@ -45,6 +45,7 @@ TEST_ENV = {
 }
 # While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
 # 3.8 would start another one and then wait for ever for tests that nobody has.
+ONCE_MORE = ("python", str(ROOT / "tests/once_more.py"))  # pytest, and a few failures again
 AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
@@ -110,7 +111,7 @@ def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
 def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
     install_tree(session, PYTEST, XDIST, use=closure(package), test=[package])
-    session.run("pytest", *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
+    session.run(*ONCE_MORE, *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
 
 
 @nox.session(name="tests-nccl")
@@ -133,7 +134,7 @@ def tests_nccl(session: nox.Session) -> None:
     use = list(dict.fromkeys(each for package in chosen for each in closure(package)))
     install_tree(session, PYTEST, XDIST, use=use, test=chosen)
     session.run(
-        "pytest", *AT_ONCE, "-n", "3", "-m", "not gloo", "-p", "some_of_each",
+        *ONCE_MORE, *AT_ONCE, "-n", "3", "-m", "not gloo", "-p", "some_of_each",
         *files, *session.posargs,
         env=TEST_ENV | {"KENOTRON_DEBUG": "fake_nccl", "PYTHONPATH": str(ROOT / "tests")},
     )  # fmt: skip
@@ -233,7 +234,7 @@ def integration(session: nox.Session) -> None:
     if not paths:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
-    session.run("pytest", *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
+    session.run(*ONCE_MORE, *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 
 def newest_python() -> str:
@@ -296,7 +297,8 @@ def measure(session: nox.Session, section: str) -> None:
 @nox.session(default=False)
 def grid(session: nox.Session) -> None:
     """Measure the rows of the grid that `integration` checks: `tests/GRID.md`."""
-    measure(session, "sample")
+    for section in ("sample", "context"):
+        measure(session, section)
 
 
 @nox.session(name="grid-full", default=False)

@@ -80,9 +80,11 @@ def test_a_killed_rank_is_named_and_nothing_is_left_behind(tmp_path: Path) -> No
     with subprocess.Popen(
         command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     ) as process:
-        metrics = tmp_path / "checkpoints/metrics.jsonl"
+        metrics, saved = (
+            tmp_path / "checkpoints" / p for p in ("metrics.jsonl", "3/manifest.json")
+        )
         deadline = time.monotonic() + 60
-        while not (metrics.exists() and len(runs.metrics(tmp_path)) >= 4):
+        while not (saved.exists() and metrics.exists() and len(runs.metrics(tmp_path)) >= 4):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
         family = descendants(process.pid)
