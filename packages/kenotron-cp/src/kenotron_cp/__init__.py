@@ -1,6 +1,6 @@
 """Context parallelism: attention over a sequence that is cut over ranks."""
 
-from kenotron_cp.attend import attend, gather_attention, ring_attention, ulysses_attention
+from kenotron_cp.attend import Way, attend, gather_attention, ring_attention, ulysses_attention
 from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Tile
 from kenotron_cp.layout import Cut, Layout
 from kenotron_cp.partial import Partial
@@ -22,6 +22,7 @@ __all__ = [
     "Sight",
     "Tile",
     "Traffic",
+    "Way",
     "attend",
     "attention_traffic",
     "cut_sequence",

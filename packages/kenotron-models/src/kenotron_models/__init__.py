@@ -34,6 +34,7 @@ from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, fami
 from kenotron_models.reported_names import COMPONENTS, component_of, reported_name
 from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 
@@ -76,6 +77,7 @@ __all__ = [
     "Rope",
     "RopeScaling",
     "Sampling",
+    "SequenceCut",
     "SizedConfig",
     "SmallSizes",
     "Starcoder2Config",

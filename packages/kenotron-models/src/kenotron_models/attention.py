@@ -15,7 +15,8 @@ from torch import Tensor
 
 from kenotron_dist import Chunk, declare_roles
 from kenotron_models.attend import AttentionBackend, attend, check_backend, prepare
-from kenotron_models.attend_plain import dropout_of
+from kenotron_models.attend_cut import attend_cut, sight_of_rows
+from kenotron_models.attend_plain import Dropout, dropout_of
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.norm import NormSpec
@@ -102,6 +103,7 @@ class Attention(Part):
     """
 
     reads_cache = True
+    cuts_sequence = True
 
     def __init__(self, spec: AttentionSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
@@ -133,10 +135,14 @@ class Attention(Part):
         """
         if self.spec.rope is not None:
             self._angles(context, self.spec.rope)
-        prepare(self._sight(context), self.spec.backend)
+        if context.cut is None:
+            prepare(self._sight(context), self.spec.backend)
+        else:
+            sight_of_rows(self._sight(context))
 
     def leave_out_of_programs(self) -> None:
-        """Dropout: its keys are of one layer and one step, and would make a program for each."""
+        """Dropout, whose keys would make a program for each layer and step, and other ranks."""
+        self.attend_over_ranks = torch.compiler.disable(self.attend_over_ranks)
         if self.spec.dropout:
             self.attend_with_dropout = torch.compiler.disable(self.attend_with_dropout)
 
@@ -175,16 +181,26 @@ class Attention(Part):
                 window, places = spec.window, context.positions_BS
                 seen = context.once(("seen", window), lambda: cache.seen(places, window))
                 return cache.attend(self.layer, q, seen, spec.factor)
+        if context.cut is not None:
+            return self.attend_over_ranks(q, k, v, context)
         if spec.dropout:
             return self.attend_with_dropout(q, k, v, context)
         return attend(q, k, v, self._sight(context), scale=spec.factor, backend=spec.backend)
 
+    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """``attend_cut`` with this layer's dropout. Collective over the axis that cuts rows."""
+        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
+        plain = spec.backend == "plain"
+        return attend_cut(q, k, v, sight, spec.factor, plain=plain, dropout=dropout)
+
     def attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """``attend`` with this layer's dropout, in a step that has any."""
-        spec, first_head = self.spec, self.axis.rank * self.heads
-        dropout = dropout_of(context, spec.dropout, self.layer, first_head)
-        sight = self._sight(context)
+        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
         return attend(q, k, v, sight, scale=spec.factor, backend=spec.backend, dropout=dropout)
+
+    def _dropout(self, context: Context) -> Dropout | None:
+        first_head = self.axis.rank * self.heads
+        return dropout_of(context, self.spec.dropout, self.layer, first_head)
 
     def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
         width, theta, scaling = self.spec.head_dim, rope.theta, rope.scaling

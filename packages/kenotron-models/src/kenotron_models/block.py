@@ -86,18 +86,41 @@ class Block(nn.Module):
         self._compiled = True
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        """(T, D) -> (T, D). Raises ValueError for a cache that its mixer does not read."""
-        if context.cache is not None and self.mixer and not self._part(self.mixer).reads_cache:
-            raise ValueError(
-                f"layers.{self.layer}.{self.mixer} keeps nothing of earlier tokens: generate with "
-                "cached=False (--no-cache)"
-            )
+        """(T, D) -> (T, D).
+
+        Raises ValueError for a cache that its mixer does not read, and for rows that are cut where
+        a part needs whole ones.
+        """
+        self._check(context)
         if self._compiled:
             for name in self.parts:
                 self._part(name).prepare(context)
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x, context)
         return self._layer(x, context)
+
+    def _check(self, context: Context) -> None:
+        if context.cache is not None and self.mixer and not self._part(self.mixer).reads_cache:
+            raise ValueError(
+                f"layers.{self.layer}.{self.mixer} keeps nothing of earlier tokens: generate with "
+                "cached=False (--no-cache)"
+            )
+        if context.cut is None:
+            return
+        axis = context.cut.axis
+        what = f"layers.{self.layer}: rows are cut over {axis.size} ranks of {axis.name}, and"
+        if not self.cuts_sequence:
+            raise ValueError(
+                f"{what} {' or '.join(self.parts)} needs whole ones: do not cut them, or set "
+                "cuts_sequence where a part is right for cut rows"
+            )
+        if context.cache is not None:
+            raise ValueError(f"{what} a key-value cache keeps whole ones: generate without a cut")
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether all parts are right where rows are cut over ranks."""
+        return all(self._part(name).cuts_sequence for name in self.parts)
 
     def _part(self, name: str) -> Part:
         part = self.get_submodule(name)

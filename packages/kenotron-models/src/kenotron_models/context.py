@@ -9,11 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from kenotron_models.kv_cache import KVCache
+from kenotron_models.sequence_cut import SequenceCut
 
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """The places of a micro-batch's tokens, and what dropout needs. B rows of S tokens."""
+    """The places of a micro-batch's tokens, and what dropout needs. B rows of S tokens.
+
+    Where rows are cut over ranks, S is the number of this rank's tokens of a row.
+    """
 
     positions_BS: Tensor
     """Place of every token in its text, int64."""
@@ -30,6 +34,8 @@ class Context:
     host_positions_BS: Tensor | None = None
     """The same positions on the host, where the lengths of documents are read from.
     Without them an accelerator's are read back once per micro-batch, and the host waits for it."""
+    cut: SequenceCut | None = None
+    """How rows are cut over ranks, the same for all layers; None: this rank has whole rows."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -44,5 +44,8 @@ def token_places(context: Context) -> tuple[Tensor, Tensor]:
             "dropout needs the number of every row's sample: give the Context samples_B"
         )
     batch, sequence = context.positions_BS.shape
-    places = torch.arange(sequence, device=context.positions_BS.device).repeat(batch)
-    return context.samples_B.repeat_interleave(sequence), places
+    device = context.positions_BS.device
+    places = torch.arange(sequence, device=device)
+    if context.cut is not None:  # numbers in the whole row
+        places = context.cut.places_S.to(device)
+    return context.samples_B.repeat_interleave(sequence), places.repeat(batch)

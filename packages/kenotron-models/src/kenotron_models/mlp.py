@@ -66,6 +66,8 @@ class MLP(Part):
     axis does not divide F.
     """
 
+    cuts_sequence = True
+
     def __init__(self, spec: MLPSpec, width: int, build: Build) -> None:
         super().__init__()
         self.gated, self.act = spec.gated, ACTIVATIONS[spec.activation]

@@ -29,6 +29,9 @@ class Part(nn.Module):
 
     reads_cache: ClassVar[bool] = False
     """Whether a mixer keeps in ``context.cache`` what it needs of earlier tokens."""
+    cuts_sequence: ClassVar[bool] = False
+    """Whether it is right where rows are cut over ranks (``context.cut``): it treats each token
+    alone, or exchanges what tokens need of one another."""
 
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, before a compiled ``forward``."""

@@ -78,7 +78,7 @@ class Sight:
     def _starts(self) -> Tensor | None:
         on_host = self.context.host_positions_BS
         if on_host is not None and not self.context.once(
-            "several documents", lambda: _starts_of(on_host).any()
+            "several documents", lambda: starts_of(on_host).any()
         ):
             return None
         starts = self.context.once("document starts", lambda: document_starts(self.context))
@@ -125,7 +125,7 @@ class Sight:
 
 def document_lengths(positions_BS: Tensor) -> DocumentLengths:
     """Return the documents of a micro-batch, of its positions (B, S), whose values it reads."""
-    starts = _starts_of(positions_BS)
+    starts = starts_of(positions_BS)
     batch, sequence = starts.shape
     places = torch.arange(sequence, device=starts.device)
     begins = (starts == places).flatten().nonzero().flatten()
@@ -146,10 +146,11 @@ def document_starts(context: Context) -> Tensor:
 
     One begins at a row's first token and wherever a position is not the former one plus 1.
     """
-    return _starts_of(context.positions_BS)
+    return starts_of(context.positions_BS)
 
 
-def _starts_of(positions: Tensor) -> Tensor:
+def starts_of(positions: Tensor) -> Tensor:
+    """Return the same of positions (B, S) of whole rows."""
     places = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     goes_on = positions[:, 1:] == positions[:, :-1] + 1
     starts = torch.zeros_like(places)

@@ -1,0 +1,52 @@
+"""How the rows of a micro-batch are cut over the ranks of an axis (context parallelism).
+
+Shapes: B rows of S tokens, n tokens of a row on this rank, padding included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kenotron_cp import Cut, Layout, Way
+from kenotron_dist import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceCut:
+    """Which tokens of its rows this rank has; equal on all ranks of the axis but for their own."""
+
+    axis: Axis
+    """The ranks over which rows are cut."""
+    whole_positions_BS: Tensor
+    """Positions of the whole rows, int64, on the host: documents begin where they say."""
+    way: Way = "ring"
+    """How attention shares the work; see ``kenotron_cp.attend``."""
+    layout: Layout = Layout()
+    """Which tokens of a row each rank has."""
+    stride: int = 1
+    """Key heads that the way ``gather`` has at a time."""
+
+    @property
+    def sequence(self) -> int:
+        """S."""
+        return self.whole_positions_BS.shape[1]
+
+    @cached_property
+    def places_S(self) -> Tensor:
+        """Numbers of this rank's tokens in their row, (n,) int64 on the host; from S on: padding.
+
+        n is ``len(places_S)``.
+        """
+        cut = Cut(self.sequence, self.axis.size, self.layout)
+        return cut.positions(self.axis.rank)
+
+    def real_tokens(self, device: torch.device) -> Tensor:
+        """Numbers of this rank's tokens that are no padding, among its B * n, int64."""
+        rows, width = len(self.whole_positions_BS), len(self.places_S)
+        real = (self.places_S < self.sequence).nonzero().flatten()
+        starts = torch.arange(rows, device=real.device) * width
+        return (starts[:, None] + real).flatten().to(device)
