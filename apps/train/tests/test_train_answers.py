@@ -13,7 +13,7 @@ from own_runs import DATASET, LAYOUTS, configure, jsonl, run
 from kenotron_config import ConfigError, ignored_keys
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, named_parameters, spawn
-from kenotron_engine import NO_TARGET, contexts_of, global_counts, loss_fn, training_step
+from kenotron_engine import NO_TARGET, global_counts, loss_fn, training_step
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
@@ -147,9 +147,10 @@ def masked(mesh: Mesh, config) -> dict[str, float]:
     def loss(labels, tokens=batch.tokens_MBS) -> float:
         changed = replace(batch, labels_MBS=labels, tokens_MBS=tokens)
         count = global_counts(changed, mesh)[0]
-        inputs = [micro.tokens_BS.flatten() for micro in changed]
-        whole = loss_fn(training, changed, count)
-        return float(training.model.pipeline.evaluate(inputs, whole, contexts_of(changed)))
+        share = training.share_of(changed)
+        whole = loss_fn(training, share.micros, count)
+        found = training.model.pipeline.evaluate(share.inputs, whole, share.contexts)
+        return float(found)
 
     labels, learned = batch.labels_MBS, batch.labels_MBS != NO_TARGET
     which = learned.flatten().nonzero()[:, 0]

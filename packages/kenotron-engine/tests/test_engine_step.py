@@ -22,7 +22,7 @@ from kenotron_engine import (
     weight_pieces,
 )
 
-LAYOUTS: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
+LAYOUTS: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"cp": 3}]
 
 
 def measured(mesh: Mesh) -> tuple[list[float], list[Piece], list[Piece]]:
@@ -96,7 +96,7 @@ def evaluated(mesh: Mesh) -> tuple[float, float]:
     return found.loss, training_step(training, batch, 1).loss
 
 
-@pytest.mark.parametrize("axes", [{}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("axes", [{}, {"pp": 2}, {"cp": 2}], ids=str)
 def test_an_evaluation_has_the_loss_of_a_step(axes: dict[str, int]) -> None:
     for found, wanted in on_ranks(evaluated, **axes):
         assert found == pytest.approx(wanted, rel=1e-6)

@@ -16,7 +16,7 @@ from kenotron_ckpt import on_first
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, gather_objects
 from kenotron_dist.rng import counter_key
-from kenotron_engine import contexts_of, global_counts, loss_fn
+from kenotron_engine import global_counts, loss_fn
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import Training
 from kenotron_train.data.stage_loader import OpenStage
@@ -121,14 +121,14 @@ def _module(training: Training, batch: Batch, step: int) -> str:
         return look
 
     key = counter_key(training.config.general.seed, "dropout", step)
-    inputs = [micro.tokens_BS.flatten() for micro in batch]
-    count = global_counts(batch, mesh)[0]
+    share, count = training.share_of(batch, key), global_counts(batch, mesh)[0]
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.stack.named_modules():
             if name:
                 handle = module.register_forward_hook(hook(name))
                 hooks.callback(handle.remove)
-        model.pipeline.evaluate(inputs, loss_fn(training, batch, count), contexts_of(batch, key))
+        loss = loss_fn(training, share.micros, count)
+        model.pipeline.evaluate(share.inputs, loss, share.contexts)
     first = min(seen.items()) if seen else None
     all_ranks = [each for each in gather_objects(first, mesh.world) if each]
     return min(map(tuple, all_ranks))[1] if all_ranks else ""

@@ -3,7 +3,6 @@
 from kenotron_engine.assembly import (
     Layouts,
     Model,
-    ModelPlan,
     Records,
     Training,
     assemble,
@@ -30,13 +29,16 @@ from kenotron_engine.gathered_tensors import (
     write_slices,
 )
 from kenotron_engine.layer_metrics import LayerMetrics
-from kenotron_engine.objective import NO_TARGET, contexts_of, global_counts, loss_fn, token_losses
+from kenotron_engine.model_plan import ModelPlan
+from kenotron_engine.objective import global_counts, loss_fn, token_losses
+from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.step import Gradient, StepResult, gradient, training_step
 from kenotron_engine.throughput import flops_utilization, tflops_per_rank
 
 __all__ = [
     "NO_TARGET",
     "DeviceRead",
+    "CPMode",
     "Gradient",
     "LayerMetrics",
     "Layouts",
@@ -45,6 +47,7 @@ __all__ = [
     "ModelPlan",
     "Piece",
     "Records",
+    "Share",
     "StepResult",
     "Training",
     "Validation",
@@ -52,7 +55,6 @@ __all__ = [
     "assemble",
     "build_model",
     "build_training",
-    "contexts_of",
     "decoder_layers",
     "differences",
     "evaluate",
@@ -72,6 +74,7 @@ __all__ = [
     "tflops_per_rank",
     "token_losses",
     "training_step",
+    "way_of",
     "weight_pieces",
     "write_slices",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from kenotron_data import MicroBatch
 from kenotron_dist import (
     Mesh,
     TensorLayout,
@@ -18,12 +19,12 @@ from kenotron_dist import (
 )
 from kenotron_dist.init import Constant, initialize
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
+from kenotron_engine.model_plan import ModelPlan, one_f_one_b
+from kenotron_engine.sequence import Share, check_cut, share_of
 from kenotron_models import (
     Build,
-    DecoderSpec,
     Head,
     LayerStack,
-    Recompute,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -41,44 +42,12 @@ from kenotron_optim import (
     update_rule,
     whole_matrices,
 )
-from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages, schedule_named
-from kenotron_tp import TPMode
+from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
 Layouts = dict[str, TensorLayout]
 """Layouts of the parameters of a whole model, by parameter name."""
-
-
-def _one_f_one_b() -> Schedule:
-    return schedule_named("1f1b")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelPlan:
-    """What a model is made of and how its layers compute; the same on every rank."""
-
-    spec: DecoderSpec
-    """Embedding, blocks, norm and head."""
-    dtype: torch.dtype = torch.float32
-    """Of parameters and activations."""
-    mode: TPMode = TPMode()
-    """How layers communicate over tp."""
-    schedule: Schedule = field(default_factory=_one_f_one_b)
-    """Order of forwards and backwards over pp."""
-    recompute: Recompute | tuple[Recompute, ...] = "none"
-    """What decoder layers compute again in the backward, all or one by one."""
-    vocab_divisible_by: int = 1
-    """The vocabulary is padded to a multiple of this times tp."""
-    seed: int = 42
-    """Of first weights and dropout."""
-    draws: tuple[float, str] | None = (0.02, "NUM_LAYERS")
-    """Standard deviation of the first weights, and what scales those of residual outputs (see
-    ``kenotron_models.standard_init``); None: zeros, for weights that are read later."""
-    compile: bool = False
-    """True: torch.compile makes one program of each layer's work between communications."""
-    cuda_graph: bool = False
-    """True: forward and backward of a micro-batch are one CUDA graph. Needs pp and tp 1."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +92,11 @@ class Training:
         self.optimizer.wait_for_parameters()
         return named_parameters(self.model.stack)
 
+    def share_of(self, batch: Iterable[MicroBatch], dropout_key: int | None = None) -> Share:
+        """Return this rank's tokens of its micro-batches; see ``kenotron_engine.share_of``."""
+        plan = self.plan
+        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key)
+
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records, after waiting likewise."""
         layouts = self.model.layouts
@@ -165,7 +139,7 @@ def assemble(
         settles: whether a run of the pipeline ends by waiting for the device; see
             ``kenotron_pp.Pipeline``.
     """
-    schedule = schedule or _one_f_one_b()
+    schedule = schedule or one_f_one_b()
     stages = Stages.balanced(layers, costs or [1.0] * len(layers), mesh.sizes["pp"], schedule)
     layouts = parameter_layouts(LayerStack(layers), mesh.axis_sizes, stages.of_parameter)
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
@@ -173,7 +147,7 @@ def assemble(
     fill(stack, layouts)
     chunks = stages.chunks(layers, mesh["pp"].rank)
     own = chunks if schedule.chunks > 1 else chunks[0]
-    others = [mesh["tp"], mesh["dp", "cp"], mesh.world]
+    others = [*(mesh[name] for name in ("tp", "cp", "dp")), mesh["dp", "cp"], mesh.world]
     pairs, device = mesh.pairs("pp"), mesh.device
     pipeline = Pipeline(own, mesh["pp"], schedule, device, pairs, others, settles=settles)
     return Model(stack, layouts, pipeline)
@@ -199,6 +173,7 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
 
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
+    check_cut(plan.cp_mode, plan.spec, layers, mesh)
     # A step waits for its device itself, once.
     return assemble(layers, mesh, fill, costs=costs, schedule=plan.schedule, settles=False)
 
@@ -285,6 +260,11 @@ def _check_graphed(model: Model, mesh: Mesh) -> None:
         raise ValueError(
             f"cuda_graph: true was given, but this rank computes on {mesh.device}: CUDA graphs "
             "need a GPU; set it to false"
+        )
+    if mesh.sizes["cp"] > 1:
+        raise ValueError(
+            f"cuda_graph: true was given with cp = {mesh.sizes['cp']}: a graph cannot wait for "
+            "other ranks: set it to false"
         )
     adding = [name for name, m in model.stack.named_modules() if getattr(m, "adds_loss", False)]
     if adding:

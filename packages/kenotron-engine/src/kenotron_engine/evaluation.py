@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kenotron_data import Batch
+from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.assembly import Training
-from kenotron_engine.objective import NO_TARGET, contexts_of, token_losses
+from kenotron_engine.objective import token_losses
+from kenotron_engine.sequence import NO_TARGET
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,9 @@ def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...
     mesh = training.mesh
     total = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device)
     for on_host in batches:
-        batch = on_host.to(mesh.device)
-        inputs = [micro.tokens_BS.flatten() for micro in batch]
-        whole = _summing(training, batch, total)
-        training.model.pipeline.evaluate(inputs, whole, contexts_of(batch))
+        share = training.share_of(on_host.to(mesh.device))
+        whole = _summing(training, share.micros, total)
+        training.model.pipeline.evaluate(share.inputs, whole, share.contexts)
     # Only ranks with the last layer have seen a loss.
     total = all_reduce(total, mesh["pp", "dp", "cp"])
     losses, counts = total.unbind(-1)
@@ -58,7 +58,9 @@ def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...
     return Validation(float(losses.sum() / counts.sum()), each)
 
 
-def _summing(training: Training, batch: Batch, total: Tensor) -> Callable[[Tensor, int], Tensor]:
+def _summing(
+    training: Training, batch: list[MicroBatch], total: Tensor
+) -> Callable[[Tensor, int], Tensor]:
     """A loss that adds sums and numbers of targets of each source to ``total`` (K, 2)."""
 
     def loss(hidden: Tensor, microbatch: int) -> Tensor:

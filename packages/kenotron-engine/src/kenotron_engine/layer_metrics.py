@@ -109,10 +109,13 @@ class LayerMetrics:
 def own_tokens(mesh: Mesh, mode: TPMode, context: Context, output: Tensor) -> Tensor:
     """The rows of a layer's output that this rank counts: no padding, nothing that others count."""
     tp = mesh["tp"]
-    if not mode.sequence_parallel:
-        return output if tp.rank == 0 else output[:0]
-    left = context.tokens - tp.rank * output.shape[0]
-    return output[: max(0, left)]
+    if not mode.sequence_parallel and tp.rank:
+        return output[:0]
+    first = tp.rank * output.shape[0] if mode.sequence_parallel else 0
+    if context.cut is None:
+        return output[: max(0, context.tokens - first)]
+    real = context.cut.real_tokens(output.device) - first
+    return output[real[(real >= 0) & (real < output.shape[0])]]
 
 
 def _submodule(model: Model, name: str) -> nn.Module | None:

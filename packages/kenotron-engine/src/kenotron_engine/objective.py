@@ -6,7 +6,7 @@ divided by tp size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,42 +14,26 @@ from torch import Tensor
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.assembly import Training
-from kenotron_models import Context
+from kenotron_engine.sequence import NO_TARGET
 from kenotron_tp import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
     vocab_parallel_cross_entropy,
 )
 
-NO_TARGET = -100
-"""Label of a position that has no target."""
-
-
-def contexts_of(batch: Iterable[MicroBatch], dropout_key: int | None = None) -> list[Context]:
-    """What the layers may read of each micro-batch; without a key they drop nothing.
-
-    The head's product is left to the loss.
-    """
-    return [
-        Context(
-            micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
-            host_positions_BS=micro.host_positions_BS,
-        )
-        for micro in batch
-    ]  # fmt: skip
-
 
 def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
     """Targets of the global batch, by which every loss is divided, and its tokens but padding.
 
-    (2,) int64 on the device. Collective over dp and cp.
+    (2,) int64 on the device. ``batch`` has whole rows, which all ranks of cp read. Collective over
+    dp.
     """
     targets = (batch.labels_MBS != NO_TARGET).sum()
     real = (batch.samples_MB >= 0)[..., None].expand_as(batch.tokens_MBS)
     if batch.documents_MBS is not None:
         real = real & (batch.documents_MBS >= 0)
     own = torch.stack([targets, real.sum()]).to(mesh.device)
-    return all_reduce(own, mesh["dp", "cp"])
+    return all_reduce(own, mesh["dp"])
 
 
 def token_losses(training: Training, x: Tensor, labels: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.assembly import Training
 from kenotron_engine.device_read import DeviceRead
-from kenotron_engine.objective import contexts_of, global_counts, loss_fn
+from kenotron_engine.objective import global_counts, loss_fn
 from kenotron_optim import (
     LossScale,
     NonFinite,
@@ -156,10 +156,9 @@ def gradient(
     key = counter_key(training.plan.seed, "dropout", step)
 
     def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
-        micros = list(batch)
-        inputs = [micro.tokens_BS.flatten() for micro in micros]
-        own_loss = loss_fn(training, micros, count, extra)
-        return training.model.pipeline.run(inputs, own_loss, contexts_of(micros, key))
+        share = training.share_of(batch, key)
+        own_loss = loss_fn(training, share.micros, count, extra)
+        return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
         training.optimizer.wait_for_parameters()

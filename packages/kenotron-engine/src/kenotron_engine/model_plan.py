@@ -1,0 +1,46 @@
+"""What a model is made of and how its layers compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kenotron_engine.sequence import CPMode
+from kenotron_models import DecoderSpec, Recompute
+from kenotron_pp import Schedule, schedule_named
+from kenotron_tp import TPMode
+
+
+def one_f_one_b() -> Schedule:
+    """Return the schedule that a pipeline has if none is named."""
+    return schedule_named("1f1b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan:
+    """What a model is made of and how its layers compute; the same on every rank."""
+
+    spec: DecoderSpec
+    """Embedding, blocks, norm and head."""
+    dtype: torch.dtype = torch.float32
+    """Of parameters and activations."""
+    mode: TPMode = TPMode()
+    """How layers communicate over tp."""
+    cp_mode: CPMode = CPMode()
+    """How attention runs over cp."""
+    schedule: Schedule = field(default_factory=one_f_one_b)
+    """Order of forwards and backwards over pp."""
+    recompute: Recompute | tuple[Recompute, ...] = "none"
+    """What decoder layers compute again in the backward, all or one by one."""
+    vocab_divisible_by: int = 1
+    """The vocabulary is padded to a multiple of this times tp."""
+    seed: int = 42
+    """Of first weights and dropout."""
+    draws: tuple[float, str] | None = (0.02, "NUM_LAYERS")
+    """Standard deviation of the first weights, and what scales those of residual outputs (see
+    ``kenotron_models.standard_init``); None: zeros, for weights that are read later."""
+    compile: bool = False
+    """True: torch.compile makes one program of each layer's work between communications."""
+    cuda_graph: bool = False
+    """True: forward and backward of a micro-batch are one CUDA graph. Needs pp and tp 1."""

@@ -1,0 +1,174 @@
+"""Cut the rows of a batch over the ranks of cp: the one place that does.
+
+Ranks of cp read the same whole rows. Labels are shifted by then, so each token's target is at its
+own place, and what a rank keeps of tokens, labels and positions lies on the same places.
+
+Shapes: B rows of S tokens of a micro-batch, n tokens of a row on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from kenotron_cp import Layout, Way, cut_sequence
+from kenotron_data import MicroBatch
+from kenotron_dist import Axis, Mesh
+from kenotron_models import (
+    AttentionSpec,
+    Block,
+    Context,
+    DecoderSpec,
+    Embedding,
+    Head,
+    LayerNorm,
+    RMSNorm,
+    SequenceCut,
+)
+
+NO_TARGET = -100
+"""Label of a position that has no target."""
+ALONE = (Embedding, Head, RMSNorm, LayerNorm)
+"""Layers that treat each token alone."""
+
+
+@dataclass(frozen=True)
+class CPMode:
+    """How attention runs over the ranks of cp; the same on every rank."""
+
+    way: Literal["auto", "ring", "gather", "ulysses"] = "auto"
+    """What is exchanged; auto: see ``way_of``."""
+    stride: int = 1
+    """Key heads that ``gather`` has at a time."""
+    order: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which tokens a rank has; see ``kenotron_cp.Layout``."""
+
+
+class Share(NamedTuple):
+    """What this rank computes of its micro-batches."""
+
+    micros: list[MicroBatch]
+    """Its tokens (B, n) and their labels."""
+    contexts: list[Context]
+    """What the layers may read of each of them."""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """Tokens of each micro-batch (T,), T = B * n."""
+        return [micro.tokens_BS.flatten() for micro in self.micros]
+
+
+def share_of(
+    mode: CPMode,
+    spec: DecoderSpec,
+    mesh: Mesh,
+    batch: Iterable[MicroBatch],
+    dropout_key: int | None = None,
+) -> Share:
+    """Return this rank's part of its micro-batches; nothing is communicated.
+
+    Args:
+        mode: how attention runs over cp.
+        spec: the model.
+        mesh: the ranks; ``mesh["cp"]`` cuts rows.
+        batch: micro-batches of whole rows, the same on all ranks of cp.
+        dropout_key: of seed and step; without one layers drop nothing.
+
+    Returns:
+        Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
+        rows that cp does not divide, has no target.
+    """
+    micros, axis = list(batch), mesh["cp"]
+    if axis.size == 1:
+        made = [
+            Context(
+                micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
+                host_positions_BS=micro.host_positions_BS,
+            )
+            for micro in micros
+        ]  # fmt: skip
+        return Share(micros, made)
+    way, layout = way_of(mode, spec, mesh.sizes), Layout(mode.order)
+    own = [_cut(micro, axis, layout) for micro in micros]
+    contexts = [
+        Context(
+            part.positions_BS, part.samples_B, dropout_key, to_loss=True,
+            cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride),
+        )
+        for micro, part in zip(micros, own, strict=True)
+    ]  # fmt: skip
+    return Share(own, contexts)
+
+
+def _cut(micro: MicroBatch, axis: Axis, layout: Layout) -> MicroBatch:
+    """This rank's tokens of a micro-batch."""
+    cut = partial(cut_sequence, axis=axis, layout=layout)
+    return replace(
+        micro,
+        tokens_BS=cut(micro.tokens_BS),
+        labels_BS=cut(micro.labels_BS, fill=NO_TARGET),
+        positions_BS=cut(micro.positions_BS),
+        documents_BS=None,
+        host_positions_BS=None,
+    )
+
+
+def _on_host(micro: MicroBatch) -> Tensor:
+    """Positions of the whole rows, read back from an accelerator where it alone has them."""
+    kept = micro.host_positions_BS
+    return micro.positions_BS.cpu() if kept is None else kept
+
+
+def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> Way:
+    """Return what ``auto`` means for a model on axes of these sizes.
+
+    Ulysses where it divides query and key heads of all layers and sends less than the ring: with H
+    query and G key heads it sends (2H + 2G) (c-1)/c features of a token, the ring 3/4 (c-1) 2G on
+    average. Else the ring, which also skips what is outside of a window.
+    """
+    if mode.way != "auto":
+        return mode.way
+    ranks, tp = sizes["cp"], sizes["tp"]
+    for mixer in {block.mixer for block in spec.blocks}:
+        if not isinstance(mixer, AttentionSpec):
+            continue
+        heads, kv_heads = mixer.heads // tp, max(mixer.kv_heads // tp, 1)
+        less = 4 * (heads + kv_heads) < 3 * ranks * kv_heads
+        if heads % ranks or kv_heads % ranks or mixer.window is not None or not less:
+            return "ring"
+    return "ulysses"
+
+
+def check_cut(
+    mode: CPMode, spec: DecoderSpec, layers: Sequence[tuple[str, nn.Module]], mesh: Mesh
+) -> None:
+    """Raise ValueError for layers that need whole rows, and for heads that Ulysses cannot divide.
+
+    ``layers``: all layers of the model by name. One that is no part of ``kenotron_models`` says by
+    ``cuts_sequence = True`` that it reads ``Context.cut``.
+    """
+    ranks, tp = mesh.sizes["cp"], mesh.sizes["tp"]
+    if ranks == 1:
+        return
+    for name, layer in layers:
+        if isinstance(layer, ALONE) or getattr(layer, "cuts_sequence", False):
+            continue
+        inner = f" ({' or '.join(layer.parts)})" if isinstance(layer, Block) else ""
+        raise ValueError(
+            f"cp = {ranks} cuts rows, but layer {name}{inner} does not say that it is right for "
+            "cut rows: choose cp = 1, or read Context.cut in it and set cuts_sequence = True"
+        )
+    for mixer in {block.mixer for block in spec.blocks}:
+        if mode.way != "ulysses" or not isinstance(mixer, AttentionSpec):
+            continue
+        heads, kv_heads = mixer.heads // tp, max(mixer.kv_heads // tp, 1)
+        if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+            raise ValueError(
+                f"ulysses exchanges heads over cp = {ranks} ranks, which must divide the {heads} "
+                f"query heads of a tp rank, and divide its {kv_heads} key heads or be a multiple "
+                "of them: choose ring or gather, or another cp or tp"
+            )
