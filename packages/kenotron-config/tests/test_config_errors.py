@@ -116,6 +116,17 @@ OVER_RANKS = [
         "num_key_value_heads (3) must divide one another; set tp to 1",
     ),
     (
+        ("parallelism.cp=8", "parallelism.cp_attention=ulysses"),
+        "cp_attention: ulysses was given; parallelism.cp (8) must divide the 4 query heads of a "
+        "tp rank, and divide its",
+    ),
+    (("parallelism.cp=0",), "parallelism.cp: 0 was given; it must be at least 1"),
+    (("parallelism.cp_attention=star",), 'parallelism.cp_attention: "star" was given'),
+    (
+        ("parallelism.cp=2", "model.cuda_graph=true"),
+        "cuda_graph: true was given with parallelism.cp 2; a graph holds one rank's kernels",
+    ),
+    (
         ("parallelism.pp=6",),
         "pp: 6 was given; each stage needs a layer, and the model has 5 (2 decoder layers, "
         "embedding, final norm, head); set pp to at most 5",

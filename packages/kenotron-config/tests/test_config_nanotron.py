@@ -121,6 +121,7 @@ def test_changes_on_the_command_line_meet_either_spelling():
         ("optimizer.adam_eps=3", "optimizer.optimizer_factory.adam_eps=3"),
         ("data.seed=3", "data_stages.0.data.seed=3"),
         ("datastates.parser_threads=3", "checkpoints.datastates.parser_threads=3"),
+        ("parallelism.context_parallel_size=2", "parallelism.cp=2"),
     ):
         one, two = (parse_config(text, "c.yaml", [spelling]) for spelling in spellings)
         assert one == two != parse_config(text, "c.yaml")
@@ -151,6 +152,10 @@ def test_top_level_datastates_chooses_the_engine():
             {"datastates": {}, "checkpoints.datastates": {}},
             "datastates: checkpoints.datastates is given, too; keep one",
         ),
+        (
+            {"parallelism.context_parallel_size": 2, "parallelism.cp": 4},
+            "parallelism.context_parallel_size: cp is given, too, with another value; keep one",
+        ),
     ],
 )
 def test_what_is_said_twice_is_reported(changes, sentence):
@@ -166,6 +171,30 @@ def test_old_names_of_keys_mean_the_new_ones():
         else [],
     )
     assert all(block.mixer.rope.interleaved for block in config.decoder.blocks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ours", "meant"),
+    [
+        ({"_attn_implementation": "ring"}, {}, ("ring", 1)),
+        ({"_attn_implementation": "ring_flash_triton"}, {}, ("ring", 1)),
+        (
+            {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 2},
+            {},
+            ("gather", 2),
+        ),
+        ({"_attn_implementation": "ring"}, {"parallelism.cp_attention": "gather"}, ("gather", 1)),
+        ({"_attn_implementation": "sdpa"}, {}, ("auto", 1)),
+    ],
+)
+def test_nanotrons_context_parallelism_means_what_it_says(sizes, ours, meant):
+    model = QWEN | {"sliding_window_size": None} | sizes
+    changes = {"parallelism.context_parallel_size": 2, "model.model_config": model}
+    config = parse(changes | ours)
+    assert config.parallelism.cp == 2 and not unavailable(config)
+    assert config.world_size == 2 * parse({}).world_size
+    assert config.cp_way == meant
+    assert parse_config(dump_config(config), "again") == config
 
 
 def test_the_marker_of_another_family_may_say_false_as_older_files_do():
@@ -198,7 +227,6 @@ SECTIONS = [
     ("model.init_method", {"use_mup": True}),
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.expert_parallel_size", 2),
-    ("parallelism.context_parallel_size", 2),
     ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 

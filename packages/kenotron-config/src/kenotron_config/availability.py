@@ -42,9 +42,9 @@ _Lines = Iterator[tuple[str, str, str]]
 
 
 def _parallelism(section: ParallelismConfig) -> _Lines:
-    for name in ("expert_parallel_size", "context_parallel_size"):
-        if (size := getattr(section, name)) > 1:
-            yield f"parallelism.{name}", f"{size} was given; more than 1 is", "set it to 1"
+    if (size := section.expert_parallel_size) > 1:
+        path = "parallelism.expert_parallel_size"
+        yield path, f"{size} was given; more than 1 is", "set it to 1"
     if section.moe_layer_recompute:
         yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
 

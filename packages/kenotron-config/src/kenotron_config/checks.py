@@ -43,6 +43,7 @@ def cross_problems(sections: Sections) -> list[str]:
     stages = sections.get("data_stages")
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
+        found += _heads_over_cp(model, parallelism)
         found += _graphed(model, parallelism)
     if stages is not None:
         found += _stage_order(stages)
@@ -85,6 +86,22 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
     return found
 
 
+def _heads_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """Ulysses gives each rank of cp whole heads."""
+    sizes, cp, tp = model.model_config, parallelism.cp, parallelism.tp
+    names = ("num_attention_heads", "kv_heads")
+    heads, kv_heads = (max(getattr(sizes, name, 0) // tp, 1) for name in names)
+    if parallelism.cp_attention != "ulysses" or not hasattr(sizes, "kv_heads"):
+        return []
+    if heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0):
+        return []
+    return [
+        f"parallelism.cp_attention: ulysses was given; parallelism.cp ({cp}) must divide the "
+        f"{heads} query heads of a tp rank, and divide its {kv_heads} key heads or be a multiple "
+        "of them; set cp_attention to ring, or change cp or tp"
+    ]
+
+
 def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     """A graph repeats kernels of one rank: no other rank and no dropout key may be in it."""
     if not model.cuda_graph:
@@ -92,8 +109,8 @@ def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     found = [
         f"model.cuda_graph: true was given with parallelism.{name} {size}; a graph holds one "
         f"rank's kernels: set {name} to 1 or cuda_graph to false"
-        for name, size in (("pp", parallelism.pp), ("tp", parallelism.tp))
-        if size > 1
+        for name, size in parallelism.grid.items()
+        if size > 1 and name != "dp"
     ]
     names = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout")
     sizes = model.model_config

@@ -10,6 +10,7 @@ from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
 from kenotron_config.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
 from kenotron_config.sections import (
+    CPAttention,
     GeneralConfig,
     LoggingConfig,
     ModelConfig,
@@ -42,6 +43,14 @@ STAGE_WITHOUT_EFFECT = {
     "data.dataset.pad_samples_to_global_batch_size": "epochs follow one another within a batch",
     "data.dataset.use_old_brrr_dataloader": "there is one loader",
 }
+
+
+NANOTRON_WAYS: dict[str, CPAttention] = {
+    "ring": "ring",
+    "ring_flash_triton": "ring",
+    "llama3_ring_attention": "gather",
+}
+"""What values of `attn_implementation` say of attention over cp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +122,17 @@ class Config:
         if not isinstance(method, RandomInitConfig):
             raise ValueError(f"model.init_method: {type(method).__name__} is not available yet")
         return method.std, method.scaling_method
+
+    @property
+    def cp_way(self) -> tuple[CPAttention, int]:
+        """How attention runs over cp, and how many key heads are gathered at a time.
+
+        What `parallelism.cp_attention` leaves open is what `attn_implementation` names.
+        """
+        way, sizes = self.parallelism.cp_attention, self.model.model_config
+        if way == "auto":
+            way = NANOTRON_WAYS.get(getattr(sizes, "attn_implementation", ""), way)
+        return way, getattr(sizes, "ring_attn_heads_k_stride", None) or 1
 
     @property
     def world_size(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from kenotron_config.yaml_build import Report
 
 _ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+_OLD_CP = "context_parallel_size"
 _RENAMED = {"interleaved_rotary": "rope_interleaved"}
 
 
@@ -16,11 +17,17 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     - ``optimizer.adam_eps`` and its like go to ``optimizer.optimizer_factory``;
     - a top-level ``data`` is one stage that starts at step 1;
     - a top-level ``datastates`` goes to ``checkpoints`` and chooses its engine;
+    - ``parallelism.context_parallel_size`` is ``parallelism.cp``;
     - ``interleaved_rotary`` is ``rope_interleaved``;
     - the marker of another family is left out if false.
     """
     data = dict(data)
-    for name, rewrite in (("optimizer", _optimizer), ("data", _data), ("datastates", _datastates)):
+    for name, rewrite in (
+        ("optimizer", _optimizer),
+        ("parallelism", _parallelism),
+        ("data", _data),
+        ("datastates", _datastates),
+    ):
         if data.get(name) is not None:
             rewrite(data, report)
     for name in ("data", "datastates"):
@@ -48,6 +55,8 @@ def modern_path(path: str) -> str:
     first, _, rest = path.partition(".")
     if first == "optimizer" and rest in _ADAM:
         return f"optimizer.optimizer_factory.{rest}"
+    if path == f"parallelism.{_OLD_CP}":
+        return "parallelism.cp"
     if first == "data" and rest:
         return f"data_stages.0.{path}"
     if first == "datastates" and rest:
@@ -67,6 +76,16 @@ def _optimizer(data: dict[str, Any], report: Report) -> None:
             report(f"optimizer.{name}", "optimizer.optimizer_factory is given, too; keep one")
     rest = {name: value for name, value in section.items() if name not in flat}
     data["optimizer"] = rest if factory is not None else {**rest, "optimizer_factory": flat}
+
+
+def _parallelism(data: dict[str, Any], report: Report) -> None:
+    section = data["parallelism"]
+    if not isinstance(section, dict) or _OLD_CP not in section:
+        return
+    rest = {name: value for name, value in section.items() if name != _OLD_CP}
+    if rest.setdefault("cp", section[_OLD_CP]) != section[_OLD_CP]:
+        report(f"parallelism.{_OLD_CP}", "cp is given, too, with another value; keep one")
+    data["parallelism"] = rest
 
 
 def _data(data: dict[str, Any], report: Report) -> None:

@@ -1,5 +1,6 @@
 """The sections of a training config that belong to the app; the others belong to the packages."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -13,6 +14,8 @@ AnyModelConfig = AnyConfig | MambaModelConfig | LlaMoEConfig
 TrackerName = Literal["tensorboard", "wandb"]
 Device = Literal["auto", "cpu", "cuda"]
 """What ranks compute on."""
+CPAttention = Literal["auto", "ring", "gather", "ulysses"]
+"""How attention runs over ranks that share the tokens of a sample."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
 
 
@@ -53,7 +56,7 @@ class GeneralConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """How many ranks share the work, and how; there are dp x pp x tp of them."""
+    """How many ranks share the work, and how; there are pp x dp x cp x tp of them."""
 
     dp: int
     """Ranks that share the samples (data parallel)."""
@@ -81,15 +84,23 @@ class ParallelismConfig:
     """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
     expert_parallel_size: int = 1
     """Ranks that share the experts; more than 1 is not available yet."""
-    context_parallel_size: int = 1
-    """Ranks that share the sequence; more than 1 is not available yet."""
+    cp: int = 1
+    """Ranks that share the tokens of each sample (context parallel). Nanotron's name for it,
+    context_parallel_size, is understood."""
+    cp_attention: CPAttention = "auto"
+    """How attention runs over cp: keys travel round a ring, keys are gathered, or heads are
+    exchanged for tokens (ulysses). auto: what model_config.attn_implementation names (ring,
+    ring_flash_triton; llama3_ring_attention gathers); else ulysses where it sends less than the
+    ring, or the ring."""
+    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
+    """Which tokens a cp rank has: an early and a late piece, which balances the work, or one."""
     moe_layer_recompute: bool = False
     """True: the activations of experts are computed again in the backward; not available yet."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []
-        for name in ("dp", "pp", "tp", "expert_parallel_size", "context_parallel_size"):
+        for name in ("dp", "pp", "tp", "cp", "expert_parallel_size"):
             found += _below(name, getattr(self, name), 1)
         if self.recompute_layer and self.recompute not in (None, "full"):
             found.append(
@@ -117,7 +128,18 @@ class ParallelismConfig:
     @property
     def world_size(self) -> int:
         """Processes that train together."""
-        return self.dp * self.pp * self.tp
+        return math.prod(self.grid.values())
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Ranks of each axis, in the order in which ranks are numbered."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def described(self) -> str:
+        """The sizes in words: `dp 2 x pp 1 x tp 1`, with cp where it is more than 1."""
+        cp = f"x cp {self.cp} " if self.cp > 1 else ""
+        return f"dp {self.dp} x pp {self.pp} {cp}x tp {self.tp}"
 
     @property
     def mode(self) -> TPMode:
