@@ -11,7 +11,7 @@ from torch import nn
 import kenotron_engine
 from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_engine import ModelPlan
+from kenotron_engine import CPMode, ModelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,7 @@ def plan_of(config: Config) -> ModelPlan:
         spec=spec,
         dtype=getattr(torch, model.dtype),
         mode=parallelism.mode,
+        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout),
         schedule=parallelism.schedule,
         recompute=tuple(parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)),
         vocab_divisible_by=model.make_vocab_size_divisible_by,

@@ -60,6 +60,30 @@ def test_a_stopped_run_resumes_on_another_layout_as_if_never_stopped(tmp_path: P
         assert (a["lr"], a["consumed_tokens"]) == (b["lr"], b["consumed_tokens"])
 
 
+def test_a_run_goes_on_with_its_samples_cut_and_back_again(tmp_path: Path) -> None:
+    """One process, then cp 3, then tp 2: the losses of one process."""
+    want = tmp_path / "whole"
+    want.mkdir()
+    assert runs.train(want, *runs.arguments(want)).returncode == 0
+    found, before = [], want / "checkpoints/3"
+    for name, layout in (("cut", {"cp": 3}), ("back", {"tp": 2})):
+        (folder := tmp_path / name).mkdir()
+        keys = {f"parallelism__{axis}": size for axis, size in layout.items()}
+        keys |= {"checkpoints__checkpoint_interval": 5, "general__ignore_sanity_checks": "false"}
+        flags = {"checkpoints__resume_checkpoint_path": before, "logging__communication": "true"}
+        done = runs.train(folder, *runs.arguments(folder, **keys, **flags))
+        assert done.returncode == 0, done.stderr
+        found += runs.metrics(folder)
+        before = folder / "checkpoints/5"
+    assert [s["step"] for s in found] == [4, 5, 6, 6]
+    assert found[0]["communication_bytes"]["cp"] > 0
+    whole = {s["step"]: s for s in runs.metrics(want)}
+    for a in found:
+        b = whole[a["step"]]
+        assert a["lm_loss"] == pytest.approx(b["lm_loss"], rel=1e-5)
+        assert a["consumed_tokens"] == b["consumed_tokens"]
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that saved before its first step, after the third and the last."""

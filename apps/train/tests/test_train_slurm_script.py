@@ -117,9 +117,14 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
         (
             "--nodes 2 --gpus-per-node 3 --set parallelism.tp=4 --set parallelism.dp=3",
             "= 12 processes, one a GPU, but --nodes 2 with --gpus-per-node 3 have 6 GPUs: "
-            "change parallelism.dp, pp or tp, or --nodes 4",
+            "change parallelism.dp, pp, cp or tp, or --nodes 4",
         ),
-        ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp or tp"),
+        (
+            "--nodes 1 --gpus-per-node 8 --set parallelism.context_parallel_size=2",
+            "dp 1 x pp 1 x cp 2 x tp 2 = 4 processes, one a GPU, but --nodes 1 with "
+            "--gpus-per-node 8 have 8 GPUs: --set parallelism.dp=2",
+        ),
+        ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp, cp or tp"),
         ("--nodes 1 --time soon", "--time soon is no time: give MINUTES, MINUTES:SECONDS, "),
         ("--nodes 1 --time 6", "--time 6 is 360 s, and the ranks are asked to save and end 300 s"),
         ("--nodes 1 --stop-before 70000", "give 1 to 65535 seconds"),
@@ -127,7 +132,7 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
         ("--nodes 1 --sbatch time=5", "--sbatch time: the script has it; give --time instead"),
         ("--nodes 1 --sbatch no-requeue", "the script has it; give --retries 0 instead"),
         ("--nodes 1 --set tokens.train_steps=-1", "--set: tokens.train_steps: "),
-        ("--nodes 1 --set parallelism.context_parallel_size=2", "not available yet"),
+        ("--nodes 1 --set parallelism.expert_parallel_size=2", "not available yet"),
     ],
 )
 def test_what_would_not_train_is_refused(

@@ -81,7 +81,22 @@ def test_eight_ranks_of_another_family_pass(tmp_path: Path) -> None:
         "optimizer.optimizer_factory={name: sgd, momentum: 0.9}",
         more=("--steps", "2"),
     )
-    assert status == 0 and found["layout"] == {"dp": 2, "pp": 2, "tp": 2}
+    assert status == 0 and found["layout"] == {"pp": 2, "dp": 2, "cp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize("way", ["ulysses", "auto"])
+def test_rows_that_cp_cuts_pass(tmp_path: Path, way: str) -> None:
+    sets = ("cp=4", "tp=2", f"cp_attention={way}", "pp=1", "dp=8", "recompute=selective")
+    sizes = ("num_attention_heads=16", "num_key_value_heads=16", "hidden_size=256")
+    status, found = verify(
+        tmp_path,
+        *(f"parallelism.{each}" for each in sets),
+        *(f"model.model_config.{each}" for each in sizes),
+        more=("--steps", "1", "--ranks", "4"),
+    )
+    assert status == 0 and found["layout"] == {"pp": 1, "dp": 1, "cp": 2, "tp": 2}
+    changes = {change["key"]: change["copy"] for change in found["changes"]}
+    assert changes.get("parallelism.cp_attention", "ulysses") == "ulysses"  # as on 4 ranks
 
 
 def test_a_pipeline_alone_must_agree_to_the_bit(tmp_path: Path) -> None:

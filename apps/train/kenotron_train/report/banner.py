@@ -55,7 +55,7 @@ def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:
         return f"{seen} ({problem})", "warning" if "NCCL" in problem else "info"
     return (
         f"{seen}, for a GPU serves one rank; to use GPUs start at most {gpus} on a host (lower "
-        "parallelism.dp, pp or tp, or take more hosts); general.device: cpu chooses CPUs without "
-        "this warning",
+        "parallelism.dp, pp, cp or tp, or take more hosts); general.device: cpu chooses CPUs "
+        "without this warning",
         "warning",
     )

@@ -109,7 +109,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "dp": sizes.dp,
         "pp": sizes.pp,
         "tp": sizes.tp,
-        "cp": sizes.context_parallel_size,
+        "cp": sizes.cp,
         "ep": sizes.expert_parallel_size,
         "pp_engine": sizes.pp_engine,
         "tp_mode": sizes.tp_mode,

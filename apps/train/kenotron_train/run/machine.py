@@ -153,8 +153,8 @@ def _too_many(config: Config) -> Iterator[str]:
     ranks, sizes = local_ranks(config.world_size), config.parallelism
     if ranks > most:
         yield (
-            f"parallelism: dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp} are {ranks} ranks on this "
-            f"host, which has {cores} cores and takes at most {most} ranks; make dp, pp or tp "
+            f"parallelism: {sizes.described} are {ranks} ranks on this "
+            f"host, which has {cores} cores and takes at most {most} ranks; make dp, pp, cp or tp "
             "smaller, or start it on more hosts (docs/launching.md)"
         )
     for number, stage in enumerate(config.data_stages):
@@ -182,7 +182,7 @@ def state_bytes(config: Config, count: int) -> dict[str, int]:
     """Bytes of parameters, gradients and optimizer state for ``count`` parameters of a rank."""
     optim = config.optimizer
     width = getattr(torch, config.model.dtype).itemsize
-    share = config.parallelism.dp if optim.zero_stage else 1
+    share = config.parallelism.dp * config.parallelism.cp if optim.zero_stage else 1
     rule = optim.optimizer_factory
     states = 0 if isinstance(rule, SGDConfig) else 1 if isinstance(rule, MuonConfig) else 2
     return {

@@ -10,12 +10,22 @@ from pathlib import Path
 
 import torch
 
-from kenotron_config import Config, Mask, cautions, dump_config, ignored_keys, unavailable
+from kenotron_config import (
+    Config,
+    Mask,
+    ParallelismConfig,
+    cautions,
+    dump_config,
+    ignored_keys,
+    unavailable,
+)
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis
+from kenotron_engine import way_of
 from kenotron_models import Build, build_decoder, kept_features, layer_costs, parameter_count
 from kenotron_pp import Stages, simulate
 from kenotron_tp import tokens_at_a_time
+from kenotron_train.assemble import plan_of
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.run.machine import machine_cautions, state_bytes, without_gpus
@@ -132,7 +142,8 @@ def _is_path(name: str) -> bool:
 
 
 def _microbatch_tokens(config: Config) -> int:
-    return config.tokens.micro_batch_size * config.longest_sequence
+    """Tokens of a micro-batch on one rank of cp."""
+    return config.tokens.micro_batch_size * -(-config.longest_sequence // config.parallelism.cp)
 
 
 def _layer_activation(config: Config, layer: int) -> int:
@@ -161,12 +172,23 @@ def _layout(config: Config) -> str:
     batches = " or ".join(f"{n:,}" for n in sorted({config.batch_tokens(s) for s in stages}))
     total = sum(config.steps_of(stage) * config.batch_tokens(stage) for stage in stages)
     lines = [
-        f"Layout: {config.world_size} processes = dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}; "
-        f"rank = (pp * {sizes.dp} + dp) * {sizes.tp} + tp",
+        f"Layout: {config.world_size} processes = {sizes.described}; rank = {_rank_of(sizes)}",
         f"Global batch: {config.global_batch_size} samples, {batches} tokens; "
         f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
     ]
+    if sizes.cp > 1:
+        way = way_of(plan_of(config).cp_mode, config.decoder, sizes.grid)
+        share = -(-config.longest_sequence // sizes.cp)
+        lines.append(f"Attention over cp: {way}, {sizes.cp_layout}; about {share:,} tokens a rank")
     return "\n".join(lines)
+
+
+def _rank_of(sizes: ParallelismConfig) -> str:
+    """How ranks are numbered."""
+    outer = f"(pp * {sizes.dp} + dp) * "
+    if sizes.cp > 1:
+        outer = f"({outer}{sizes.cp} + cp) * "
+    return f"{outer}{sizes.tp} + tp"
 
 
 def _memory(config: Config) -> str:

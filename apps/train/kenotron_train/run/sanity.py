@@ -21,7 +21,7 @@ def check_batch(training: Training, batch: Batch, step: int) -> None:
         "positions": batch.positions_MBS,
         "samples": batch.samples_MB,
     }
-    for axis in ("tp", "pp"):
+    for axis in ("tp", "cp", "pp"):
         try:
             check_equal(parts, mesh[axis])
         except ValueError as error:

@@ -38,7 +38,7 @@ def start_ranks(
     if is_program:  # and not one of many ranks
         check_folders(config)
         _prepare(config)
-    sizes, general = config.parallelism, config.general
+    general = config.general
     plan = plan_of(config)
     # Both import the compiler: here once for all local ranks.
     compiler = ["torch._dynamo"] if plan.compile or {*plan.recompute} != {"none"} else []
@@ -48,7 +48,7 @@ def start_ranks(
         is_program,
         work,
         *given,
-        config=MeshConfig(pp=sizes.pp, dp=sizes.dp, tp=sizes.tp),
+        config=MeshConfig(**config.parallelism.grid),
         limit=limit,
         preload=(*compiler, work.__module__),
         device=None if general.device == "auto" else general.device,

@@ -15,7 +15,7 @@ TEMPLATE = Path(__file__).with_name("job.sbatch")
 _SET = {  # options of sbatch that the script has, and what sets them
     "nodes": "give --nodes",
     "job-name": "give --job-name",
-    "ntasks": "change parallelism.dp, pp or tp",
+    "ntasks": "change parallelism.dp, pp, cp or tp",
     "ntasks-per-node": "give --gpus-per-node",
     "gpus-per-node": "give --gpus-per-node",
     "cpus-per-task": "give --cpus-per-task",
@@ -55,18 +55,18 @@ class SlurmJob:
     def tasks_per_node(self, config: Config) -> int:
         """Processes on each node. Raises ValueError when they do not fit the config's sizes."""
         sizes, world = config.parallelism, config.world_size
-        shown = f"dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp} = {world} processes"
+        shown = f"{sizes.described} = {world} processes"
         if not self.gpus_per_node:
             if world % self.nodes:
                 known = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
                 raise ValueError(
                     f"--nodes {self.nodes}: {shown} cannot be divided among so many nodes evenly: "
-                    f"choose --nodes from {known}, or change parallelism.dp, pp or tp"
+                    f"choose --nodes from {known}, or change parallelism.dp, pp, cp or tp"
                 )
             return world // self.nodes
-        total, rest = self.nodes * self.gpus_per_node, sizes.pp * sizes.tp
+        total, rest = self.nodes * self.gpus_per_node, world // sizes.dp
         if world != total:
-            fixes = ["change parallelism.dp, pp or tp"]
+            fixes = ["change parallelism.dp, pp, cp or tp"]
             if total % rest == 0:
                 fixes = [f"--set parallelism.dp={total // rest}"]
             if world % self.gpus_per_node == 0:
@@ -134,13 +134,12 @@ def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], c
         _check_path(what, path)
     tasks = job.tasks_per_node(config)
     gpus = tasks if job.gpus_per_node is None else job.gpus_per_node
-    sizes = config.parallelism
     asked = [*job.options]
     asked += [("gpus-per-node", str(gpus))] if gpus else []
     asked += [("cpus-per-task", str(job.cpus_per_task))] if job.cpus_per_task else []
     asked += [("time", job.time)] if job.time else []
     values = {
-        "title": f"{job.places(config)}: dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}",
+        "title": f"{job.places(config)}: {config.parallelism.described}",
         "name": shlex.quote(job.name),
         "nodes": job.nodes,
         "tasks": tasks,

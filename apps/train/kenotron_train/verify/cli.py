@@ -15,7 +15,7 @@ from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.verify.comparison import Check, allowed, compare, layout_gradients, measure
-from kenotron_train.verify.report import Verdict, layout_of, show, write_json
+from kenotron_train.verify.report import Verdict, show, write_json
 from kenotron_train.verify.shrink import changes, has_documents, on_one_process, shrink
 
 PRELOAD = ("kenotron_train.verify.comparison",)
@@ -61,8 +61,8 @@ def _outcome(config: Config, small: Config, threads: int) -> tuple[list[Check], 
     sizes, documents = small.parallelism, has_documents(config)
     try:
         layout = spawn(
-            measure, small, documents, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD,
-            threads=threads,
+            measure, small, documents, pp=sizes.pp, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp,
+            preload=PRELOAD, threads=threads,
         )  # fmt: skip
     except RankError as error:
         return [], str(error)
@@ -81,7 +81,7 @@ def _outcome(config: Config, small: Config, threads: int) -> tuple[list[Check], 
 def _check_ranks(config: Config, small: Config, ranks: int) -> None:
     if small.world_size == 1 < config.world_size:
         raise ValueError(
-            f"--ranks {ranks}: nothing is left of {layout_of(config.parallelism)} to compare with "
+            f"--ranks {ranks}: nothing is left of {config.parallelism.described} to compare with "
             "one process; give more"
         )
 

@@ -149,7 +149,7 @@ def allowed(small: Config) -> float:
     A pipeline alone only places layers elsewhere.
     """
     sizes = small.parallelism
-    if sizes.dp == sizes.tp == 1 and not small.model.compile:
+    if sizes.dp == sizes.cp == sizes.tp == 1 and not small.model.compile:
         return 0.0
     return RELATIVE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
 

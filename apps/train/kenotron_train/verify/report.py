@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kenotron_config import Config, ParallelismConfig
+from kenotron_config import Config
 from kenotron_engine.gathered_tensors import FLOOR
 from kenotron_train.report.figures import or_null
 from kenotron_train.report.printing import say
@@ -43,17 +43,12 @@ class Verdict:
     def not_compared(self) -> list[str]:
         """Axes of the config that the copy has no more, for want of ranks."""
         before, after = self.config.parallelism, self.small.parallelism
-        return [n for n in ("dp", "pp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
+        return [n for n in ("dp", "pp", "cp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
 
     @property
     def passed(self) -> bool:
         """Whether every check did."""
         return not self.broken and all(check.passed for check in self.checks)
-
-
-def layout_of(sizes: ParallelismConfig) -> str:
-    """The sizes of a mesh, in words."""
-    return f"dp {sizes.dp} x pp {sizes.pp} x tp {sizes.tp}"
 
 
 def show(verdict: Verdict, seconds: float) -> None:
@@ -86,7 +81,7 @@ def _runs(small: Config) -> str:
     steps, samples = small.tokens.train_steps, small.global_batch_size
     count = small.world_size
     return (
-        f"{count} process{'es' * (count > 1)} ({layout_of(small.parallelism)}) against one: "
+        f"{count} process{'es' * (count > 1)} ({small.parallelism.described}) against one: "
         f"{steps} step{'s' * (steps > 1)} of {samples} samples of {small.tokens.sequence_length} "
         "tokens"
     )
@@ -98,7 +93,7 @@ def write_json(path: Path, verdict: Verdict) -> None:
     found: dict[str, Any] = {
         "config": verdict.name,
         "passed": verdict.passed,
-        "layout": {"dp": sizes.dp, "pp": sizes.pp, "tp": sizes.tp},
+        "layout": sizes.grid,
         "not_compared": verdict.not_compared,
         "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
         "checks": [_plain(check) for check in verdict.checks],
@@ -153,7 +148,7 @@ def _dropped(verdict: Verdict) -> list[str]:
 
 
 def _conclusion(verdict: Verdict) -> list[str]:
-    layout = layout_of(verdict.small.parallelism)
+    layout = verdict.small.parallelism.described
     if verdict.broken:
         return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
     failed = [check for check in verdict.checks if not check.passed]

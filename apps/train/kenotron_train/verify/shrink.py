@@ -24,8 +24,10 @@ from kenotron_data.config import (
     SFTDatasetsConfig,
 )
 from kenotron_dist import Axis, parameter_layouts
+from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
+from kenotron_train.assemble import plan_of
 from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
 from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
 
@@ -50,6 +52,9 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
     It is in float32, its weights are drawn, its tokens made up; it reads no file and writes none.
     """
     parallelism = fewer_ranks(config.parallelism, ranks)
+    if config.parallelism.cp > 1:  # what auto means depends on sizes
+        way = way_of(plan_of(config).cp_mode, config.decoder, config.parallelism.grid)
+        parallelism = replace(parallelism, cp_attention=way)
     sequence = config.longest_sequence
     accumulation = small_accumulation(
         config.tokens.batch_accumulation_per_replica, config.parallelism.pp, parallelism.pp
@@ -85,7 +90,7 @@ def on_one_process(small: Config) -> Config:
     """
     parallelism = replace(
         small.parallelism,
-        dp=1, pp=1, tp=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
+        dp=1, pp=1, cp=1, tp=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
         tp_linear_async_communication=False, recompute="none", recompute_layer=False,
         recompute_layers=None,
     )  # fmt: skip
@@ -167,7 +172,9 @@ def _model(
         parallelism.pp * chunks,
         getattr(sizes, "no_rope_layer", None),
     )
-    cut = Cut(before.tp, parallelism.tp, depth, period, sequence, length)
+    ulysses = parallelism.cp_attention == "ulysses"
+    heads_over, fewer = (s.tp * (s.cp if ulysses else 1) for s in (before, parallelism))
+    cut = Cut(before.tp, parallelism.tp, heads_over, fewer, depth, period, sequence, length)
     padding = section.make_vocab_size_divisible_by
     small = small_model(sizes, cut, padding, few(padding, MOST_PADDING))
     method = section.init_method

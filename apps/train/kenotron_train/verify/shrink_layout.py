@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from kenotron_config import ParallelismConfig
 
 LEAST = 2
 """Ranks of an axis that is still one."""
-DROPPED = ("dp", "pp", "tp")
+DROPPED = ("dp", "cp", "pp", "tp")
 """Which axis goes first where two ranks each are too many: the simplest one."""
 MOST_LAYERS = 3
 """Decoder layers where no pipeline asks for more."""
@@ -25,14 +26,11 @@ def fewer_ranks(section: ParallelismConfig, ranks: int) -> ParallelismConfig:
     """The same kinds of axes on at most ``ranks`` processes.
 
     The largest axis is halved until all fit; two ranks are the least that an axis of several
-    keeps. Where that is too many still, axes are dropped: dp, then pp.
+    keeps. Where that is too many still, axes are dropped: dp, then cp, then pp.
     """
     sizes = {name: getattr(section, name) for name in DROPPED}
 
-    def product() -> int:
-        return sizes["dp"] * sizes["pp"] * sizes["tp"]
-
-    while product() > ranks:
+    while math.prod(sizes.values()) > ranks:
         largest = max(sizes, key=lambda name: sizes[name])
         if sizes[largest] > LEAST:
             sizes[largest] = max(LEAST, sizes[largest] // 2)

@@ -24,6 +24,9 @@ class Cut:
 
     tp: int
     small_tp: int
+    heads_over: int
+    """Ranks that heads are cut over: tp, and cp where it exchanges heads."""
+    small_heads_over: int
     depth: int
     """Decoder layers after."""
     period: int
@@ -41,7 +44,9 @@ def small_model(sizes: SizedConfig, cut: Cut, padding: int, small_padding: int) 
         padding: multiple (over tp) that the vocabulary is padded to.
         small_padding: the same, after.
     """
-    heads, kv_heads = small_heads(sizes.num_attention_heads, sizes.kv_heads, cut.tp, cut.small_tp)
+    heads, kv_heads = small_heads(
+        sizes.num_attention_heads, sizes.kv_heads, cut.heads_over, cut.small_heads_over
+    )
     wide = sizes.rope_scaling is not None or heads < MANY_HEADS
     vocabulary = small_vocabulary(
         sizes.vocab_size,
