@@ -18,9 +18,10 @@ LOADED = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--grid",
-        choices=["sample", "full"],
-        default="sample",
-        help="full: all pairs on every layout of up to eight ranks, 20 steps a row",
+        choices=["checked", "sample", "context", "full"],
+        default="checked",
+        help="sample, rows that cut samples (context), or both (checked); full: all pairs on every "
+        "layout of up to eight ranks, 20 steps a row",
     )
     parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"
@@ -32,7 +33,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" in metafunc.fixturenames:
         import grid_table
 
-        rows = grid_table.rows_of(metafunc.config.getoption("--grid"))
+        section = metafunc.config.getoption("--grid")
+        sections = ["sample", "context"] if section == "checked" else [section]
+        rows = [row for each in sections for row in grid_table.rows_of(each)]
         metafunc.parametrize("row", rows, ids=str)
 
 

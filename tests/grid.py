@@ -7,6 +7,7 @@ they are made.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -49,11 +50,20 @@ class Row:
     saver: str = "torch"
     """Writes checkpoints while training waits (torch), or from a copy behind it (datastates)."""
     dtype: str = "fp32"
+    cp: int = 1
+    """Ranks along cp."""
+    way: str = "ring"
+    """How attention runs over cp."""
 
     @property
     def ranks(self) -> int:
+        return math.prod(self.sizes) * self.cp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Ranks of each axis."""
         pp, dp, tp = self.sizes
-        return pp * dp * tp
+        return {"pp": pp, "dp": dp, "cp": self.cp, "tp": tp}
 
     @property
     def model(self) -> Row:
@@ -75,6 +85,7 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
+        words[-2:] = [f"cp{self.cp}", self.way] if self.cp > 1 else []
         return "-".join(words)
 
 
@@ -130,6 +141,26 @@ def full() -> list[Row]:
     return covering([sizes for ranks in (1, 2, 4, 8) for sizes in factorisations(ranks)])
 
 
+WAYS = {"cp": (2,), "way": ("ring", "gather", "ulysses")}
+"""Further axes of rows whose samples are cut over cp."""
+CUT_BY_HAND = (
+    Row(sizes=(2, 1, 2), cp=2, mode="sp", tied=True, engine="zb-v", arch="qwen2", layers=6,
+        documents="separate"),
+    Row(sizes=(1, 2, 1), cp=4, way="ulysses", arch="starcoder2", dropout=0.1, zero=0, micro=5),
+    Row(sizes=(1, 1, 1), cp=8, way="gather", arch="mistral", recompute="selective"),
+)  # fmt: skip
+"""Rows of eight ranks of which cp cuts the samples."""
+
+
+def context() -> list[Row]:
+    """Rows that cut samples over cp: each way with every setting of the other axes, up to 4 ranks.
+
+    And by hand some of eight ranks.
+    """
+    sizes = [each for ranks in (1, 2) for each in factorisations(ranks)]
+    return [*covering(sizes, familiar=3, among=WAYS), *CUT_BY_HAND]
+
+
 CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 1 and engine != "1f1b"),
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 8 and engine in ("interleaved", "zb-v")),
@@ -138,6 +169,7 @@ CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
     ("arch", "documents", lambda arch, documents: documents == "separate" and arch != "qwen2"),
     ("arch", "dropout", lambda arch, dropout: dropout and arch != "starcoder2"),
     ("arch", "attention", lambda arch, attention: arch == "starcoder2" and attention != "sdpa"),
+    ("cp", "attention", lambda cp, attention: cp > 1 and attention == "blocked"),
 )
 """Settings that no config can say together, or that would be another row's run."""
 
@@ -150,16 +182,27 @@ def clash(settings: Mapping[str, object]) -> bool:
     )
 
 
-def covering(sizes: Sequence[Sizes], familiar: int = 0, seed: int = 0) -> list[Row]:
+def covering(
+    sizes: Sequence[Sizes],
+    familiar: int = 0,
+    seed: int = 0,
+    among: Mapping[str, tuple] | None = None,
+) -> list[Row]:
     """Rows in which every two settings of two axes that can go together do so at least once.
+
+    With further axes ``among``: only the pairs of which one is theirs.
 
     Greedy: of a few rows that begin with a pair nobody has yet, the one with the most new pairs is
     taken (Cohen et al., The AETG system, 1997). That another row has its model, which one process
     then computes once for both, counts as ``familiar`` new pairs.
     """
-    axes = {"sizes": tuple(sizes), **AXES}
+    axes = {"sizes": tuple(sizes), **AXES, **(among or {})}
     draw = random.Random(seed)
-    open_pairs = _pairs_of_axes(axes, draw)
+    open_pairs = {
+        pair
+        for pair in _pairs_of_axes(axes, draw)
+        if among is None or any(name in among for name, _ in pair)
+    }
     rows: list[Row] = []
     models: set[Row] = set()
 

@@ -75,7 +75,7 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     faults += ["learning rates"] * (got.rates != want.rates)
     faults += ["steps when resumed"] * (resumed != steps - saved_after(steps))
     faults += _too_far("", off) + _too_far("resumed: ", off_again)
-    bitwise = other.sizes[1:] == row.sizes[1:]
+    bitwise = other.sizes[1:] == row.sizes[1:] and (other.cp, other.way) == (row.cp, row.way)
     if bitwise:
         faults += [f"bits of {what} when resumed" for what in _changed(again, got)]
     worst = [max(v for k, v in off.items() if k.startswith(kind)) for kind in KINDS]
@@ -94,16 +94,18 @@ def elsewhere(row: Row, most: int) -> Row:
     """Another way to go on with a row's run, of at most ``most`` ranks.
 
     Half of the rows change only what must not change a bit: the cut of the layers, their schedule,
-    ZeRO, what is computed again. The others change dp or tp, too.
+    ZeRO, what is computed again. The others change dp or tp, too, and have no cp.
     """
     choice = zlib.crc32(str(row).encode())
-    room = 2 * row.sizes[1] * row.sizes[2] <= most  # for another cut of the layers
-    keeps = row.sizes[1:] == (1, 1) or (room and choice % 2 == 0)
+    room = 2 * row.sizes[1] * row.sizes[2] * row.cp <= most  # for another cut of the layers
+    keeps = (row.sizes[1:] == (1, 1) and row.cp == 1) or (room and choice % 2 == 0)
     possible = [
         sizes
         for ranks in (1, 2, 4, 8)
         for sizes in factorisations(ranks)
-        if ranks <= most and sizes != row.sizes and GLOBAL_BATCH % (sizes[1] * row.micro) == 0
+        if ranks * (row.cp if keeps else 1) <= most
+        and sizes != row.sizes
+        and GLOBAL_BATCH % (sizes[1] * row.micro) == 0
     ]
     fitting = [sizes for sizes in possible if (sizes[1:] == row.sizes[1:]) == keeps]
     pp, dp, tp = sizes = fitting[choice // 2 % len(fitting)]
@@ -115,6 +117,8 @@ def elsewhere(row: Row, most: int) -> Row:
         mode=row.mode if keeps else "plain" if tp == 1 else AXES["mode"][choice // 64 % 4],
         zero=1 - row.zero,
         recompute=others[choice // 512 % 2],
+        cp=row.cp if keeps else 1,
+        way=row.way if keeps else "ring",
     )
 
 

@@ -97,11 +97,9 @@ def model_of(row: Row) -> AnyConfig:
 
 def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None) -> Config:
     """The config of a row, which reads what ``write_documents`` wrote and writes into ``run``."""
-    pp, dp, tp = row.sizes
     overrides = {
-        "parallelism.pp": pp,
-        "parallelism.dp": dp,
-        "parallelism.tp": tp,
+        **{f"parallelism.{name}": size for name, size in row.axes.items()},
+        "parallelism.cp_attention": row.way,
         "parallelism.pp_engine": row.engine,
         "parallelism.tp_mode": "REDUCE_SCATTER" if "sp" in row.mode else "ALL_REDUCE",
         "parallelism.tp_linear_async_communication": str("overlap" in row.mode).lower(),
@@ -112,7 +110,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
         "optimizer.accumulate_grad_in_fp32": str(row.accumulate == "fp32").lower(),
         "optimizer.learning_rate_scheduler.lr_decay_steps": 16,
         "tokens.train_steps": steps,
-        "tokens.micro_batch_size": GLOBAL_BATCH // row.micro // dp,
+        "tokens.micro_batch_size": GLOBAL_BATCH // row.micro // row.axes["dp"],
         "tokens.batch_accumulation_per_replica": row.micro,
         "tokens.limit_val_batches": 1,
         "data_stages.0.data.dataset.hf_dataset_or_datasets": folder / "documents.jsonl",
@@ -147,8 +145,7 @@ def measure(row: Row, folder: Path, run: str, steps: int, resume: Path | None = 
     It leaves its checkpoints in ``folder / run``.
     """
     config = configure(row, folder, run, steps, resume)
-    pp, dp, tp = row.sizes
-    ranks = spawn(_measure, config, resume is None, pp=pp, dp=dp, tp=tp, preload=PRELOAD)
+    ranks = spawn(_measure, config, resume is None, **row.axes, preload=PRELOAD)
     assert all(rank[0] == ranks[0][0] for rank in ranks), "ranks report different numbers"
     lines = (folder / run / "metrics.jsonl").read_text()
     validation = json.loads(lines.splitlines()[-1])["validation_loss"]

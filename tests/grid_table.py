@@ -24,7 +24,7 @@ HEAD = "| row | loss | norm | gradient | weight | resumed with | there | verdict
 
 def rows_of(section: str) -> list[Row]:
     """The rows that a section of the table has."""
-    return grid.sample() if section == "sample" else grid.full()
+    return {"sample": grid.sample, "context": grid.context, "full": grid.full}[section]()
 
 
 def line(found: Result) -> str:
