@@ -28,6 +28,7 @@ def test_other():
 
 def run(folder: Path, text: str, *more: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\n")  # names of tests are relative to here
     command = [sys.executable, once_more.__file__, *more, str(folder / "test_it.py")]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 

@@ -93,7 +93,7 @@ class Training:
         return named_parameters(self.model.stack)
 
     def share_of(self, batch: Iterable[MicroBatch], dropout_key: int | None = None) -> Share:
-        """Return this rank's tokens of its micro-batches; see ``kenotron_engine.share_of``."""
+        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``)."""
         plan = self.plan
         return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key)
 
