@@ -15,15 +15,10 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "one loss curve on every pp x dp x cp x tp, ZeRO-1, tied or not": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         "tests/test_parity.py::test_the_table_has_these_rows_and_all_of_them_passed",
+        f"{TRAIN}_context.py::test_nanotrons_yaml_trains_as_one_process",
     ],
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
-    ],
-    "context parallelism: a ring, gathered keys or exchanged heads; documents, windows, dropout": [
-        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
-        "packages/kenotron-models/tests/test_models_attention_cp.py"
-        "::test_every_gradient_is_that_of_whole_rows",
-        f"{TRAIN}_context.py::test_nanotrons_yaml_trains_as_one_process",
     ],
     "Llama, Mistral, Qwen2, Qwen3, StarCoder2: transformers' logits and gradients": [
         "tests/test_hf.py::test_logits_equal_transformers",
