@@ -16,7 +16,7 @@ from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_strea
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models import AnyConfig
+from kenotron_models import FamilyConfig
 from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
 
 GENERATION = "generation_config.json"
@@ -43,7 +43,7 @@ def import_hf(
     opened = open_safetensors(hf)
     config = with_its_head(config, opened.same)
     records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config.decoder))
-    _check_free(folder, overwrite)
+    check_free(folder, overwrite)
     sources = {
         name: Source(
             record.shape,
@@ -57,7 +57,7 @@ def import_hf(
     imported = without_code(imported)
     made = not folder.exists()
     try:
-        written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
+        written = save_streamed(folder, STEP, sources, fresh_state(config, kept, imported))
     except BaseException:
         if made:
             shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +69,8 @@ def import_hf(
     return written
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError for the folder of a run, and for a step 0 that may not be replaced."""
     steps = {each.name for each in folder.glob("[0-9]*") if each.is_dir()} - {str(STEP)}
     if steps:
         raise ValueError(
@@ -110,7 +111,9 @@ def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def _state(config: AnyConfig, dtype: torch.dtype, imported: dict[str, Any]) -> dict[str, Any]:
+def fresh_state(
+    config: FamilyConfig, dtype: torch.dtype, imported: dict[str, Any]
+) -> dict[str, Any]:
     """What a training program and the generation app read."""
     return {
         "step": STEP,
