@@ -20,6 +20,7 @@ from kenotron_models import (
     DecoderSpec,
     Experts,
     ExpertsSpec,
+    LatentAttentionSpec,
     LayerStack,
     MLPSpec,
     NormSpec,
@@ -38,6 +39,12 @@ YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embedding
 MIXER = AttentionSpec(
     heads=8, kv_heads=2, head_dim=8, qk_norm=NormSpec(), qkv_bias=True, out_bias=True, scale=0.3,
     window=6, separate_documents=True, rope=Rope(scaling=YARN), dropout=0.25,
+)  # fmt: skip
+
+
+LATENT = LatentAttentionSpec(
+    heads=8, kv_heads=8, head_dim=10, turned=4, value_features=6, kv_rank=12, q_rank=14,
+    separate_documents=True, backend="sdpa",
 )  # fmt: skip
 
 
@@ -71,6 +78,8 @@ SPECS = {
             shared_gate=True,
         )
     ),
+    "latent": decoder(LATENT),
+    "latent-direct": decoder(replace(LATENT, q_rank=None, rope=Rope(interleaved=True))),
     "sigmoid": routed(
         ExpertsSpec(
             router=RouterSpec(

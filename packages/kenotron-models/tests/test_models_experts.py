@@ -101,12 +101,13 @@ def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
 
 def test_a_router_of_a_bfloat16_model_has_fp32_scores() -> None:
     build = Build(Axis.solo("tp"), device=None, dtype=torch.bfloat16)
-    router = Router(RouterSpec(experts=6, top_k=2), WIDTH, build)
+    router = Router(RouterSpec(experts=6, top_k=2, choice_bias=True), WIDTH, build)
     x = tokens().detach().bfloat16()
     choice = router(x)
     exact = (x.double() @ router.weight.double().t()).softmax(-1)
     assert choice.scores_TE.dtype == choice.weights_TK.dtype == torch.float32
     assert (choice.scores_TE - exact).abs().max() < 1e-6
+    assert router.choice_bias is not None and router.choice_bias.dtype == torch.float32
 
 
 def test_padding_is_sent_to_no_expert_and_counts_in_no_loss() -> None:
