@@ -106,6 +106,7 @@ def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
+@torch.no_grad()  # a deferred product runs outside of the backward
 def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     """Return dy_e^T x_e of each expert, (E, O, I): the gradient of its matrix; 0 without rows.
 
