@@ -96,6 +96,7 @@ def in_their_names(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.
     return {
         part.name: part.of(torch.from_numpy(ours[name])).numpy()
         for name, whole in hf_tensors(config.model.model_config).items()
+        if not name.endswith("choice_bias")  # it has no gradient
         for part in whole.parts
     }
 

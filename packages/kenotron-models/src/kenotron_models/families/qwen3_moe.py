@@ -104,7 +104,7 @@ def _read(values: Values) -> Qwen3MoEConfig:
     layers, found = values["num_hidden_layers"], sparse_from_hf(values)
     return Qwen3MoEConfig(
         **llama_from_hf(values),
-        num_experts=values["num_experts"],
+        num_experts=values.get("num_local_experts") or values["num_experts"],  # newer, older
         num_experts_per_tok=values["num_experts_per_tok"],
         moe_intermediate_size=values["moe_intermediate_size"],
         norm_topk_prob=values["norm_topk_prob"],
