@@ -231,7 +231,7 @@ def _names(model: ModelConfig) -> list[str]:
     """Logical names of all parameters of a model."""
     axis = Axis("tp", 0, (0,))
     whole = LayerStack(build_decoder(cast(AnyConfig, model.model_config), Build(axis)))
-    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1}).values()})
+    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1, "ep": 1}).values()})
 
 
 def _matching(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
