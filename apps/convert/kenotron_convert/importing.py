@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -55,18 +56,23 @@ def import_hf(
     kept = dtype or getattr(torch, records[EMBEDDING].dtype)
     imported = {"from": str(hf), "config": values, **_generation(hf, values)}
     imported = without_code(imported)
-    made = not folder.exists()
-    try:
-        written = save_streamed(folder, STEP, sources, fresh_state(config, kept, imported))
-    except BaseException:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    written = write_or_remove(folder, sources, fresh_state(config, kept, imported))
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     if tokenizer_files(hf):
         (folder / TOKENIZER).mkdir()
         copy_tokenizer(hf, folder / TOKENIZER)
     return written
+
+
+def write_or_remove(folder: Path, sources: Mapping[str, Source], state: dict[str, Any]) -> Path:
+    """Write step 0 of a run folder; where that fails, a folder that was not there is removed."""
+    made = not folder.exists()
+    try:
+        return save_streamed(folder, STEP, sources, state)
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def check_free(folder: Path, overwrite: bool) -> None:

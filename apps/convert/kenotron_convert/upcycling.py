@@ -9,14 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint, Record, Source, open_checkpoint, read_box, save_streamed
-from kenotron_convert.importing import STEP, TOKENIZER, check_free, fresh_state
+from kenotron_ckpt import Checkpoint, Record, Source, open_checkpoint, read_box
+from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh, TensorLayout
 from kenotron_dist.init import Normal, fill_
-from kenotron_models import config_from_json, upcycled_config
-
-COPIED = {"mlp_norm": "experts_norm", "mlp.gate_up": "experts.gate_up", "mlp.down": "experts.down"}
-"""Modules of a dense block, and what they become."""
+from kenotron_models import config_from_json, router_shapes, upcycled_config, upcycled_name
 
 
 def upcycle(
@@ -63,22 +60,14 @@ def upcycle(
     records = {n: r for n, r in checkpoint.manifest.records.items() if _is_weight(n)}
     made = _Making(checkpoint, experts, noise, std, seed)
     sources = dict(made.source(name, record) for name, record in records.items())
-    width, layers = config.decoder.hidden_size, config.decoder.num_hidden_layers
     dtype = getattr(torch, next(iter(records.values())).dtype)
-    for i in range(layers):
-        name, shape = f"layers.{i}.experts.router.weight", (experts, width)
+    for name, shape in router_shapes(config).items():
         sources[name] = Source(shape, dtype, partial(made.drawn, name, shape, dtype))
     kept = {key: state[key] for key in ("tokenizer",) if key in state}
     said = {"from": str(checkpoint.folder), "noise": noise, "seed": seed}
     whole = {**fresh_state(config, dtype, {}), **kept, "upcycled": said}
     del whole["imported"]
-    there = folder.exists()
-    try:
-        written = save_streamed(folder, STEP, sources, whole)
-    except BaseException:
-        if not there:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    written = write_or_remove(folder, sources, whole)
     if (words := checkpoint.folder.parent / TOKENIZER).is_dir():
         shutil.copytree(words, folder / TOKENIZER, dirs_exist_ok=True)
     return written
@@ -95,14 +84,8 @@ class _Making:
 
     def source(self, name: str, record: Record) -> tuple[str, Source]:
         """The new name of a tensor, and how it is made."""
-        owner, _, kind = name.rpartition(".")
-        layer = owner.split(".")[:2]
-        module = ".".join(owner.split(".")[2:]) if layer[:1] == ["layers"] else ""
-        dtype = getattr(torch, record.dtype)
-        if module not in COPIED:
-            return name, Source(record.shape, dtype, partial(self._read, record))
-        new = ".".join([*layer, COPIED[module], kind])
-        if len(record.shape) == 1:
+        dtype, (new, copied) = getattr(torch, record.dtype), upcycled_name(name)
+        if not copied:
             return new, Source(record.shape, dtype, partial(self._read, record))
         shape = (self.experts, *record.shape)
         return new, Source(shape, dtype, partial(self._copies, new, record))

@@ -20,7 +20,7 @@ from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.families.starcoder2 import Starcoder2Config
 from kenotron_models.families.unbuilt import MambaModelConfig
-from kenotron_models.families.upcycled import upcycled_config
+from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
     expert_parameters,
@@ -120,7 +120,9 @@ __all__ = [
     "reported_name",
     "rotary_angles",
     "rotate",
+    "router_shapes",
     "standard_init",
     "training_flops",
     "upcycled_config",
+    "upcycled_name",
 ]

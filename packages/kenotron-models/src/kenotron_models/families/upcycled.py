@@ -14,6 +14,30 @@ from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.family import FamilyConfig
+from kenotron_models.shapes import decoder_layouts
+
+_MODULES = {
+    "mlp_norm": "experts_norm",
+    "mlp.gate_up": "experts.gate_up",
+    "mlp.down": "experts.down",
+}
+"""Modules of a dense block, and what they become."""
+
+
+def upcycled_name(name: str) -> tuple[str, bool]:
+    """Return what a tensor of the dense model becomes, and whether each expert has a copy of it."""
+    owner, _, kind = name.rpartition(".")
+    folder, _, rest = owner.partition(".")
+    number, _, module = rest.partition(".")
+    if folder != "layers" or module not in _MODULES:
+        return name, False
+    return f"layers.{number}.{_MODULES[module]}.{kind}", module != "mlp_norm"
+
+
+def router_shapes(config: FamilyConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of all routers, which no dense model has: (E, D) by name."""
+    found = decoder_layouts(config)
+    return {name: layout.shape for name, layout in found.items() if layout.role == "router"}
 
 
 def upcycled_config(config: FamilyConfig, experts: int, top_k: int) -> FamilyConfig:
