@@ -9,11 +9,15 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
@@ -45,6 +49,16 @@ YARN = {
     "rope_theta": 10000.0,
 }
 TIED = {"tie_word_embeddings": True}
+LATENT = {
+    "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
+    "n_shared_experts": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+    "router_aux_loss_coef": 0.0,  # theirs is part of no loss unless a call asks for it
+}  # fmt: skip
 
 CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -63,6 +77,25 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "qwen3-tied-yarn": (Qwen3Config, {**TIED, "head_dim": 8, "rope_parameters": YARN}),
     "starcoder2": (Starcoder2Config, {**TIED, "sliding_window": 7}),
     "starcoder2-mqa-untied": (Starcoder2Config, {"num_key_value_heads": 1}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 4, "router_aux_loss_coef": 0.0}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-tied": (
+        Qwen3MoeConfig,
+        {**TIED, **EXPERTS, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    ),
+    "deepseek-v3": (DeepseekV3Config, LATENT),
+    "deepseek-v3-yarn": (
+        DeepseekV3Config,
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
 }
 
 
@@ -75,6 +108,9 @@ def make(case: str, **more: Any) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             draws = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * draws if "norm.weight" in name else 0.1 * draws)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

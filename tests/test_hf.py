@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from parity import Layout
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kenotron_config import Config, ExistingCheckpointInitConfig
 from kenotron_convert.exporting import export_hf
@@ -94,12 +94,23 @@ def measure(mesh: Mesh, work: dict[str, tuple[Path | None, Config]]) -> dict[str
 def in_their_names(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Tensors of ours under the names of Hugging Face."""
     return {
-        part.name: part.from_ours(
-            torch.from_numpy(ours[name])[part.first : part.first + part.shape[0]]
-        ).numpy()
+        part.name: part.of(torch.from_numpy(ours[name])).numpy()
         for name, whole in hf_tensors(config.model.model_config).items()
+        if not name.endswith("choice_bias")  # it has no gradient
         for part in whole.parts
     }
+
+
+def in_files(
+    model: PreTrainedModel, values: dict[str, torch.Tensor], folder: Path
+) -> dict[str, np.ndarray]:
+    """Values of a model's parameters under the names that its files have for them."""
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            parameter.copy_(values[path])
+    model.save_pretrained(folder)
+    kept = {name for name, _ in model.named_buffers()}  # in files, and without gradients
+    return {name: v.numpy() for name, v in weights(folder).items() if name not in kept}
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
@@ -142,7 +153,9 @@ def test_logits_equal_transformers(case, measured):
 @pytest.mark.parametrize(
     "name", [*hf_cases.CASES, *(f"{each}-interleaved" for each in INTERLEAVED)]
 )
-def test_training_begins_with_the_loss_and_gradients_of_transformers(name, measured, batch):
+def test_training_begins_with_the_loss_and_gradients_of_transformers(
+    name, measured, batch, tmp_path
+):
     configs, ranks = measured
     ours = parity.assemble([rank[name][1:] for rank in ranks])
     ours = in_their_names(configs[name], ours)
@@ -150,7 +163,7 @@ def test_training_begins_with_the_loss_and_gradients_of_transformers(name, measu
     tokens, labels = batch
     loss = F.cross_entropy(model(tokens).logits.flatten(0, 1), labels.flatten())
     loss.backward()
-    theirs = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    theirs = in_files(model, {path: p.grad for path, p in model.named_parameters()}, tmp_path)
     assert [rank[name][1] for rank in ranks] == pytest.approx([loss.item()] * len(ranks), rel=1e-6)
     assert ours.keys() == theirs.keys()
     for tensor, grad in theirs.items():

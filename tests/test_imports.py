@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-PACKAGES = ("kenotron_tp", "kenotron_cp")
+PACKAGES = ("kenotron_tp", "kenotron_cp", "kenotron_ep")
 CODE = """
 import time, torch
 begin = time.process_time()

@@ -20,6 +20,7 @@ FILES = [
     "packages/kenotron-tp/tests/test_tp_nccl.py",
     "packages/kenotron-ckpt/tests/test_ckpt_cuda.py",
     "packages/kenotron-cp/tests/test_cp_cuda.py",
+    "packages/kenotron-ep/tests/test_ep_cuda.py",
     "tests/test_cuda.py",
 ]
 """Test files for GPUs."""

@@ -13,6 +13,7 @@ from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import import_hf
 from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
+from kenotron_convert.upcycling import upcycle
 from kenotron_data import printable
 
 INTERRUPTED = 130
@@ -75,6 +76,19 @@ def _export(arguments: argparse.Namespace) -> str:
     return f"wrote {done.folder} from {done.source}; {compared}"
 
 
+def _upcycle(arguments: argparse.Namespace) -> str:
+    written = upcycle(
+        arguments.ckpt,
+        arguments.out,
+        experts=arguments.experts,
+        top_k=arguments.top_k,
+        noise=arguments.noise,
+        seed=arguments.seed,
+        overwrite=arguments.overwrite,
+    )
+    return f"wrote {written}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python apps/convert",
@@ -96,8 +110,20 @@ def _parser() -> argparse.ArgumentParser:
         "--no-check", dest="check", action="store_false", help="do not compare logits"
     )
     exporter.set_defaults(run=_export)
+    upcycler = commands.add_parser("upcycle", help="a checkpoint with experts from a dense one")
+    upcycler.add_argument("--ckpt", type=Path, required=True, help="a step folder or a run folder")
+    upcycler.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
+    upcycler.add_argument("--experts", type=int, required=True, help="copies of a feed-forward")
+    upcycler.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
+    upcycler.add_argument(
+        "--noise", type=float, default=0.0,
+        help="added to all copies but the first, relative to the weights' deviation (default: 0)",
+    )  # fmt: skip
+    upcycler.add_argument("--seed", type=int, default=42, help="of noise and routers")
+    upcycler.set_defaults(run=_upcycle)
     for command in (importer, exporter):
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
+    for command in (importer, exporter, upcycler):
         command.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

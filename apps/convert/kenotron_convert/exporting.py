@@ -207,8 +207,7 @@ def _made(
     folder: Path, parts: Iterator[tuple[Record, Part]], dtype: torch.dtype | None
 ) -> Iterator[Tensor]:
     for record, part in parts:
-        start = (part.first, *(0 for _ in part.shape[1:]))
-        values = [part.from_ours(read_box(folder, record, start, part.shape))]
+        values = [part.from_ours(read_box(folder, record, part.start, part.block))]
         if dtype is not None:
             values[0] = cast(folder, part.name, values[0], dtype)
         yield values.pop()  # it must not stay here while the next one is read

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_strea
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models import AnyConfig
+from kenotron_models import FamilyConfig
 from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
 
 GENERATION = "generation_config.json"
@@ -43,7 +44,7 @@ def import_hf(
     opened = open_safetensors(hf)
     config = with_its_head(config, opened.same)
     records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config.decoder))
-    _check_free(folder, overwrite)
+    check_free(folder, overwrite)
     sources = {
         name: Source(
             record.shape,
@@ -55,13 +56,7 @@ def import_hf(
     kept = dtype or getattr(torch, records[EMBEDDING].dtype)
     imported = {"from": str(hf), "config": values, **_generation(hf, values)}
     imported = without_code(imported)
-    made = not folder.exists()
-    try:
-        written = save_streamed(folder, STEP, sources, _state(config, kept, imported))
-    except BaseException:
-        if made:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    written = write_or_remove(folder, sources, fresh_state(config, kept, imported))
     shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
     if tokenizer_files(hf):
         (folder / TOKENIZER).mkdir()
@@ -69,7 +64,19 @@ def import_hf(
     return written
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
+def write_or_remove(folder: Path, sources: Mapping[str, Source], state: dict[str, Any]) -> Path:
+    """Write step 0 of a run folder; where that fails, a folder that was not there is removed."""
+    made = not folder.exists()
+    try:
+        return save_streamed(folder, STEP, sources, state)
+    except BaseException:
+        if made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def check_free(folder: Path, overwrite: bool) -> None:
+    """Raise ValueError for the folder of a run, and for a step 0 that may not be replaced."""
     steps = {each.name for each in folder.glob("[0-9]*") if each.is_dir()} - {str(STEP)}
     if steps:
         raise ValueError(
@@ -110,7 +117,9 @@ def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def _state(config: AnyConfig, dtype: torch.dtype, imported: dict[str, Any]) -> dict[str, Any]:
+def fresh_state(
+    config: FamilyConfig, dtype: torch.dtype, imported: dict[str, Any]
+) -> dict[str, Any]:
     """What a training program and the generation app read."""
     return {
         "step": STEP,

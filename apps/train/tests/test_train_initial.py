@@ -50,7 +50,7 @@ def as_hf(folder: Path, target: Path, **changes: object) -> Path:
     write_safetensors(
         target / "model.safetensors",
         {p.name: TensorSize(p.shape, values[n].dtype) for n, p in parts},
-        (p.from_ours(values[n][p.first : p.first + p.shape[0]]) for n, p in parts),
+        (p.of(values[n]) for n, p in parts),
     )
     return target
 

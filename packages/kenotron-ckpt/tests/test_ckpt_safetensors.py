@@ -34,7 +34,7 @@ class Whole:
     def runs(self):
         first = 0
         for name in self.names:
-            yield name, 0, first, len(VALUES[name])
+            yield name, 0, (first, *(0 for _ in VALUES[name].shape[1:])), len(VALUES[name])
             first += len(VALUES[name])
 
 

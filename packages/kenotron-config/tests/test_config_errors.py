@@ -82,7 +82,8 @@ VALUES = [
     ("metrics_logging=1", "1 was given; it must be a mapping"),
     ("metrics_logging.log_level=2", "2 was given; it must be 0 or 1"),
     ("doremi=x", '"x" was given; it must be a mapping'),
-    ("parallelism.expert_parallel_size=0", "0 was given; it must be at least 1"),
+    ("parallelism.ep=0", "0 was given; it must be at least 1"),
+    ("parallelism.ep=3", "3 was given; it must divide dp x cp x tp"),
     ("model.init_method.scaling_method=MODEL_SCALE", "no rule for it; choose NONE"),
     (
         "model.init_method.scaling_method=half",

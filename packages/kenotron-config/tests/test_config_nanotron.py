@@ -90,7 +90,7 @@ def test_models_are_told_apart_by_their_marker(sizes, kind):
     assert type(config.model.model_config) is kind
     assert parse_config(dump_config(config), "again") == config
     problems = unavailable(config)
-    missing = kind in (MambaModelConfig, LlaMoEConfig) or "moe_config" in sizes
+    missing = kind is MambaModelConfig
     assert any("model_config" in line for line in problems) == missing
     assert all(line.count("\n") == 0 for line in problems)
 
@@ -226,7 +226,6 @@ SECTIONS = [
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
     ("model.init_method", {"use_mup": True}),
     ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
-    ("parallelism.expert_parallel_size", 2),
     ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 
@@ -325,3 +324,32 @@ def test_keys_of_another_loader_are_ignored_aloud():
         f"{path}.skip_in_stream: true has no effect: any sample is found at once",
         f"{path}.use_old_brrr_dataloader: true has no effect: there is one loader",
     ]
+
+
+OLD_EP = "parallelism.expert_parallel_size"
+EXPERTS = QWEN | {"moe_config": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 16}}
+
+
+def test_nanotrons_expert_parallelism_is_a_part_of_a_stages_ranks():
+    changes = {"model.model_config": EXPERTS, "parallelism.dp": 2}
+    config = parse(changes | {OLD_EP: 2})
+    assert config == parse(changes | {"parallelism.ep": 2}, drop=[OLD_EP])
+    assert config.world_size == 2 and config.global_batch_size == parse(changes).global_batch_size
+    assert not unavailable(config)
+    with pytest.raises(ConfigError, match="expert_parallel_size: ep is given, too, with another"):
+        parse(changes | {OLD_EP: 2, "parallelism.ep": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model.model_config": QWEN, "parallelism.dp": 2, OLD_EP: 2}, "has no experts"),
+        ({"model.model_config": EXPERTS, "parallelism.dp": 3, OLD_EP: 3}, "divide the 8 experts"),
+        ({"model.model_config": LLAMOE | {"moe_capacity_factor": 2}}, "no token is dropped"),
+        ({"model.model_config": EXPERTS | {"moe_config": {"top_k": 9}}}, "be above num_experts"),
+        ({"model.model_config": EXPERTS | {"moe_config": {"layers": [7]}}}, "numbers from 0 to"),
+    ],
+)
+def test_experts_that_do_not_fit_are_named(changes, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        parse(changes)

@@ -10,7 +10,7 @@ import torch
 from kenotron_data import Batch, Loader, RandomTokens
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan, Training, build_training
-from kenotron_models import LlamaConfig
+from kenotron_models import LlamaConfig, MoEConfig, Qwen2Config
 from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig
 
 LLAMA = LlamaConfig(
@@ -23,6 +23,10 @@ LLAMA = LlamaConfig(
     max_position_embeddings=12,
     tie_word_embeddings=True,
 )
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings",
+)  # fmt: skip
 ADAMW = OptimizerConfig(
     optimizer_factory=AdamWConfig(
         adam_eps=1e-8, adam_beta1=0.9, adam_beta2=0.95, torch_adam_is_fused=True
@@ -36,12 +40,22 @@ ADAMW = OptimizerConfig(
 ROWS, SEQUENCE = 4, 12
 
 
+EXPERTS = Qwen2Config(
+    **{name: getattr(LLAMA, name) for name in SIZES},
+    moe_config=MoEConfig(
+        num_experts=8, top_k=3, moe_intermediate_size=12, shared_expert_intermediate_size=16,
+        enable_shared_expert=True, router_aux_loss_coef=0.05, router_bias_rate=0.01, layers=(1,),
+        router_z_loss_coef=0.01,
+    ),
+)  # fmt: skip
+
+
 def plan(**changes: Any) -> ModelPlan:
-    return ModelPlan(spec=LLAMA.decoder, **changes)
+    return ModelPlan(**{"spec": LLAMA.decoder, **changes})
 
 
-def training_of(mesh: Mesh, **optim: Any) -> Training:
-    return build_training(plan(), replace(ADAMW, **optim), mesh, train_steps=4)
+def training_of(mesh: Mesh, of: ModelPlan | None = None, **optim: Any) -> Training:
+    return build_training(of or plan(), replace(ADAMW, **optim), mesh, train_steps=4)
 
 
 def batches_of(mesh: Mesh, count: int) -> list[Batch]:

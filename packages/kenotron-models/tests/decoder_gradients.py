@@ -18,12 +18,16 @@ from kenotron_models import (
     Build,
     Context,
     DecoderSpec,
+    Experts,
+    ExpertsSpec,
+    LatentAttentionSpec,
     LayerStack,
     MLPSpec,
     NormSpec,
     Recompute,
     Rope,
     RopeScaling,
+    RouterSpec,
     SequenceCut,
     build_decoder,
     compile_layers,
@@ -38,6 +42,12 @@ MIXER = AttentionSpec(
 )  # fmt: skip
 
 
+LATENT = LatentAttentionSpec(
+    heads=8, kv_heads=8, head_dim=10, turned=4, value_features=6, kv_rank=12, q_rank=14,
+    separate_documents=True, backend="sdpa",
+)  # fmt: skip
+
+
 def decoder(mixer: AttentionSpec) -> DecoderSpec:
     """Three blocks; the second sees all and has no positions."""
     mixers = (mixer, replace(mixer, window=None, rope=None), mixer)
@@ -48,10 +58,45 @@ def decoder(mixer: AttentionSpec) -> DecoderSpec:
     )  # fmt: skip
 
 
+def routed(experts: ExpertsSpec) -> DecoderSpec:
+    """Three blocks; the first and the last have experts."""
+    whole = decoder(AttentionSpec(heads=8, kv_heads=2, head_dim=8))
+    some = (replace(block, feed_forward=experts) for block in whole.blocks[::2])
+    first, last = some
+    return replace(whole, blocks=(first, whole.blocks[1], last))
+
+
 SPECS = {
     "all": decoder(MIXER),
     "blocked": decoder(replace(MIXER, backend="blocked", dropout=0.0)),
     "mqa": decoder(replace(MIXER, kv_heads=1, backend="sdpa", dropout=0.0)),
+    "experts": routed(
+        ExpertsSpec(
+            router=RouterSpec(experts=8, top_k=3, normalize=True, balance_loss=0.3, z_loss=0.1),
+            features=12,
+            shared_features=16,
+            shared_gate=True,
+        )
+    ),
+    "latent": decoder(LATENT),
+    "latent-direct": decoder(replace(LATENT, q_rank=None, rope=Rope(interleaved=True))),
+    "sigmoid": routed(
+        ExpertsSpec(
+            router=RouterSpec(
+                experts=8,
+                top_k=2,
+                scoring="sigmoid",
+                groups=4,
+                top_groups=2,
+                scale=2.5,
+                balance_loss=0.3,
+            ),
+            features=12,
+            gated=False,
+            activation="gelu_tanh",
+            way="allgather",
+        )
+    ),
     "places": replace(
         decoder(AttentionSpec(heads=8, kv_heads=8, head_dim=8, rope=None)),
         learned_positions=True,
@@ -59,6 +104,15 @@ SPECS = {
     ),
 }
 MODES = {"plain": TPMode(), "sequence": TPMode(sequence_parallel=True, overlap=True)}
+
+
+class Sink(list[Tensor]):
+    """Losses that layers add."""
+
+    def __init__(self, added: list[Tensor]) -> None:
+        self.add = added.append
+
+
 Parts = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
 
@@ -72,9 +126,9 @@ def gradients(
 ) -> tuple[float, dict[str, Tensor], Parts]:
     """Loss; shapes by name; this rank's parts of all gradients, complete."""
     spec, cp = SPECS[name], mesh["cp"]
-    layers = build_decoder(spec, Build(mesh["tp"], MODES[mode]), recompute=recompute)
-    stack = LayerStack(layers)
-    layouts = parameter_layouts(stack, mesh.sizes)
+    build = Build(mesh["tp"], MODES[mode], ep=mesh["ep"])
+    stack = LayerStack(build_decoder(spec, build, recompute=recompute))
+    layouts = parameter_layouts(stack, mesh.axis_sizes)
     stack.to_empty(device="cpu")
     initialize(stack, layouts, mesh.view, seed=1, initializer=standard_init(spec, 0.4))
     if compiled:
@@ -84,15 +138,23 @@ def gradients(
     labels = tokens.flatten().roll(-1).view(3, 15)
     cut = SequenceCut(cp, whole, way) if cp.size > 1 else None
     own = [cut_sequence(x, cp) for x in (whole, tokens)]
-    context = Context(own[0], samples, key, cut=cut)
+    added: list[Tensor] = []
+    for module in stack.modules():
+        if isinstance(module, Experts):
+            module.auxiliary_losses = Sink(added)
+    padding = None
+    if spec.routes:
+        padding = cut_sequence(whole * 0, cp, fill=1).bool()
+    weight = torch.tensor(1 / 45)
+    context = Context(own[0], samples, key, cut=cut, padding_BS=padding, loss_weight=weight)
     logits = stack(own[1].flatten(), context)
     targets = cut_sequence(labels, cp, fill=-100).flatten()
     each = vocab_parallel_cross_entropy(logits, targets, mesh["tp"], vocab_size=32)
-    loss = each.sum() / 45
+    loss = each.sum() / 45 + sum(added)
     loss.backward()
-    for parameter in stack.parameters():
-        assert parameter.grad is not None
-        parameter.grad = all_reduce(parameter.grad, cp)
+    for path, parameter in stack.named_parameters():
+        assert parameter.grad is not None, path
+        parameter.grad = all_reduce(parameter.grad, mesh[mesh.view(layouts[path]).data])
     loss = all_reduce(loss.detach(), cp)
     sum_gradients(stack, mesh)
     wholes: dict[str, Tensor] = {}

@@ -208,22 +208,21 @@ def test_all_rows_of_ours_come_from_one_place_and_go_back():
         for name, whole in hf_tensors(config).items():
             rows = torch.zeros(whole.shape[0])
             theirs = {}
-            for source, row, first, count in whole.runs():
+            for source, row, (first, *_), count in whole.runs():
                 rows[first : first + count] += 1
                 values = theirs.setdefault(source, torch.full(whole.sources()[source][:1], -1.0))
                 values[row : row + count] = torch.arange(first, first + count).float()
             assert (rows == 1).all(), name
             ours = torch.arange(whole.shape[0]).float()
             for part in whole.parts:
-                column = replace(part, shape=part.shape[:1])
-                made = column.from_ours(ours[part.first : part.first + part.shape[0]])
-                assert torch.equal(made, theirs[part.name]), name
+                column = replace(part, shape=part.shape[:1], start=part.start[:1])
+                assert torch.equal(column.of(ours), theirs[part.name]), name
 
 
 def test_neighbours_here_are_halves_there():
     config = LlamaConfig(**OURS, rope_interleaved=True)
     whole = hf_tensors(config)["layers.0.attention.qkv.weight"]
-    places = {(name, row): first for name, row, first, _ in whole.runs()}
+    places = {(name, row): start[0] for name, row, start, _ in whole.runs()}
     q, k, v = (f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv")
     assert [places[q, row] for row in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
     assert [places[k, row] for row in range(8, 16)] == [40, 42, 44, 46, 41, 43, 45, 47]

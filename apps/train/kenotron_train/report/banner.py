@@ -16,7 +16,8 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     """Report what is about to be trained; ``remark`` is about the checkpoint that is resumed."""
     config, mesh = training.config, training.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
-    report.say(f"Project {config.general.project} | {sizes} | device {mesh.device}")
+    ep = f" | ep {mesh.config.ep}" if mesh.config.ep > 1 else ""
+    report.say(f"Project {config.general.project} | {sizes}{ep} | device {mesh.device}")
     if mesh.device.type == "cpu":
         report.say(*_why_cpu(mesh, config.general.device))
     if COLLECTIVES in debugging() and mesh.world.size > 1:

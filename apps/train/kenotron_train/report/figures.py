@@ -13,6 +13,7 @@ import torch
 
 from kenotron_config import Config
 from kenotron_engine import (
+    ExpertLoad,
     StepResult,
     Validation,
     flops_utilization,
@@ -157,11 +158,21 @@ class Meter:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
         if figures.validation is not None:
             found |= _validation(figures.validation)
+        if result.loads:
+            found["experts"] = {f"layer_{each.layer}": _load(each) for each in result.loads}
         if figures.sent is not None:
             found["communication_bytes"] = figures.sent
         if figures.layers:
             found["layers"] = {name: or_null(value) for name, value in figures.layers.items()}
         return found
+
+
+def _load(load: ExpertLoad) -> dict[str, Any]:
+    """Figures of one layer's experts."""
+    found = {"max_over_mean": load.largest, "unused": load.unused, "entropy": load.entropy}
+    if load.bias is None:
+        return found
+    return found | {"bias_min": load.bias[0], "bias_max": load.bias[1]}
 
 
 def _validation(validation: Validation) -> dict[str, Any]:

@@ -141,7 +141,9 @@ class Watching:
         )
         self._count += 1
         if self._has_table:  # without what is as long as there are ranks or layers
-            short = replace(figures, result=replace(result, words=()), layers={}, sent=None)
+            short = replace(
+                figures, result=replace(result, words=(), loads=()), layers={}, sent=None
+            )
             self._steps.append(short)
         self._report.step(figures)
         self._profile.step()

@@ -110,7 +110,7 @@ def _settings(config: Config) -> dict[str, Any]:
         "pp": sizes.pp,
         "tp": sizes.tp,
         "cp": sizes.cp,
-        "ep": sizes.expert_parallel_size,
+        "ep": sizes.ep,
         "pp_engine": sizes.pp_engine,
         "tp_mode": sizes.tp_mode,
         "tp_async_comm": sizes.tp_linear_async_communication,

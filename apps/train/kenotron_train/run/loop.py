@@ -193,7 +193,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             for _ in range(min(len(results), step - 1 - progress.step)):
                 results.pop()
             continue
-        results.append(replace(result, words=()))  # a number a rank: too much to keep
+        results.append(replace(result, words=(), loads=()))  # a number a rank: too much to keep
         progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)

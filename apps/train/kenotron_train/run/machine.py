@@ -12,7 +12,7 @@ import torch
 from kenotron_config import Config
 from kenotron_dist import gpu_problem, usable_cores, visible_gpus
 from kenotron_dist.launch import local_ranks
-from kenotron_models import parameter_count
+from kenotron_models import expert_parameters, parameter_count
 from kenotron_optim import MuonConfig, SGDConfig
 
 GB = 1e9
@@ -174,7 +174,9 @@ def _on_gpus(config: Config) -> bool:
 def state_of_rank(config: Config) -> float:
     """Mean bytes of what a rank keeps between steps, without a model being built."""
     parallel = config.parallelism
-    count = parameter_count(config.decoder) // (parallel.pp * parallel.tp)
+    routed = expert_parameters(config.decoder)
+    dense = parameter_count(config.decoder) - routed
+    count = (dense // parallel.tp + routed // parallel.ep) // parallel.pp
     return float(sum(state_bytes(config, count).values()))
 
 

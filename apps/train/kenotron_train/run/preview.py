@@ -80,10 +80,12 @@ def cannot_run(config: Config) -> list[str]:
 def stage_sizes(config: Config) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
     parallel, spec = config.parallelism, config.decoder
-    axis = Axis("tp", 0, tuple(range(parallel.tp)))  # meta tensors are not communicated
+    tp, ep = (  # meta tensors are not communicated
+        Axis(name, 0, tuple(range(getattr(parallel, name)))) for name in ("tp", "ep")
+    )
     layers = build_decoder(
         spec,
-        Build(axis, parallel.mode, dtype=getattr(torch, config.model.dtype)),
+        Build(tp, parallel.mode, dtype=getattr(torch, config.model.dtype), ep=ep),
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
     )
     stages = Stages.balanced(layers, layer_costs(spec), parallel.pp, parallel.schedule)

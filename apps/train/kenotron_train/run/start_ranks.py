@@ -48,7 +48,7 @@ def start_ranks(
         is_program,
         work,
         *given,
-        config=MeshConfig(**config.parallelism.grid),
+        config=MeshConfig(**config.parallelism.grid, ep=config.parallelism.ep),
         limit=limit,
         preload=(*compiler, work.__module__),
         device=None if general.device == "auto" else general.device,

@@ -62,7 +62,7 @@ def _outcome(config: Config, small: Config, threads: int) -> tuple[list[Check], 
     try:
         layout = spawn(
             measure, small, documents, pp=sizes.pp, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp,
-            preload=PRELOAD, threads=threads,
+            ep=sizes.ep, preload=PRELOAD, threads=threads,
         )  # fmt: skip
     except RankError as error:
         return [], str(error)

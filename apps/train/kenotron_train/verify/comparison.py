@@ -61,6 +61,8 @@ class Measured:
     initial: list[Piece]
     """Weights before the first step."""
     steps: list[Step]
+    frozen: frozenset[str] = frozenset()
+    """Weights without a gradient, by name."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ def measure(
             _step(training, next(loader), number, gradient)
             for number, gradient in enumerate(given, start=1)
         ]
-    return Measured(initial, steps)
+    layouts = training.model.layouts
+    still = (p for p, values in training.parameters().items() if not values.requires_grad)
+    return Measured(initial, steps, frozenset(layouts[path].name for path in still))
 
 
 def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> Step:
@@ -136,7 +140,7 @@ def layout_gradients(layout: list[Measured]) -> list[Whole]:
     """
     count = len(layout[0].steps)
     found = [join_pieces([m.steps[i].gradient for m in layout], check=False) for i in range(count)]
-    names = {name for m in layout for name, *_ in m.initial}
+    names = {name for m in layout for name, *_ in m.initial if name not in m.frozen}
     for whole in found:
         if missing := sorted(names - whole.keys()):
             raise ValueError(f"no rank has a gradient of {', '.join(missing)}")

@@ -43,7 +43,9 @@ class Verdict:
     def not_compared(self) -> list[str]:
         """Axes of the config that the copy has no more, for want of ranks."""
         before, after = self.config.parallelism, self.small.parallelism
-        return [n for n in ("dp", "pp", "cp", "tp") if getattr(before, n) > 1 == getattr(after, n)]
+        return [
+            n for n in ("dp", "pp", "cp", "tp", "ep") if getattr(before, n) > 1 == getattr(after, n)
+        ]
 
     @property
     def passed(self) -> bool:

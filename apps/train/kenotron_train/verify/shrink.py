@@ -90,7 +90,7 @@ def on_one_process(small: Config) -> Config:
     """
     parallelism = replace(
         small.parallelism,
-        dp=1, pp=1, cp=1, tp=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
+        dp=1, pp=1, cp=1, tp=1, ep=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
         tp_linear_async_communication=False, recompute="none", recompute_layer=False,
         recompute_layers=None,
     )  # fmt: skip
@@ -231,7 +231,7 @@ def _names(model: ModelConfig) -> list[str]:
     """Logical names of all parameters of a model."""
     axis = Axis("tp", 0, (0,))
     whole = LayerStack(build_decoder(cast(AnyConfig, model.model_config), Build(axis)))
-    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1}).values()})
+    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1, "ep": 1}).values()})
 
 
 def _matching(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ def fewer_ranks(section: ParallelismConfig, ranks: int) -> ParallelismConfig:
             sizes[largest] = max(LEAST, sizes[largest] // 2)
         else:
             sizes[next(name for name in DROPPED if sizes[name] > 1)] = 1
-    return replace(section, **sizes)
+    ep = math.gcd(section.ep, math.prod(sizes.values()) // sizes["pp"])
+    return replace(section, **sizes, ep=ep)
 
 
 def small_depth(depth: int, stages: int, small_stages: int, every: int | None) -> tuple[int, int]:

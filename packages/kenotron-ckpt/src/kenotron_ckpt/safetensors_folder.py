@@ -34,8 +34,10 @@ _WEIGHTS = ("bfloat16", "float16", "float32")
 _COMPARED = 1 << 26
 """Bytes that are compared at a time."""
 
-Run = tuple[str, int, int, int]
-"""(tensor of the folder, its first row, the first row in the record, number of rows)."""
+Run = tuple[str, int, Shape, int]
+"""(tensor of the folder, its first row, where it begins in the record, number of rows).
+
+The record may have more dims, before those of the folder's tensors."""
 
 
 class Assembled(Protocol):
@@ -122,12 +124,12 @@ class SafetensorsFolder:
         return lines
 
     def _record(self, name: str, whole: Assembled) -> Record:
-        columns = whole.shape[1:]
         pieces = []
-        for theirs, row, first, rows in whole.runs():
+        for theirs, row, start, rows in whole.runs():
             stored = self.tensors[theirs]
+            columns = stored.shape[1:]
             size = math.prod(columns) * stored.dtype.itemsize  # of a row
-            start, shape = (first, *(0 for _ in columns)), (rows, *columns)
+            shape = (*(1 for _ in start[len(stored.shape) :]), rows, *columns)
             begin = stored.offset + row * size
             pieces.append(Piece(stored.file, theirs, start, shape, begin, rows * size))
         dtypes = {dtype_name(self.tensors[theirs].dtype): theirs for theirs in whole.sources()}

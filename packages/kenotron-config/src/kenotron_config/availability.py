@@ -8,12 +8,10 @@ from kenotron_config.config import Config
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
 from kenotron_config.init_sections import MambaInitConfig, SpectralMupInitConfig
 from kenotron_config.sections import ModelConfig, ParallelismConfig
-from kenotron_models import LlaMoEConfig, MambaModelConfig, MoEConfig, Qwen2Config
+from kenotron_models import MambaModelConfig
 
 NOT_YET: tuple[type, ...] = (
     MambaModelConfig,
-    LlaMoEConfig,
-    MoEConfig,
     SpectralMupInitConfig,
     MambaInitConfig,
     LightEvalConfig,
@@ -42,9 +40,6 @@ _Lines = Iterator[tuple[str, str, str]]
 
 
 def _parallelism(section: ParallelismConfig) -> _Lines:
-    if (size := section.expert_parallel_size) > 1:
-        path = "parallelism.expert_parallel_size"
-        yield path, f"{size} was given; more than 1 is", "set it to 1"
     if section.moe_layer_recompute:
         yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
 
@@ -54,8 +49,6 @@ def _model(section: ModelConfig) -> _Lines:
     if isinstance(sizes, NOT_YET):
         name = type(sizes).__name__.removesuffix("Config")
         yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
-    elif isinstance(sizes, Qwen2Config) and sizes.moe_config is not None:
-        yield f"{path}.moe_config", "experts were given; they are", "set it to null"
     if isinstance(section.init_method, NOT_YET):
         yield "model.init_method", "weights that are not drawn normally are", "give std or path"
 

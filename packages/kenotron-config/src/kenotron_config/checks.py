@@ -12,7 +12,7 @@ from kenotron_data.config import (
     PretrainDatasetsConfig,
     SFTDatasetsConfig,
 )
-from kenotron_models import AnyConfig, LlaMoEConfig, MambaModelConfig
+from kenotron_models import AnyConfig, ExpertsSpec, MambaModelConfig, MLPSpec
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
@@ -44,6 +44,7 @@ def cross_problems(sections: Sections) -> list[str]:
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)
+        found += _experts_over_ep(model, parallelism)
         found += _graphed(model, parallelism)
     if stages is not None:
         found += _stage_order(stages)
@@ -59,21 +60,20 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
     sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
     if isinstance(sizes, MambaModelConfig):
         return []  # its channels are cut, and there are no heads
-    found = []
     advice = f"set tp to {_largest_tp(sizes, tp)}"
-    for name in ("num_attention_heads", "intermediate_size"):
-        if (size := getattr(sizes, name, 0) or 0) % tp:
-            found.append(
-                f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
-                f"({size}); {advice} or change {name}"
-            )
+    found = [
+        f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
+        f"({size}); {advice} or change {name}"
+        for name, size in _cut_sizes(sizes).items()
+        if size % tp
+    ]
     kv_heads = getattr(sizes, "kv_heads", tp)
     if kv_heads % tp and tp % kv_heads:
         found.append(
             f"parallelism.tp: {tp} was given; it and model.model_config.num_key_value_heads "
             f"({kv_heads}) must divide one another; {advice} or change num_key_value_heads"
         )
-    depth = _depth(sizes)
+    depth = sizes.decoder.num_hidden_layers
     layers = depth + len(LAYERS_BESIDE_DECODER)
     chunks = parallelism.schedule.chunks
     if pp * chunks > layers:
@@ -190,19 +190,44 @@ def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
     ]
 
 
-def _largest_tp(sizes: AnyConfig | LlaMoEConfig, most: int) -> int:
+def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
+    """What tp cuts, by its key: heads, and the feed-forwards that every token goes through."""
+    parts = [block.feed_forward for block in sizes.decoder.blocks]
+    plain = any(isinstance(part, MLPSpec) for part in parts)
+    shared = [p.shared_features for p in parts if isinstance(p, ExpertsSpec) and p.shared_features]
+    found = {"num_attention_heads": getattr(sizes, "num_attention_heads", 0)}
+    if plain and (inner := getattr(sizes, "intermediate_size", None)):
+        found["intermediate_size"] = inner
+    return found | ({"moe_config.shared_expert_intermediate_size": shared[0]} if shared else {})
+
+
+def _experts_over_ep(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """Each rank of ep has as many experts."""
+    sizes, ep = model.model_config, parallelism.ep
+    if ep == 1:
+        return []
+    parts = [] if isinstance(sizes, MambaModelConfig) else [*sizes.decoder.blocks]
+    counts = {
+        block.feed_forward.router.experts
+        for block in parts
+        if isinstance(block.feed_forward, ExpertsSpec)
+    }
+    if not counts:
+        return [f"parallelism.ep: {ep} was given; the model has no experts: set it to 1"]
+    return [
+        f"parallelism.ep: {ep} was given; it must divide the {count} experts of a layer; change "
+        "one of them"
+        for count in sorted(counts)
+        if count % ep
+    ]
+
+
+def _largest_tp(sizes: AnyConfig, most: int) -> int:
     """The largest tp, up to `most`, that divides the model's sizes."""
-    names = ("num_attention_heads", "intermediate_size")
-    shared = math.gcd(*(getattr(sizes, name, 0) or 0 for name in names))
+    shared = math.gcd(*_cut_sizes(sizes).values())
     kv_heads = getattr(sizes, "kv_heads", 0)
     return next(
         tp
         for tp in range(most, 0, -1)
         if shared % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
     )
-
-
-def _depth(sizes: AnyConfig | LlaMoEConfig) -> int:
-    if isinstance(sizes, LlaMoEConfig):
-        return sizes.num_hidden_layers
-    return sizes.decoder.num_hidden_layers

@@ -20,7 +20,7 @@ from kenotron_config.sections import (
 )
 from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
 from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
-from kenotron_models import DecoderSpec, LlaMoEConfig, MambaModelConfig
+from kenotron_models import DecoderSpec, MambaModelConfig
 from kenotron_optim import OptimizerConfig
 
 WITHOUT_EFFECT = {
@@ -107,7 +107,7 @@ class Config:
     def decoder(self) -> DecoderSpec:
         """What the model is made of. Raises ValueError for one that cannot be built."""
         sizes = self.model.model_config
-        if isinstance(sizes, MambaModelConfig | LlaMoEConfig):
+        if isinstance(sizes, MambaModelConfig):
             raise ValueError(f"model.model_config: {type(sizes).__name__} cannot be built yet")
         return sizes.decoder
 

@@ -7,7 +7,7 @@ from typing import Any
 from kenotron_config.yaml_build import Report
 
 _ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
-_OLD_CP = "context_parallel_size"
+_AXES = {"context_parallel_size": "cp", "expert_parallel_size": "ep"}
 _RENAMED = {"interleaved_rotary": "rope_interleaved"}
 
 
@@ -17,7 +17,8 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     - ``optimizer.adam_eps`` and its like go to ``optimizer.optimizer_factory``;
     - a top-level ``data`` is one stage that starts at step 1;
     - a top-level ``datastates`` goes to ``checkpoints`` and chooses its engine;
-    - ``parallelism.context_parallel_size`` is ``parallelism.cp``;
+    - ``parallelism.context_parallel_size`` is ``parallelism.cp``, ``expert_parallel_size`` is
+      ``ep``;
     - ``interleaved_rotary`` is ``rope_interleaved``;
     - the marker of another family is left out if false.
     """
@@ -55,8 +56,8 @@ def modern_path(path: str) -> str:
     first, _, rest = path.partition(".")
     if first == "optimizer" and rest in _ADAM:
         return f"optimizer.optimizer_factory.{rest}"
-    if path == f"parallelism.{_OLD_CP}":
-        return "parallelism.cp"
+    if first == "parallelism" and rest in _AXES:
+        return f"parallelism.{_AXES[rest]}"
     if first == "data" and rest:
         return f"data_stages.0.{path}"
     if first == "datastates" and rest:
@@ -80,11 +81,12 @@ def _optimizer(data: dict[str, Any], report: Report) -> None:
 
 def _parallelism(data: dict[str, Any], report: Report) -> None:
     section = data["parallelism"]
-    if not isinstance(section, dict) or _OLD_CP not in section:
+    if not isinstance(section, dict):
         return
-    rest = {name: value for name, value in section.items() if name != _OLD_CP}
-    if rest.setdefault("cp", section[_OLD_CP]) != section[_OLD_CP]:
-        report(f"parallelism.{_OLD_CP}", "cp is given, too, with another value; keep one")
+    rest = {name: value for name, value in section.items() if name not in _AXES}
+    for old, name in _AXES.items():
+        if old in section and rest.setdefault(name, section[old]) != section[old]:
+            report(f"parallelism.{old}", f"{name} is given, too, with another value; keep one")
     data["parallelism"] = rest
 
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_config.init_sections import InitMethod
-from kenotron_models import AnyConfig, LlaMoEConfig, MambaModelConfig, Recompute
+from kenotron_models import AnyConfig, MambaModelConfig, Recompute
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
 DType = Literal["float32", "bfloat16", "float16"]
-AnyModelConfig = AnyConfig | MambaModelConfig | LlaMoEConfig
+AnyModelConfig = AnyConfig | MambaModelConfig
 TrackerName = Literal["tensorboard", "wandb"]
 Device = Literal["auto", "cpu", "cuda"]
 """What ranks compute on."""
@@ -82,8 +82,10 @@ class ParallelismConfig:
     """How many decoder layers do so, from the first one on; None: all."""
     tp_recompute_allgather: bool = True
     """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
-    expert_parallel_size: int = 1
-    """Ranks that share the experts; more than 1 is not available yet."""
+    ep: int = 1
+    """Ranks that share the experts (expert parallel): a part of the dp x cp x tp ranks of a
+    pipeline stage, which it divides. Nanotron's name for it, expert_parallel_size, is understood;
+    there it multiplies the number of processes."""
     cp: int = 1
     """Ranks that share the tokens of each sample (context parallel). Nanotron's name for it,
     context_parallel_size, is understood."""
@@ -100,7 +102,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []
-        for name in ("dp", "pp", "tp", "cp", "expert_parallel_size"):
+        for name in ("dp", "pp", "tp", "cp", "ep"):
             found += _below(name, getattr(self, name), 1)
         if self.recompute_layer and self.recompute not in (None, "full"):
             found.append(
@@ -112,6 +114,12 @@ class ParallelismConfig:
             schedule_named(self.pp_engine, self.pp_chunks)
         except ValueError as error:
             found.append(f"pp_chunks: {self.pp_chunks} was given; {error}")
+        stage = self.dp * self.cp * self.tp
+        if self.ep > 1 and stage % self.ep:
+            found.append(
+                f"ep: {self.ep} was given; it must divide dp x cp x tp ({stage}), the ranks of a "
+                "pipeline stage; change one of them"
+            )
         _raise(found)
 
     @property
@@ -137,9 +145,10 @@ class ParallelismConfig:
 
     @property
     def described(self) -> str:
-        """The sizes in words: `dp 2 x pp 1 x tp 1`, with cp where it is more than 1."""
+        """The sizes in words: `dp 2 x pp 1 x tp 1`, with cp and ep where they are more than 1."""
         cp = f"x cp {self.cp} " if self.cp > 1 else ""
-        return f"dp {self.dp} x pp {self.pp} {cp}x tp {self.tp}"
+        ep = f", ep {self.ep}" if self.ep > 1 else ""
+        return f"dp {self.dp} x pp {self.pp} {cp}x tp {self.tp}{ep}"
 
     @property
     def mode(self) -> TPMode:

@@ -66,11 +66,13 @@ def check_sizes(config: MeshConfig, world: int) -> None:
         if size < 1:
             raise ValueError(f"{name} = {size}: an axis has at least one rank")
     if config.world_size != world:
+        apart = world == config.world_size * config.ep
+        hint = f"; ep = {config.ep} is a part of dp * cp * tp, not a further factor" * apart
         product = " * ".join(f"{name}={size}" for name, size in config.sizes.items())
         raise ValueError(
             f"{product} = {config.world_size}, but the world has {world} "
             f"rank{'s' if world > 1 else ''}: change the sizes or start {config.world_size} "
-            "processes"
+            f"processes{hint}"
         )
 
 

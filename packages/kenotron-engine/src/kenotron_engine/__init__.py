@@ -13,6 +13,7 @@ from kenotron_engine.assembly import (
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.evaluation import Validation, evaluate, perplexity
+from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
     Piece,
     Whole,
@@ -39,6 +40,7 @@ __all__ = [
     "NO_TARGET",
     "DeviceRead",
     "CPMode",
+    "ExpertLoad",
     "Gradient",
     "LayerMetrics",
     "Layouts",

@@ -92,10 +92,15 @@ class Training:
         self.optimizer.wait_for_parameters()
         return named_parameters(self.model.stack)
 
-    def share_of(self, batch: Iterable[MicroBatch], dropout_key: int | None = None) -> Share:
+    def share_of(
+        self,
+        batch: Iterable[MicroBatch],
+        dropout_key: int | None = None,
+        count: Tensor | None = None,
+    ) -> Share:
         """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``)."""
         plan = self.plan
-        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key)
+        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
 
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records, after waiting likewise."""
@@ -110,7 +115,7 @@ def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     """Return all layers of a plan by name, in order, their parameters on the meta device."""
     return build_decoder(
         plan.spec,
-        Build(mesh["tp"], plan.mode, dtype=plan.dtype),
+        Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"]),
         recompute=plan.recompute,
         vocab_divisible_by=plan.vocab_divisible_by,
     )
@@ -147,7 +152,7 @@ def assemble(
     fill(stack, layouts)
     chunks = stages.chunks(layers, mesh["pp"].rank)
     own = chunks if schedule.chunks > 1 else chunks[0]
-    others = [*(mesh[name] for name in ("tp", "cp", "dp")), mesh["dp", "cp"], mesh.world]
+    others = [*(mesh[name] for name in ("tp", "cp", "dp", "ep")), mesh["dp", "cp"], mesh.world]
     pairs, device = mesh.pairs("pp"), mesh.device
     pipeline = Pipeline(own, mesh["pp"], schedule, device, pairs, others, settles=settles)
     return Model(stack, layouts, pipeline)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kenotron_cp import Layout, Way, cut_sequence
@@ -68,6 +69,7 @@ def share_of(
     mesh: Mesh,
     batch: Iterable[MicroBatch],
     dropout_key: int | None = None,
+    count: Tensor | None = None,
 ) -> Share:
     """Return this rank's part of its micro-batches; nothing is communicated.
 
@@ -77,17 +79,20 @@ def share_of(
         mesh: the ranks; ``mesh["cp"]`` cuts rows.
         batch: micro-batches of whole rows, the same on all ranks of cp.
         dropout_key: of seed and step; without one layers drop nothing.
+        count: what losses are divided by, a scalar; without it layers add none of their own.
 
     Returns:
         Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
         rows that cp does not divide, has no target.
     """
     micros, axis = list(batch), mesh["cp"]
+    weight = None if count is None else 1 / count.float()
     if axis.size == 1:
         made = [
             Context(
                 micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
-                host_positions_BS=micro.host_positions_BS,
+                host_positions_BS=micro.host_positions_BS, loss_weight=weight,
+                padding_BS=padding_of(micro) if spec.routes else None,
             )
             for micro in micros
         ]  # fmt: skip
@@ -97,11 +102,24 @@ def share_of(
     contexts = [
         Context(
             part.positions_BS, part.samples_B, dropout_key, to_loss=True,
-            cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride),
+            cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride), loss_weight=weight,
+            padding_BS=_cut_padding(micro, axis, layout) if spec.routes else None,
         )
         for micro, part in zip(micros, own, strict=True)
     ]  # fmt: skip
     return Share(own, contexts)
+
+
+def padding_of(micro: MicroBatch) -> Tensor:
+    """Return which tokens (B, S) of whole rows are padding, bool: no expert sees them."""
+    padding = (micro.samples_B < 0)[:, None].expand_as(micro.tokens_BS)
+    return padding if micro.documents_BS is None else padding | (micro.documents_BS < 0)
+
+
+def _cut_padding(micro: MicroBatch, axis: Axis, layout: Layout) -> Tensor:
+    """This rank's part of ``padding_of``, and what pads rows that cp does not divide."""
+    whole = padding_of(micro).to(torch.uint8)
+    return cut_sequence(whole, axis, layout=layout, fill=1).bool()
 
 
 def _cut(micro: MicroBatch, axis: Axis, layout: Layout) -> MicroBatch:

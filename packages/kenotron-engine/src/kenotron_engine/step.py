@@ -18,6 +18,12 @@ from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.assembly import Training
 from kenotron_engine.device_read import DeviceRead
+from kenotron_engine.expert_load import (
+    ExpertLoad,
+    balance_experts,
+    expert_loads,
+    forget_loads,
+)
 from kenotron_engine.objective import global_counts, loss_fn
 from kenotron_optim import (
     LossScale,
@@ -54,6 +60,8 @@ class StepResult:
     """Votes of all ranks in this step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
+    loads: tuple[ExpertLoad, ...] = ()
+    """How tokens were spread over the experts of each layer that has some."""
 
 
 def training_step(
@@ -85,15 +93,17 @@ def training_step(
     grad = gradient(training, batch, step, loss_scale, word, look)
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
+    blocked = _blocked(grad, config.nonfinite, loss_scale)
     training.optimizer.step(
         grad.slices,
         lr,
         coefficient=clip_coefficient(grad.norm, config.clip_grad),
-        blocked=_blocked(grad, config.nonfinite, loss_scale),
+        blocked=blocked,
     )
+    balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    (loss,), (norm,), (count, tokens), words = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, grad.words]
+    (loss,), (norm,), (count, tokens), words, *loads = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, grad.words, *balance]
     ).wait()
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
@@ -107,8 +117,9 @@ def training_step(
         allows_update(found, config.nonfinite, step)
     scale = _next(loss_scale, found, overflow)
     return StepResult(
-        loss, norm, lr, found, not updates, scale, overflow, tuple(words), int(tokens)
-    )
+        loss, norm, lr, found, not updates, scale, overflow, tuple(words), int(tokens),
+        expert_loads(training, loads),
+    )  # fmt: skip
 
 
 def _blocked(grad: Gradient, policy: NonFinitePolicy, loss_scale: LossScale | None) -> Tensor:
@@ -149,6 +160,7 @@ def gradient(
 ) -> Gradient:
     """Forward and backward of one global batch. Collective; see ``training_step``."""
     mesh = training.mesh
+    forget_loads(training)
     counts = global_counts(batch, mesh)
     extra: list[Tensor] = []
     factor = loss_scale.factor if loss_scale else 1.0
@@ -156,7 +168,7 @@ def gradient(
     key = counter_key(training.plan.seed, "dropout", step)
 
     def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
-        share = training.share_of(batch, key)
+        share = training.share_of(batch, key, count)
         own_loss = loss_fn(training, share.micros, count, extra)
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
 

@@ -7,15 +7,23 @@ from kenotron_models.compiled import compile_layers
 from kenotron_models.context import Context
 from kenotron_models.decoder import Head, LayerStack, build_decoder
 from kenotron_models.embedding import Embedding
+from kenotron_models.experts import Experts, ExpertsSpec
+from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.fields import ATTENTIONS
 from kenotron_models.families.llama import LlamaConfig
+from kenotron_models.families.llamoe import LlaMoEConfig
 from kenotron_models.families.mistral import MistralConfig
-from kenotron_models.families.qwen2 import MoEConfig, Qwen2Config
+from kenotron_models.families.mixtral import MixtralConfig
+from kenotron_models.families.moe_config import MoEConfig
+from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
+from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.families.starcoder2 import Starcoder2Config
-from kenotron_models.families.unbuilt import LlaMoEConfig, MambaModelConfig
+from kenotron_models.families.unbuilt import MambaModelConfig
+from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
+    expert_parameters,
     forward_flops,
     kept_features,
     layer_costs,
@@ -24,19 +32,22 @@ from kenotron_models.flops import (
 )
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
+from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
 from kenotron_models.mlp import MLP, MLPSpec
 from kenotron_models.norm import LayerNorm, NormSpec, RMSNorm
 from kenotron_models.parametrization import standard_init
-from kenotron_models.part import Normed, Part, PartSpec
+from kenotron_models.part import Normed, Part, PartSpec, Sparse
 from kenotron_models.peak import peak_bf16_flops
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, family_of
 from kenotron_models.reported_names import COMPONENTS, component_of, reported_name
 from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.router import Choice, Router, RouterSpec, choose
 from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
+from kenotron_models.stacked_linear import StackedLinear
 
 __all__ = [
     "ATTENTIONS",
@@ -48,15 +59,21 @@ __all__ = [
     "BlockSpec",
     "Build",
     "COMPONENTS",
+    "Choice",
     "Context",
     "DecoderSpec",
+    "DeepseekV3Config",
     "Embedding",
+    "Experts",
+    "ExpertsSpec",
     "FAMILIES",
     "Family",
     "FamilyConfig",
     "Head",
     "HuggingFace",
     "KVCache",
+    "LatentAttention",
+    "LatentAttentionSpec",
     "LayerNorm",
     "LayerStack",
     "LlaMoEConfig",
@@ -65,6 +82,7 @@ __all__ = [
     "MLPSpec",
     "MambaModelConfig",
     "MistralConfig",
+    "MixtralConfig",
     "MoEConfig",
     "NormSpec",
     "Normed",
@@ -72,19 +90,26 @@ __all__ = [
     "PartSpec",
     "Qwen2Config",
     "Qwen3Config",
+    "Qwen3MoEConfig",
     "RMSNorm",
     "Recompute",
     "Rope",
     "RopeScaling",
+    "Router",
+    "RouterSpec",
     "Sampling",
     "SequenceCut",
     "SizedConfig",
     "SmallSizes",
+    "Sparse",
+    "StackedLinear",
     "Starcoder2Config",
     "build_decoder",
+    "choose",
     "compile_layers",
     "component_of",
     "config_from_json",
+    "expert_parameters",
     "family_of",
     "forward_flops",
     "generate",
@@ -95,6 +120,9 @@ __all__ = [
     "reported_name",
     "rotary_angles",
     "rotate",
+    "router_shapes",
     "standard_init",
     "training_flops",
+    "upcycled_config",
+    "upcycled_name",
 ]

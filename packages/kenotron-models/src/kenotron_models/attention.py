@@ -107,17 +107,8 @@ class Attention(Part):
 
     def __init__(self, spec: AttentionSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
-        axis, heads, kv_heads, features = build.tp, spec.heads, spec.kv_heads, spec.head_dim
-        if heads % axis.size:
-            raise ValueError(
-                f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
-                "choose a tensor-parallel size that divides num_attention_heads"
-            )
-        if not build.shapes_only:
-            check_backend(spec.backend)
-        self.spec, self.layer, self.axis = spec, layer, axis
-        self.heads = heads // axis.size  # H/t
-        self.kv_heads = max(kv_heads // axis.size, 1)  # G/t
+        self.prepare_heads(spec, build, layer)
+        heads, kv_heads, features = spec.heads, spec.kv_heads, spec.head_dim
         kv = Chunk(kv_heads * features, parts=kv_heads)
         chunks, rows = (Chunk(heads * features), kv, kv), (heads + 2 * kv_heads) * features
         self.qkv = build.column(width, rows, bias=spec.qkv_bias, chunks=chunks)
@@ -127,6 +118,20 @@ class Attention(Part):
             self.q_norm, self.k_norm = (
                 spec.qk_norm.build(features, build, partial=True) for _ in range(2)
             )
+
+    def prepare_heads(self, spec: AttentionSpec, build: Build, layer: int) -> None:
+        """Check what it is made of, and say which heads this rank has."""
+        axis, heads = build.tp, spec.heads
+        if heads % axis.size:
+            raise ValueError(
+                f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
+                "choose a tensor-parallel size that divides num_attention_heads"
+            )
+        if not build.shapes_only:
+            check_backend(spec.backend)
+        self.spec, self.layer, self.axis = spec, layer, axis
+        self.heads = heads // axis.size  # H/t
+        self.kv_heads = max(spec.kv_heads // axis.size, 1)  # G/t
 
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, unless it is there; ``forward`` does it.
@@ -174,7 +179,21 @@ class Attention(Part):
     def _mix(self, qkv: Tensor, qk: Tensor, context: Context) -> Tensor:
         """Values (B, S, H/t, K), mixed as queries and keys say."""
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
-        v, spec, cache = qkv[:, :, self.heads + self.kv_heads :], self.spec, context.cache
+        return self.mix(q, k, qkv[:, :, self.heads + self.kv_heads :], context)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        """Values of the tokens that each token sees, mixed by their scores.
+
+        Args:
+            q: turned queries (B, S, H/t, K).
+            k: turned keys (B, S, G/t, K).
+            v: values (B, S, G/t, K).
+            context: the micro-batch.
+
+        Returns:
+            (B, S, H/t, K).
+        """
+        spec, cache = self.spec, context.cache
         if cache is not None:
             cache.extend(self.layer, k, v, context.positions_BS)
             if cache.used > q.shape[1]:

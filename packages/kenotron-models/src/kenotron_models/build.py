@@ -11,6 +11,9 @@ import torch
 from kenotron_dist import Axis, Chunk
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
+EP_ALONE = Axis.solo("ep")
+"""Every rank has all experts."""
+
 
 class Storage(TypedDict):
     """Where parameters are and what they are stored in."""
@@ -32,6 +35,8 @@ class Build:
     and initialise them. None: torch's default device."""
     dtype: torch.dtype | None = None
     """Number format of the parameters; None: torch's default."""
+    ep: Axis = EP_ALONE
+    """The axis that experts are cut over."""
     shapes_only: bool = False
     """Nothing will be computed: what computes need not be installed."""
 

@@ -36,6 +36,13 @@ class Context:
     Without them an accelerator's are read back once per micro-batch, and the host waits for it."""
     cut: SequenceCut | None = None
     """How rows are cut over ranks, the same for all layers; None: this rank has whole rows."""
+    padding_BS: Tensor | None = None
+    """Which tokens are padding, bool: no expert sees them; None: none are."""
+    loss_weight: Tensor | None = None
+    """What a layer's own loss is multiplied with: 1 over the targets of the global batch; a scalar.
+    None: there is no loss to add to."""
+    kept: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """What layers keep of their forward for the case that the backward computes them again."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, Names
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -80,7 +80,7 @@ class HuggingFace:
     """Our config from all keys, defaults filled in and ``only`` checked."""
     write: Callable[[DecoderSpec], dict[str, Any]]
     """Its own keys, next to those that all have. Raises ValueError for other parts than it has."""
-    names: Mapping[str, Fused] = field(default_factory=lambda: LLAMA_NAMES)
+    names: Names = field(default_factory=lambda: LLAMA_NAMES)
     """Modules of a block, and those of Hugging Face's that each is made of."""
 
 
@@ -94,3 +94,5 @@ class Family:
     """The class of its config, a ``FamilyConfig``."""
     hf: HuggingFace | None = None
     """Its names in Hugging Face; None: it trains, and is not converted."""
+    others: tuple[HuggingFace, ...] = ()
+    """What Hugging Face has as further families and this config can say, too."""

@@ -11,6 +11,7 @@ import math
 
 from kenotron_dist import MATRICES, TensorLayout
 from kenotron_models.block import BlockSpec
+from kenotron_models.part import Sparse
 from kenotron_models.shapes import ONE, block_layouts
 from kenotron_models.spec import Architecture
 
@@ -52,6 +53,16 @@ def parameter_count(config: Architecture) -> int:
     return blocks + matrices * spec.vocab_size * width + places + norm
 
 
+def expert_parameters(config: Architecture) -> int:
+    """Count the parameters that ep divides: those of experts, without routers."""
+    spec = config.decoder
+    found = (block_layouts(block, spec.hidden_size) for block in spec.blocks)
+    return sum(
+        _elements({name: each for name, each in layouts.items() if each.grid == "expert"})
+        for layouts in found
+    )
+
+
 def layer_costs(config: Architecture) -> list[float]:
     """Return the work of every layer of ``build_decoder``, in multiply-adds a token.
 
@@ -68,9 +79,11 @@ def kept_features(block: BlockSpec, *, selective: bool) -> int:
 
 
 def _matrices(block: BlockSpec, width: int) -> int:
-    """Elements of all matrices of a block."""
+    """Elements of the matrices of a block that a token uses."""
     found = block_layouts(block, width)
-    return _elements({name: each for name, each in found.items() if each.role in MATRICES})
+    used = {n: each for n, each in found.items() if each.role in MATRICES or each.role == "router"}
+    idle = sum(part.idle(width) for part in block.parts if isinstance(part, Sparse))
+    return _elements(used) - idle
 
 
 def _elements(layouts: dict[str, TensorLayout]) -> int:

@@ -46,7 +46,7 @@ __all__ = [
 
 CONFIG = "config.json"
 """Name of the file that describes a model of Hugging Face."""
-OF_THE_RUN = ("backend", "separate_documents", "z_loss")
+OF_THE_RUN = ("backend", "separate_documents", "z_loss", "balance_loss", "bias_rate", "way")
 """Fields of a spec that do not say what the weights mean: config.json has no word for them."""
 
 
@@ -131,7 +131,8 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
 
 def _known() -> list[HuggingFace]:
     """What Hugging Face calls the families that it has."""
-    return [family.hf for family in registry.FAMILIES if family.hf is not None]
+    own = [family.hf for family in registry.FAMILIES if family.hf is not None]
+    return [*own, *(each for family in registry.FAMILIES for each in family.others)]
 
 
 def _names_of(config: AnyConfig) -> HuggingFace:

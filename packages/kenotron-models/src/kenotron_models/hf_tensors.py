@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from torch import Tensor
@@ -20,8 +20,8 @@ from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import Architecture, DecoderSpec
 
 Shape = tuple[int, ...]
-Run = tuple[str, int, int, int]
-"""(their tensor, its first row, the first row in ours, number of rows)."""
+Run = tuple[str, int, Shape, int]
+"""(their tensor, its first row, where it begins in ours, number of rows)."""
 
 EMBEDDING = "embedding.weight"
 """Logical name of the token embedding."""
@@ -37,13 +37,29 @@ class Fused:
     names: tuple[str, ...]
     turned: int = 0
     """How many of the first ones have rows that rotary positions turn."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """Parameters of ours, and what theirs are called where that is not the same."""
 
-    def __init__(self, *names: str, turned: int = 0) -> None:
+    def __init__(self, *names: str, turned: int = 0, **kinds: str) -> None:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "turned", turned)
+        object.__setattr__(self, "kinds", kinds)
 
 
-LLAMA_NAMES: Mapping[str, Fused] = {
+@dataclass(frozen=True)
+class Stacked:
+    """The modules of theirs, one set for each expert ``{e}``, that are one stack of ours."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+
+Names = Mapping[str, Fused | Stacked]
+"""Modules of our block, and those of Hugging Face's that each is made of."""
+
+LLAMA_NAMES: Names = {
     "attention_norm": Fused("input_layernorm"),
     "attention.qkv": Fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", turned=2),
     "attention.q_norm": Fused("self_attn.q_norm", turned=1),
@@ -64,24 +80,35 @@ class Part:
 
     name: str
     shape: Shape
-    first: int
-    """Our row where it begins."""
+    start: Shape
+    """Where it begins in ours, which may have an index of experts before the rows."""
     head_dim: int = 0
     """Features of its heads when halves of theirs are neighbours of ours; 0: none are."""
 
     def runs(self) -> Iterator[Run]:
         """Rows that are consecutive in both."""
         if not self.head_dim:
-            yield self.name, 0, self.first, self.shape[0]
+            yield self.name, 0, self.start, self.shape[0]
             return
         half = self.head_dim // 2
         for row in range(self.shape[0]):
             head, inner = divmod(row, self.head_dim)
             place = head * self.head_dim + 2 * (inner % half) + inner // half
-            yield self.name, row, self.first + place, 1
+            yield self.name, row, (self.start[0] + place, *self.start[1:]), 1
 
-    def from_ours(self, rows: Tensor) -> Tensor:
-        """Their tensor from ``shape[0]`` rows of ours, from ``first`` on."""
+    @property
+    def block(self) -> Shape:
+        """Its shape in ours."""
+        return (*(1 for _ in self.start[len(self.shape) :]), *self.shape)
+
+    def of(self, ours: Tensor) -> Tensor:
+        """Their tensor from all of ours."""
+        places = zip(self.start, self.block, strict=True)
+        return self.from_ours(ours[tuple(slice(first, first + n) for first, n in places)])
+
+    def from_ours(self, block: Tensor) -> Tensor:
+        """Their tensor from the block of ours that begins at ``start``."""
+        rows = block.reshape(self.shape)
         if not self.head_dim:
             return rows
         by_pair = rows.unflatten(0, (-1, self.head_dim // 2, 2))
@@ -106,7 +133,7 @@ class Whole:
 
 
 def tensors_of(
-    config: Architecture, names: Mapping[str, Fused], *, interleaved: bool | None = None
+    config: Architecture, names: Names, *, interleaved: bool | None = None
 ) -> dict[str, Whole]:
     """Return our tensors by name, in the order of the model.
 
@@ -130,10 +157,13 @@ def tensors_of(
         if module not in names:
             raise ValueError(f"{path} has no name in Hugging Face's format of this family")
         mixer, fused = spec.blocks[int(number)].mixer, names[module]
+        if isinstance(fused, Stacked):
+            found[path] = _stacked(f"model.layers.{number}.", fused, kind, layout.shape)
+            continue
         rope: Rope | None = getattr(mixer, "rope", None)
         pairs = rope is not None and (rope.interleaved if interleaved is None else interleaved)
         heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
-        outs = _chunks(layout)
+        outs, kind = _chunks(layout), fused.kinds.get(kind, kind)
         found[path] = _fused(
             [f"model.layers.{number}.{name}.{kind}" for name in fused.names],
             [(rows, *layout.shape[1:]) for rows in outs],
@@ -169,13 +199,25 @@ def is_superfluous(name: str, spec: DecoderSpec) -> bool:
 
 
 def _plain(name: str, shape: Shape) -> Whole:
-    return Whole(shape, (Part(name, shape, 0),))
+    return Whole(shape, (Part(name, shape, (0,) * len(shape)),))
+
+
+def _stacked(before: str, stacked: Stacked, kind: str, shape: Shape) -> Whole:
+    """Each expert's matrices one below the other; a matrix for each expert."""
+    experts, rows, columns = shape
+    each = rows // len(stacked.names)
+    parts = [
+        Part(f"{before}{name.format(e=e)}.{kind}", (each, columns), (e, i * each, 0))
+        for e in range(experts)
+        for i, name in enumerate(stacked.names)
+    ]
+    return Whole(shape, tuple(parts))
 
 
 def _fused(names: list[str], shapes: list[Shape], turned: list[int]) -> Whole:
     firsts = accumulate((shape[0] for shape in shapes), initial=0)
     parts = [
-        Part(name, shape, first, head)
+        Part(name, shape, (first, *(0 for _ in shape[1:])), head)
         for name, shape, first, head in zip(names, shapes, firsts, turned, strict=False)
     ]
     return Whole((sum(shape[0] for shape in shapes), *shapes[0][1:]), tuple(parts))

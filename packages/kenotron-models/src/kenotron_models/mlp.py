@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -59,6 +59,29 @@ class MLPSpec:
         return (3 if self.gated else 2) * self.features - selective * self.features
 
 
+class Activated(Protocol):
+    """What has an activation, with or without gate."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether there is a gate."""
+        ...
+
+    @property
+    def activation(self) -> Activation:
+        """Name of the activation."""
+        ...
+
+
+def activated(spec: Activated, y: Tensor) -> Tensor:
+    """(..., 2F), or (..., F) without gate -> (..., F)."""
+    act = ACTIVATIONS[spec.activation]
+    if not spec.gated:
+        return act(y)
+    gate, up = y.chunk(2, -1)
+    return act(gate) * up
+
+
 class MLP(Part):
     """Gate and up are one matrix (2F, D), ``gate_up``; without gate it is ``up`` (F, D).
 
@@ -70,7 +93,7 @@ class MLP(Part):
 
     def __init__(self, spec: MLPSpec, width: int, build: Build) -> None:
         super().__init__()
-        self.gated, self.act = spec.gated, ACTIVATIONS[spec.activation]
+        self.spec = spec
         chunks = (Chunk(spec.features),) * (2 if spec.gated else 1)
         rows = len(chunks) * spec.features
         first = build.column(width, rows, bias=spec.bias, chunks=chunks)
@@ -81,14 +104,11 @@ class MLP(Part):
     @property
     def first(self) -> nn.Module:
         """The matrix that reads the block's input."""
-        return self.get_submodule("gate_up" if self.gated else "up")
+        return self.get_submodule("gate_up" if self.spec.gated else "up")
 
     def activate(self, y: Tensor) -> Tensor:
         """(T, 2F/t), or (T, F/t) without gate -> (T, F/t)."""
-        if not self.gated:
-            return self.act(y)
-        gate, up = y.chunk(2, -1)
-        return self.act(gate) * up
+        return activated(self.spec, y)
 
     def forward(
         self, x: Tensor, context: Context | None = None, *, norm: Normed | None = None

@@ -9,7 +9,7 @@ Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden; T/t under seq
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -64,4 +64,13 @@ class PartSpec(Protocol):
         Args:
             selective: what is cheap is computed again (``recompute`` selective).
         """
+        ...
+
+
+@runtime_checkable
+class Sparse(Protocol):
+    """What else the config of a kind says of which a token uses only some matrices."""
+
+    def idle(self, width: int) -> int:
+        """Count the elements of the matrices that a token does not use."""
         ...

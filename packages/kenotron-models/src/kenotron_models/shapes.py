@@ -25,9 +25,9 @@ def block_layouts(block: BlockSpec, width: int) -> dict[str, TensorLayout]:
         block: what it is made of.
         width: D.
     """
-    return parameter_layouts(Block(block, width, ONE), {"tp": 1})
+    return parameter_layouts(Block(block, width, ONE), {"tp": 1, "ep": 1})
 
 
 def decoder_layouts(config: Architecture) -> dict[str, TensorLayout]:
     """Return the layouts of all tensors of a decoder on one rank, by name, in the model's order."""
-    return parameter_layouts(LayerStack(build_decoder(config, ONE)), {"tp": 1})
+    return parameter_layouts(LayerStack(build_decoder(config, ONE)), {"tp": 1, "ep": 1})

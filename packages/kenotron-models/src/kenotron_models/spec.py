@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kenotron_models.block import BlockSpec
 from kenotron_models.norm import NormSpec
+from kenotron_models.part import Sparse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,11 @@ class DecoderSpec:
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    @property
+    def routes(self) -> bool:
+        """Whether the tokens of any block use only some of its matrices: they are routed."""
+        return any(isinstance(part, Sparse) for block in self.blocks for part in block.parts)
 
     @property
     def separate_documents(self) -> bool:

@@ -1,6 +1,6 @@
 """The keys that Llama and its descendants share, under Nanotron's names, and their checks."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -9,6 +9,7 @@ from kenotron_models.attention import AttentionSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.norm import NormSpec
+from kenotron_models.part import PartSpec
 from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
@@ -140,15 +141,25 @@ class SharedFields:
             ),
         )
 
-    def decoder_of(self, mixers: Sequence[AttentionSpec]) -> DecoderSpec:
-        """Return a decoder of these sizes with one block for each mixer."""
+    def decoder_of(
+        self,
+        mixers: Sequence[AttentionSpec],
+        feed_forwards: Mapping[int, PartSpec] | None = None,
+    ) -> DecoderSpec:
+        """Return a decoder of these sizes with one block for each mixer.
+
+        ``feed_forwards``: those of layers (from 0) that have another one than a gated MLP.
+        """
         norm = NormSpec(eps=self.rms_norm_eps)
-        mlp = MLPSpec(features=self.intermediate_size)
+        mlp, others = MLPSpec(features=self.intermediate_size), feed_forwards or {}
         return DecoderSpec(
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
-            blocks=tuple(BlockSpec(mixer=mixer, feed_forward=mlp, norm=norm) for mixer in mixers),
+            blocks=tuple(
+                BlockSpec(mixer=mixer, feed_forward=others.get(i, mlp), norm=norm)
+                for i, mixer in enumerate(mixers)
+            ),
             norm=norm,
             tie_word_embeddings=self.tie_word_embeddings,
             z_loss=self.z_loss_coefficient if self.z_loss_enabled else 0.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kenotron_models.attention import AttentionSpec
+from kenotron_models.experts import ExpertsSpec
 from kenotron_models.family import FamilyConfig, HuggingFace, Values
 from kenotron_models.hf_rope import rope_from_hf, rope_to_hf
 from kenotron_models.mlp import MLPSpec
@@ -50,11 +51,28 @@ def first_mixer(spec: DecoderSpec) -> AttentionSpec:
 
 
 def first_mlp(spec: DecoderSpec) -> MLPSpec:
-    """Return the feed-forward of the first block."""
-    mlp = spec.blocks[0].feed_forward
-    if not isinstance(mlp, MLPSpec):
+    """Return the feed-forward of the first block. Raises ValueError where any block has another."""
+    kinds = [block.feed_forward for block in spec.blocks]
+    first = kinds[0]
+    if not all(isinstance(kind, MLPSpec) for kind in kinds) or not isinstance(first, MLPSpec):
         raise ValueError("Hugging Face's families of these keys have plain feed-forwards only")
-    return mlp
+    return first
+
+
+def experts_of(spec: DecoderSpec) -> dict[int, ExpertsSpec]:
+    """Return the experts of the layers (from 0) that have some. Raises ValueError for no layer."""
+    kinds = {i: block.feed_forward for i, block in enumerate(spec.blocks)}
+    found = {i: kind for i, kind in kinds.items() if isinstance(kind, ExpertsSpec)}
+    if not found:
+        raise ValueError("Hugging Face's families of these keys have experts")
+    return found
+
+
+def inner_features(spec: DecoderSpec) -> int:
+    """Return the width of the plain feed-forwards; of experts where there are no plain ones."""
+    kinds = [block.feed_forward for block in spec.blocks]
+    widths = [kind.features for kind in kinds if isinstance(kind, MLPSpec)]
+    return (widths or [each.features for each in experts_of(spec).values()])[0]
 
 
 def windows_of(spec: DecoderSpec) -> list[int | None]:
@@ -66,7 +84,7 @@ def _sizes_to_hf(spec: DecoderSpec) -> dict[str, Any]:
     mixer = first_mixer(spec)
     return {
         "hidden_size": spec.hidden_size,
-        "intermediate_size": first_mlp(spec).features,
+        "intermediate_size": inner_features(spec),
         "num_hidden_layers": spec.num_hidden_layers,
         "num_attention_heads": mixer.heads,
         "vocab_size": spec.vocab_size,
@@ -107,9 +125,14 @@ def shared_to_hf(hf: HuggingFace, config: FamilyConfig) -> dict[str, Any]:
 
 def llama_to_hf(spec: DecoderSpec) -> dict[str, Any]:
     """What Llama and its descendants add to ``shared_to_hf``."""
+    return {**sparse_to_hf(spec), "hidden_act": first_mlp(spec).activation}
+
+
+def sparse_to_hf(spec: DecoderSpec) -> dict[str, Any]:
+    """What a descendant of Llama with experts adds to ``shared_to_hf`` besides its own keys."""
     return {
         "head_dim": first_mixer(spec).head_dim,
-        "hidden_act": first_mlp(spec).activation,
+        "hidden_act": "silu",
         "rms_norm_eps": spec.norm.eps,
     }
 

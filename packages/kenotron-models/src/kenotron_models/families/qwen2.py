@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from kenotron_models.families.expert_fields import QWEN_EXPERTS
 from kenotron_models.families.fields import (
     BACKENDS,
     SharedFields,
@@ -13,11 +14,14 @@ from kenotron_models.families.fields import (
     windowed,
 )
 from kenotron_models.families.hf_keys import (
+    first_mixer,
     llama_from_hf,
     llama_to_hf,
+    sparse_to_hf,
     windows_from_hf,
     windows_to_hf,
 )
+from kenotron_models.families.moe_config import MoEConfig, experts_from_hf, experts_to_hf
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
@@ -25,48 +29,6 @@ from kenotron_models.spec import DecoderSpec
 
 SLIDING = ("flex_attention", "flash_attention_2", "llama3_ring_attention")
 """What computes attention within a window, in Nanotron."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Experts of a feed-forward: each token is sent to a few of them.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    num_experts: int = 8
-    """Experts of a layer."""
-    top_k: int = 2
-    """Experts that each token is sent to."""
-    moe_intermediate_size: int = 1408
-    """Width of an expert, in features."""
-    shared_expert_intermediate_size: int = 5632
-    """Width of the expert that all tokens are sent to, in features."""
-    router_aux_loss_coef: float = 0.01
-    """Weight of the term that spreads tokens evenly."""
-    layers: tuple[int, ...] = (-1,)
-    """Layers that have experts; -1 alone: all."""
-    enable_shared_expert: bool = False
-    """True: one expert sees every token."""
-    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        names = ("num_experts", "top_k", "moe_intermediate_size", "shared_expert_intermediate_size")
-        found = [
-            f"{name}: {getattr(self, name)} was given; it must be at least 1"
-            for name in names
-            if getattr(self, name) < 1
-        ]
-        if self.top_k > self.num_experts:
-            found.append(
-                f"top_k: {self.top_k} was given; it must not be above num_experts "
-                f"({self.num_experts})"
-            )
-        if found:
-            raise ValueError("\n".join(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +66,7 @@ class Qwen2Config(SharedFields):
     ring_attn_heads_k_stride: int | None = None
     """Heads sent at a time; of llama3_ring_attention."""
     moe_config: MoEConfig | None = None
-    """Experts in place of the feed-forward; None: none."""
+    """Experts in place of the feed-forward, in all layers or in some; None: none."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -126,6 +88,8 @@ class Qwen2Config(SharedFields):
                 f"rope_seq_len_interpolation_factor: {self.rope_seq_len_interpolation_factor} was "
                 "given; it is rope_scaling of type linear, which is given, too; keep one"
             )
+        if self.moe_config is not None:
+            found += self.moe_config.layer_problems(self.num_hidden_layers)
         raise_all([*found, *marker_problems(self, "is_qwen2_config")])
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
@@ -136,11 +100,12 @@ class Qwen2Config(SharedFields):
                 self.full_attention_layers, self.num_hidden_layers
             ),
             "no_rope_layer": None if self.no_rope_layer is None else sizes.period,
+            "moe_config": self.moe_config and self.moe_config.small(sizes, self.num_hidden_layers),
         }
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean; experts are not part of it."""
+        """What the names above mean."""
         factor, mask = self.rope_seq_len_interpolation_factor, self.flex_attention_mask or ""
         linear = None if factor is None else RopeScaling(factor=factor, rope_type="linear")
         mixer, every = self.attention(), self.no_rope_layer
@@ -154,7 +119,9 @@ class Qwen2Config(SharedFields):
         mixers = windowed(mixer, window, full, self.num_hidden_layers)
         if every is not None:
             mixers[every - 1 :: every] = [replace(m, rope=None) for m in mixers[every - 1 :: every]]
-        return self.decoder_of(mixers)
+        return self.decoder_of(
+            mixers, self.moe_config and self.moe_config.feed_forwards(len(mixers))
+        )
 
 
 def _window_problems(config: Qwen2Config) -> list[str]:
@@ -179,6 +146,46 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     return {**llama_to_hf(spec), **windows_to_hf(spec)}
 
 
+def _read_experts(values: Values) -> Qwen2Config:
+    bias = values["qkv_bias"]
+    experts = experts_from_hf(values)
+    return Qwen2Config(**llama_from_hf(values), attention_bias=bias, moe_config=experts)
+
+
+def _write_experts(spec: DecoderSpec) -> dict[str, Any]:
+    return {
+        **sparse_to_hf(spec), **experts_to_hf(spec), "qkv_bias": first_mixer(spec).qkv_bias,
+        "use_sliding_window": False, "sliding_window": None,
+    }  # fmt: skip
+
+
+QWEN2_MOE = HuggingFace(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 16,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "router_aux_loss_coef": 0.001,
+        "qkv_bias": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+    only={
+        "hidden_act": ("silu",),
+        "attention_dropout": (0, None),
+        "use_sliding_window": (False, None),
+    },
+    read=_read_experts,
+    write=_write_experts,
+    names=QWEN_EXPERTS,
+)
 QWEN2 = Family(
     marker="is_qwen2_config",
     config=Qwen2Config,
@@ -197,5 +204,7 @@ QWEN2 = Family(
         only={"hidden_act": ("silu",), "attention_dropout": (0, None)},
         read=_read,
         write=_write,
+        names=QWEN_EXPERTS,
     ),
+    others=(QWEN2_MOE,),
 )

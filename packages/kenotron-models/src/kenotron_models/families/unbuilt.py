@@ -1,9 +1,7 @@
-"""The arguments of models that are read and checked, and cannot be built yet: Mamba and LlaMoE."""
+"""The arguments of models that are read and checked, and cannot be built yet: Mamba."""
 
 from dataclasses import dataclass, field
 from typing import Literal
-
-from kenotron_models.families.fields import SharedFields, check, raise_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +75,3 @@ class MambaModelConfig:
             found.append("is_mamba_config: false was given; it must be true, or be left out")
         if found:
             raise ValueError("\n".join(found))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlaMoEConfig(SharedFields):
-    """A Llama whose feed-forwards are experts, under the names of Nanotron's example."""
-
-    is_llamoe_config: bool = True
-    """Marks a YAML mapping as this class; always true."""
-    moe_num_experts: int = 1
-    """Experts of a layer."""
-    num_experts_per_tok: int = 1
-    """Experts that each token is sent to."""
-    moe_capacity_factor: int = 1
-    """Tokens that an expert takes, over its even share."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = check(self)
-        if not 1 <= self.num_experts_per_tok <= self.moe_num_experts:
-            found.append(
-                f"num_experts_per_tok: {self.num_experts_per_tok} was given; it must be from 1 to "
-                f"moe_num_experts ({self.moe_num_experts})"
-            )
-        raise_all(found)

@@ -1,0 +1,117 @@
+"""How a step's tokens were spread over experts, and the choice biases that follow from it.
+
+L layers with experts in the whole model, E experts of a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import all_reduce
+from kenotron_models import Experts, ExpertsSpec, Router
+
+if TYPE_CHECKING:
+    from kenotron_engine.assembly import Training
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How the choices of a global batch fell on the experts of one layer."""
+
+    layer: int
+    """Number of the layer, from 0."""
+    largest: float
+    """Choices of the most chosen expert over the mean: 1 where all have as many."""
+    unused: int
+    """Experts that no token chose."""
+    entropy: float
+    """Entropy of the shares over that of equal ones: from 0, one expert has all, to 1."""
+    bias: tuple[float, float] | None = None
+    """Smallest and largest choice bias after the update; None: there is none."""
+
+
+def forget_loads(training: Training) -> None:
+    """Begin to count the loads of this stage's experts at 0."""
+    for router in _routers(training).values():
+        router.take_load()
+
+
+def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
+    """Move the choice biases of this stage's routers, and return what is known of all layers.
+
+    The loads are those of the global batch: they depend neither on micro-batches nor on the layout.
+    Collective over the mesh; nothing happens in a model without experts.
+
+    Args:
+        training: after the backward of a global batch.
+        blocked: whether nothing may change in this step, a bool scalar.
+
+    Returns:
+        Loads (L, E) and the ranges of biases (L, 2), fp64, the same on every rank; or nothing.
+    """
+    layers = experts_by_layer(training)
+    if not layers:
+        return []
+    mesh, routers = training.mesh, _routers(training)
+    width = max(spec.router.experts for spec in layers.values())
+    loads = torch.zeros(len(layers), width, dtype=torch.float64, device=mesh.device)
+    ranges = torch.zeros(len(layers), 2, dtype=torch.float64, device=mesh.device)
+    for row, number in enumerate(layers):
+        if number in routers:
+            own = routers[number].take_load()
+            loads[row, : len(own)] = own
+    loads = all_reduce(loads, mesh["dp", "cp", "tp"])
+    for row, number in enumerate(layers):
+        if number in routers:
+            router = routers[number]
+            router.move_bias(loads[row, : router.spec.experts], blocked)
+            if router.choice_bias is not None:
+                ranges[row] = torch.stack(router.choice_bias.aminmax())
+    return [all_reduce(each, mesh["pp"]) for each in (loads, ranges)]
+
+
+def expert_loads(training: Training, read: list[list[float]]) -> tuple[ExpertLoad, ...]:
+    """Return the figures of all layers with experts, from what ``balance_experts`` returned.
+
+    Args:
+        training: that of the step.
+        read: loads and ranges of biases on the host, flattened; or nothing.
+    """
+    layers = experts_by_layer(training)
+    if not layers:
+        return ()
+    loads, ranges = read
+    width, found = len(loads) // len(layers), []
+    for row, (number, spec) in enumerate(layers.items()):
+        counts = loads[row * width :][: spec.router.experts]
+        low, high = ranges[2 * row : 2 * row + 2]
+        found.append(_figures(number, counts, (low, high) if spec.router.choice_bias else None))
+    return tuple(found)
+
+
+def experts_by_layer(training: Training) -> dict[int, ExpertsSpec]:
+    """Return the experts of the whole model by layer, from 0."""
+    kinds = {i: block.feed_forward for i, block in enumerate(training.plan.spec.blocks)}
+    return {i: kind for i, kind in kinds.items() if isinstance(kind, ExpertsSpec)}
+
+
+def _routers(training: Training) -> dict[int, Router]:
+    """The routers of this stage by layer."""
+    modules = training.model.stack.modules()
+    return {each.layer: each.router for each in modules if isinstance(each, Experts)}
+
+
+def _figures(layer: int, counts: list[float], bias: tuple[float, float] | None) -> ExpertLoad:
+    total, number = sum(counts), len(counts)
+    if not total:
+        return ExpertLoad(layer, 0.0, number, 0.0, bias)
+    shares = [count / total for count in counts]
+    entropy = -sum(share * math.log(share) for share in shares if share)
+    even = math.log(number) if number > 1 else 1.0
+    largest = max(shares) * number
+    return ExpertLoad(layer, largest, counts.count(0), entropy / even if number > 1 else 1.0, bias)

@@ -1,0 +1,94 @@
+"""Experts: the numbers of one process on every layout, loads and biases included."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+from engine_cases import EXPERTS, batches_of, plan, training_of
+
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
+from kenotron_engine import (
+    ExpertLoad,
+    Piece,
+    evaluate,
+    gradient_deviations,
+    gradients_of,
+    join_pieces,
+    training_step,
+    weight_pieces,
+)
+from kenotron_pp import schedule_named
+from kenotron_tp import TPMode
+
+BIAS = "layers.1.experts.router.choice_bias"
+
+
+def measured(
+    mesh: Mesh, options: dict[str, Any], zero: int = 1
+) -> tuple[list[float], list[ExpertLoad], list[Piece], list[Piece]]:
+    """Three losses and norms; loads of the last step; first gradient; weights after the last."""
+    training = training_of(mesh, plan(spec=EXPERTS.decoder, **options), zero_stage=zero)
+    batches = batches_of(mesh, 3)
+    loss, pieces = gradients_of(training, batches[0])
+    results = [training_step(training, batch, n) for n, batch in enumerate(batches, 1)]
+    assert results[0].loss == loss
+    numbers = [x for r in results for x in (r.loss, r.grad_norm)]
+    return numbers, list(results[-1].loads), pieces, weight_pieces(training)
+
+
+@cache
+def on_one() -> Any:
+    return on_ranks(measured, {})[0]
+
+
+SP = {"mode": TPMode(sequence_parallel=True)}
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any], int]] = [
+    ({"dp": 2, "ep": 2}, {}, 1),
+    ({"dp": 2}, {"recompute": "full"}, 0),
+    ({"tp": 2, "ep": 2}, {}, 1),
+    ({"tp": 2}, SP | {"recompute": "selective"}, 1),
+    ({"cp": 2, "ep": 2}, {"recompute": "full"}, 0),
+    ({"pp": 2}, {"schedule": schedule_named("zb-h1")}, 1),
+    ({"dp": 2, "tp": 2, "ep": 4}, SP, 1),
+    ({"pp": 2, "dp": 2, "ep": 2}, {"recompute": "selective"}, 0),
+    ({"dp": 4, "ep": 2}, {}, 1),
+    ({"pp": 2, "cp": 2, "tp": 2, "ep": 4}, SP | {"schedule": schedule_named("zb-h1")}, 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "options", "zero"), LAYOUTS, ids=str)
+def test_every_layout_has_the_numbers_of_one_process(
+    axes: dict[str, int], options: dict[str, Any], zero: int
+) -> None:
+    numbers, loads, gradient, weights = on_one()
+    ranks = on_ranks(measured, options, zero, **axes)
+    for found, spread, _, _ in ranks:
+        assert found == pytest.approx(numbers, rel=1e-5)
+        assert spread == loads
+    deviations = gradient_deviations(join_pieces(r[2] for r in ranks), join_pieces([gradient]))
+    assert max(deviations.values()) <= 1
+    ours, theirs = join_pieces(r[3] for r in ranks), join_pieces([weights])
+    assert ours.keys() == theirs.keys() and BIAS in ours
+    assert all(abs(ours[name] - theirs[name]).max() < 1e-4 for name in theirs)
+
+
+def test_loads_say_how_tokens_are_spread() -> None:
+    _, (load,), _, weights = on_one()
+    assert load.layer == 1 and load.largest >= 1 and 0 < load.entropy <= 1
+    bias = join_pieces([weights])[BIAS]
+    assert load.bias == pytest.approx((bias.min(), bias.max()))
+    assert abs(bias.mean()) < 1e-8 and 0 < abs(bias).max() <= 3 * 2 * 0.01
+
+
+def evaluated(mesh: Mesh) -> tuple[float, float]:
+    training = training_of(mesh, plan(spec=EXPERTS.decoder))
+    (batch,) = batches_of(mesh, 1)
+    return evaluate(training, [batch], ("all",)).loss, training_step(training, batch, 1).loss
+
+
+def test_the_reported_loss_is_the_cross_entropy_alone() -> None:
+    for found, wanted in on_ranks(evaluated, dp=2, ep=2):
+        assert found == pytest.approx(wanted, rel=1e-6)

@@ -1,0 +1,224 @@
+"""Plan which rows ranks exchange, from the experts that each token has chosen.
+
+T tokens of a rank, K choices of a token, E experts, n ranks, e = E / n experts of a rank, S rows
+that a rank sends, R rows that it receives, c chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kenotron_dist import Axis, all_to_all
+from kenotron_ep.grouping import Grouping, group
+from kenotron_ep.routes import ByChoice, Route
+from kenotron_ep.row_table import RowTable, choice_table
+from kenotron_ep.shared_tokens import Sent, shared_route
+
+Way = Literal["alltoall", "once_per_rank", "allgather"]
+"""How tokens reach their experts.
+
+``alltoall``: once for each choice. ``once_per_rank``: once for each rank with chosen experts.
+``allgather``: every token to every rank, for K > n. Results come back by all-to-all in all three.
+"""
+_WAYS = ("alltoall", "once_per_rank", "allgather")
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Who sends which rows to whom. ``plan_exchange`` makes it."""
+
+    axis: Axis
+    experts: int
+    """E."""
+    tokens: int
+    """T of this rank."""
+    counts: Tensor
+    """int64 (e,): rows of each expert of this rank in the grouped buffer, padding included."""
+    loads: tuple[int, ...]
+    """Rows of each expert of this rank without padding."""
+    send: tuple[int, ...]
+    """Rows that this rank sends to each rank."""
+    receive: tuple[int, ...]
+    """Rows that it receives from each rank."""
+    choices_S: Tensor
+    """int64: the choice ``t * K + k`` of each row sent, by (expert, token, k)."""
+    tokens_S: Tensor
+    """int64: the token of each row sent."""
+    table: RowTable
+    """The row of each choice, in the order in which ``combine`` adds results."""
+    grouping: Grouping
+    """Order of the rows as they arrive, and grouped by expert."""
+    route: Route
+    """How tokens are sent, and gradients returned."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the buffer that is grouped by expert, padding included."""
+        return self.grouping.rows
+
+
+def plan_exchange(
+    experts_TK: Tensor,
+    experts: int,
+    axis: Axis,
+    *,
+    way: Way = "alltoall",
+    pad_to: int | None = None,
+) -> Exchange:
+    """Plan ``dispatch`` and ``combine`` for one batch of tokens.
+
+    One all-to-all of e + 1 numbers over ``axis``, and one of S numbers unless the way is
+    ``alltoall``. A device is synchronised once, three to five times for other ways.
+
+    Args:
+        experts_TK: int64, the chosen experts of each token of this rank, in 0..E-1, or -1 for a
+            choice that is dropped: it is not sent and adds 0. T may differ between ranks and be 0;
+            K is the same on all ranks. An expert may occur twice in a row.
+        experts: E. Rank r of the axis has the experts from r * e to (r + 1) * e - 1.
+        axis: the ranks over which experts are distributed.
+        way: how tokens are sent; the same on all ranks. On one rank every way is ``alltoall``.
+        pad_to: rows of each expert, so that all shapes are fixed except that of ``choices_S``;
+            what is missing is filled with rows of zeros, which are neither sent nor returned.
+
+    Returns:
+        The plan. It may be used for several tensors.
+
+    Raises:
+        ValueError: a size, dtype or option that does not fit; an expert outside its range (on a
+            CPU only: on other devices this is not checked, and the result is undefined); an expert
+            with more than ``pad_to`` rows.
+    """
+    return plan_chunks([experts_TK], experts, axis, way, pad_to)[0]
+
+
+def plan_chunks(
+    parts: Sequence[Tensor], experts: int, axis: Axis, way: str, pad_to: int | None
+) -> list[Exchange]:
+    """Plan an exchange for each of several parts of the tokens, with one all-to-all of counts."""
+    _check(parts, experts, axis, way, pad_to)
+    choices = [_sorted(part, experts) for part in parts]
+    counts = _exchange_counts(parts, choices, axis)
+    return [_plan(*each, experts, axis, way, pad_to) for each in zip(choices, counts, strict=True)]
+
+
+class _Choices(NamedTuple):
+    """Choices of some tokens, sorted."""
+
+    tokens: int
+    top_k: int
+    order: Tensor
+    """Choices by (expert, token, k), dropped ones first."""
+    counts_E: Tensor
+
+
+class _Counts(NamedTuple):
+    """Numbers of rows of a part, on this rank."""
+
+    arriving_ne: Tensor
+    """From each rank for each expert of this rank."""
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    loads: tuple[int, ...]
+    tokens_of: tuple[int, ...]
+    """Tokens of every rank."""
+
+
+def _sorted(experts_TK: Tensor, experts: int) -> _Choices:
+    """Sort by expert; a stable sort keeps the order of tokens and choices."""
+    found, order = torch.sort(experts_TK.reshape(-1), stable=True)
+    each = torch.arange(experts + 1, device=found.device)
+    counts = torch.searchsorted(found, each).diff()
+    tokens, top_k = experts_TK.shape
+    return _Choices(tokens, top_k, order, counts)
+
+
+def _exchange_counts(
+    parts: Sequence[Tensor], choices: Sequence[_Choices], axis: Axis
+) -> list[_Counts]:
+    """Tell each rank how many rows it gets, for all parts at once, and how many tokens there are.
+
+    Afterwards both sides' numbers are on the host, by one copy.
+    """
+    n, c = axis.size, len(parts)
+    sent = torch.stack([each.counts_E.view(n, -1) for each in choices], 1)  # (n, c, e)
+    tokens = torch.tensor([each.tokens for each in choices], device=sent.device)
+    sent = torch.cat([sent, tokens.view(1, c, 1).expand(n, c, 1)], 2)  # (n, c, e + 1)
+    arrived = all_to_all(sent, axis)
+    ours, theirs = torch.stack([sent, arrived]).tolist()
+    found = []
+    for i in range(c):
+        to = tuple(sum(row[i][:-1]) for row in ours)
+        source = tuple(sum(row[i][:-1]) for row in theirs)
+        loads = tuple(sum(row[i][e] for row in theirs) for e in range(len(theirs[0][i]) - 1))
+        lengths = tuple(row[i][-1] for row in theirs)
+        found.append(_Counts(arrived[:, i, :-1], to, source, loads, lengths))
+    return found
+
+
+def _plan(
+    choices: _Choices, counts: _Counts, experts: int, axis: Axis, way: str, pad_to: int | None
+) -> Exchange:
+    tokens, top_k, order, _ = choices
+    send, receive = counts.send, counts.receive
+    own = len(counts.loads)
+    if pad_to is not None and max(counts.loads) > pad_to:
+        expert = counts.loads.index(max(counts.loads))
+        raise ValueError(
+            f"plan_exchange: expert {axis.rank * own + expert} has {counts.loads[expert]} rows and "
+            f"pad_to is {pad_to}: give at least {counts.loads[expert]}, or drop choices first "
+            "(within_capacity)"
+        )
+    choices_S = order[order.shape[0] - sum(send) :]
+    tokens_S = choices_S // top_k
+    table = choice_table(choices_S, tokens, top_k)
+    grouping = group(counts.arriving_ne, sum(receive), pad_to)
+    if way == "alltoall" or axis.size == 1:
+        route: Route = ByChoice(axis, tokens_S, table, grouping, send, receive)
+    else:
+        sent = Sent(axis, tokens, top_k, choices_S, send, receive, grouping, counts.tokens_of)
+        route = shared_route(way, sent)
+    rows = counts.arriving_ne.sum(0)
+    if pad_to is not None:
+        rows = torch.full_like(rows, pad_to)
+    return Exchange(
+        axis, experts, tokens, rows, counts.loads, send, receive, choices_S, tokens_S, table,
+        grouping, route,
+    )  # fmt: skip
+
+
+def _check(parts: Sequence[Tensor], experts: int, axis: Axis, way: str, pad_to: int | None) -> None:
+    """Raise ValueError for what does not fit."""
+    if experts < 1 or experts % axis.size:
+        raise ValueError(
+            f"plan_exchange: {experts} experts on {axis.size} {axis.name} ranks: each rank has "
+            "equally many, at least one: change the number of experts or of ranks"
+        )
+    check_way("plan_exchange", way)
+    if pad_to is not None and pad_to < 1:
+        raise ValueError(f"plan_exchange: pad_to is {pad_to}, it must be at least 1")
+    for part in parts:
+        if part.ndim != 2 or part.shape[1] == 0 or part.dtype != torch.int64:
+            raise ValueError(
+                f"plan_exchange: experts are {tuple(part.shape)} of {part.dtype}: give (T, K) of "
+                "torch.int64, with one choice or more"
+            )
+        if part.device.type != "cpu" or not part.numel():  # reading would synchronise a device
+            continue
+        least, most = map(int, part.aminmax())
+        if least < -1 or most >= experts:
+            wrong = least if least < -1 else most
+            raise ValueError(
+                f"plan_exchange: expert {wrong} of {experts}: choices are from 0 to "
+                f"{experts - 1}, or -1 for one that is dropped"
+            )
+
+
+def check_way(function: str, way: str) -> None:
+    """Raise ValueError for an unknown way."""
+    if way not in _WAYS:
+        raise ValueError(f"{function}: way {way!r} is not {', '.join(_WAYS[:-1])} or {_WAYS[-1]}")

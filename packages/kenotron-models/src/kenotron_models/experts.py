@@ -1,0 +1,236 @@
+"""A mixture of experts as feed-forward: each token is sent to a few of many small ones.
+
+Every rank of a pipeline stage routes its own tokens. Where tp leaves tokens whole, each of its
+ranks takes a share of them, and results are gathered.
+
+Shapes: T flattened tokens, n of this rank, D hidden, E experts, K experts of a token, F features of
+an expert, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron_dist import Partial, Placements, Roles
+from kenotron_dist.weight_products import current_backward
+from kenotron_ep import mix_experts
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.mlp import MLP, Activation, MLPSpec, activated
+from kenotron_models.part import Normed, Part
+from kenotron_models.recompute import between
+from kenotron_models.router import Choice, Router, RouterSpec
+from kenotron_models.router_losses import router_loss
+from kenotron_models.stacked_linear import StackedLinear
+from kenotron_tp import join_tokens, split_tokens
+
+
+class Collects(Protocol):
+    """What collects losses of layers (``kenotron_pp``)."""
+
+    def add(self, scalar: Tensor) -> None:
+        """Add to the loss of this micro-batch."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """Experts that tokens are routed to, and a shared one that sees every token."""
+
+    name: ClassVar[str] = "experts"
+    router: RouterSpec
+    """How they are chosen."""
+    features: int
+    """F, inner width of each."""
+    gated: bool = True
+    """Whether they have a gate."""
+    activation: Activation = "silu"
+    """Their activation."""
+    shared_features: int = 0
+    """Inner width of the shared expert; 0: there is none."""
+    shared_gate: bool = False
+    """The shared expert's result is multiplied by a sigmoid of each token."""
+    way: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens travel to their experts over ep; the numbers are the same."""
+
+    def build(self, width: int, build: Build, layer: int = 0) -> Experts:
+        """Make the module; see ``PartSpec``."""
+        return Experts(self, width, build, layer=layer)
+
+    @property
+    def shared(self) -> MLPSpec | None:
+        """The shared expert."""
+        if not self.shared_features:
+            return None
+        return MLPSpec(features=self.shared_features, gated=self.gated, activation=self.activation)
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count nothing: all its operations are products with matrices."""
+        return 0
+
+    def idle(self, width: int) -> int:
+        """Count the elements of the experts that a token is not sent to."""
+        unused = self.router.experts - self.router.top_k
+        return unused * self._matrices * self.features * width
+
+    def cost(self, width: int) -> int:
+        """Count the products of the router, of K experts and of the shared one."""
+        shared = 0 if self.shared is None else self.shared.cost(width)
+        active = self.router.top_k * self._matrices * self.features * width
+        return active + self.router.experts * width + shared
+
+    def kept(self, *, selective: bool) -> int:
+        """Count inner features of K experts, and of the shared one."""
+        shared = 0 if self.shared is None else self.shared.kept(selective=selective)
+        inner = (self._matrices - selective) * self.features
+        return self.router.top_k * inner + shared
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+
+class Experts(Part):
+    """``router``, ``gate_up`` (or ``up``) and ``down``; ``shared`` and ``shared_gate`` if any.
+
+    ``forward``: (T, D) -> (T, D), (T/t, D) under sequence parallelism. Collective over ep, and over
+    tp where tokens are whole or there is a shared expert.
+
+    Args:
+        spec: what it is made of.
+        width: D.
+        build: how and where.
+        layer: its number in the model, from 0.
+
+    Raises:
+        ValueError: ep does not divide E, or tp the shared expert's features.
+    """
+
+    cuts_sequence = True
+    adds_loss = True
+
+    def __init__(self, spec: ExpertsSpec, width: int, build: Build, *, layer: int = 0) -> None:
+        super().__init__()
+        self.spec, self.layer = spec, layer
+        self.auxiliary_losses: Collects | None = None
+        self.tp, self.ep, self.sequence_parallel = build.tp, build.ep, build.sequence_parallel
+        experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
+        self.router = Router(spec.router, width, build)
+        first = StackedLinear(experts, width, rows, build)
+        self.add_module("gate_up" if spec.gated else "up", first)
+        self.down = StackedLinear(experts, spec.features, width, build, role="residual")
+        self.shared = None if spec.shared is None else MLP(spec.shared, width, build)
+        self.shared_gate = SharedGate(width, build) if spec.shared_gate else None
+
+    @property
+    def first(self) -> StackedLinear:
+        """The matrices that read the block's input."""
+        found = self.get_submodule("gate_up" if self.spec.gated else "up")
+        assert isinstance(found, StackedLinear)
+        return found
+
+    def leave_out_of_programs(self) -> None:
+        """All of it: how many rows an expert has is known on the host alone."""
+        self.mix = torch.compiler.disable(self.mix)
+
+    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
+        """(T, D) -> (T, D).
+
+        Args:
+            x: tokens.
+            context: the micro-batch; it keeps what was chosen for a layer that is computed again.
+            norm: applied to x first: then neither its result nor activations are kept for the
+                backward.
+        """
+        if norm is None:
+            return self.mix(x, context, selective=False)
+        return between(norm, x, partial(self.mix, context=context, selective=True))
+
+    def mix(self, x: Tensor, context: Context, selective: bool) -> Tensor:
+        """What ``forward`` returns of normed tokens (T, D)."""
+        cut = self.tp.size > 1 and not self.sequence_parallel
+        own = split_tokens(x, self.tp) if cut else x  # (n, D)
+        rows = self._rows(context, len(own))
+        choice = self._choose(own, context)
+        self._add_loss(choice, rows, context)
+        batch, experts = len(context.positions_BS), choice.experts_TK
+        if rows is not None:
+            experts = experts.masked_fill(rows[:, None] == batch, -1)
+        if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
+            self.router.count(experts)
+        y = mix_experts(
+            own, experts, choice.weights_TK, self.spec.router.experts, self.ep,
+            partial(self._compute, selective=selective), way=self.spec.way,
+        )  # fmt: skip
+        if cut:
+            y = join_tokens(y, self.tp, context.tokens)
+        return y if self.shared is None else y + self._shared(self.shared, x, context)
+
+    def _choose(self, own: Tensor, context: Context) -> Choice:
+        """Route this rank's tokens (n, D); as in the forward while the backward computes again."""
+        key, again = ("experts", self.layer), current_backward() != -1
+        choice: Choice = self.router(own, context.kept.get(key) if again else None)
+        context.kept[key] = choice.experts_TK
+        return choice
+
+    def _add_loss(self, choice: Choice, rows: Tensor | None, context: Context) -> None:
+        """Add the router's loss to that of the micro-batch: its gradient, and 0 to the value."""
+        spec, collects, weight = self.spec.router, self.auxiliary_losses, context.loss_weight
+        if collects is None or weight is None or not (spec.balance_loss or spec.z_loss):
+            return
+        batch, sequence = context.positions_BS.shape
+        if rows is None:
+            rows = torch.arange(len(choice.experts_TK), device=weight.device) // sequence
+        axes = [self.tp, *([] if context.cut is None else [context.cut.axis])]
+        loss = router_loss(choice, spec, rows, batch, axes) * weight
+        collects.add(loss - loss.detach())
+
+    def _rows(self, context: Context, n: int) -> Tensor | None:
+        """Which of B rows each of this rank's tokens is of, (n,), and B for padding.
+
+        None: tp cuts no tokens, and none is padding.
+        """
+        batch, sequence = context.positions_BS.shape
+        if self.tp.size == 1 and context.padding_BS is None:
+            return None
+        device, first = context.positions_BS.device, self.tp.rank * n
+        token = torch.arange(first, first + n, device=device)
+        rows = (token // sequence).clamp(max=batch)  # beyond T the last ranks have padding
+        if context.padding_BS is None:
+            return rows
+        padding = F.pad(context.padding_BS.flatten(), (0, n * self.tp.size - context.tokens))
+        return rows.masked_fill(padding[first : first + n], batch)
+
+    def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool) -> Tensor:
+        """Rows (R, D), grouped by expert, through their experts -> (R, D)."""
+        y, activate = self.first(rows, counts), partial(activated, self.spec)
+        if not selective:
+            return self.down(activate(y), counts)
+        return between(activate, y, partial(self.down, counts=counts))
+
+    def _shared(self, shared: MLP, x: Tensor, context: Context) -> Tensor:
+        y = shared(x, context)
+        return y if self.shared_gate is None else y * self.shared_gate(x)
+
+
+class SharedGate(nn.Module):
+    """A sigmoid of each token, (T, D) -> (T, 1); ``weight`` (1, D) is replicated over tp."""
+
+    def __init__(self, width: int, build: Build) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, width, **build.storage))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+        self.roles: Roles = {"weight": "router"}
+        self.placements: Placements = {}
+        if build.sequence_parallel:  # each rank sees its own tokens
+            self.placements["weight"] = Partial(build.tp.name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(T, D) -> (T, 1)."""
+        return (x @ self.weight.t()).sigmoid()

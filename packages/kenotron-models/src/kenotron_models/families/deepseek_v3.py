@@ -1,0 +1,126 @@
+"""DeepSeek-V3 in Hugging Face: keys of its config.json, and names of its tensors."""
+
+import math
+from typing import Any
+
+from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
+from kenotron_models.families.expert_fields import only_experts
+from kenotron_models.families.hf_keys import experts_of, shared_from_hf, sparse_to_hf
+from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Stacked
+from kenotron_models.latent_attention import LatentAttentionSpec
+from kenotron_models.spec import DecoderSpec
+
+
+def _scale(values: Values) -> float | None:
+    """What yarn multiplies scores with in this family."""
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    share, factor = given.get("mscale_all_dim"), given.get("factor")
+    if not share or not factor or factor <= 1:
+        return None
+    width = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    more = 0.1 * share * math.log(factor) + 1.0
+    return float(width**-0.5 * more * more)
+
+
+_SAME = (
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
+    "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace",
+)  # fmt: skip
+
+
+def _read(values: Values) -> DeepseekV3Config:
+    return DeepseekV3Config(
+        **shared_from_hf(values),
+        **{name: values[name] for name in _SAME},
+        rms_norm_eps=float(values["rms_norm_eps"]),
+        rope_interleaved=bool(values["rope_interleave"]),
+        attention_scale=_scale(values),
+        router_aux_loss_coef=values.get("aux_loss_alpha") or 0.0,
+    )
+
+
+def _write(spec: DecoderSpec) -> dict[str, Any]:
+    found = experts_of(spec)
+    experts, mixer = only_experts(spec, found), spec.blocks[0].mixer
+    if not isinstance(mixer, LatentAttentionSpec):
+        raise ValueError("a deepseek_v3 has latent attention")
+    router = experts.router
+    keys = sparse_to_hf(spec)
+    del keys["head_dim"]
+    return {
+        **keys,
+        "q_lora_rank": mixer.q_rank,
+        "kv_lora_rank": mixer.kv_rank,
+        "qk_nope_head_dim": mixer.head_dim - mixer.turned,
+        "qk_rope_head_dim": mixer.turned,
+        "v_head_dim": mixer.value_features,
+        "rope_interleave": mixer.rope is not None and mixer.rope.interleaved,
+        "n_routed_experts": router.experts,
+        "num_experts_per_tok": router.top_k,
+        "n_shared_experts": experts.shared_features // experts.features,
+        "moe_intermediate_size": experts.features,
+        "n_group": router.groups,
+        "topk_group": router.top_groups,
+        "norm_topk_prob": router.normalize,
+        "routed_scaling_factor": router.scale,
+        "first_k_dense_replace": min(found),
+        "attention_bias": False,
+    }
+
+
+DEEPSEEK_V3 = Family(
+    marker="is_deepseek_v3_config",
+    config=DeepseekV3Config,
+    hf=HuggingFace(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "rope_interleave": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        },
+        only={
+            "hidden_act": ("silu",),
+            "attention_bias": (False, None),
+            "attention_dropout": (0, None),
+        },
+        read=_read,
+        write=_write,
+        names={
+            **LLAMA_NAMES,
+            "attention.q": Fused("self_attn.q_proj"),
+            "attention.q_a": Fused("self_attn.q_a_proj"),
+            "attention.q_norm": Fused("self_attn.q_a_layernorm"),
+            "attention.q_b": Fused("self_attn.q_b_proj"),
+            "attention.kv_a": Fused("self_attn.kv_a_proj_with_mqa"),
+            "attention.kv_norm": Fused("self_attn.kv_a_layernorm"),
+            "attention.kv_b": Fused("self_attn.kv_b_proj"),
+            "experts_norm": Fused("post_attention_layernorm"),
+            "experts.router": Fused("mlp.gate", choice_bias="e_score_correction_bias"),
+            "experts.gate_up": Stacked("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
+            "experts.down": Stacked("mlp.experts.{e}.down_proj"),
+            "experts.shared.gate_up": Fused(
+                "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
+            ),
+            "experts.shared.down": Fused("mlp.shared_experts.down_proj"),
+        },
+    ),
+)

@@ -1,0 +1,175 @@
+"""The router of a mixture of experts: which experts each token is sent to, and with what weights.
+
+Scores are fp32 whatever the model's format. The choice is stable: of equal scores the lower index
+wins. Group-limited choice and the choice bias are DeepSeek-V3's (arXiv 2412.19437).
+
+Shapes: T tokens, D hidden, E experts, K experts of a token, N groups of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_dist import Partial, Placements, Roles
+from kenotron_models.build import Build
+
+Scoring = Literal["softmax", "sigmoid"]
+TINY = 1e-20
+"""Added to a sum of weights, which may be 0 where scores are sigmoids."""
+GROUP_BEST = 2
+"""Experts whose scores make the score of a group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """How experts are chosen; the config of a family has checked its sizes."""
+
+    experts: int
+    """E, experts of the layer."""
+    top_k: int
+    """K, experts that each token is sent to."""
+    scoring: Scoring = "softmax"
+    """What makes scores of logits: a softmax over all experts, or a sigmoid of each."""
+    normalize: bool = False
+    """Weights of a token are divided by their sum."""
+    scale: float = 1.0
+    """What weights are multiplied with at the end."""
+    groups: int = 1
+    """N, groups of neighbouring experts; divides E."""
+    top_groups: int = 1
+    """Groups that the experts of a token are chosen from."""
+    choice_bias: bool = False
+    """Experts have a bias that is added to their scores for the choice alone."""
+    bias_rate: float = 0.0
+    """What an update adds to the choice bias of an expert with too few tokens, and takes from one
+    with too many; 0: nothing."""
+    force_balance: bool = False
+    """Experts are dealt to tokens in turn, for measurements; weights are still those of scores."""
+    balance_loss: float = 0.0
+    """Weight of the loss that spreads the tokens of each sample over experts (``balance``)."""
+    z_loss: float = 0.0
+    """Weight of the squared log of the sum of exponentials of a token's logits."""
+
+
+class Choice(NamedTuple):
+    """What a router decided for some tokens."""
+
+    experts_TK: Tensor
+    """Chosen experts, int64."""
+    weights_TK: Tensor
+    """Their weights, fp32, in the same order."""
+    scores_TE: Tensor
+    """Scores of all experts, fp32."""
+    logits_TE: Tensor
+    """Logits of all experts, fp32."""
+
+
+class Router(nn.Module):
+    """``weight`` (E, D): each rank routes its own tokens, so the gradient is partial over tp.
+
+    With ``choice_bias`` there is a ``choice_bias`` (E,), fp32 and without gradient: it is added to
+    the scores for the choice alone, and moved after an update by ``move_bias`` (loss-free
+    balancing: Wang et al., arXiv 2408.15664).
+    """
+
+    def __init__(self, spec: RouterSpec, width: int, build: Build) -> None:
+        super().__init__()
+        self.spec = spec
+        self.weight = nn.Parameter(torch.empty(spec.experts, width, **build.storage))
+        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+        self.placements: Placements = {"weight": Partial(build.tp.name)}
+        self.roles: Roles = {"weight": "router"}
+        self.choice_bias: nn.Parameter | None = None
+        if spec.choice_bias:
+            zeros = torch.zeros(spec.experts, device=build.device)
+            self.choice_bias = nn.Parameter(zeros, requires_grad=False)
+            self.roles["choice_bias"] = "bias"
+        self.load: Tensor | None = None
+        """Choices of each expert (E,) that this rank made since ``take_load``, int64."""
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> Choice:
+        """Choose the experts of each token.
+
+        Args:
+            x: tokens (T, D).
+            chosen: experts (T, K) that were chosen before, where a layer is computed again.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        logits = x.to(wide) @ self.weight.to(wide).t()
+        scores = logits.softmax(-1) if self.spec.scoring == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach()) if chosen is None else chosen
+        weights = scores.gather(1, experts)
+        if self.spec.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + TINY)
+        return Choice(experts, weights * self.spec.scale, scores, logits)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        if self.spec.force_balance:
+            turns = torch.arange(len(scores) * self.spec.top_k, device=scores.device)
+            return (turns % self.spec.experts).view(len(scores), -1)
+        bias = self.choice_bias
+        return choose(scores if bias is None else scores + bias, self.spec)
+
+    def count(self, experts: Tensor) -> None:
+        """Add choices (T, K) to the load; -1 is none."""
+        every = torch.arange(self.spec.experts, device=experts.device)
+        own = (experts.flatten()[:, None] == every).sum(0)
+        self.load = own if self.load is None else self.load + own
+
+    def take_load(self) -> Tensor:
+        """Return the load (E,), and begin again at 0."""
+        load, self.load = self.load, None
+        zeros = torch.zeros(self.spec.experts, dtype=torch.int64, device=self.weight.device)
+        return zeros if load is None else load
+
+    @torch.no_grad()
+    def move_bias(self, load: Tensor, blocked: Tensor) -> None:
+        """Move the choice bias towards an even load, if there is one; its mean stays 0.
+
+        Args:
+            load: choices of each expert (E,) in the global batch.
+            blocked: whether nothing may change, a bool scalar.
+        """
+        if self.choice_bias is None or not self.spec.bias_rate:
+            return
+        load = load.double()
+        moved = self.choice_bias + self.spec.bias_rate * (load.mean() - load).sign()
+        moved = (moved - moved.mean()).to(self.choice_bias.dtype)
+        self.choice_bias.copy_(torch.where(blocked, self.choice_bias, moved))
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"experts={self.spec.experts}, top_k={self.spec.top_k}"
+
+
+def choose(scores: Tensor, spec: RouterSpec) -> Tensor:
+    """Return the K experts of each token, int64 (T, K), best first.
+
+    Args:
+        scores: (T, E) by which experts are chosen.
+        spec: sizes and groups.
+    """
+    if spec.groups > 1:
+        scores = scores.masked_fill(~_in_best_groups(scores, spec), -torch.inf)
+    return top_k(scores, spec.top_k)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Return the places of the k largest scores along the last dim, int64, largest first.
+
+    Of equal scores the lower place is taken, on every device: ``torch.topk`` promises nothing.
+    """
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _in_best_groups(scores: Tensor, spec: RouterSpec) -> Tensor:
+    """Whether each expert (T, E) is in one of the groups with the best two experts."""
+    grouped = scores.unflatten(-1, (spec.groups, -1))  # (T, N, E/N)
+    best = grouped.topk(min(GROUP_BEST, grouped.shape[-1]), dim=-1).values.sum(-1)  # (T, N)
+    kept = torch.zeros_like(best, dtype=torch.bool)
+    kept.scatter_(1, top_k(best, spec.top_groups), True)
+    return kept.repeat_interleave(grouped.shape[-1], dim=-1)

@@ -1,0 +1,133 @@
+"""A linear layer for each expert: one stack of matrices, cut over the ranks of ep.
+
+Rows arrive grouped by expert. The product is one grouped kernel where torch has it for the device
+and dtype, else a loop over experts with the same result.
+
+Shapes: E experts, n ranks of ep, R rows, I input and O output features.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kenotron_dist import Placements, Role, Roles, Shard, WeightQueue
+from kenotron_models.build import Build
+
+
+class StackedLinear(nn.Module):
+    """``y = x W_e^T`` for the rows of each expert e; ``weight`` (E/n, O, I) of this rank's experts.
+
+    Args:
+        experts: E, experts of the layer.
+        inputs: I.
+        outputs: O.
+        build: how and where; ``build.ep`` cuts the experts.
+        role: role of the weight.
+
+    Raises:
+        ValueError: ep does not divide E.
+    """
+
+    defers_weight_grad = True
+
+    def __init__(
+        self, experts: int, inputs: int, outputs: int, build: Build, role: Role = "hidden"
+    ) -> None:
+        super().__init__()
+        axis = build.ep
+        if experts % axis.size:
+            raise ValueError(
+                f"cannot split {experts} experts over {axis.size} {axis.name} ranks: choose an "
+                "expert-parallel size that divides num_experts"
+            )
+        self.weight_queue: WeightQueue | None = None
+        whole = torch.empty(experts, outputs, inputs, **build.storage)
+        nn.init.uniform_(whole, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear; nothing on meta
+        self.weight = nn.Parameter(whole.chunk(axis.size)[axis.rank].clone())  # (E/n, O, I)
+        self.placements: Placements = {"weight": Shard(axis.name, 0)}
+        self.roles: Roles = {"weight": role}
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64."""
+        product: Tensor = _StackedProduct.apply(x, self.weight, counts, self)
+        return product
+
+    def extra_repr(self) -> str:
+        """Local sizes."""
+        experts, outputs, inputs = self.weight.shape
+        return f"experts={experts}, in_features={inputs}, out_features={outputs}"
+
+
+class _StackedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, layer: StackedLinear
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.counts, ctx.queue, ctx.parameter = counts, layer.weight_queue, layer.weight
+        return stacked_product(x, weight, counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (dy,), (x, weight), counts = grads, ctx.saved_tensors, ctx.counts
+        dx = (
+            stacked_product(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
+        )
+        dw = None
+        if ctx.needs_input_grad[1]:
+            product = partial(outer_products, dy, x, counts)
+            if ctx.queue is None:
+                dw = product()
+            else:
+                ctx.queue.push(ctx.parameter, product)
+        return dx, dw, None, None
+
+
+def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Return x_e W_e^T for the rows of each expert.
+
+    Args:
+        x: (R, I), grouped by expert.
+        weight: (E, O, I).
+        counts: rows of each expert (E,), int64; their sum is R.
+    """
+    if _has_grouped_kernel(x):
+        return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=_ends(counts))
+    out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
+    for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
+        if len(rows):
+            torch.mm(rows, matrix.t(), out=target)
+    return out
+
+
+@torch.no_grad()  # a deferred product runs outside of the backward
+def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """Return dy_e^T x_e of each expert, (E, O, I): the gradient of its matrix; 0 without rows.
+
+    Args:
+        dy: (R, O), grouped by expert.
+        x: (R, I), likewise.
+        counts: rows of each expert.
+    """
+    if _has_grouped_kernel(x):
+        return torch._grouped_mm(dy.contiguous().t(), x.contiguous(), offs=_ends(counts))
+    out, sizes = x.new_empty(len(counts), dy.shape[1], x.shape[1]), counts.tolist()
+    for ys, xs, target in zip(dy.split(sizes), x.split(sizes), out, strict=True):
+        torch.mm(ys.t(), xs, out=target)
+    return out
+
+
+def _has_grouped_kernel(x: Tensor) -> bool:
+    """Whether one kernel multiplies all groups: torch's own is for bfloat16 on CUDA."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
+
+
+def _ends(x: Tensor, counts: Tensor) -> Tensor:
+    """Where the rows of each expert end, int32 on the device."""
+    return torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)

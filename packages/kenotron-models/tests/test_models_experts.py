@@ -1,0 +1,224 @@
+"""Experts: exact oracles, the gradients of one process on every layout, and what is refused."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from decoder_gradients import complete, gradients
+from torch import Tensor
+from torch.nn import functional as F
+
+from kenotron_dist import Axis
+from kenotron_dist.testing import on_ranks
+from kenotron_models import (
+    MLP,
+    Build,
+    Context,
+    Experts,
+    ExpertsSpec,
+    MLPSpec,
+    Router,
+    RouterSpec,
+    StackedLinear,
+    choose,
+)
+from kenotron_models.router_losses import balance, router_loss
+
+ALONE = Build(Axis.solo("tp"), device=None)
+WIDTH, FEATURES = 10, 14
+
+
+def experts(**router: Any) -> Experts:
+    torch.manual_seed(3)
+    spec = RouterSpec(**{"experts": 6, "top_k": 2, **router})
+    return Experts(ExpertsSpec(router=spec, features=FEATURES), WIDTH, ALONE)
+
+
+def context(batch: int = 2, sequence: int = 9, **more: Any) -> Context:
+    return Context(torch.arange(sequence).expand(batch, -1), **more)
+
+
+def tokens(batch: int = 2, sequence: int = 9) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch * sequence, WIDTH, generator=generator, requires_grad=True)
+
+
+def by_loop(layer: Experts, x: Tensor) -> Tensor:
+    """Every token through each of its experts, one at a time."""
+    choice = layer.router(x)
+    first, down = layer.first.weight, layer.down.weight
+    rows = []
+    for token, chosen, weights in zip(x, choice.experts_TK, choice.weights_TK, strict=True):
+        out = torch.zeros(WIDTH)
+        for e, weight in zip(chosen.tolist(), weights, strict=True):
+            gate, up = (first[e] @ token).chunk(2)
+            out = out + weight * (down[e] @ (F.silu(gate) * up))
+        rows.append(out)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        {}, {"normalize": True, "top_k": 3}, {"scoring": "sigmoid", "scale": 2.5},
+        {"groups": 3, "top_groups": 2, "scoring": "sigmoid", "normalize": True}, {"top_k": 6},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_outputs_and_gradients_are_those_of_a_loop_over_tokens(router: dict[str, Any]) -> None:
+    layer, x = experts(**router), tokens()
+    ours = layer(x, context())
+    grad = torch.randn_like(ours)
+    wanted = by_loop(layer, x)
+    torch.testing.assert_close(ours, wanted)
+    inputs = [x, *layer.parameters()]
+    found = torch.autograd.grad(ours, inputs, grad)
+    for got, want in zip(found, torch.autograd.grad(wanted, inputs, grad), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_equal_experts_are_one_dense_layer() -> None:
+    layer, x = experts(normalize=True), tokens()
+    dense = MLP(MLPSpec(features=FEATURES), WIDTH, ALONE)
+    with torch.no_grad():
+        dense.first.weight.copy_(layer.first.weight[0])
+        dense.down.weight.copy_(layer.down.weight[0])
+        for stack in (layer.first, layer.down):
+            stack.weight.copy_(stack.weight[:1].expand_as(stack.weight))
+    torch.testing.assert_close(layer(x, context()), dense(x))
+
+
+def test_of_equal_scores_the_lower_expert_is_chosen() -> None:
+    scores = torch.tensor([[0.1, 0.3, 0.3, 0.3], [0.2, 0.2, 0.2, 0.2]])
+    spec = RouterSpec(experts=4, top_k=2)
+    assert choose(scores, spec).tolist() == [[1, 2], [0, 1]]
+    grouped = RouterSpec(experts=4, top_k=2, groups=2, top_groups=1)
+    assert choose(scores, grouped).tolist() == [[2, 3], [0, 1]]
+
+
+def test_a_router_of_a_bfloat16_model_has_fp32_scores() -> None:
+    build = Build(Axis.solo("tp"), device=None, dtype=torch.bfloat16)
+    router = Router(RouterSpec(experts=6, top_k=2, choice_bias=True), WIDTH, build)
+    x = tokens().detach().bfloat16()
+    choice = router(x)
+    exact = (x.double() @ router.weight.double().t()).softmax(-1)
+    assert choice.scores_TE.dtype == choice.weights_TK.dtype == torch.float32
+    assert (choice.scores_TE - exact).abs().max() < 1e-6
+    assert router.choice_bias is not None and router.choice_bias.dtype == torch.float32
+
+
+def test_padding_is_sent_to_no_expert_and_counts_in_no_loss() -> None:
+    layer, x = experts(balance_loss=0.5, z_loss=0.1), tokens()
+    padding = torch.zeros(2, 9, dtype=torch.bool)
+    padding[0, 6:] = padding[1, 8:] = True
+    out = layer(x, context(padding_BS=padding))
+    assert not out[padding.flatten()].any() and out[~padding.flatten()].any()
+    assert losses(layer, x, padding_BS=padding) == pytest.approx(
+        sum(losses(layer, x[9 * i :][:n], 1, n) for i, n in ((0, 6), (1, 8)))
+    )
+
+
+def losses(layer: Experts, x: Tensor, batch: int = 2, sequence: int = 9, **more: Any) -> float:
+    """The router's loss, not divided."""
+    rows = layer._rows(context(batch, sequence, **more), batch * sequence)
+    if rows is None:
+        rows = torch.arange(batch * sequence) // sequence
+    spec = layer.spec.router
+    return router_loss(layer.router(x), spec, rows, batch, [ALONE.tp]).item()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_an_even_load_has_a_balance_loss_of_one_a_token(scoring: str) -> None:
+    layer = experts(top_k=6, scoring=scoring)
+    rows = torch.arange(18) // 9
+    loss = balance(layer.router(tokens()), layer.spec.router, rows, 2, [])
+    assert loss.item() == pytest.approx(18)
+
+
+def test_losses_have_the_gradients_of_finite_differences() -> None:
+    layer = experts(balance_loss=0.7, z_loss=0.2).double()
+    x, rows = tokens().detach().double(), torch.arange(18) // 9
+    weight = layer.router.weight
+    spec = layer.spec.router
+    chosen = layer.router(x).experts_TK
+
+    def loss() -> Tensor:
+        return router_loss(layer.router(x, chosen), spec, rows, 2, [])
+
+    (gradient,) = torch.autograd.grad(loss(), weight)
+    for place in ((0, 0), (3, 5), (5, 9)):
+        with torch.no_grad():
+            values = []
+            for step in (1e-6, -2e-6):
+                weight[place] += step
+                values.append(loss().item())
+            weight[place] += 1e-6
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(gradient[place].item(), rel=1e-6)
+
+
+def test_a_layer_computed_again_keeps_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x, places = experts(), tokens(), context()
+    want = torch.autograd.grad(layer(x, places).sum(), [x, *layer.parameters()])
+    out = torch.utils.checkpoint.checkpoint(layer, x, places, use_reentrant=False)
+    monkeypatch.setattr("kenotron_models.router.choose", lambda scores, spec: 1 / 0)
+    got = torch.autograd.grad(out.sum(), [x, *layer.parameters()])
+    assert all(map(torch.equal, got, want))
+
+
+def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
+    layer, x = experts(top_k=1), tokens()
+    with torch.no_grad():
+        layer.router.weight.zero_()  # all scores are equal: expert 0 has every token
+    layer(x, context()).sum().backward()
+    for stack in (layer.first, layer.down):
+        assert stack.weight.grad is not None
+        assert stack.weight.grad[0].any() and not stack.weight.grad[1:].any()
+
+
+@cache
+def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
+    ranks = on_ranks(gradients, name, "plain")
+    return ranks[0][0], complete(ranks)
+
+
+CASES = [
+    ("experts", "plain", "none", {"tp": 2}),
+    ("experts", "plain", "none", {"tp": 2, "ep": 2}),
+    ("experts", "sequence", "selective", {"tp": 2, "ep": 2}),
+    ("experts", "plain", "full", {"cp": 2, "ep": 2}),
+    ("experts", "sequence", "full", {"cp": 2, "tp": 2, "ep": 4}),
+    ("experts", "plain", "selective", {"cp": 2, "tp": 2, "ep": 2}),
+    ("sigmoid", "sequence", "none", {"tp": 4, "ep": 2}),
+    ("sigmoid", "plain", "none", {"cp": 4, "ep": 4}),
+    ("sigmoid", "plain", "full", {"tp": 4, "ep": 4}),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "again", "axes"), CASES, ids=str)
+def test_every_gradient_is_that_of_one_process(
+    name: str, mode: str, again: str, axes: dict[str, int]
+) -> None:
+    loss, want = on_one(name)
+    ranks = on_ranks(gradients, name, mode, "ring", again, **axes)
+    assert all(rank[0] == pytest.approx(loss, rel=1e-5) for rank in ranks)
+    got = complete(ranks)
+    assert set(got) == set(want)
+    for path, tensor in want.items():
+        assert (got[path] - tensor).abs().max() / tensor.abs().max() < 2e-5, path
+
+
+def test_compiled_layers_have_the_same_gradients() -> None:
+    loss, want = on_one("experts")
+    ranks = on_ranks(gradients, "experts", "plain", "ring", "none", True, tp=2, ep=2)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path
+
+
+def test_experts_that_ranks_do_not_divide_are_refused() -> None:
+    build = Build(Axis.solo("tp"), ep=Axis("ep", 0, (0, 1, 2, 3)))
+    with pytest.raises(ValueError, match="cannot split 6 experts over 4 ep ranks: choose an"):
+        StackedLinear(6, 8, 8, build)
