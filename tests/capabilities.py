@@ -15,6 +15,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "one loss curve on every pp x dp x cp x tp, ZeRO-1, tied or not": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         "tests/test_parity.py::test_the_table_has_these_rows_and_all_of_them_passed",
+        "tests/test_parity.py::test_twenty_steps_cut_over_pp_cp_and_tp_have_the_losses_of_one_process",
         f"{TRAIN}_context.py::test_nanotrons_yaml_trains_as_one_process",
     ],
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [

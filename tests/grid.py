@@ -10,7 +10,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,10 @@ class Row:
     """Ranks along cp."""
     way: str = "ring"
     """How attention runs over cp."""
+    order: str = "zigzag"
+    """Which tokens a rank of cp has."""
+    sequence: int = 16
+    """Tokens of a sample."""
 
     @property
     def ranks(self) -> int:
@@ -85,11 +89,12 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
-        words[-2:] = [f"cp{self.cp}", self.way] if self.cp > 1 else []
+        words[-4:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
+        words += [f"s{self.sequence}"] if self.sequence != Row.sequence else []
         return "-".join(words)
 
 
-OF_THE_MODEL = ("arch", "tied", "layers", "vocab", "documents", "dropout", "dtype")
+OF_THE_MODEL = ("arch", "tied", "layers", "vocab", "documents", "dropout", "dtype", "sequence")
 AXES: dict[str, tuple] = {
     "engine": ENGINES,
     "mode": ("plain", "sp", "overlap", "sp+overlap"),
@@ -141,13 +146,25 @@ def full() -> list[Row]:
     return covering([sizes for ranks in (1, 2, 4, 8) for sizes in factorisations(ranks)])
 
 
-WAYS = {"cp": (2,), "way": ("ring", "gather", "ulysses")}
+WAYS = {
+    "cp": (2,),
+    "way": ("ring", "gather", "ulysses"),
+    "order": ("zigzag", "contiguous"),
+}
 """Further axes of rows whose samples are cut over cp."""
+CUT_LENGTH = 37
+"""Tokens of a sample of theirs: a strip has three, and the last four have padding."""
+DONE_WHEN = Row(
+    sizes=(2, 1, 2), cp=2, mode="sp", tied=True, engine="zb-v", arch="qwen2", layers=6,
+    documents="separate", sequence=CUT_LENGTH,
+)  # fmt: skip
+"""Cut over pp, cp and tp at once, with grouped key heads: it is also trained for 20 steps."""
 CUT_BY_HAND = (
-    Row(sizes=(2, 1, 2), cp=2, mode="sp", tied=True, engine="zb-v", arch="qwen2", layers=6,
-        documents="separate"),
-    Row(sizes=(1, 2, 1), cp=4, way="ulysses", arch="starcoder2", dropout=0.1, zero=0, micro=5),
-    Row(sizes=(1, 1, 1), cp=8, way="gather", arch="mistral", recompute="selective"),
+    DONE_WHEN,
+    Row(sizes=(1, 2, 1), cp=4, way="ulysses", arch="starcoder2", dropout=0.1, zero=0, micro=5,
+        sequence=CUT_LENGTH),
+    Row(sizes=(1, 1, 1), cp=8, way="gather", arch="mistral", recompute="selective",
+        sequence=CUT_LENGTH),
 )  # fmt: skip
 """Rows of eight ranks of which cp cuts the samples."""
 
@@ -158,7 +175,8 @@ def context() -> list[Row]:
     And by hand some of eight ranks.
     """
     sizes = [each for ranks in (1, 2) for each in factorisations(ranks)]
-    return [*covering(sizes, familiar=3, among=WAYS), *CUT_BY_HAND]
+    found = covering(sizes, familiar=3, seed=6, among=WAYS)  # of few models
+    return [*(replace(row, sequence=CUT_LENGTH) for row in found), *CUT_BY_HAND]
 
 
 CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
@@ -242,7 +260,8 @@ def _fill(
     """A row with these settings and, greedily, as many of the wanted pairs; None: there is none."""
     names = [name for name in axes if name not in chosen]
     draw.shuffle(names)
-    names.sort(key=lambda name: name not in ("arch", "sizes"))  # each other axis suits any of them
+    # First those that others clash with: each axis after them suits any choice of theirs.
+    names.sort(key=lambda name: name not in ("arch", "sizes", "cp"))
     for name in names:
         fitting = [value for value in axes[name] if not clash({**chosen, name: value})]
         if not fitting:

@@ -88,22 +88,27 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
 MENTIONED = 6
 """Faults of a row that are told one by one."""
 KINDS = ("loss", "norm", "gradient", "weight")
+OTHER_CP = {2: 4, 4: 2}
+"""How many ranks of cp a row of eight ranks goes on with."""
 
 
 def elsewhere(row: Row, most: int) -> Row:
     """Another way to go on with a row's run, of at most ``most`` ranks.
 
     Half of the rows change only what must not change a bit: the cut of the layers, their schedule,
-    ZeRO, what is computed again. The others change dp or tp, too, and have no cp.
+    ZeRO, what is computed again. The others change dp or tp, too, and have no cp. Rows of eight
+    ranks that have cp change it, too: 2 to 4, 4 to 2, and 8 to none.
     """
     choice = zlib.crc32(str(row).encode())
-    room = 2 * row.sizes[1] * row.sizes[2] * row.cp <= most  # for another cut of the layers
+    recut = row.ranks == 8 and row.cp > 1
+    cp = OTHER_CP.get(row.cp, 1) if recut else 1
+    room = 2 * row.sizes[1] * row.sizes[2] * row.cp <= most and not recut
     keeps = (row.sizes[1:] == (1, 1) and row.cp == 1) or (room and choice % 2 == 0)
     possible = [
         sizes
         for ranks in (1, 2, 4, 8)
         for sizes in factorisations(ranks)
-        if ranks * (row.cp if keeps else 1) <= most
+        if ranks * (row.cp if keeps else cp) <= most
         and sizes != row.sizes
         and GLOBAL_BATCH % (sizes[1] * row.micro) == 0
     ]
@@ -117,8 +122,9 @@ def elsewhere(row: Row, most: int) -> Row:
         mode=row.mode if keeps else "plain" if tp == 1 else AXES["mode"][choice // 64 % 4],
         zero=1 - row.zero,
         recompute=others[choice // 512 % 2],
-        cp=row.cp if keeps else 1,
-        way=row.way if keeps else "ring",
+        cp=row.cp if keeps else cp,
+        way=row.way if keeps or recut else "ring",
+        order=row.order if keeps or recut else "zigzag",
     )
 
 

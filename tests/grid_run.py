@@ -81,7 +81,7 @@ def model_of(row: Row) -> AnyConfig:
         "num_hidden_layers": row.layers,
         "num_attention_heads": 8,
         "vocab_size": row.vocab,
-        "max_position_embeddings": 16,
+        "max_position_embeddings": row.sequence,
         "tie_word_embeddings": row.tied,
     }
     if row.arch == "starcoder2":
@@ -100,6 +100,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
     overrides = {
         **{f"parallelism.{name}": size for name, size in row.axes.items()},
         "parallelism.cp_attention": row.way,
+        "parallelism.cp_layout": row.order,
         "parallelism.pp_engine": row.engine,
         "parallelism.tp_mode": "REDUCE_SCATTER" if "sp" in row.mode else "ALL_REDUCE",
         "parallelism.tp_linear_async_communication": str("overlap" in row.mode).lower(),
@@ -110,6 +111,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
         "optimizer.accumulate_grad_in_fp32": str(row.accumulate == "fp32").lower(),
         "optimizer.learning_rate_scheduler.lr_decay_steps": 16,
         "tokens.train_steps": steps,
+        "tokens.sequence_length": row.sequence,
         "tokens.micro_batch_size": GLOBAL_BATCH // row.micro // row.axes["dp"],
         "tokens.batch_accumulation_per_replica": row.micro,
         "tokens.limit_val_batches": 1,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import shutil
 from dataclasses import asdict
 from pathlib import Path
 
+import grid
 import grid_check
 import grid_run
 import grid_table
@@ -65,6 +67,36 @@ def test_a_row_has_the_numbers_of_one_process(
 def test_the_table_has_these_rows_and_all_of_them_passed(section: str) -> None:
     rows = {str(row) for row in grid_table.rows_of(section)}
     assert grid_table.verdicts(section) == dict.fromkeys(rows, "pass")
+
+
+def test_cp_goes_with_every_setting_that_it_can_go_with() -> None:
+    """Each pair of settings of which one is of cp's axes is in a row of ``context``."""
+    rows = grid.context()
+    found = {pair for row in rows for pair in itertools.combinations(asdict(row).items(), 2)}
+    axes = {**grid.AXES, **grid.WAYS, "sizes": [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]}
+    settings = [(name, value) for name, values in axes.items() for value in values]
+    for ours, other in itertools.product(settings, repeat=2):
+        if ours[0] not in grid.WAYS or ours[0] == other[0]:
+            continue
+        if not grid.clash({"cp": 2, **dict([ours, other])}):
+            assert {(ours, other), (other, ours)} & found, (ours, other)
+    assert {row.cp for row in rows} == {2, 4, 8}
+    assert all(row.sequence == grid.CUT_LENGTH for row in rows)
+
+
+def test_rows_of_eight_ranks_go_on_with_another_cp() -> None:
+    turns = {(row.cp, grid_check.elsewhere(row, 8).cp) for row in grid.CUT_BY_HAND}
+    assert turns == {(2, 4), (4, 2), (8, 1)}
+
+
+def test_twenty_steps_cut_over_pp_cp_and_tp_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    grid_run.write_documents(tmp_path)
+    row = grid.DONE_WHEN
+    one, many = (grid_run.measure(each, tmp_path, str(each), 20) for each in (row.model, row))
+    assert len(one.losses) == 20 and one.losses[-1] < one.losses[0] - 0.5
+    losses, norms = parity.farthest(many.losses, one.losses), parity.farthest(many.norms, one.norms)
+    print(f"\nloss {losses:.1e} norm {norms:.1e}", end="")
+    assert max(losses, norms) <= BOUND
 
 
 @pytest.fixture(scope="module")

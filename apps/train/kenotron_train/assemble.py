@@ -27,6 +27,12 @@ with tokens (T,) and a ``kenotron_models.Context``, each other one with what the
 returned; the last returns logits (T, V/t). Cut parameters say so (``kenotron_dist.Placements``)."""
 
 
+def cp_mode_of(config: Config) -> CPMode:
+    """Return how attention runs over cp."""
+    sizes = config.parallelism
+    return CPMode(*config.cp_way, sizes.cp_layout, sizes.cp_block)
+
+
 def plan_of(config: Config) -> ModelPlan:
     """Return a config's model and how its layers compute."""
     spec, parallelism, model = config.decoder, config.parallelism, config.model
@@ -34,7 +40,7 @@ def plan_of(config: Config) -> ModelPlan:
         spec=spec,
         dtype=getattr(torch, model.dtype),
         mode=parallelism.mode,
-        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout),
+        cp_mode=cp_mode_of(config),
         schedule=parallelism.schedule,
         recompute=tuple(parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)),
         vocab_divisible_by=model.make_vocab_size_divisible_by,

@@ -10,6 +10,7 @@ import runs
 import torch
 
 from kenotron_config import Config
+from kenotron_cp import AttentionSize, Cut, Sight, attention_traffic
 from kenotron_dist import Mesh, RankError, all_reduce, spawn
 from kenotron_engine import StepResult
 from kenotron_models import parameter_count
@@ -64,6 +65,22 @@ def test_bytes_over_dp_are_gradients_and_parameters(tmp_path: Path) -> None:
     counts, loss = 2 * 8, 4  # targets and real tokens
     expected = half + updated + counts + loss + POWERS
     assert sent(tmp_path) == [{"dp": expected, "world": WORLD}] * 3
+
+
+@pytest.mark.parametrize("way", ["ring", "gather", "ulysses"])
+def test_bytes_over_cp_are_those_of_attention_and_of_gradients(tmp_path: Path, way: str) -> None:
+    changes = {"parallelism__cp": 2, "parallelism__cp_attention": way}
+    changes["tokens__sequence_length"] = 30  # two tokens of padding
+    config = config_of(tmp_path, logging__communication=True, **changes)
+    spawn(loop.train, config, cp=2)
+    mixer = config.decoder.blocks[0].mixer
+    heads = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.head_dim
+    size = AttentionSize(config.tokens.micro_batch_size, *heads, torch.float32)
+    attention = sum(attention_traffic(way, size, Sight(30), Cut(30, 2), 0))
+    half = parameter_count(config.decoder) * 4 // 2  # as over dp: ZeRO-1 shards over dp x cp
+    loss = 4
+    expected = MICRO * LAYERS * attention + 2 * half + loss + POWERS
+    assert sent(tmp_path) == [{"cp": expected, "world": WORLD}] * 3
 
 
 def test_nothing_is_counted_unless_it_is_asked_for(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -73,4 +74,23 @@ def test_a_check_says_how_attention_runs(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "Layout: 2 processes = dp 1 x pp 1 x cp 2 x tp 1; " in done.stdout
     assert "rank = ((pp * 1 + dp) * 2 + cp) * 1 + tp" in done.stdout
-    assert "Attention over cp: gather, zigzag; about 25 tokens a rank" in done.stdout
+    said = "Attention over cp: gather, zigzag; 32 tokens a rank (14 of 64 are padding)\n"
+    assert said in done.stdout
+    whole = runs.train(tmp_path, "--check", "--config-file", str(nanotron(tmp_path)))
+    assert "Attention over cp" not in whole.stdout
+    # A rank keeps what 32 tokens need, not 25, of the 50 that one process has.
+    two, one = (
+        float(re.search(r"activations (\S+?)[,;]", each.stdout)[1]) for each in (done, whole)
+    )
+    assert two / one == pytest.approx(32 / 50, rel=0.01)
+
+
+def test_a_check_names_an_order_that_cp_does_not_follow(tmp_path: Path) -> None:
+    file = nanotron(tmp_path, context_parallel_size=2)
+    flags = ("--set", "model.model_config.ring_attn_heads_k_stride=null")
+    flags += ("--set", "model.model_config.attn_implementation=sdpa")
+    flags += ("--set", "parallelism.cp_attention=gather", "--set", "parallelism.cp_stride=2")
+    done = runs.train(tmp_path, "--check", "--config-file", str(file), *flags)
+    assert done.returncode == 0, done.stderr
+    assert "Ignored: model.model_config.attn_implementation: sdpa has no effect" in done.stdout
+    assert "Attention over cp: gather" in done.stdout

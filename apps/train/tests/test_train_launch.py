@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import runs
 
 from kenotron_train.run.start_ranks import _secret_file
@@ -20,10 +21,12 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(step["lm_loss"], step["grad_norm"]) for step in runs.metrics(folder)]
 
 
-def test_torchrun_trains_the_same_numbers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_torchrun_trains_the_same_numbers(tmp_path: Path, axis: str) -> None:
     for name in ("spawned", "launched"):
         (tmp_path / name).mkdir()
-    flags = {"parallelism__tp": 2, "tokens__train_steps": 3, "tokens__limit_val_batches": 0}
+    flags = {"parallelism__tp": 1, f"parallelism__{axis}": 2, "tokens__train_steps": 3}
+    flags["tokens__limit_val_batches"] = 0
     spawned, launched = tmp_path / "spawned", tmp_path / "launched"
     first = runs.train(spawned, *runs.arguments(spawned, **flags))
     second = runs.start(

@@ -218,8 +218,9 @@ def test_a_window_that_tp_does_not_divide(tmp_path: Path) -> None:
     assert "A sample of the model" in done.stdout
 
 
-def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path) -> None:
-    assert runs.train(tmp_path, *runs.arguments(tmp_path)).returncode == 0
+@pytest.mark.parametrize("cp", [1, 2])
+def test_generation_continues_a_prompt_from_the_checkpoint(tmp_path: Path, cp: int) -> None:
+    assert runs.train(tmp_path, *runs.arguments(tmp_path, parallelism__cp=cp)).returncode == 0
     prompt = ("apps/generate", tmp_path, "--ckpt-path", "checkpoints/6", "--prompt")
     free = runs.program(*prompt, "", "--max-new-tokens", "12")  # out of nothing
     assert free.returncode == 0 and "12 tokens for 1 prompt" in free.stderr

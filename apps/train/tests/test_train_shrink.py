@@ -287,3 +287,24 @@ def test_numbers_stay_even_or_odd() -> None:
     assert small_depth(36, 4, 2, 4) == (4, 4)
     assert small_depth(2, 4, 4, None) == (2, 2)
     assert [small_accumulation(n, 4, 2) for n in (1, 3, 4, 16, 5)] == [1, 1, 2, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("sequence", "cp", "ranks", "length"),
+    [
+        (4096, 8, 8, 32),  # 16 strips divide both
+        (50, 2, 8, 31),  # neither, so that both have padding
+        (4100, 4, 2, 31),
+        (4098, 3, 4, 30),  # 6 strips
+        (4099, 3, 4, 32),
+        (4100, 2, 1, 32),  # one process has no padding
+        (20, 2, 8, 20),
+    ],
+)
+def test_samples_have_padding_where_they_had(
+    sequence: int, cp: int, ranks: int, length: int
+) -> None:
+    layout = {"dp": 1, "pp": 1, "tp": 1, "cp": cp}
+    config = configure("llama 3.2 1b", parallelism=layout, tokens={"sequence_length": sequence})
+    small = shrink(config, ranks, 2)
+    assert small.longest_sequence == length and small.parallelism.cp == min(cp, ranks)

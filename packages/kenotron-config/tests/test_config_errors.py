@@ -123,6 +123,13 @@ OVER_RANKS = [
     ),
     (("parallelism.cp=0",), "parallelism.cp: 0 was given; it must be at least 1"),
     (("parallelism.cp_attention=star",), 'parallelism.cp_attention: "star" was given'),
+    (("parallelism.cp_block=0",), "parallelism.cp_block: 0 was given; it must be at least 1"),
+    (("parallelism.cp_stride=0",), "parallelism.cp_stride: 0 was given; it must be at least 1"),
+    (
+        ("parallelism.cp=2", "parallelism.cp_stride=2"),
+        "parallelism.cp_stride: 2 was given; it counts key heads that are gathered at a time, and "
+        "cp_attention is auto; set cp_attention to gather, or leave cp_stride out",
+    ),
     (
         ("parallelism.cp=2", "model.cuda_graph=true"),
         "cuda_graph: true was given with parallelism.cp 2; a graph holds one rank's kernels",

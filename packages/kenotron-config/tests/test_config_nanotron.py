@@ -185,6 +185,14 @@ def test_old_names_of_keys_mean_the_new_ones():
         ),
         ({"_attn_implementation": "ring"}, {"parallelism.cp_attention": "gather"}, ("gather", 1)),
         ({"_attn_implementation": "sdpa"}, {}, ("auto", 1)),
+        ({}, {"parallelism.cp_attention": "gather", "parallelism.cp_stride": 4}, ("gather", 4)),
+        (
+            {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 2},
+            {"parallelism.cp_stride": 2},
+            ("gather", 2),
+        ),
+        ({"_attn_implementation": "ring", "sliding_window_size": 20}, {}, ("ring", 1)),
+        ({"_attn_implementation": "ring_flash_triton", "sliding_window_size": 5}, {}, ("ring", 1)),
     ],
 )
 def test_nanotrons_context_parallelism_means_what_it_says(sizes, ours, meant):
@@ -195,6 +203,28 @@ def test_nanotrons_context_parallelism_means_what_it_says(sizes, ours, meant):
     assert config.world_size == 2 * parse({}).world_size
     assert config.cp_way == meant
     assert parse_config(dump_config(config), "again") == config
+
+
+def test_two_strides_are_one_too_many():
+    ring = {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 2}
+    said = "parallelism.cp_stride: 4 was given; model.model_config.ring_attn_heads_k_stride is 2; "
+    with pytest.raises(ConfigError, match=f"{said}keep one"):
+        parse({"model.model_config": QWEN | ring, "parallelism.cp_stride": 4})
+
+
+@pytest.mark.parametrize("attention", ["auto", "plain", "sdpa", "blocked", "flash_attn"])
+def test_orders_that_cp_does_not_follow_are_named(attention):
+    changes = {"model.model_config": QWEN | {"_attn_implementation": attention}}
+    assert ignored_keys(parse(changes)) == ignored_keys(parse({"model.model_config": QWEN}))
+    found = ignored_keys(parse(changes | {"parallelism.cp": 2}))
+    named = [line for line in found if "attn_implementation" in line]
+    assert len(named) == (attention not in ("auto", "plain"))
+    for line in named:
+        assert line == (
+            f"model.model_config.attn_implementation: {attention} has no effect: with "
+            "parallelism.cp 2 the kernels of kenotron-cp compute attention; of the orders they "
+            "follow only plain"
+        )
 
 
 def test_the_marker_of_another_family_may_say_false_as_older_files_do():

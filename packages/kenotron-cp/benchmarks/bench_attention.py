@@ -12,7 +12,12 @@ depends less on what else the machine does.
 difference is an error.
 
 **Memory.** The largest number of bytes that a rank's forward and backward hold beyond the inputs,
-by number of ranks, as torch's profiler sees it. ``share`` is that of one rank, ideally 1/c.
+by number of ranks: of one attention, or (``--layers 8``) of a small model. The kernel makes its
+results and computes nothing, so that long sequences take seconds. ``share`` is that of one rank,
+ideally 1/c.
+
+The defaults take four minutes on two quiet cores. Time grows with the square of S: 32,768 tokens
+take ten minutes more (``--sequences 32768``), and 65,536 forty, or twelve with ``--rounds 1``.
 """
 
 from __future__ import annotations
@@ -23,18 +28,19 @@ import os
 import platform
 import random
 import statistics
-import tempfile
+import subprocess
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cp_memory import HOLLOW, HeldBytes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 
-from kenotron_cp import AttentionSize, Cut, Sight, attend, attention_traffic
+from kenotron_cp import AttentionSize, Cut, Kernel, Sight, attend, attention_traffic
 from kenotron_dist import Mesh, barrier, record, spawn
 
 WAYS = ("ring", "gather", "ulysses")
@@ -67,14 +73,14 @@ class Found(NamedTuple):
 Step = Callable[[Callable[[], None]], None]
 
 
-def ours(mesh: Mesh, sizes: Sizes, way: Any) -> Step:
+def ours(mesh: Mesh, sizes: Sizes, way: Any, kernel: Kernel | None = None) -> Step:
     """Forward and backward of ``attend``; calls its argument between them."""
     axis, sight = mesh["cp"], Sight(sizes.sequence)
     q, k, v, grad = sizes.drawn(Cut(sizes.sequence, axis.size).local, sizes.heads, sizes.kv_heads)
 
     def step(between: Callable[[], None]) -> None:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = attend(*leaves, axis, sight, way=way)
+        out = attend(*leaves, axis, sight, way=way, kernel=kernel)
         between()
         out.backward(grad)
 
@@ -93,6 +99,31 @@ def alone(mesh: Mesh, sizes: Sizes) -> Step:
         out = scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
         between()
         out.backward(grad)
+
+    return step
+
+
+def small_model(mesh: Mesh, sizes: Sizes, layers: int) -> Step:
+    """Forward and backward of layers of attention by ring and of a feed-forward of twice the width.
+
+    Parameters count as inputs, their gradients do not.
+    """
+    axis, sight, width = mesh["cp"], Sight(sizes.sequence), sizes.heads * sizes.depth
+    x, grad = torch.randn(2, 1, Cut(sizes.sequence, axis.size).local, width, dtype=sizes.dtype)
+    shapes = [(width, 3 * width), (width, width), (width, 2 * width), (2 * width, width)]
+    parameters = [
+        [(torch.randn(shape, dtype=sizes.dtype) / 20).requires_grad_() for shape in shapes]
+        for _ in range(layers)
+    ]
+
+    def step(between: Callable[[], None]) -> None:
+        h = x
+        for inner, outer, up, down in parameters:
+            q, k, v = (h @ inner).unflatten(-1, (3, sizes.heads, sizes.depth)).unbind(2)
+            h = h + attend(q, k, v, axis, sight, kernel=HOLLOW).flatten(2) @ outer
+            h = h + (h @ up).relu() @ down
+        between()
+        h.backward(grad)
 
     return step
 
@@ -139,20 +170,12 @@ def measure(mesh: Mesh, sizes: Sizes, rounds: int) -> dict[str, Found]:
     return found
 
 
-def peak(mesh: Mesh, sizes: Sizes) -> int:
-    """Bytes that a step by ring holds at most, beyond its inputs."""
-    step = ours(mesh, sizes, "ring")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+def peak(mesh: Mesh, sizes: Sizes, layers: int) -> int:
+    """Bytes that a step by ring holds at most, beyond its inputs. 0 layers: of attention alone."""
+    step = small_model(mesh, sizes, layers) if layers else ours(mesh, sizes, "ring", HOLLOW)
+    with HeldBytes() as held:
         step(lambda: None)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    held = most = 0
-    for event in sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"]):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
-    return most
+    return held.most
 
 
 def show_times(sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
@@ -185,34 +208,44 @@ def show_times(sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def show_memory(sizes: Sizes, ranks: list[int]) -> list[dict[str, Any]]:
+def show_memory(sizes: Sizes, ranks: list[int], layers: int) -> list[dict[str, Any]]:
     """Print and return the peak of a rank by number of ranks."""
     rows: list[dict[str, Any]] = []
-    print(f"\npeak of a rank, ring, S {sizes.sequence}, {sizes.heads} heads of {sizes.depth}")
+    what = f"{layers} layers" if layers else "attention"
+    print(f"\npeak of a rank, {what}, S {sizes.sequence}, {sizes.heads} heads of {sizes.depth}")
     for c in ranks:
-        most = max(spawn(peak, sizes, cp=c))
+        most = max(spawn(peak, sizes, layers, cp=c))
         share = most / rows[0]["peak_bytes"] if rows else 1.0
         rows.append({"cp": c, "peak_bytes": most, "share": share})
         print(f"cp {c}: {most / 2**20:>8.1f} MB, share {share:.3f}, 1/c {1 / c:.3f}")
     return rows
 
 
+def commit() -> str:
+    """Commit of the working tree."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attention over a cut sequence.")
-    parser.add_argument("--sequences", nargs="+", type=int, default=[4096, 8192])
+    parser.add_argument("--sequences", nargs="*", type=int, default=[4096, 8192, 16_384])
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=4)
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", type=int, default=16_384, help="tokens; 0: not measured")
-    parser.add_argument("--memory-ranks", nargs="+", type=int, default=[1, 2, 4])
+    parser.add_argument("--memory-ranks", nargs="+", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--layers", type=int, default=0, help="memory of a model; 0: of attention")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler prints when it starts and stops
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a core for each rank
     dtype = getattr(torch, options.dtype)
     figures: dict[str, Any] = {
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "commit": commit(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
         "torch": torch.__version__,
     }
@@ -221,7 +254,8 @@ def main() -> None:
         figures[f"S {sequence}"] = show_times(sizes, options.rounds)
     if options.memory:
         sizes = Sizes(options.memory, 2, 2, 32, dtype)
-        figures[f"memory {options.memory}"] = show_memory(sizes, options.memory_ranks)
+        name = f"memory {options.memory}, {options.layers} layers"
+        figures[name] = show_memory(sizes, options.memory_ranks, options.layers)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -6,6 +6,7 @@ from cp_dense import normal
 from torch.nn.functional import scaled_dot_product_attention
 
 from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Partial, Tile
+from kenotron_cp.kernels import default_kernel
 from kenotron_cp.partial import finite, merge
 
 KERNELS = [PLAIN, FLASH_CPU]
@@ -78,3 +79,21 @@ def test_half_precision_is_computed_in_fp32_on_cpus():
         assert kernel.dtype(torch.bfloat16) == kernel.dtype(torch.float32) == torch.float32
         assert kernel.dtype(torch.float64) == torch.float64
     assert EFFICIENT.dtype(torch.bfloat16) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "depth", "width", "kernel"),
+    [
+        ("cpu", torch.float64, 3, 5, FLASH_CPU),
+        ("cuda", torch.bfloat16, 64, 64, EFFICIENT),
+        ("cuda", torch.float16, 8, 16, EFFICIENT),
+        ("cuda", torch.float32, 12, 4, EFFICIENT),
+        ("cuda", torch.float64, 64, 64, PLAIN),
+        ("cuda", torch.bfloat16, 12, 16, PLAIN),
+        ("cuda", torch.bfloat16, 16, 12, PLAIN),
+        ("cuda", torch.float32, 6, 8, PLAIN),
+        ("xpu", torch.float32, 64, 64, PLAIN),
+    ],
+)
+def test_what_torchs_kernel_does_not_take_is_computed_plainly(device, dtype, depth, width, kernel):
+    assert default_kernel(device, dtype, depth, width) is kernel

@@ -25,7 +25,7 @@ from kenotron_engine import way_of
 from kenotron_models import Build, build_decoder, kept_features, layer_costs, parameter_count
 from kenotron_pp import Stages, simulate
 from kenotron_tp import tokens_at_a_time
-from kenotron_train.assemble import plan_of
+from kenotron_train.assemble import cp_mode_of
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.run.machine import machine_cautions, state_bytes, without_gpus
@@ -144,8 +144,9 @@ def _is_path(name: str) -> bool:
 
 
 def _microbatch_tokens(config: Config) -> int:
-    """Tokens of a micro-batch on one rank of cp."""
-    return config.tokens.micro_batch_size * -(-config.longest_sequence // config.parallelism.cp)
+    """Tokens of a micro-batch on one rank of cp, padding included."""
+    cut = cp_mode_of(config).cut(config.longest_sequence, config.parallelism.cp)
+    return config.tokens.micro_batch_size * cut.local
 
 
 def _layer_activation(config: Config, layer: int) -> int:
@@ -179,10 +180,18 @@ def _layout(config: Config) -> str:
         f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
     ]
     if sizes.cp > 1:
-        way = way_of(plan_of(config).cp_mode, config.decoder, sizes.grid)
-        share = -(-config.longest_sequence // sizes.cp)
-        lines.append(f"Attention over cp: {way}, {sizes.cp_layout}; about {share:,} tokens a rank")
+        lines.append(_attention_over_cp(config))
     return "\n".join(lines)
+
+
+def _attention_over_cp(config: Config) -> str:
+    """The way of attention, and the tokens of a sample that each rank has."""
+    sizes, mode, longest = config.parallelism, cp_mode_of(config), config.longest_sequence
+    cut = mode.cut(longest, sizes.cp)
+    padding = cut.padded - longest
+    note = f" ({padding:,} of {cut.padded:,} are padding)" if padding else ""
+    way = way_of(mode, config.decoder, sizes.grid)
+    return f"Attention over cp: {way}, {sizes.cp_layout}; {cut.local:,} tokens a rank{note}"
 
 
 def _rank_of(sizes: ParallelismConfig) -> str:

@@ -27,7 +27,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.assemble import plan_of
+from kenotron_train.assemble import cp_mode_of
 from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
 from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
 
@@ -53,7 +53,7 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
     """
     parallelism = fewer_ranks(config.parallelism, ranks)
     if config.parallelism.cp > 1:  # what auto means depends on sizes
-        way = way_of(plan_of(config).cp_mode, config.decoder, config.parallelism.grid)
+        way = way_of(cp_mode_of(config), config.decoder, config.parallelism.grid)
         parallelism = replace(parallelism, cp_attention=way)
     sequence = config.longest_sequence
     accumulation = small_accumulation(
@@ -147,12 +147,24 @@ def _shown(value: Any) -> str:
 
 
 def _small_length(config: Config, parallelism: ParallelismConfig, micro: int) -> int:
-    """Few tokens of a sample; tp divides those of a micro-batch, or not, as before."""
-    sequence, tp, small_tp = config.longest_sequence, config.parallelism.tp, parallelism.tp
+    """Few tokens of a sample, with properties of before.
+
+    The strips of cp divide them, or there is padding; tp divides those of a micro-batch, or not.
+    """
+    sequence, mode = config.longest_sequence, cp_mode_of(config)
+
+    def properties(tokens: int, rows: int, sizes: ParallelismConfig) -> tuple[bool, bool]:
+        cut = mode.cut(tokens, sizes.cp)
+        whole = parallelism.cp == 1 or cut.padded == tokens  # one rank has no padding
+        return whole, rows * cut.local % sizes.tp == 0
+
+    wanted = properties(sequence, config.tokens.micro_batch_size, config.parallelism)
     length = min(sequence, SEQUENCE)
-    even = config.tokens.micro_batch_size * sequence % tp == 0
-    near = (each for each in range(length, length // 2, -1))
-    return next((each for each in near if (micro * each % small_tp == 0) == even), length)
+    near = range(length, length // 2, -1)
+    found = {each: properties(each, micro, parallelism) for each in near}
+    kept = (each for each in near if found[each] == wanted)
+    padded = (each for each in near if found[each][0] == wanted[0])
+    return next(kept, next(padded, length))
 
 
 def _model(

@@ -4,7 +4,13 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict
 
-from kenotron_config.sections import ModelConfig, ParallelismConfig, TokenizerConfig, TokensConfig
+from kenotron_config.sections import (
+    CPAttention,
+    ModelConfig,
+    ParallelismConfig,
+    TokenizerConfig,
+    TokensConfig,
+)
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import (
     DatasetStageConfig,
@@ -16,6 +22,12 @@ from kenotron_models import AnyConfig, ExpertsSpec, MambaModelConfig, MLPSpec
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
+NANOTRON_WAYS: dict[str, CPAttention] = {
+    "ring": "ring",
+    "ring_flash_triton": "ring",
+    "llama3_ring_attention": "gather",
+}
+"""What values of `attn_implementation` say of attention over cp."""
 
 
 class Sections(TypedDict, total=False):
@@ -45,6 +57,7 @@ def cross_problems(sections: Sections) -> list[str]:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)
         found += _experts_over_ep(model, parallelism)
+        found += _stride(model, parallelism)
         found += _graphed(model, parallelism)
     if stages is not None:
         found += _stage_order(stages)
@@ -100,6 +113,32 @@ def _heads_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> list[s
         f"{heads} query heads of a tp rank, and divide its {kv_heads} key heads or be a multiple "
         "of them; set cp_attention to ring, or change cp or tp"
     ]
+
+
+def way_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> CPAttention:
+    """How attention runs over cp: what `cp_attention` leaves open, `attn_implementation` names."""
+    way = parallelism.cp_attention
+    if way != "auto":
+        return way
+    return NANOTRON_WAYS.get(getattr(model.model_config, "attn_implementation", ""), way)
+
+
+def _stride(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """A stride is of gathered keys, and given once."""
+    stride, named = parallelism.cp_stride, "ring_attn_heads_k_stride"
+    if stride is None:
+        return []
+    if (way := way_over_cp(model, parallelism)) != "gather":
+        return [
+            f"parallelism.cp_stride: {stride} was given; it counts key heads that are gathered at "
+            f"a time, and cp_attention is {way}; set cp_attention to gather, or leave cp_stride out"
+        ]
+    if (other := getattr(model.model_config, named, None)) not in (None, stride):
+        return [
+            f"parallelism.cp_stride: {stride} was given; model.model_config.{named} is {other}; "
+            "keep one"
+        ]
+    return []
 
 
 def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
-from kenotron_config.checks import Sections, cross_problems
+from kenotron_config.checks import Sections, cross_problems, way_over_cp
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
 from kenotron_config.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
 from kenotron_config.sections import (
@@ -44,13 +44,8 @@ STAGE_WITHOUT_EFFECT = {
     "data.dataset.use_old_brrr_dataloader": "there is one loader",
 }
 
-
-NANOTRON_WAYS: dict[str, CPAttention] = {
-    "ring": "ring",
-    "ring_flash_triton": "ring",
-    "llama3_ring_attention": "gather",
-}
-"""What values of `attn_implementation` say of attention over cp."""
+ORDERED = ("sdpa", "flash_attn", "blocked")
+"""Values of `attn_implementation` that are orders on whole samples, and none over cp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +124,8 @@ class Config:
 
         What `parallelism.cp_attention` leaves open is what `attn_implementation` names.
         """
-        way, sizes = self.parallelism.cp_attention, self.model.model_config
-        if way == "auto":
-            way = NANOTRON_WAYS.get(getattr(sizes, "attn_implementation", ""), way)
-        return way, getattr(sizes, "ring_attn_heads_k_stride", None) or 1
+        named = getattr(self.model.model_config, "ring_attn_heads_k_stride", None)
+        return way_over_cp(self.model, self.parallelism), self.parallelism.cp_stride or named or 1
 
     @property
     def world_size(self) -> int:
@@ -193,6 +186,13 @@ def ignored_keys(config: Config) -> list[str]:
             for name in ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
                 lines = _ignored(stage, f"data.dataset.{name}", why)
                 found += [f"data_stages.{number}.{line}" for line in lines]
+    attention = getattr(config.model.model_config, "attn_implementation", "auto")
+    if config.parallelism.cp > 1 and attention in ORDERED:
+        found.append(
+            f"model.model_config.attn_implementation: {attention} has no effect: with "
+            f"parallelism.cp {config.parallelism.cp} the kernels of kenotron-cp compute attention; "
+            "of the orders they follow only plain"
+        )
     if config.tokenizer.tokenizer_name_or_path is None:
         why = "without a tokenizer text is read as bytes"
         found += _ignored(config, "tokenizer.tokenizer_revision", why)

@@ -96,14 +96,21 @@ class ParallelismConfig:
     ring, or the ring."""
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a cp rank has: an early and a late piece, which balances the work, or one."""
+    cp_stride: int | None = None
+    """Key heads that are gathered at a time; only where keys are gathered. None: what
+    model_config.ring_attn_heads_k_stride says, or 1."""
+    cp_block: int = 512
+    """Most tokens of the blocks in which attention over cp is computed; a GPU wants larger ones."""
     moe_layer_recompute: bool = False
     """True: the activations of experts are computed again in the backward; not available yet."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []
-        for name in ("dp", "pp", "tp", "cp", "ep"):
+        for name in ("dp", "pp", "tp", "cp", "cp_block", "ep"):
             found += _below(name, getattr(self, name), 1)
+        if self.cp_stride is not None:
+            found += _below("cp_stride", self.cp_stride, 1)
         if self.recompute_layer and self.recompute not in (None, "full"):
             found.append(
                 f"recompute: {self.recompute} was given; recompute_layer: true means full; keep one"

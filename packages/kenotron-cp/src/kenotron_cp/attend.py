@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 from kenotron_cp.block_backward import Backward
 from kenotron_cp.block_forward import forward
 from kenotron_cp.gather import gather_backward, gather_forward
-from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel
+from kenotron_cp.kernels import PLAIN, Kernel, default_kernel
 from kenotron_cp.layout import Cut, Layout
 from kenotron_cp.problem import Dropout, Problem
 from kenotron_cp.ring import ring_backward, ring_forward
@@ -106,7 +106,8 @@ def attend(
         sight: which tokens see which, of the whole sequence.
         way: ``ring``, ``gather`` or ``ulysses``: which collectives run over ``axis``; see there.
         layout: that of ``cut_sequence``.
-        kernel: attention of a pair of blocks; None: torch's for the device, ``PLAIN`` with dropout.
+        kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` with
+            dropout and for dtypes and features that torch's does not take.
         scale: factor of the scores; None: 1 / sqrt(D).
         dropout: of the probabilities, by global coordinates.
         stride: key heads that the way ``gather`` has at a time.
@@ -119,7 +120,7 @@ def attend(
     """
     cut = Cut(sight.sequence, axis.size, layout)
     _check(q, k, v, axis, sight, cut)
-    kernel = _kernel(kernel, q, dropout)
+    kernel = _kernel(kernel, q, v, dropout)
     if way not in ("ring", "gather", "ulysses"):
         raise ValueError(f"attend: way {way!r} is not ring, gather or ulysses")
     if stride < 1:
@@ -174,13 +175,13 @@ def ulysses_attention(
     return attend(q, k, v, axis, sight, way="ulysses", **options)
 
 
-def _kernel(kernel: Kernel | None, q: Tensor, dropout: Dropout | None) -> Kernel:
+def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, dropout: Dropout | None) -> Kernel:
     if dropout is not None and not 0 <= dropout.p < 1:
         raise ValueError(f"attend: dropout p is {dropout.p}, it must be within [0, 1)")
     if kernel is None:
         if dropout is not None:
             return PLAIN
-        return {"cpu": FLASH_CPU, "cuda": EFFICIENT}.get(q.device.type, PLAIN)
+        return default_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     if dropout is not None and not kernel.dropout:
         raise ValueError(
             f"attend: the kernel {kernel.name} has no dropout: leave out kernel, or give PLAIN"

@@ -23,8 +23,21 @@ from kenotron_cp.problem import Keys, Problem, keys_of, strips_of
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum, in the place of ``left``."""
-    return left.add_(right)
+    """The sum, in the place of one that is no part of a larger buffer, if there is one.
+
+    The order of two numbers changes no bit of their sum.
+    """
+    return right.add_(left) if is_part(left) else left.add_(right)
+
+
+def is_part(x: Tensor) -> bool:
+    """Whether the memory of a tensor holds more than its elements, which it keeps alive."""
+    return x.untyped_storage().nbytes() > x.numel() * x.element_size()
+
+
+def hold(x: Tensor) -> Tensor:
+    """The tensor, or a copy if it is a part of a buffer that shall be freed."""
+    return x.clone(memory_format=torch.contiguous_format) if is_part(x) else x
 
 
 class Backward:
@@ -50,7 +63,7 @@ class Backward:
         table, top = p.table, (level_of(p.cut.strips), 0)
         self.blocks = [block for strip in p.strips() for block in table.blocks[strip]]
         self.dq = {i: FixedTree(table.seen[i], top, add) for i in self.blocks}
-        self.dkv = {j: FixedTree(table.seeing[j], top, add) for j in self.blocks}
+        self.dkv = {j: FixedTree(table.seeing[j], top, add, hold) for j in self.blocks}
         """Of this rank's keys, (B, K, tokens, D + V)."""
 
     def over(self, chunk: int, x: int, kv: Tensor, result: Tensor) -> None:
@@ -126,7 +139,10 @@ class Backward:
         return first
 
     def keep(self, chunk: int, x: int, dkv: Tensor) -> None:
-        """Add the gradient of one of this rank's chunks of keys, from a chunk of queries."""
+        """Add the gradient of one of this rank's chunks of keys, from a chunk of queries.
+
+        Nothing of ``dkv`` is kept: what has to wait for a neighbour in the tree is copied.
+        """
         p, length = self.p, self.p.cut.chunk_length
         for w in strips_of(p, chunk):
             for j in p.table.blocks[w]:

@@ -36,24 +36,15 @@ def forward(
     Returns:
         out (B, H, n, V) in the dtype of q, and lse (B, H, n) in fp32 or fp64.
     """
-    table, own = p.table, p.strips()
-    blocks = [block for strip in own for block in table.blocks[strip]]
+    table = p.table
+    blocks = [block for strip in p.strips() for block in table.blocks[strip]]
     top = (level_of(p.cut.strips), 0)
     trees: dict[Block, FixedTree[Partial]] = {
         i: FixedTree(table.seen[i], top, merge) for i in blocks
     }
     dtype, q = q.dtype, q.to(p.kernel.dtype(q.dtype))
     for chunks in arriving:
-        for chunk, kv in chunks.items():
-            for w in strips_of(p, chunk):
-                queries = [u for u in own if table.strip_sees(u, w)]
-                if not queries:
-                    continue
-                keys = keys_of(p, kv, chunk, w, q.shape[1])
-                for i in (i for u in queries for i in table.blocks[u]):
-                    part = _over_strip(p, q[:, :, p.place(i)], keys, i, w)
-                    if part is not None:
-                        trees[i].add(0, w, part)
+        _over_chunks(p, q, chunks, trees)
     out = q.new_zeros(*q.shape[:3], width, dtype=dtype)
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=accumulated(dtype))
     for i in blocks:
@@ -61,6 +52,23 @@ def forward(
         if found is not None:
             out[:, :, p.place(i)], lse[:, :, p.place(i)] = found.out, found.lse
     return out, lse
+
+
+def _over_chunks(
+    p: Problem, q: Tensor, chunks: Mapping[int, Tensor], trees: Mapping[Block, FixedTree[Partial]]
+) -> None:
+    """Attend to some chunks. No local variable keeps their buffer alive when the next one comes."""
+    table, own = p.table, p.strips()
+    for chunk, kv in chunks.items():
+        for w in strips_of(p, chunk):
+            queries = [u for u in own if table.strip_sees(u, w)]
+            if not queries:
+                continue
+            keys = keys_of(p, kv, chunk, w, q.shape[1])
+            for i in (i for u in queries for i in table.blocks[u]):
+                part = _over_strip(p, q[:, :, p.place(i)], keys, i, w)
+                if part is not None:
+                    trees[i].add(0, w, part)
 
 
 def _over_strip(p: Problem, q: Tensor, keys: Keys, queries: Block, strip: int) -> Partial | None:

@@ -20,12 +20,18 @@ class FixedTree(Generic[T]):
         strips: the strips for which something arrives; the others are left out of the tree.
         top: level and index of the node whose value is wanted.
         combine: makes one value of two neighbours, the left one first; may overwrite them.
+        hold: makes of a value one that may be held for long; None: every value may be.
     """
 
     def __init__(
-        self, strips: Iterable[int], top: tuple[int, int], combine: Callable[[T, T], T]
+        self,
+        strips: Iterable[int],
+        top: tuple[int, int],
+        combine: Callable[[T, T], T],
+        hold: Callable[[T], T] | None = None,
     ) -> None:
         self._strips, self._top, self._combine = frozenset(strips), top, combine
+        self._hold = hold
         self._waiting: dict[tuple[int, int], T] = {}
         self._result: T | None = None
 
@@ -35,13 +41,16 @@ class FixedTree(Generic[T]):
             sibling = index ^ 1
             if any(strip >> level == sibling for strip in self._strips):
                 if (level, sibling) not in self._waiting:
-                    self._waiting[level, index] = value
+                    self._waiting[level, index] = self._held(value)
                     return
                 other = self._waiting.pop((level, sibling))
                 pair = (value, other) if index < sibling else (other, value)
                 value = self._combine(*pair)
             level, index = level + 1, index >> 1
-        self._result = value
+        self._result = self._held(value)
+
+    def _held(self, value: T) -> T:
+        return value if self._hold is None else self._hold(value)
 
     def take(self) -> T | None:
         """Return the value of the top, which is forgotten; None if there were no strips.

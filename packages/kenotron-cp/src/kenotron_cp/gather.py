@@ -1,7 +1,8 @@
 """Attention with gathered keys: each rank has all keys of a few heads at a time.
 
 The keys of the next heads arrive while the present ones are used. Keys are gathered again in the
-backward pass instead of kept. Memory: the keys of the whole sequence, of twice ``stride`` heads.
+backward pass instead of kept. Memory: the keys of the whole sequence, of twice ``stride`` heads; in
+backward the gradients of ``stride`` heads, in fp32, those that leave and those that arrive.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from kenotron_cp.block_backward import Backward
 from kenotron_cp.block_forward import forward
+from kenotron_cp.kernels import accumulated
 from kenotron_cp.problem import Problem
-from kenotron_cp.returned_gradients import Returned, start_return
+from kenotron_cp.returned_gradients import differentiate
 from kenotron_dist import Axis, all_gather
 
 
@@ -34,11 +35,12 @@ def gather_forward(
     Returns:
         out (B, H, n, V) and lse (B, H, n).
     """
-    found = []
+    width = kv.shape[-1] - p.depth
+    out = q.new_empty(*q.shape[:3], width)
+    lse = q.new_empty(q.shape[:3], dtype=accumulated(q.dtype))
     for part, heads, chunks in _gathered(p, axis, kv, stride):
-        found.append(forward(part, q[:, heads], [chunks], kv.shape[-1] - p.depth))
-    outs, lses = zip(*found, strict=True)
-    return torch.cat(outs, 1), torch.cat(lses, 1)
+        out[:, heads], lse[:, heads] = forward(part, q[:, heads], [chunks], width)
+    return out, lse
 
 
 def gather_backward(
@@ -56,33 +58,30 @@ def gather_backward(
     Returns:
         dq (B, H, n, D) and dkv (B, K, n, D + V) in the dtype of q.
     """
-    found: list[tuple[Tensor, Tensor]] = []
-    previous: tuple[Backward, Returned] | None = None
-    group = q.shape[1] // kv.shape[2]
+    group, first = q.shape[1] // kv.shape[2], 0
+    dq, dkv = q.new_empty(q.shape), kv.new_empty(*kv.shape[1:3], q.shape[2], kv.shape[-1])
     for part, heads, chunks in _gathered(p, axis, kv, stride):
         some = (x[:, heads] for x in (q, grad, out, lse))
         work = Backward(part, *some, kv_heads=part.heads.numel() // group)
-        # These gradients travel while own ones and those of the next heads are computed.
-        returning = start_return(part, axis, work, chunks)
+        # These gradients travel while own ones are computed, and are added before those of the
+        # next heads are made.
+        returning = differentiate(part, axis, work, chunks).start(axis)
         work.over_own(chunks)
-        if previous is not None:
-            found.append(_finished(*previous))
-        previous = work, returning
-    assert previous is not None  # there is a head
-    found.append(_finished(*previous))
-    dqs, dkvs = zip(*found, strict=True)
-    return torch.cat(dqs, 1), torch.cat(dkvs, 1)
-
-
-def _finished(work: Backward, returning: Returned) -> tuple[Tensor, Tensor]:
-    returning.keep(work)
-    return work.take()
+        returning.keep(work)
+        del returning
+        last = first + work.kv_heads
+        dq[:, heads], dkv[:, first:last] = work.take()
+        first = last
+    return dq, dkv
 
 
 def _gathered(
     p: Problem, axis: Axis, kv: Tensor, stride: int
 ) -> Iterator[tuple[Problem, slice, dict[int, Tensor]]]:
-    """Yield the problem of some heads, these query heads, and all chunks of their keys."""
+    """Yield the problem of some heads, these query heads, and all chunks of their keys.
+
+    What was yielded is emptied when the next heads are asked for, which frees its buffer.
+    """
     group, parts = p.heads.numel() // kv.shape[2], kv.split(stride, 2)
     handle = all_gather(parts[0][None].contiguous(), axis, 0, async_op=True)
     for number, part in enumerate(parts):
@@ -96,4 +95,6 @@ def _gathered(
             for rank, row in enumerate(rows.unbind())
             for m, each in zip(p.cut.held(rank), row.unbind(), strict=True)
         }
+        del rows
         yield replace(p, heads=p.heads[heads]), heads, chunks
+        chunks.clear()

@@ -147,6 +147,7 @@ def _widened(x: Tensor, features: int) -> Tensor:
 
 
 _LSE_ROWS, _BIAS_ROWS = 32, 16
+_UNIT = 16  # bytes that CUTLASS reads at a time
 
 
 def _efficient_bias(tile: Tile, q: Tensor, keys: int) -> Tensor | None:
@@ -185,3 +186,21 @@ FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward, accumul
 """torch's flash attention on CPUs, in fp32 (fp64 for fp64): its half-precision one is slower."""
 EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, lambda dtype: dtype)
 """torch's memory-efficient attention on CUDA, in the dtype of the inputs."""
+
+
+def default_kernel(device: str, dtype: torch.dtype, depth: int, width: int) -> Kernel:
+    """Return torch's kernel for a device type, or ``PLAIN`` where it has none that fits.
+
+    CUTLASS takes fp32, bf16 and fp16, and rows of features in units of 16 bytes.
+
+    Args:
+        device: ``cpu``, ``cuda`` or another.
+        dtype: of the inputs.
+        depth: features of a query or key.
+        width: features of a value.
+    """
+    if device == "cpu":
+        return FLASH_CPU
+    aligned = all(size * dtype.itemsize % _UNIT == 0 for size in (depth, width))
+    fits = dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
+    return EFFICIENT if device == "cuda" and fits else PLAIN

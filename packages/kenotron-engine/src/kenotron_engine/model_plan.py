@@ -43,4 +43,4 @@ class ModelPlan:
     compile: bool = False
     """True: torch.compile makes one program of each layer's work between communications."""
     cuda_graph: bool = False
-    """True: forward and backward of a micro-batch are one CUDA graph. Needs pp and tp 1."""
+    """True: forward and backward of a micro-batch are one CUDA graph. Needs pp, cp and tp 1."""

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kenotron_cp import Layout, Way, cut_sequence
+from kenotron_cp import Cut, Layout, Way, cut_sequence
 from kenotron_data import MicroBatch
 from kenotron_dist import Axis, Mesh
 from kenotron_models import (
@@ -47,6 +47,17 @@ class CPMode:
     """Key heads that ``gather`` has at a time."""
     order: Literal["zigzag", "contiguous"] = "zigzag"
     """Which tokens a rank has; see ``kenotron_cp.Layout``."""
+    block: int = 512
+    """Most tokens of a block, the unit of a kernel call."""
+
+    @property
+    def layout(self) -> Layout:
+        """How rows lie on the ranks."""
+        return Layout(self.order, block=self.block)
+
+    def cut(self, sequence: int, ranks: int) -> Cut:
+        """Return how rows of ``sequence`` tokens lie on so many ranks; ``Cut.local`` on each."""
+        return Cut(sequence, ranks, self.layout)
 
 
 class Share(NamedTuple):
@@ -97,7 +108,7 @@ def share_of(
             for micro in micros
         ]  # fmt: skip
         return Share(micros, made)
-    way, layout = way_of(mode, spec, mesh.sizes), Layout(mode.order)
+    way, layout = way_of(mode, spec, mesh.sizes), mode.layout
     own = [_cut(micro, axis, layout) for micro in micros]
     contexts = [
         Context(

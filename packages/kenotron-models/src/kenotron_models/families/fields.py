@@ -79,7 +79,8 @@ class SharedFields:
     """True: queries, keys and values have a bias."""
     attn_implementation: str = "auto"
     """What computes attention, one of ATTENTIONS; they differ in speed only. `sdpa`, `flash_attn`,
-    `blocked` and `plain` are orders; `auto` and all others mean the fastest that is there."""
+    `blocked` and `plain` are orders; `auto` and all others mean the fastest that is there. Where
+    samples are divided over cp, only `plain` is an order."""
     head_dim: int | None = None
     """Features of one head; None: hidden_size over num_attention_heads."""
     z_loss_enabled: bool = False

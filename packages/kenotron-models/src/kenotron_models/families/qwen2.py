@@ -5,7 +5,6 @@ from typing import Any, Literal
 
 from kenotron_models.families.expert_fields import QWEN_EXPERTS
 from kenotron_models.families.fields import (
-    BACKENDS,
     SharedFields,
     check,
     marker_problems,
@@ -26,9 +25,6 @@ from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
-
-SLIDING = ("flex_attention", "flash_attention_2", "llama3_ring_attention")
-"""What computes attention within a window, in Nanotron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +66,7 @@ class Qwen2Config(SharedFields):
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = [*check(self), *_window_problems(self)]
+        found = [*check(self), *window_problems(self.sliding_window_size)]
         every = self.no_rope_layer
         if every is not None and (every < 1 or self.num_hidden_layers % every):
             found.append(
@@ -122,20 +118,6 @@ class Qwen2Config(SharedFields):
         return self.decoder_of(
             mixers, self.moe_config and self.moe_config.feed_forwards(len(mixers))
         )
-
-
-def _window_problems(config: Qwen2Config) -> list[str]:
-    size = config.sliding_window_size
-    if size is None:
-        return []
-    if found := window_problems(size):
-        return found
-    if config.attn_implementation not in (*SLIDING, *BACKENDS, "auto"):
-        return [
-            f"sliding_window_size: {size} was given; {config.attn_implementation} has no window; "
-            "choose attn_implementation auto or " + ", ".join(SLIDING)
-        ]
-    return []
 
 
 def _read(values: Values) -> Qwen2Config:
