@@ -15,13 +15,17 @@ LOADED = (
 )
 
 
+CHECKED = ["sample", "context", "experts"]
+"""Sections of the grid that every run of the tests checks."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--grid",
-        choices=["checked", "sample", "context", "full"],
+        choices=["checked", *CHECKED, "full"],
         default="checked",
-        help="sample, rows that cut samples (context), or both (checked); full: all pairs on every "
-        "layout of up to eight ranks, 20 steps a row",
+        help="sample, rows that cut samples (context) or have experts, or all three (checked); full: "
+        "all pairs on every layout of up to eight ranks, 20 steps a row",
     )
     parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"
@@ -34,7 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         import grid_table
 
         section = metafunc.config.getoption("--grid")
-        sections = ["sample", "context"] if section == "checked" else [section]
+        sections = CHECKED if section == "checked" else [section]
         rows = [row for each in sections for row in grid_table.rows_of(each)]
         metafunc.parametrize("row", rows, ids=str)
 

@@ -58,6 +58,8 @@ class Row:
     """Which tokens a rank of cp has."""
     sequence: int = 16
     """Tokens of a sample."""
+    ep: int = 1
+    """Ranks that share the experts, of those along dp, cp and tp."""
 
     @property
     def ranks(self) -> int:
@@ -67,7 +69,7 @@ class Row:
     def axes(self) -> dict[str, int]:
         """Ranks of each axis."""
         pp, dp, tp = self.sizes
-        return {"pp": pp, "dp": dp, "cp": self.cp, "tp": tp}
+        return {"pp": pp, "dp": dp, "cp": self.cp, "tp": tp, "ep": self.ep}
 
     @property
     def model(self) -> Row:
@@ -89,8 +91,9 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
-        words[-4:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
+        words[-5:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
         words += [f"s{self.sequence}"] if self.sequence != Row.sequence else []
+        words += [f"ep{self.ep}"] if self.ep > 1 else []
         return "-".join(words)
 
 
@@ -179,14 +182,36 @@ def context() -> list[Row]:
     return [*(replace(row, sequence=CUT_LENGTH) for row in found), *CUT_BY_HAND]
 
 
+EXPERTS = {"arch": ("qwen2_moe", "deepseek"), "ep": (2, 4), "dtype": ("fp32",)}
+"""Axes of rows with experts; in bf16 choices between nearly equal experts depend on rounding."""
+EXPERTS_BY_HAND = (
+    Row(sizes=(2, 1, 2), cp=2, ep=4, mode="sp", tied=True, engine="zb-v", arch="qwen2_moe",
+        layers=6, documents="separate", sequence=CUT_LENGTH),
+    Row(sizes=(2, 2, 2), ep=2, mode="sp+overlap", engine="interleaved", arch="deepseek",
+        recompute="full"),
+    Row(sizes=(1, 4, 2), ep=8, arch="deepseek", zero=0, accumulate="own", recompute="selective"),
+)  # fmt: skip
+"""Rows of eight ranks with experts."""
+
+
+def experts() -> list[Row]:
+    """Rows with experts: each architecture and ep with every setting of the others, to 4 ranks.
+
+    And by hand some of eight ranks.
+    """
+    sizes = [each for ranks in (1, 2, 4) for each in factorisations(ranks)]
+    return [*covering(sizes, familiar=3, among=EXPERTS), *EXPERTS_BY_HAND]
+
+
 CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 1 and engine != "1f1b"),
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 8 and engine in ("interleaved", "zb-v")),
     ("sizes", "mode", lambda sizes, mode: sizes[2] == 1 and mode != "plain"),
     ("sizes", "micro", lambda sizes, micro: GLOBAL_BATCH % (sizes[1] * micro)),
-    ("arch", "documents", lambda arch, documents: documents == "separate" and arch != "qwen2"),
+    ("arch", "documents", lambda arch, documents: documents == "separate" and "qwen2" not in arch),
     ("arch", "dropout", lambda arch, dropout: dropout and arch != "starcoder2"),
     ("arch", "attention", lambda arch, attention: arch == "starcoder2" and attention != "sdpa"),
+    ("sizes", "ep", lambda sizes, ep: sizes[1] * sizes[2] % ep),
     ("cp", "attention", lambda cp, attention: cp > 1 and attention == "blocked"),
 )
 """Settings that no config can say together, or that would be another row's run."""

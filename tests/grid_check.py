@@ -92,6 +92,12 @@ OTHER_CP = {2: 4, 4: 2}
 """How many ranks of cp a row of eight ranks goes on with."""
 
 
+def _other_ep(row: Row, ranks: int) -> int:
+    """Another ep for a row with one, where so many ranks of a stage allow it."""
+    fitting = [ep for ep in (4, 2, 1) if ranks % ep == 0] if row.ep > 1 else [1]
+    return next((ep for ep in fitting if ep != row.ep), fitting[0])
+
+
 def elsewhere(row: Row, most: int) -> Row:
     """Another way to go on with a row's run, of at most ``most`` ranks.
 
@@ -123,6 +129,7 @@ def elsewhere(row: Row, most: int) -> Row:
         zero=1 - row.zero,
         recompute=others[choice // 512 % 2],
         cp=row.cp if keeps else cp,
+        ep=row.ep if keeps else _other_ep(row, sizes[1] * sizes[2] * cp),
         way=row.way if keeps or recut else "ring",
         order=row.order if keeps or recut else "zigzag",
     )

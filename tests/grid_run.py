@@ -15,8 +15,10 @@ from kenotron_dist import Mesh, spawn
 from kenotron_engine import Piece, join_pieces, pieces_of, weight_pieces
 from kenotron_models import (
     AnyConfig,
+    DeepseekV3Config,
     LlamaConfig,
     MistralConfig,
+    MoEConfig,
     Qwen2Config,
     Qwen3Config,
     RopeScaling,
@@ -48,6 +50,43 @@ FAMILIES = {
             "attention_bias": True,
             "sliding_window_size": 6,
             "rope_seq_len_interpolation_factor": 2.0,
+        },
+    ),
+    "qwen2_moe": (
+        Qwen2Config,
+        {
+            "attention_bias": True,
+            "moe_config": MoEConfig(
+                num_experts=8,
+                top_k=3,
+                moe_intermediate_size=24,
+                enable_shared_expert=True,
+                shared_expert_intermediate_size=32,
+                layers=(1, 2, 4),
+                norm_topk_prob=True,
+                router_aux_loss_coef=0.02,
+                router_z_loss_coef=0.001,
+                router_bias_rate=0.01,
+            ),
+        },
+    ),
+    "deepseek": (
+        DeepseekV3Config,
+        {
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 16,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "router_aux_loss_coef": 0.02,
+            "router_bias_rate": 0.01,
         },
     ),
     "qwen3": (Qwen3Config, {"head_dim": 16, "rope_interleaved": True, "rope_scaling": YARN}),
@@ -98,7 +137,7 @@ def model_of(row: Row) -> AnyConfig:
 def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None) -> Config:
     """The config of a row, which reads what ``write_documents`` wrote and writes into ``run``."""
     overrides = {
-        **{f"parallelism.{name}": size for name, size in row.axes.items()},
+        **{f"parallelism.{name}": size for name, size in row.axes.items() if name != "ep"},
         "parallelism.cp_attention": row.way,
         "parallelism.cp_layout": row.order,
         "parallelism.pp_engine": row.engine,
@@ -124,7 +163,8 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
         overrides["checkpoints.resume_checkpoint_path"] = resume
     flags = [f"{key}={value}" for key, value in overrides.items()]
     config = parse_config(parity.YAML, "grid", flags)
-    return replace(config, model=replace(config.model, model_config=model_of(row)))
+    model = replace(config.model, model_config=model_of(row))
+    return replace(config, model=model, parallelism=replace(config.parallelism, ep=row.ep))
 
 
 def saved_after(steps: int) -> int:

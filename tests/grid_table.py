@@ -24,7 +24,8 @@ HEAD = "| row | loss | norm | gradient | weight | resumed with | there | verdict
 
 def rows_of(section: str) -> list[Row]:
     """The rows that a section of the table has."""
-    return {"sample": grid.sample, "context": grid.context, "full": grid.full}[section]()
+    rows: list[Row] = getattr(grid, section)()
+    return rows
 
 
 def line(found: Result) -> str:
