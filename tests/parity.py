@@ -68,6 +68,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    cp: int = 1
     tied: bool = False
     sequence_parallel: bool = False
     overlap: bool = False
@@ -76,10 +77,11 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     def __str__(self) -> str:
         words = [f"pp{self.pp}", f"dp{self.dp}", f"tp{self.tp}", self.engine, f"zero{self.zero}"]
+        words += [f"cp{self.cp}"] * (self.cp > 1)
         words += ["tied"] * self.tied + ["sp"] * self.sequence_parallel
         words += ["overlap"] * self.overlap
         return "-".join(words)
@@ -100,6 +102,7 @@ def configure(layout: Layout, folder: Path, steps: int = 20) -> Config:
         "parallelism.pp": layout.pp,
         "parallelism.dp": layout.dp,
         "parallelism.tp": layout.tp,
+        "parallelism.cp": layout.cp,
         "parallelism.pp_engine": layout.engine,
         "parallelism.tp_mode": "REDUCE_SCATTER" if layout.sequence_parallel else "ALL_REDUCE",
         "parallelism.tp_linear_async_communication": str(layout.overlap).lower(),

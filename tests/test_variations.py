@@ -40,7 +40,7 @@ def run(
         model=replace(config.model, model_config=sizes, compile=compiled),
         parallelism=replace(config.parallelism, recompute=recompute),
     )
-    sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
+    sizes = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     traces = spawn(parity.trace, config, **sizes, preload=PRELOAD)
     assert all(trace == traces[0] for trace in traces), "ranks report different numbers"
     return traces[0]
@@ -94,6 +94,7 @@ def test_computing_activations_again_changes_no_bit(
         (Layout(tp=2, tied=True, sequence_parallel=True), "selective"),
         (Layout(tp=2, overlap=True), "full"),
         (Layout(pp=2, engine="zb-h1"), "none"),
+        (Layout(cp=2), "selective"),
     ],
     ids=str,
 )
