@@ -30,6 +30,24 @@ def test_half_precision_is_added_in_fp32_in_the_order_of_the_choices():
     assert combine(large, other, weights).item() == 1
 
 
+def copies_on_the_second_rank(mesh):
+    """A token of the first rank whose three experts are on the second."""
+    axis, found = mesh["ep"], []
+    tokens = 1 if axis.rank == 0 else 0
+    for way in WAYS:
+        exchange = plan_exchange(torch.tensor([[3, 5, 4]])[:tokens], 6, axis, way=way)
+        x = torch.zeros(tokens, 1, requires_grad=True)
+        grad = torch.tensor([[1e8], [1.0], [-1e8]])  # of experts 3, 4 and 5
+        dispatch(x, exchange).backward(grad[: exchange.rows])
+        found += x.grad.view(-1).tolist()
+    return found
+
+
+def test_gradients_of_copies_are_added_in_the_order_of_the_choices():
+    """1e8 - 1e8 + 1; in the order of the experts, or of arrival, the 1 is lost."""
+    assert on_ranks(copies_on_the_second_rank, dp=2, ep=2)[0] == [1, 1, 1]
+
+
 def test_weights_of_dropped_choices_do_not_matter():
     exchange = plan_exchange(torch.tensor([[0, -1]]), 1, SOLO)
     weights = torch.tensor([[2.0, torch.inf]], requires_grad=True)
