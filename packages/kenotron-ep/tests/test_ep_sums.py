@@ -98,6 +98,29 @@ def test_gradients_that_reach_a_grouped_product_are_contiguous():
     assert found == [True] * 4
 
 
+@pytest.mark.parametrize("pad_to", [None, 16])
+def test_a_grouped_product_takes_the_rows_and_an_empty_expert_has_a_zero_gradient(pad_to):
+    chosen = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0]])  # expert 2 has no tokens
+    x, weights = normal(4, 16, seed=1, dtype=torch.bfloat16), torch.ones(4, 2)
+    found = []
+    for grouped in (True, False):
+        matrices = normal(4, 16, 16, seed=2, dtype=torch.bfloat16).requires_grad_()
+
+        def compute(rows, counts, grouped=grouped, matrices=matrices):
+            if grouped:
+                ends = counts.cumsum(0).to(torch.int32)
+                return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+            parts = zip(rows.split(counts.tolist()), matrices, strict=True)
+            return torch.cat([part @ matrix.T for part, matrix in parts])
+
+        out = mix_experts(x, chosen, weights, 4, SOLO, compute, pad_to=pad_to)
+        out.sum().backward()
+        found.append((out.detach(), matrices.grad))
+        assert (matrices.grad[2] == 0).all() and matrices.grad.isfinite().all()
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
+
+
 def fp64(case):
     """Leaves in fp64, choices apart."""
     x, chosen, weights, _ = case.tensors()
