@@ -10,7 +10,8 @@ tokens, so there is as much work for each core on one rank and on two.
 - ``alltoall``, ``once_per_rank``, ``allgather``, ``2 chunks``: ``mix_experts`` on two ranks.
 
 Both ranks run a contestant at the same time. Contestants take turns in an order drawn for the
-round; a round counts as long as its slowest rank, and the table shows medians.
+round; a round counts as long as its slowest rank, and the table shows medians. ``busy`` is CPU time
+of a rank, the backend's threads included; it depends less on what else the machine does.
 
 **Bytes.** What the recorder counts on each rank is compared with ``planned_traffic``; a difference
 is an error. ``balanced`` is the share of the 4 T K D b (n-1)/n bytes of a balanced router.
@@ -115,22 +116,23 @@ def check_bytes(mesh: Mesh, size: ExchangeSize, own: Drawn, way: Any, step: Step
 
 
 def measure(mesh: Mesh, size: ExchangeSize, rounds: int) -> dict[str, Any]:
-    """Seconds of forward and of backward in each round, and bytes, by contestant."""
+    """Seconds of forward, backward and of the CPU in each round, and bytes, by contestant."""
     own = drawn(size, mesh["ep"].rank)
     grad = torch.randn_like(own.x)
     steps = contestants(mesh, size, own)
     sent = {way: check_bytes(mesh, size, own, way, steps[way]) for way in WAYS}
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     for turn in range(rounds + 1):  # the first one warms up
         for name in random.Random(turn).sample(list(steps), len(steps)):
             leaves = own.x.clone().requires_grad_(), own.weights.clone().requires_grad_()
             barrier(mesh["ep"])
-            begin = time.perf_counter()
+            busy, begin = time.process_time(), time.perf_counter()
             out = steps[name](*leaves)
             middle = time.perf_counter()
             out.backward(grad)
+            end, busy = time.perf_counter(), time.process_time() - busy
             if turn:
-                seconds[name].append((middle - begin, time.perf_counter() - middle))
+                seconds[name].append((middle - begin, end - middle, busy))
     return {"seconds": seconds, "sent": sent}
 
 
@@ -143,17 +145,19 @@ def show(size: ExchangeSize, rounds: int) -> list[dict[str, Any]]:
         f"\nT {size.tokens} a rank, K {size.top_k}, D {size.features}, E {size.experts}, "
         f"{str(size.dtype).removeprefix('torch.')}"
     )
-    print(f"{'':<18} forward ms backward ms   both ms   sent MB balanced")
+    print(f"{'':<18} forward ms backward ms   both ms   busy ms   sent MB balanced")
     for name in ranks[0]["seconds"]:
         turns = list(zip(*(rank["seconds"][name] for rank in ranks), strict=True))
         parts = [[max(rank[i] for rank in turn) for turn in turns] for i in (0, 1)]
-        both = [max(map(sum, turn)) for turn in turns]
+        both = [max(sum(rank[:2]) for rank in turn) for turn in turns]
+        busy = [statistics.mean(rank[2] for rank in turn) for turn in turns]
         sent = max(rank["sent"].get(name, 0) for rank in ranks)
         row = {
             "contestant": name,
             "forward_ms": 1e3 * statistics.median(parts[0]),
             "backward_ms": 1e3 * statistics.median(parts[1]),
             "both_ms": 1e3 * statistics.median(both),
+            "busy_ms": 1e3 * statistics.median(busy),
             "sent_bytes": sent,
             "balanced": sent / balanced,
         }
@@ -161,7 +165,7 @@ def show(size: ExchangeSize, rounds: int) -> list[dict[str, Any]]:
         shown = f"{sent / 2**20:>9.2f} {sent / balanced:>8.3f}" if sent else ""
         print(
             f"{name:<18} {row['forward_ms']:>10.1f} {row['backward_ms']:>11.1f} "
-            f"{row['both_ms']:>9.1f} {shown}"
+            f"{row['both_ms']:>9.1f} {row['busy_ms']:>9.1f} {shown}"
         )
     return rows
 

@@ -30,6 +30,24 @@ def test_half_precision_is_added_in_fp32_in_the_order_of_the_choices():
     assert combine(large, other, weights).item() == 1
 
 
+def copies_on_the_second_rank(mesh):
+    """A token of the first rank whose three experts are on the second."""
+    axis, found = mesh["ep"], []
+    tokens = 1 if axis.rank == 0 else 0
+    for way in WAYS:
+        exchange = plan_exchange(torch.tensor([[3, 5, 4]])[:tokens], 6, axis, way=way)
+        x = torch.zeros(tokens, 1, requires_grad=True)
+        grad = torch.tensor([[1e8], [1.0], [-1e8]])  # of experts 3, 4 and 5
+        dispatch(x, exchange).backward(grad[: exchange.rows])
+        found += x.grad.view(-1).tolist()
+    return found
+
+
+def test_gradients_of_copies_are_added_in_the_order_of_the_choices():
+    """1e8 - 1e8 + 1; in the order of the experts, or of arrival, the 1 is lost."""
+    assert on_ranks(copies_on_the_second_rank, dp=2, ep=2)[0] == [1, 1, 1]
+
+
 def test_weights_of_dropped_choices_do_not_matter():
     exchange = plan_exchange(torch.tensor([[0, -1]]), 1, SOLO)
     weights = torch.tensor([[2.0, torch.inf]], requires_grad=True)
@@ -78,6 +96,29 @@ def test_gradients_that_reach_a_grouped_product_are_contiguous():
         mixed = mix_experts(x, chosen, weights, 2, SOLO, lambda r, c: Look.apply(r), pad_to=pad_to)
         mixed.sum().backward()  # an expanded gradient
     assert found == [True] * 4
+
+
+@pytest.mark.parametrize("pad_to", [None, 16])
+def test_a_grouped_product_takes_the_rows_and_an_empty_expert_has_a_zero_gradient(pad_to):
+    chosen = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0]])  # expert 2 has no tokens
+    x, weights = normal(4, 16, seed=1, dtype=torch.bfloat16), torch.ones(4, 2)
+    found = []
+    for grouped in (True, False):
+        matrices = normal(4, 16, 16, seed=2, dtype=torch.bfloat16).requires_grad_()
+
+        def compute(rows, counts, grouped=grouped, matrices=matrices):
+            if grouped:
+                ends = counts.cumsum(0).to(torch.int32)
+                return torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+            parts = zip(rows.split(counts.tolist()), matrices, strict=True)
+            return torch.cat([part @ matrix.T for part, matrix in parts])
+
+        out = mix_experts(x, chosen, weights, 4, SOLO, compute, pad_to=pad_to)
+        out.sum().backward()
+        found.append((out.detach(), matrices.grad))
+        assert (matrices.grad[2] == 0).all() and matrices.grad.isfinite().all()
+    for ours, right in zip(*found, strict=True):
+        torch.testing.assert_close(ours, right, rtol=2e-2, atol=2e-2)
 
 
 def fp64(case):

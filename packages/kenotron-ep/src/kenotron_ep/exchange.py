@@ -72,13 +72,13 @@ def plan_exchange(
 ) -> Exchange:
     """Plan ``dispatch`` and ``combine`` for one batch of tokens.
 
-    One all-to-all of e + 1 numbers over ``axis``, and one of S numbers unless the way is
-    ``alltoall``. A device is synchronised once, three to five times for other ways.
+    One all-to-all of e + 1 numbers for each rank, and one of S numbers unless the way is
+    ``alltoall``. A device is synchronised once, and a few times more for the other ways.
 
     Args:
         experts_TK: int64, the chosen experts of each token of this rank, in 0..E-1, or -1 for a
             choice that is dropped: it is not sent and adds 0. T may differ between ranks and be 0;
-            K is the same on all ranks. An expert may occur twice in a row.
+            K is the same on all ranks. A token may choose an expert twice.
         experts: E. Rank r of the axis has the experts from r * e to (r + 1) * e - 1.
         axis: the ranks over which experts are distributed.
         way: how tokens are sent; the same on all ranks. On one rank every way is ``alltoall``.

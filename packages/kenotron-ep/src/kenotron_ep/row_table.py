@@ -73,15 +73,19 @@ def add_rows(rows_ND: Tensor, table: RowTable, weights_TC: Tensor | None = None)
         return rows.new_zeros(tokens, rows.shape[1])
     factors = None if weights_TC is None else weights_TC.to(dtype)
     out = rows.new_empty(tokens, rows.shape[1])
+
+    def part(block: slice, column: int) -> Tensor:
+        chosen = rows.index_select(0, table.rows_TC[block, column])
+        return chosen if factors is None else chosen * factors[block, column, None]
+
     for block in _blocks(out):
-        total: Tensor | None = None
-        for column in range(columns):
-            part = rows.index_select(0, table.rows_TC[block, column])
-            if factors is not None:
-                part = part * factors[block, column, None]
-            total = part.to(dtype) if total is None else total.add_(part)
-        assert total is not None  # there is a column
-        out[block] = total
+        total = part(block, 0).to(dtype)
+        for column in range(1, columns - 1):
+            total.add_(part(block, column))
+        if columns == 1:
+            out[block] = total
+        else:  # the last addition rounds
+            torch.add(total, part(block, columns - 1), out=out[block])
     return out
 
 
@@ -90,7 +94,8 @@ def weighted_rows(x_TD: Tensor, tokens_S: Tensor, weights_S: Tensor) -> Tensor:
     factors = weights_S.to(widest(x_TD, weights_S))
     out = x_TD.new_empty(tokens_S.shape[0], x_TD.shape[1])
     for block in _blocks(out):
-        out[block] = x_TD.index_select(0, tokens_S[block]) * factors[block, None]
+        chosen = x_TD.index_select(0, tokens_S[block])
+        torch.mul(chosen, factors[block, None], out=out[block])
     return out
 
 
