@@ -26,6 +26,7 @@ from kenotron_models import (
     choose,
 )
 from kenotron_models.router_losses import balance, router_loss
+from kenotron_models.stacked_linear import outer_products, stacked_product
 
 ALONE = Build(Axis.solo("tp"), device=None)
 WIDTH, FEATURES = 10, 14
@@ -216,6 +217,23 @@ def test_compiled_layers_have_the_same_gradients() -> None:
     assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
     for path, tensor in complete(ranks).items():
         assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_grouped_kernel_computes_what_the_loop_does(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, dy = (torch.randn(20, n, dtype=dtype) for n in (16, 24))
+    weight, counts = torch.randn(4, 24, 16, dtype=dtype), torch.tensor([5, 0, 9, 6])
+
+    def products() -> list[Tensor]:
+        back = stacked_product(dy, weight.transpose(1, 2), counts)
+        return [stacked_product(x, weight, counts), back, outer_products(dy, x, counts)]
+
+    plain = products()
+    monkeypatch.setattr("kenotron_models.stacked_linear._has_grouped_kernel", lambda x: True)
+    for ours, wanted in zip(products(), plain, strict=True):
+        torch.testing.assert_close(ours, wanted)
 
 
 def test_experts_that_ranks_do_not_divide_are_refused() -> None:

@@ -128,6 +128,6 @@ def _has_grouped_kernel(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
 
 
-def _ends(x: Tensor, counts: Tensor) -> Tensor:
-    """Where the rows of each expert end, int32 on the device."""
-    return torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
+def _ends(counts: Tensor) -> Tensor:
+    """Where the rows of each expert end, int32."""
+    return counts.cumsum(0, dtype=torch.int32)

@@ -115,9 +115,8 @@ class Qwen2Config(SharedFields):
         mixers = windowed(mixer, window, full, self.num_hidden_layers)
         if every is not None:
             mixers[every - 1 :: every] = [replace(m, rope=None) for m in mixers[every - 1 :: every]]
-        return self.decoder_of(
-            mixers, self.moe_config and self.moe_config.feed_forwards(len(mixers))
-        )
+        experts = None if self.moe_config is None else self.moe_config.feed_forwards(len(mixers))
+        return self.decoder_of(mixers, experts)
 
 
 def _read(values: Values) -> Qwen2Config:
