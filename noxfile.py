@@ -7,39 +7,46 @@ without an edit here. No session reuses an environment: with uv a fresh one take
 import functools
 import os
 import re
-import shutil
-import subprocess
-import tomllib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import nox
 
+sys.path.append(str(Path(__file__).parent / "tests"))
+
+from nox_environments import (
+    ALL,
+    APPS,
+    COMPILED,
+    PACKAGES,
+    PYREFLY,
+    PYTEST,
+    ROOT,
+    RUFF,
+    XDIST,
+    build_wheels,
+    closure,
+    editable,
+    install,
+    install_tree,
+    newest_python,
+    scratch,
+)
+
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
 nox.options.error_on_external_run = True
 
-ROOT = Path(__file__).parent
-PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))
-APPS = sorted(file.parent for file in ROOT.glob("apps/*/pyproject.toml"))
-ALL = [*PACKAGES, *APPS]
-
-TORCH = "torch==2.13.0"  # the version that is tested; a local build (2.13.0+cpu) goes before it
-PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issue 1386)
-XDIST = "pytest-xdist>=3.6,<4"
-RUFF = "ruff>=0.17,<0.18"
-PYREFLY = "pyrefly>=1.4,<1.5"
 REPO_TESTS = [
     ROOT / f"tests/test_{name}.py"
     for name in ("api", "lock", "packages", "rooms", "spack", "versions")
 ]  # no torch
-# Tests start many processes: one thread each, and modules are compiled at installation, by uv as by
-# pip: each process would compile torch anew, 8 s instead of 3.
-COMPILED = {"UV_COMPILE_BYTECODE": "1"}
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONDONTWRITEBYTECODE": "",
-    "PYTEST_XDIST_AUTO_NUM_WORKERS": "3",  # where a conftest.py says nothing else
+    # Where a conftest.py says nothing else; each worker starts several ranks.
+    "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(8, max(3, os.cpu_count() or 1))),
     # A minute of g++ on a cold machine, for programs that take a second to compile without it.
     "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
 }
@@ -50,62 +57,6 @@ AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
-
-
-def project(folder: Path) -> dict:
-    """Read the [project] table of a package or an app."""
-    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-
-
-def closure(folder: Path) -> list[Path]:
-    """List the siblings that a package needs, and those that they need, then the package."""
-    declared = " ".join(re.split(r"[^\w-]", text)[0] for text in project(folder)["dependencies"])
-    siblings = [package for package in PACKAGES if package.name in declared.split()]
-    return list(dict.fromkeys([*(each for s in siblings for each in closure(s)), folder]))
-
-
-def scratch(session: nox.Session, name: str) -> Path:
-    """Make an empty folder for this session; absolute, which nox's own is not."""
-    folder = Path(session.create_tmp()).resolve() / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    return folder
-
-
-def install(
-    session: nox.Session, *what: str, pins: tuple[str, ...] = (), env: dict[str, str] | None = None
-) -> None:
-    """Install `what`; torch and `pins` fix versions only: a constraint installs nothing itself."""
-    constraints = scratch(session, "constraints") / "constraints.txt"
-    constraints.write_text("\n".join([TORCH, *pins, ""]))
-    session.install("--constraint", str(constraints), *what, env=env)
-
-
-def editable(use: list[Path], test: list[Path], extra: str = "test") -> list[str]:
-    """Name the folders of `use` for pip, editable; those in `test` with their `extra`, if any."""
-    having = [
-        folder for folder in test if extra in project(folder).get("optional-dependencies", {})
-    ]
-    paths = [f"{folder}[{extra}]" if folder in having else str(folder) for folder in use]
-    return [part for path in paths for part in ("--editable", path)]
-
-
-def install_tree(
-    session: nox.Session, *tools: str, use: list[Path], test: list[Path], extra: str = "test"
-) -> None:
-    """Install the folders of `use` editable; those in `test` with their own `extra`, if any."""
-    install(session, *tools, *editable(use, test, extra), env=COMPILED if test else None)
-
-
-def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
-    """Build one wheel a folder, without installing anything in the session's environment."""
-    wheels = scratch(session, "wheels")
-    for folder in map(str, folders):
-        if session.venv_backend == "uv":
-            session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(wheels), folder)
-        else:
-            session.run("pip", "wheel", "--quiet", "--no-deps", "-w", str(wheels), folder)
-    return sorted(wheels.glob("*.whl"))
 
 
 def tests(session: nox.Session, package: Path) -> None:
@@ -235,14 +186,6 @@ def integration(session: nox.Session) -> None:
         session.skip("there are no tests across packages")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
     session.run(*ONCE_MORE, *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
-
-
-def newest_python() -> str:
-    """Name the newest Python on the path; one of pyenv's links may lead nowhere."""
-    names = [f"python3.{minor}" for minor in range(19, 10, -1)]
-    found = (name for name in names if shutil.which(name))
-    runs = (n for n in found if not subprocess.run([n, "-c", ""], capture_output=True).returncode)
-    return next(runs, "python3")
 
 
 def versions(session: nox.Session, section: str, *options: str) -> None:

@@ -15,6 +15,7 @@ from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
 from kenotron_convert.upcycling import upcycle
 from kenotron_data import printable
+from kenotron_dist.launch import threads_of_rank
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
@@ -25,8 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Convert a model; the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        if arguments.threads is not None:
-            torch.set_num_threads(_positive(arguments.threads))
+        torch.set_num_threads(_threads(arguments.threads))
         print(arguments.run(arguments), flush=True)
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -37,10 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _positive(threads: int) -> int:
-    if threads < 1:
-        raise ValueError(f"--threads {threads}: give a number from 1 on")
-    return threads
+def _threads(given: int | None) -> int:
+    """Return the number of CPU threads: ``--threads``, else that of a program with one rank."""
+    if given is None:
+        return threads_of_rank(1)
+    if given < 1:
+        raise ValueError(f"--threads {given}: give a number from 1 on")
+    return given
 
 
 def _import(arguments: argparse.Namespace) -> str:
@@ -124,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (importer, exporter):
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
     for command in (importer, exporter, upcycler):
-        command.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
+        command.add_argument(
+            "--threads", type=int, help="of the CPU (default: OMP_NUM_THREADS, else the cores)"
+        )
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

@@ -19,6 +19,7 @@ from kenotron_ckpt import read_box, read_manifest, read_record
 from kenotron_convert import exporting, importing, probe
 from kenotron_convert.cli import main
 from kenotron_convert.shards import deal, parse_size
+from kenotron_dist.launch import threads_of_rank
 
 UP = "model.layers.0.mlp.up_proj"
 APP = Path(__file__).parents[1]
@@ -79,6 +80,20 @@ def test_the_program_goes_both_ways(hf):
     assert files == sorted({*index["weight_map"].values()})
     assert len(files) > 2
     assert left_in(hf.parent) == ["hf", "out", "run"]
+
+
+def test_threads_are_those_of_the_environment_unless_given(hf, monkeypatch, capsys):
+    asked: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert imported(hf) == 0
+    assert imported(hf, "--threads", "2", "--overwrite") == 0
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert imported(hf, "--overwrite") == 0
+    assert asked == [3, 2, threads_of_rank(1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert imported(hf, "--overwrite") == 1
+    assert "OMP_NUM_THREADS=many: give a number" in capsys.readouterr().err
 
 
 def test_a_tokenizer_travels_both_ways(hf):

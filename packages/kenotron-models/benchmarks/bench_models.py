@@ -263,7 +263,7 @@ def main() -> None:
         for kind in arguments.kinds:
             rows = [] if arguments.only == "generate" else training(size, kind, arguments.rounds)
             if arguments.only != "train":
-                for texts in (1, 8):
+                for texts in (1, 8, 16):
                     rows += spawn(generating, size, kind, texts, arguments.rounds)[0]
             for row in rows:
                 show(row)

@@ -2,8 +2,11 @@
 
 import contextlib
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+
+from kenotron_data.heartbeat_lock import heartbeat_locked
 
 try:
     import fcntl
@@ -15,33 +18,42 @@ except ImportError:  # no POSIX
 def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold a lock file while the block runs; it is removed at the end.
 
+    Where locks do not work (``flock`` fails with ENOLCK, ENOSYS or EACCES, say), a warning says so
+    and a file with a heartbeat is used, next to the lock file (``heartbeat_lock``).
+
     Args:
         path: the lock file; its folder is made if need be.
         wait: wait for another holder; False refuses at once.
 
     Raises:
         ValueError: another process holds the lock and `wait` is False.
-        OSError: the file system has no locks, the file cannot be written, or is a symbolic link.
+        OSError: the file cannot be written, or is a symbolic link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = _acquire(path, wait)
     try:
-        yield
+        if handle is not None:
+            yield
+            return
+        with heartbeat_locked(path.with_name(f"{path.name}.owner"), wait=wait):
+            yield
     finally:
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
-def _acquire(path: Path, wait: bool) -> int:
-    """Open and lock the file that has this name when the lock is held, not one removed since."""
-    if fcntl is None:
-        raise OSError(
-            f"{str(path)!r}: this system has no file locks (flock), which are needed here"
-        )
+def _acquire(path: Path, wait: bool) -> int | None:
+    """Open and lock the file that has this name when the lock is held, not one removed since.
+
+    None where locks do not work.
+    """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
+            if fcntl is None:
+                raise OSError("this system has no flock")
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             if _is_named(handle, path):
                 return handle
@@ -52,10 +64,13 @@ def _acquire(path: Path, wait: bool) -> int:
             ) from None
         except OSError as error:
             os.close(handle)
-            raise OSError(
-                f"{str(path)!r} cannot be locked ({error.strerror}): choose a folder on a file "
-                "system with locks"
-            ) from error
+            warnings.warn(
+                f"{path}: locks do not work on this file system ({error}): {path.name}.owner, with "
+                "a heartbeat, keeps other processes out instead; after one that was killed they "
+                "wait half a minute",
+                stacklevel=4,
+            )
+            return None
         os.close(handle)
 
 

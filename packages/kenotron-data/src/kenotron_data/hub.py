@@ -45,9 +45,9 @@ def cached_tokens(
             training rows to take (the first ones). A path to files of text, JSON lines or parquet
             is read without `datasets`; `save_to_disk` folders and names of the hub need it.
         tokenizer: encodes the documents.
-        cache_folder: where token files are kept, on a file system with locks that all processes
-            see. A changed file, tokenizer or option makes a new entry; nothing is deleted. A
-            read-only one will do where the entry is finished.
+        cache_folder: where token files are kept; all processes see it. A changed file, tokenizer or
+            option makes a new entry; nothing is deleted. A read-only one will do where the entry is
+            finished.
         validation: take the splits named after test or validation instead of the training ones.
         progress: see `tokenise`.
 
