@@ -21,7 +21,12 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
     ],
-    "Llama, Mistral, Qwen2, Qwen3, StarCoder2: transformers' logits and gradients": [
+    "mixtures of experts on every ep: one process's numbers, loads and biases included": [
+        "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
+        "packages/kenotron-engine/tests/test_engine_experts.py::test_every_layout_has_the_numbers_of_one_process",
+        f"{TRAIN}_experts.py::test_a_run_continues_with_other_ranks_for_its_experts",
+    ],
+    "Llama, Mistral, Mixtral, Qwen2/3 and MoE, StarCoder2, DeepSeek-V3: transformers' numbers": [
         "tests/test_hf.py::test_logits_equal_transformers",
         "tests/test_hf.py::test_training_begins_with_the_loss_and_gradients_of_transformers",
     ],
