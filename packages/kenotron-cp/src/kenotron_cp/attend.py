@@ -152,7 +152,7 @@ def ring_attention(
 ) -> Tensor:
     """``attend`` where keys travel: one all-to-all a step, hidden behind the products.
 
-    Memory is that of 1 / c of the sequence. In backward the keys travel again, and their gradients
+    Memory grows with 1 / c of the sequence. In backward the keys travel again, and their gradients
     return in fp32.
     """
     return attend(q, k, v, axis, sight, way="ring", **options)
