@@ -152,8 +152,8 @@ def ring_attention(
 ) -> Tensor:
     """``attend`` where keys travel: one all-to-all a step, hidden behind the products.
 
-    Memory is that of 1 / c of the sequence. In backward the keys travel again, and their gradients
-    return in fp32.
+    Memory falls more slowly than 1 / c: see the README. In backward the keys travel again, and
+    their gradients return in fp32.
     """
     return attend(q, k, v, axis, sight, way="ring", **options)
 
