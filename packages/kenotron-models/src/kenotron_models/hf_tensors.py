@@ -81,7 +81,11 @@ class Part:
             yield self.name, row, self.first + place, 1
 
     def from_ours(self, rows: Tensor) -> Tensor:
-        """Their tensor from ``shape[0]`` rows of ours, from ``first`` on."""
+        """Return their tensor, of shape ``shape``, from ours.
+
+        Args:
+            rows: the rows ``first`` to ``first + shape[0]`` of ours, of the same shape.
+        """
         if not self.head_dim:
             return rows
         by_pair = rows.unflatten(0, (-1, self.head_dim // 2, 2))
