@@ -16,8 +16,8 @@ import torch
 from kenotron_config import Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, named_parameters
-from kenotron_engine import Piece, build_model
-from kenotron_engine import gathered_tensors as pieces
+from kenotron_engine import Piece, Whole, build_model, join_pieces
+from kenotron_engine import gradients_of as engine_gradients
 from kenotron_train.assemble import Training, build_training, plan_of
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
@@ -166,12 +166,12 @@ def gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
 
 def gradients_of(training: Training) -> tuple[float, list[Piece]]:
     """``gradients`` of a training that is built."""
-    return pieces.gradients_of(training, first_batch(training.config, training.mesh))
+    return engine_gradients(training, first_batch(training.config, training.mesh))
 
 
-def assemble(ranks: list[tuple[float, list[Piece]]]) -> pieces.Whole:
+def assemble(ranks: list[tuple[float, list[Piece]]]) -> Whole:
     """Whole gradients by logical name from every rank's; replicas must agree bit for bit."""
-    return pieces.join_pieces(own for _, own in ranks)
+    return join_pieces(own for _, own in ranks)
 
 
 def deviation(got: list[float], want: list[float]) -> float:

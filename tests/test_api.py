@@ -1,7 +1,12 @@
 """``API.md`` of each package: made from its docstrings, and not behind them."""
 
+import ast
+import re
+from collections.abc import Iterator
+
 import api
 import pytest
+from definitions import Definition
 
 
 @pytest.mark.parametrize("unit", api.documented_packages(), ids=lambda unit: unit.name)
@@ -15,3 +20,75 @@ def test_every_public_name_is_there(unit):
     names = api.exported(api.all_modules(unit.root)[top][1])
     page = unit.text("API.md").splitlines()
     assert [name for name in names if f"### {name}" not in page] == []
+
+
+SHAPE = re.compile(
+    r"\((?:[\w./*+ -]{0,14},)+[\w./*+ -]{0,14}\)"  # (T, D), (n/t, ...), (B * S, H/t + G/t), (W,)
+    r"|\bscalars?\b|\bany shape|\bsame shape|\bits shape|\b(?:of|own) shape|\bshape (?:of|that)\b"
+)
+LETTERS = re.compile(r"_[A-Z][A-Za-z0-9]*$")
+
+
+def without_shape(name: str, node: Definition, docstring: str) -> Iterator[str]:
+    """Complain of a function that takes tensors and whose docstring says no shape."""
+    if isinstance(node, ast.ClassDef) or api._is_overload(node):
+        return
+    every = [*node.args.posonlyargs, *node.args.args, node.args.vararg, *node.args.kwonlyargs]
+    tensors = [
+        each.arg
+        for each in every
+        if each is not None
+        and each.annotation is not None
+        and re.search(r"\bTensor\b", ast.unparse(each.annotation))
+        and not LETTERS.search(each.arg)  # q_BSHK: the name says it
+    ]
+    if tensors and not SHAPE.search(docstring):
+        yield f"{name}: the docstring says no shape of {', '.join(tensors)}"
+
+
+def members_without_shape(node: ast.ClassDef) -> Iterator[str]:
+    """Complain of the public methods of a class; what makes or calls it has its docstring too."""
+    whole = ast.get_docstring(node) or ""
+    for method in node.body:
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        said, called = ast.get_docstring(method) or "", method.name in ("__init__", "__call__")
+        if called or api._is_public(method.name):
+            about = said + whole if called or method.name == "forward" else said
+            yield from without_shape(f"{node.name}.{method.name}", method, about)
+
+
+def shapeless(unit) -> Iterator[str]:
+    """Complain of all public functions and methods of a package."""
+    trees, top = api.all_modules(unit.root), unit.name.replace("-", "_")
+    for module in (top, *(name for name in api.PUBLIC_MODULES if name.startswith(f"{top}."))):
+        for name in api.exported(trees[module][1]):
+            found = api.definition(name, module, trees)
+            for node in found.nodes if found else ():
+                if isinstance(node, ast.ClassDef):
+                    yield from members_without_shape(node)
+                elif isinstance(node, ast.FunctionDef):
+                    yield from without_shape(name, node, found.docstring or "")
+
+
+@pytest.mark.parametrize("unit", api.documented_packages(), ids=lambda unit: unit.name)
+def test_every_tensor_argument_has_a_shape(unit):
+    assert sorted({*shapeless(unit)}) == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "complaints"),
+    [
+        ("(T, D) -> (T, D/t).", 0),
+        ("Return what (n * R,) numbers say.", 0),
+        ("Multiply by a scalar.", 0),
+        ("Change ``x`` (any shape) in place.", 0),
+        ("Return this rank's part (n -> n/t) of ``x``.", 1),
+        ("Send ``x`` (in place, and to all the other ranks there are).", 1),
+    ],
+)
+def test_what_a_shape_is(docstring, complaints):
+    (node,) = ast.parse("def f(x: Tensor, n: int): ...").body
+    assert len([*without_shape("f", node, docstring)]) == complaints
+    (node,) = ast.parse("def f(x_TD: Tensor, names: list[str]): ...").body
+    assert not [*without_shape("f", node, docstring)]

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
 import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,8 +25,17 @@ import pytest
 from grid import Row
 from parity import BOUND, Layout, Trace
 
-from kenotron_data.file_lock import locked
 from kenotron_dist import spawn
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keep other processes of pytest out until the block is over."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 

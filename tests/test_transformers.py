@@ -15,9 +15,9 @@ from parity import Layout
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kenotron_config import Config
-from kenotron_dist import spawn
-from kenotron_engine import gathered_tensors as pieces
-from kenotron_models import RopeScaling
+from kenotron_dist import Axis, spawn
+from kenotron_engine import gradient_deviations
+from kenotron_models import Build, NormSpec, RopeScaling
 from kenotron_models.hf import config_to_hf, hf_tensors
 
 
@@ -77,7 +77,29 @@ def test_loss_and_every_gradient_equal_transformers(
     theirs = {name: p.grad.numpy() for name, p in model.named_parameters() if p.grad is not None}
 
     assert ranks[0][0] == pytest.approx(loss.item(), rel=1e-6)
-    deviations = pieces.gradient_deviations(ours, theirs)
+    deviations = gradient_deviations(ours, theirs)
     worst = max(deviations, key=lambda name: deviations[name])
     print(f"\n{worst} at {deviations[worst]:.2f} of what is allowed", end="")
     assert deviations[worst] <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_offset_norm_is_gemmas(dtype: torch.dtype) -> None:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    torch.manual_seed(5)
+    theirs = GemmaRMSNorm(48, eps=1e-5).to(dtype)
+    torch.nn.init.normal_(theirs.weight, std=0.3)
+    ours = NormSpec(kind="offset_rms_norm", eps=1e-5).build(
+        48, Build(Axis.solo("tp"), device="cpu")
+    )
+    ours.to(dtype).load_state_dict(theirs.state_dict())  # the same weights, without a transform
+    x = torch.randn(64, 48, dtype=dtype)
+    torch.testing.assert_close(
+        ours(x), theirs(x), rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+    )
+    found = [
+        torch.autograd.grad(norm(x).float().square().sum(), norm.weight)[0]
+        for norm in (ours, theirs)
+    ]
+    torch.testing.assert_close(found[0].float(), found[1].float(), rtol=1e-2, atol=1e-3)

@@ -36,9 +36,9 @@ from kenotron_dist import (
     reduce_scatter,
     send,
     shift,
-    spawn,
     watch,
 )
+from kenotron_dist.testing import on_ranks
 from kenotron_pp import Schedule, interleaved, one_f_one_b, zero_bubble_v
 from kenotron_tp import TPMode
 
@@ -46,11 +46,10 @@ BOUND = 5e-4
 """Largest relative deviation of losses between layouts in fp32 on a GPU."""
 
 
-def on_ranks(setting: Setting, fn: Callable[..., Any], *args: Any, **sizes: int) -> list[Any]:
+def on_device(setting: Setting, fn: Callable[..., Any], *args: Any, **sizes: int) -> list[Any]:
     """Call ``fn(mesh, *args)`` on ranks that share the device; a wait ends after 45 s."""
-    loaded = ("torch._dynamo", "gpu_trainer") if fn is losses_body else ()  # recompute loads it
-    options = {"device": setting.device, "share_gpus": True, "timeout": timedelta(seconds=45)}
-    return spawn(fn, *args, preload=loaded, **options, **sizes)
+    shared = {"device": setting.device, "share_gpus": True, "preload": ("gpu_trainer",)}
+    return on_ranks(fn, *args, seconds=45, **shared, **sizes)
 
 
 def verbs_body(mesh: Mesh) -> str:
@@ -98,7 +97,7 @@ def verbs(setting: Setting) -> Iterator[Result]:
     """Every collective with known sums, transfers, objects."""
     for tp in setting.pick((2, 3), (2,)):
         began = time.perf_counter()
-        backends = on_ranks(setting, verbs_body, tp=tp)
+        backends = on_device(setting, verbs_body, tp=tp)
         yield {f"{tp} ranks": {"backend": backends[0], "s": time.perf_counter() - began}}
         due = setting.pick("nccl", "gloo")
         check(set(backends) == {due}, f"ranks talked over {backends}, not {due}")
@@ -137,7 +136,7 @@ def layout_item(name: str) -> Item:
     def run(setting: Setting) -> Iterator[Result]:
         began = time.perf_counter()
         own = (setting, schedule, micros, mode)
-        ranks = on_ranks(setting, losses_body, *own, **sizes)
+        ranks = on_device(setting, losses_body, *own, **sizes)
         took = time.perf_counter() - began
         one = losses_body(Mesh.connect(device=setting.device), *own[:1], one_f_one_b, *own[2:])
         off = max(abs(a - b) / abs(b) for a, b in zip(ranks[0], one, strict=True))
@@ -176,7 +175,7 @@ def stall_body(mesh: Mesh, limit: float) -> tuple[str, float]:
 def stall(setting: Setting) -> Iterator[Result]:
     """Seconds from the beginning of a wait until the watchdog reports, and what it names."""
     limit = setting.pick(3.0, 0.5)
-    (text, seconds), _ = on_ranks(setting, stall_body, limit, tp=2)
+    (text, seconds), _ = on_device(setting, stall_body, limit, tp=2)
     yield {"limit s": limit, "reported after s": seconds, "report": text}
     check(bool(text), "no report came")
     check("rank 1" in text, f"the report does not name rank 1: {text}")
@@ -198,7 +197,7 @@ def killed(setting: Setting) -> Iterator[Result]:
     """Seconds until the caller of ``spawn`` learns of it, and what it is told."""
     began = time.perf_counter()
     try:
-        on_ranks(setting, killed_body, tp=2)
+        on_device(setting, killed_body, tp=2)
         text = ""
     except RankError as error:
         text = str(error)
@@ -236,7 +235,7 @@ def landed_body(mesh: Mesh, elements: int) -> dict[str, float]:
 @item("memory of a landed all-gather", 60)
 def landed(setting: Setting) -> Iterator[Result]:
     """Whether the watchdog keeps the output of a collective alive that nobody else holds."""
-    ranks = on_ranks(setting, landed_body, setting.pick(1 << 26, 1 << 10), tp=2)
+    ranks = on_device(setting, landed_body, setting.pick(1 << 26, 1 << 10), tp=2)
     yield dict(ranks[0])
     late = ranks[0]["s until it is free"]
     check(late < 0.5, f"the output was held for {late:.2f} s after its last reference was gone")

@@ -27,7 +27,7 @@ NORMS = 2 * LAYERS + 1
 POWERS = 16 * 8 // 2
 """The other rank's half of the sums of squares of 15 tensors and a filling one, in fp64."""
 WORLD = (16 // 2 + 1) * 8 + 4
-"""This rank's half of the whole sums and its word, in fp64, and the loss."""
+"""This rank's half of the whole sums in fp64, its vote to stop in int64, and the loss."""
 
 
 def config_of(folder: Path, **changes: object) -> Config:

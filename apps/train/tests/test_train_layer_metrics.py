@@ -9,9 +9,9 @@ import runs
 import torch
 
 from kenotron_config import Config
-from kenotron_dist import Mesh, spawn
+from kenotron_dist import Mesh, Role, spawn
 from kenotron_engine import layer_metrics, step
-from kenotron_models import component_of, reported_name
+from kenotron_models import Qwen3Config, component_of, components, reported_name
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.run import loop
 
@@ -151,16 +151,22 @@ def test_four_ranks_report_the_same(layout: dict, alone: list[dict], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("path", "name", "component"),
+    ("path", "role", "name", "component"),
     [
-        ("layers.12.attention.qkv.weight", "layer_12/attention/qkv_proj", "attention"),
-        ("layers.0.mlp_norm.bias", "layer_0/norm/post_attention_layernorm.bias", None),
-        ("layers.3.attention.q_norm.weight", "layer_3/attention/q_norm", "attention"),
-        ("embedding.positions.weight", "embedding/positions", None),
-        ("norm.bias", "final_layernorm.bias", None),
-        ("head.weight", "lm_head", None),
+        ("layers.12.attention.qkv.weight", "hidden", "layer_12/attention/qkv_proj", "attention"),
+        ("layers.12.attention.qkv.bias", "bias", "layer_12/attention/qkv_proj.bias", None),
+        ("layers.0.mlp_norm.weight", "norm", "layer_0/norm/post_attention_layernorm", "norm"),
+        ("layers.0.mlp_norm.bias", "norm_bias", "layer_0/norm/post_attention_layernorm.bias", None),
+        ("layers.3.attention.q_norm.weight", "norm", "layer_3/attention/q_norm", "attention"),
+        ("layers.99.mlp.down.weight", "residual", "layer_99/mlp/down_proj", None),
+        ("embedding.positions.weight", "embedding", "embedding/positions", None),
+        ("norm.weight", "norm", "final_layernorm", None),
+        ("norm.bias", "norm_bias", "final_layernorm.bias", None),
+        ("head.weight", "output", "lm_head", None),
     ],
 )
-def test_names(path: str, name: str, component: str | None) -> None:
+def test_names(path: str, role: Role, name: str, component: str | None) -> None:
+    config = Qwen3Config(hidden_size=64, num_attention_heads=4, num_hidden_layers=13)
     assert reported_name(path) == name
-    assert component_of(path) == component
+    assert component_of(path, role, config) == component
+    assert components(config) == ("attention", "mlp", "norm")

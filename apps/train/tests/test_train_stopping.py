@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -15,8 +16,9 @@ from pathlib import Path
 import pytest
 import runs
 from test_train_launch import TORCHRUN, descendants
+from test_train_synchronisations import OneRead, waits_in
 
-from kenotron_dist import Signals
+from kenotron_dist import Mesh, Signals
 from kenotron_train.run.stopping import Stopper
 
 STOPPED = 85
@@ -217,20 +219,30 @@ def test_a_time_limit_is_kept(tmp_path: Path) -> None:
 
 def test_the_time_of_a_save_is_counted() -> None:
     stopper = Stopper(Signals(), time.monotonic() + 60, 0)
-    assert stopper.word() == 0
+    assert stopper.own_vote() == 0
     stopper.saved(50.0)
-    assert stopper.word() == 510
-    stopper.receive([0.0, 510.0])
+    assert stopper.own_vote() == 510
+    stopper.decide([0.0, 510.0])
     assert stopper.reason == "the time limit is near"
 
 
 def test_a_clock_that_is_set_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     stopper = Stopper(Signals(), time.monotonic() + 60, 0)
     monkeypatch.setattr(time, "time", lambda: 4e9)
-    assert stopper.word() == 0
+    assert stopper.own_vote() == 0
     late = Stopper(Signals(), time.monotonic() + 1, 0)
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert late.word() == 510
+    assert late.own_vote() == 510
+
+
+def test_a_vote_makes_no_host_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kenotron_train.run.stopping.DeviceRead", OneRead)
+    stopper = Stopper(Signals(), math.inf, 0)
+    with waits_in() as files:
+        stopper.vote(Mesh.connect(device="meta"))
+    assert not files
+    stopper.count_votes()
+    assert stopper.save and not stopper.reason  # ``OneRead`` gives ones
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -338,3 +338,17 @@ def test_a_sum_is_a_tree_of_neighbours():
     assert tree_sum(torch.tensor([[200], [100]], dtype=torch.uint8)).item() == 44
     rows = torch.randn(4, 1000)
     assert tree_sum(rows).untyped_storage().nbytes() == 4000  # keeps no row alive
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_without_a_group_tensors_on_meta_give_shapes(backend):
+    axis = Axis("tp", 1, (0, 1, 2), backend=backend)
+    x = torch.empty(6, 7000, device="meta", requires_grad=True)
+    assert all_reduce(x, axis).shape == (6, 7000)
+    assert all_gather(x, axis, dim=1).shape == (6, 21000)
+    assert reduce_scatter(x, axis).shape == (2, 7000)
+    assert all_to_all(x, axis).shape == (6, 7000)
+    assert shift(x, axis, async_op=True).wait().shape == (6, 7000)
+    assert broadcast(x.detach(), axis, 2).shape == (6, 7000)
+    with pytest.raises((AssertionError, ValueError)):
+        all_reduce(torch.ones(2), axis)

@@ -58,10 +58,10 @@ def training_of(mesh: Mesh, of: ModelPlan | None = None, **optim: Any) -> Traini
     return build_training(of or plan(), replace(ADAMW, **optim), mesh, train_steps=4)
 
 
-def batches_of(mesh: Mesh, count: int) -> list[Batch]:
+def batches_of(mesh: Mesh, count: int, vocab_size: int = LLAMA.vocab_size) -> list[Batch]:
     """Global batches of two micro-batches; the first rows have fewer targets than tokens."""
     with Loader(
-        RandomTokens(LLAMA.vocab_size, SEQUENCE, seed=3, samples=64),
+        RandomTokens(vocab_size, SEQUENCE, seed=3, samples=64),
         seed=5,
         microbatches=2,
         micro_batch_size=ROWS // mesh["dp"].size,

@@ -30,7 +30,9 @@ def measured(
     mesh: Mesh, options: dict[str, Any], zero: int = 1
 ) -> tuple[list[float], list[ExpertLoad], list[Piece], list[Piece]]:
     """Three losses and norms; loads of the last step; first gradient; weights after the last."""
-    training = training_of(mesh, plan(spec=EXPERTS.decoder, **options), zero_stage=zero)
+    schedule = schedule_named(options.get("schedule", "1f1b"))
+    chosen = plan(spec=EXPERTS.decoder, **{**options, "schedule": schedule})
+    training = training_of(mesh, chosen, zero_stage=zero)
     batches = batches_of(mesh, 3)
     loss, pieces = gradients_of(training, batches[0])
     results = [training_step(training, batch, n) for n, batch in enumerate(batches, 1)]
@@ -51,11 +53,11 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any], int]] = [
     ({"tp": 2, "ep": 2}, {}, 1),
     ({"tp": 2}, SP | {"recompute": "selective"}, 1),
     ({"cp": 2, "ep": 2}, {"recompute": "full"}, 0),
-    ({"pp": 2}, {"schedule": schedule_named("zb-h1")}, 1),
+    ({"pp": 2}, {"schedule": "zb-h1"}, 1),
     ({"dp": 2, "tp": 2, "ep": 4}, SP, 1),
     ({"pp": 2, "dp": 2, "ep": 2}, {"recompute": "selective"}, 0),
     ({"dp": 4, "ep": 2}, {}, 1),
-    ({"pp": 2, "cp": 2, "tp": 2, "ep": 4}, SP | {"schedule": schedule_named("zb-h1")}, 1),
+    ({"pp": 2, "cp": 2, "tp": 2, "ep": 4}, SP | {"schedule": "zb-h1"}, 1),
 ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
-from kenotron_dist.init import initialize
+from kenotron_dist.init import Constant, initialize
 from kenotron_models import (
     MLP,
     Build,
@@ -24,6 +24,8 @@ from kenotron_models import (
     LlamaConfig,
     MistralConfig,
     MLPSpec,
+    NormSpec,
+    OffsetRMSNorm,
     Qwen2Config,
     Qwen3Config,
     Recompute,
@@ -118,6 +120,28 @@ def test_layer_norm_equals_torchs() -> None:
     torch.testing.assert_close(norm(x), theirs(x))
     half = norm.bfloat16()(x.bfloat16())
     torch.testing.assert_close(half.float(), theirs(x), rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_an_offset_norm_multiplies_by_one_and_its_weight(partial: bool) -> None:
+    spec = NormSpec(kind="offset_rms_norm", eps=1e-3)
+    norm, x = spec.build(32, HERE, partial=partial), torch.randn(5, 32, requires_grad=True)
+    assert isinstance(norm, OffsetRMSNorm) and not norm.weight.any()
+    layouts = parameter_layouts(norm, {"tp": 1})
+    assert layouts["weight"].role == "norm_offset"
+    assert layouts["weight"].partial_axes == (("tp",) if partial else ())
+    assert standard_init(LlamaConfig(**SMALL), 0.3)(layouts["weight"]) == Constant(0.0)
+    plain = NormSpec(eps=1e-3).build(32, HERE)
+    torch.testing.assert_close(norm(x), plain(x))
+    nn.init.normal_(norm.weight)
+    with torch.no_grad():
+        plain.weight.copy_(1 + norm.weight)
+    torch.testing.assert_close(norm(x), plain(x))
+    ours, theirs = (torch.autograd.grad(n(x).square().sum(), (n.weight, x)) for n in (norm, plain))
+    torch.testing.assert_close(ours, theirs)
+    half = norm.bfloat16()(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), plain(x), rtol=0.03, atol=0.03)
 
 
 ACTS = {

@@ -37,9 +37,6 @@ class ShiftSpec:
     def cost(self, width: int) -> int:
         return 2 * self.features * width
 
-    def kept(self, *, selective: bool) -> int:
-        return 2 * self.features
-
 
 class Shift(Part):
     def __init__(self, spec: ShiftSpec, width: int, build: Build) -> None:

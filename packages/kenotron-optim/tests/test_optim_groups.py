@@ -52,6 +52,9 @@ def test_kinds_are_roles_that_modules_declare() -> None:
         return {name for group in groups if not group.weight_decay for name in group.names}
 
     assert free("norms") == {"1.weight", "1.bias"}
+    declare_roles(model[1], weight="norm_offset")  # a scale that is stored as w, of 1 + w
+    layouts = parameter_layouts(model, {})
+    assert free("norms") == {"1.weight", "1.bias"}
     assert free("biases") == {"1.bias", "2.bias", "3.bias"}
     assert free("embeddings") == {"0.weight"}
     assert whole_matrices(layouts, {}) == {"2.weight"}

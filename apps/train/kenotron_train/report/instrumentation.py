@@ -140,10 +140,8 @@ class Watching:
             sent=self._sent,
         )
         self._count += 1
-        if self._has_table:  # without what is as long as there are ranks or layers
-            short = replace(
-                figures, result=replace(result, words=(), loads=()), layers={}, sent=None
-            )
+        if self._has_table:  # without what is as long as there are layers or axes
+            short = replace(figures, result=replace(result, loads=()), layers={}, sent=None)
             self._steps.append(short)
         self._report.step(figures)
         self._profile.step()

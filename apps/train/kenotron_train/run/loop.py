@@ -185,7 +185,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             batch = watching.batch(partial(stage.next_batch, step))
             taken = Taken(batch, stage, replace(progress, cursor=place))
             result = _step(run, taken, look)
-        stopper.receive(result.words)
+        stopper.count_votes()
         if result.nonfinite and result.skipped and not result.overflow:
             report.say(f"step {step}: {record(training, taken, result.nonfinite)}")
         if goes_back(training, result) and result.nonfinite:
@@ -193,7 +193,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             for _ in range(min(len(results), step - 1 - progress.step)):
                 results.pop()
             continue
-        results.append(replace(result, words=(), loads=()))  # a number a rank: too much to keep
+        results.append(replace(result, loads=()))  # figures of all layers: too much to keep
         progress = progress.after(config, stage.loader.cursor, result.loss_scale)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
@@ -221,15 +221,23 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
             training,
             batch,
             step,
-            partial(run.watching.saving, run.saver.wait),
+            partial(_before_update, run),
             progress.schedule_start,
             look,
             progress.loss_scale,
-            run.stopper.word,
         )
     if checked and not goes_back(training, result):
         check_state(training, result, step)
     return result
+
+
+def _before_update(run: _Run) -> None:
+    """Wait until no checkpoint reads parameters; start the vote to stop, which nothing waits for.
+
+    Collective over the mesh.
+    """
+    run.watching.saving(run.saver.wait)
+    run.stopper.vote(run.training.mesh)
 
 
 def _save(run: _Run, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from kenotron_config import (
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis
 from kenotron_engine import way_of
-from kenotron_models import Build, build_decoder, kept_features, layer_costs, parameter_count
+from kenotron_models import Build, build_decoder, kept_bytes, layer_costs, parameter_count
 from kenotron_pp import Stages, simulate
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
@@ -145,29 +145,36 @@ def _is_path(name: str) -> bool:
 
 def _microbatch_tokens(config: Config) -> int:
     """Tokens of a micro-batch on one rank of cp, padding included."""
+    return config.tokens.micro_batch_size * _row_tokens(config)
+
+
+def _row_tokens(config: Config) -> int:
+    """Tokens of a row on one rank of cp, padding included."""
     cut = cp_mode_of(config).cut(config.longest_sequence, config.parallelism.cp)
-    return config.tokens.micro_batch_size * cut.local
+    return cut.local
+
+
+def _fuses_norms(config: Config) -> bool:
+    """Whether RMSNorm is one kernel: on an accelerator, for which half precision is meant."""
+    if config.general.device == "cpu":
+        return False
+    return torch.accelerator.is_available() or config.model.dtype != "float32"
 
 
 def _layer_activation(config: Config, layer: int) -> int:
-    """Bytes that one decoder layer keeps of a micro-batch: inputs of its products and norms.
-
-    Six tensors of the hidden size, of which four are cut under sequence parallelism, and what its
-    parts keep, which tp cuts. Computed again in full: its input alone; selectively: two tensors of
-    the hidden size and what matrix products make.
-    """
+    """Bytes that one rank keeps of a micro-batch for the backward of a block."""
     spec, parallel = config.decoder, config.parallelism
-    width = getattr(torch, config.model.dtype).itemsize
-    again = parallel.recompute_of(layer)
-    if again == "full":
-        whole = _microbatch_tokens(config) * spec.hidden_size * width
-        return whole // (parallel.tp if parallel.mode.sequence_parallel else 1)
-    cut = parallel.tp if parallel.mode.sequence_parallel and not parallel.mode.regather else 1
-    features = 6 * spec.hidden_size / cut
-    if again == "selective":
-        features = 2 * spec.hidden_size / (parallel.tp if parallel.mode.sequence_parallel else 1)
-    kept = kept_features(spec.blocks[layer], selective=again == "selective")
-    return int(_microbatch_tokens(config) * (features + kept / parallel.tp) * width)
+    return kept_bytes(
+        spec.blocks[layer],
+        spec.hidden_size,
+        config.tokens.micro_batch_size,
+        _row_tokens(config),
+        tp=parallel.tp,
+        mode=parallel.mode,
+        dtype=getattr(torch, config.model.dtype),
+        recompute=parallel.recompute_of(layer),
+        fused_norms=_fuses_norms(config),
+    )
 
 
 def _layout(config: Config) -> str:

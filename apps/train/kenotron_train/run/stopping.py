@@ -1,6 +1,6 @@
 """What ends a run before its last step, or asks it for a checkpoint: signals, and a time limit.
 
-Each rank votes at every step, in the collective of the gradient's norm; all get the same votes.
+Each rank votes at every step, in an all-gather over the mesh; all ranks get the same votes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ import signal
 import time
 from collections.abc import Sequence
 
-from kenotron_dist import Signals
+import torch
+
+from kenotron_dist import Mesh, Signals, all_gather
+from kenotron_engine import DeviceRead
 
 STOPPED = 85
 """Exit status of a run that saved and ended before its last step: the same command resumes it."""
@@ -40,24 +43,40 @@ class Stopper:
         self._read = nbytes * ranks / _READ_SPEED
         self._step, self._known = 0.0, False
         self._began = time.monotonic()
+        self._votes: DeviceRead | None = None
         self.reason = ""
         """Why the run ends after this step; empty while it does not."""
         self.save = False
         """Whether a checkpoint was asked for."""
 
-    def word(self) -> float:
-        """This rank's vote in this step."""
+    def vote(self, mesh: Mesh) -> None:
+        """Send this rank's vote in this step to all ranks. Collective over the mesh.
+
+        Votes travel to the host behind the work of the step, so this process does not wait for its
+        device.
+        """
+        own = torch.full((1,), self.own_vote(), dtype=torch.int64, device=mesh.device)
+        self._votes = DeviceRead([all_gather(own, mesh.world)])  # (W,)
+
+    def count_votes(self) -> None:
+        """Decide by the votes of all ranks, at the end of a step."""
+        if self._votes is not None:
+            (votes,), self._votes = self._votes.wait(), None
+            self.decide(votes)
+
+    def own_vote(self) -> int:
+        """Return this rank's vote: twice the signal that stops the run, plus 1 for a save."""
         stop = self._signals.stop
         if not stop and self._is_late():
             stop = _TIME
         return 2 * stop + self._signals.take_save()
 
-    def receive(self, words: Sequence[float]) -> None:
-        """What all ranks have said, at the end of a step."""
+    def decide(self, votes: Sequence[float]) -> None:
+        """Set ``reason`` and ``save`` from the votes of all ranks, in the order of the ranks."""
         now = time.monotonic()
         self._step, self._began = max(self._step, now - self._began), now
-        self.save = any(int(word) % 2 for word in words)
-        stops = [int(word) // 2 for word in words]
+        self.save = any(int(vote) % 2 for vote in votes)
+        stops = [int(vote) // 2 for vote in votes]
         first = next((rank for rank, stop in enumerate(stops) if stop), None)
         if first is None:
             return

@@ -17,6 +17,7 @@ from kenotron_config import Config
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, watch
 from kenotron_engine import (
+    GRADIENT_TOLERANCE,
     Piece,
     Whole,
     differences,
@@ -28,7 +29,6 @@ from kenotron_engine import (
     weight_pieces,
     write_slices,
 )
-from kenotron_engine.gathered_tensors import RELATIVE
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.data.stage_dataset import Corpus, open_loader
@@ -155,7 +155,7 @@ def allowed(small: Config) -> float:
     sizes = small.parallelism
     if sizes.dp == sizes.cp == sizes.tp == 1 and not small.model.compile:
         return 0.0
-    return RELATIVE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
+    return GRADIENT_TOLERANCE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
 
 
 def compare(layout: list[Measured], one: Measured, relative: float) -> list[Check]:
@@ -196,7 +196,7 @@ def _check_finite(step: int, own: Step) -> None:
 
 
 def update_bounds(
-    before: Whole, after: Whole, steps: int, relative: float = RELATIVE
+    before: Whole, after: Whole, steps: int, relative: float = GRADIENT_TOLERANCE
 ) -> dict[str, float]:
     """What every element of each weight may deviate after an update from the same gradient.
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kenotron_config import Config
-from kenotron_engine.gathered_tensors import FLOOR
+from kenotron_engine import GRADIENT_FLOOR
 from kenotron_train.report.figures import or_null
 from kenotron_train.report.printing import say
 from kenotron_train.verify.comparison import Check, allowed
@@ -168,7 +168,7 @@ def _conclusion(verdict: Verdict) -> list[str]:
 def _departures(check: Check, relative: float) -> list[str]:
     """The first tensor that departs, in the order of the model, and what comes after it."""
     (first, *more), rule = check.departures, RULES.get(check.what, "")
-    rule = f"{first.bound:.1e}: {rule.format(relative, FLOOR * relative)}"
+    rule = f"{first.bound:.1e}: {rule.format(relative, GRADIENT_FLOOR * relative)}"
     lines = [
         f"First of the {check.what} that depart: {first.name}, by {first.deviation:.1e}",
         f"allowed there: {rule if first.bound else '0, nothing is added up in another order'}",

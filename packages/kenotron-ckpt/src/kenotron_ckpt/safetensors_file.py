@@ -74,7 +74,8 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file, one tensor at a time in memory; it is on the disk on return.
 
-    Arguments: the file; its tensors; their values on the CPU, in that order, asked for one by one.
+    Arguments: the file; its tensors; their values on the CPU, in that order, asked for one by one,
+    each of the shape that ``sizes`` gives.
 
     Raises ValueError when a value has another size than ``sizes``, OSError.
     """

@@ -154,6 +154,8 @@ def ring_attention(
 
     Memory falls more slowly than 1 / c: see the README. In backward the keys travel again, and
     their gradients return in fp32.
+
+    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
     """
     return attend(q, k, v, axis, sight, way="ring", **options)
 
@@ -161,7 +163,10 @@ def ring_attention(
 def gather_attention(
     q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
 ) -> Tensor:
-    """``attend`` where keys are gathered, ``stride`` heads at a time, and again in backward."""
+    """``attend`` where keys are gathered, ``stride`` heads at a time, and again in backward.
+
+    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
+    """
     return attend(q, k, v, axis, sight, way="gather", **options)
 
 
@@ -171,6 +176,8 @@ def ulysses_attention(
     """``attend`` where each rank has the whole sequence of H / c heads, between two all-to-alls.
 
     c divides H, and K or K divides c. Key heads fewer than ranks are repeated.
+
+    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
     """
     return attend(q, k, v, axis, sight, way="ulysses", **options)
 

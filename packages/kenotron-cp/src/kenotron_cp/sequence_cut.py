@@ -44,8 +44,9 @@ def cut_sequence(
     """Return this rank's tokens of a tensor that is the same on every rank.
 
     Args:
-        x: any dtype, S tokens along ``dim``. Cut token ids, labels and positions so: shift
-            labels before the cut, and cut global positions instead of counting local ones.
+        x: (..., S, ...), any dtype, its S tokens along ``dim``. Cut token ids, labels and positions
+            so: shift labels before the cut, and cut global positions instead of counting local
+            ones.
         axis: the ranks over which the sequence is cut. On one rank the result is ``x``.
         dim: the dimension of the sequence.
         layout: which tokens a rank holds.
@@ -53,8 +54,8 @@ def cut_sequence(
             strips (16 for 1, 2, 4 and 8 ranks).
 
     Returns:
-        n tokens along ``dim``. The backward pass is an all-gather over ``axis``: every rank
-        gets the gradient of the whole tensor.
+        (..., n, ...): n tokens along ``dim``. The backward pass is an all-gather over ``axis``:
+        every rank gets the gradient of the whole tensor.
     """
     cut = Cut(x.shape[dim], axis.size, layout)
     return x if axis.size == 1 else _Cut.apply(x, axis, dim, cut, fill)
@@ -66,16 +67,16 @@ def join_sequence(
     """Return the whole sequence, in order and without padding, from the tokens of every rank.
 
     Args:
-        x: n tokens along ``dim``, as ``cut_sequence`` returns them.
+        x: (..., n, ...): n tokens along ``dim``, as ``cut_sequence`` returns them.
         axis: the ranks over which the sequence is cut.
         sequence: S.
         dim: the dimension of the sequence.
         layout: the layout of the cut.
 
     Returns:
-        S tokens along ``dim``. All-gather over ``axis``. The result is meant for a computation
-        that is the same on every rank: in the backward pass each rank keeps its own tokens'
-        gradient, and nothing is communicated.
+        (..., S, ...): S tokens along ``dim``. All-gather over ``axis``. The result is meant for a
+        computation that is the same on every rank: in the backward pass each rank keeps its own
+        tokens' gradient, and nothing is communicated.
 
     Raises:
         ValueError: ``x`` does not have n tokens.

@@ -122,22 +122,27 @@ class _AllToAll(torch.autograd.Function):
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Identity; the gradient is summed over the axis (Megatron's *f*)."""
+    """Return ``x`` (any shape); its gradient is summed over the axis (Megatron's *f*)."""
     return x if axis.size == 1 else _CopyTo.apply(x, axis)
 
 
 def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """Sum over the axis; the gradient passes unchanged (Megatron's *g*)."""
+    """Sum ``x`` (any shape) over the axis; the gradient passes unchanged (Megatron's *g*)."""
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """All parts along ``dim`` (n/t -> n), for a result that every rank uses the same way."""
+    """Return all parts along ``dim``, for a result that every rank uses the same way.
+
+    Shapes for ``dim`` -1: (..., n/t) -> (..., n).
+    """
     return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
 
 
 def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """This rank's part along ``dim`` (n -> n/t) of a value that is the same everywhere.
+    """Return this rank's part along ``dim`` of a value that is the same everywhere.
+
+    Shapes for ``dim`` -1: (..., n) -> (..., n/t).
 
     Raises ValueError when the axis does not divide the dimension.
     """
@@ -145,12 +150,17 @@ def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
 
 
 def all_gather_from(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """All rows (n/t -> n), for ranks that then compute different things with them."""
+    """Return all rows, for ranks that then compute different things with them.
+
+    Shapes for ``dim`` 0: (n/t, ...) -> (n, ...).
+    """
     return x if axis.size == 1 else _AllGatherFrom.apply(x, axis, dim)
 
 
 def reduce_scatter_to(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's rows (n -> n/t) of the sum over the axis.
+    """Return this rank's rows of the sum over the axis.
+
+    Shapes for ``dim`` 0: (n, ...) -> (n/t, ...).
 
     Raises ValueError when the axis does not divide the dimension.
     """
@@ -163,7 +173,7 @@ def all_to_all(
     send: Sequence[int] | None = None,
     receive: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows dealt to all ranks (see ``collectives.all_to_all``); gradients travel back.
+    """Deal rows (N, ...) to all ranks (see ``collectives.all_to_all``); gradients travel back.
 
     Raises ValueError when the counts do not fit.
     """

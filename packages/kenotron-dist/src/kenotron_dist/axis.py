@@ -25,7 +25,8 @@ class Axis:
     ranks: tuple[int, ...]
     """Global ranks along the axis, in axis order."""
     group: dist.ProcessGroup | None = None
-    """None when the axis has one rank: nothing is ever communicated."""
+    """None when the axis has one rank: nothing is ever communicated. With more ranks and no group
+    collectives of tensors on meta give shapes alone."""
     backend: str = "gloo"
     """``gloo`` or ``nccl``: decides how sums are computed."""
     pulse: Pulse | None = None

@@ -50,11 +50,11 @@ class Box:
         return math.prod(self.shape)
 
     def of_local(self, tensor: Tensor) -> Tensor:
-        """View of the block in a local tensor."""
+        """Return a view of the block, of its shape, in a local tensor (of ``local_shape``)."""
         return tensor[_slices(self.local, self.shape)]
 
     def of_global(self, tensor: Tensor) -> Tensor:
-        """View of the block in the whole logical tensor."""
+        """Return a view of the block, of its shape, in the whole tensor (of ``layout.shape``)."""
         return tensor[_slices(self.start, self.shape)]
 
 
@@ -163,7 +163,16 @@ def gradient_sums(layout: TensorLayout, view: GridView) -> list[GradientSum]:
 
 
 def scatter(whole: Tensor, layout: TensorLayout, view: GridView) -> Tensor:
-    """The local tensor of the rank of the view, cut from the whole; padding is zero."""
+    """Return the local tensor of the rank of the view; padding is zero.
+
+    Args:
+        whole: the logical tensor, of ``layout.shape``, which has the same shape on every rank.
+        layout: how it is cut.
+        view: the grid, and the coordinates of the rank.
+
+    Returns:
+        A new tensor of ``local_shape``.
+    """
     local = whole.new_zeros(local_shape(layout, view))
     for box in local_boxes(layout, view):
         box.of_local(local).copy_(box.of_global(whole))
@@ -171,7 +180,14 @@ def scatter(whole: Tensor, layout: TensorLayout, view: GridView) -> Tensor:
 
 
 def gather_into(whole: Tensor, local: Tensor, layout: TensorLayout, view: GridView) -> None:
-    """Write the blocks of one rank's local tensor to their places in the whole."""
+    """Write the blocks of one rank's local tensor to their places in the whole.
+
+    Args:
+        whole: the logical tensor, of shape ``layout.shape``; changed in place.
+        local: the local tensor, of shape ``local_shape(layout, view)``.
+        layout: how it is cut.
+        view: the grid, and the coordinates of the rank.
+    """
     for box in local_boxes(layout, view):
         box.of_global(whole).copy_(box.of_local(local))
 
@@ -265,7 +281,12 @@ def _slices(start: Shape, shape: Shape) -> tuple[slice, ...]:
 
 
 def view_of(tensor: Tensor, layout: TensorLayout, view: GridView, box: Box) -> Tensor:
-    """View of a box in a local tensor, or in the 1-D slice of it that a ``FlatSlice`` leaves."""
+    """Return a view of a box in a local tensor, or in the slice that a ``FlatSlice`` leaves.
+
+    Args:
+        tensor: the local tensor, of shape ``local_shape``; with a ``FlatSlice`` (stop - start,).
+        layout, view, box: of the logical tensor, of the rank, and one of ``local_boxes``.
+    """
     if layout.flat is None:
         return box.of_local(tensor)
     shape = local_shape(layout, view)

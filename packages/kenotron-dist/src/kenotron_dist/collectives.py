@@ -120,8 +120,9 @@ def reduce_scatter(
 @overload
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = ..., *, async_op: Literal[True]) -> Handle: ...
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, async_op: bool = False) -> Tensor | Handle:
-    """This rank's part, along ``dim``, of the sum of every rank's ``x``.
+    """Return this rank's part, along ``dim``, of the sum of every rank's ``x`` (any shape).
 
+    For t ranks and ``dim`` 0: (N, ...) -> (N / t, ...).
     Raises ValueError when the axis does not divide the dimension.
     """
     if axis.size == 1:
@@ -194,7 +195,7 @@ def broadcast(
 @overload
 def broadcast(x: Tensor, axis: Axis, source: int = ..., *, async_op: Literal[True]) -> Handle: ...
 def broadcast(x: Tensor, axis: Axis, source: int = 0, async_op: bool = False) -> Tensor | Handle:
-    """Overwrite ``x`` with that of the rank at index ``source`` of the axis, and return it.
+    """Overwrite ``x`` (any shape) with that of the rank at index ``source``, and return it.
 
     Raises ValueError when ``x`` is not contiguous or the axis has no such index.
     """

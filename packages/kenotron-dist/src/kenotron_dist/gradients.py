@@ -90,9 +90,10 @@ def clip_gradients(
 
 
 def scale_to_norm(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> Tensor:
-    """Scale tensors in place, from ``norm`` to ``max_norm`` if they are longer; the coefficient.
+    """Scale tensors (any shape) in place, from ``norm`` to ``max_norm`` if they are longer.
 
-    It is ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
+    ``norm`` is a scalar tensor. Returns the coefficient, a scalar too. It is
+    ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
     """
     coefficient = coefficient_of(norm, max_norm)
     scale_by(tensors, coefficient)
@@ -100,7 +101,10 @@ def scale_to_norm(tensors: Iterable[Tensor], norm: Tensor, max_norm: float) -> T
 
 
 def coefficient_of(norm: Tensor, max_norm: float) -> Tensor:
-    """Return ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does."""
+    """Return ``min(1, max_norm / (norm + 1e-6))``, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    ``norm`` and the result are scalar tensors.
+    """
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 

@@ -90,8 +90,8 @@ class Handle:
 
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
 
-    Arguments: what is awaited; then the result, or what makes it or the handle of a next round; how
-    many communications follow one another.
+    Arguments: what is awaited; then the result (any shape), or what makes it or the handle of a
+    next round; how many communications follow one another.
     """
 
     def __init__(
@@ -149,6 +149,8 @@ def start(
     all ranks (an op, a source): listeners are called. The call may block too, for the checks of
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
+    if _shapes_only(axis, x):
+        return Flight(axis, None, None)
     pulse = axis.pulse
     if pulse is None:
         return Flight(axis, None, verb(*args, group=axis.group, async_op=True))
@@ -172,6 +174,8 @@ def start_exchange(
     Both are lists in axis order; this rank's own entry, and empty tensors, are skipped. All ranks
     call this together, with lists that fit. ``x`` and ``how``: see ``start``.
     """
+    if _shapes_only(axis, x):
+        return Flight(axis, None, None)
     me, n = axis.rank, axis.size
     calls = [(dist.irecv, x, i) for i in ((me - k) % n for k in range(1, n)) for x in received[i]]
     calls += [(dist.isend, x, i) for i in ((me + k) % n for k in range(1, n)) for x in sent[i]]
@@ -186,6 +190,12 @@ def start_exchange(
     work = pulse.wait(ticket, call)
     pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)
+
+
+def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
+    """Whether there is nothing to send: tensors on meta, and no group."""
+    first = x if isinstance(x, Tensor) else x[0]
+    return axis.group is None and first.device.type == "meta"
 
 
 def _exchange(

@@ -86,7 +86,15 @@ def initialize(
 def fill_(
     local: Tensor, layout: TensorLayout, view: GridView, how: Initializer, *, seed: int
 ) -> None:
-    """Overwrite a local tensor with its blocks of the logical tensor; padding becomes zero."""
+    """Overwrite a local tensor with its blocks of the logical tensor; padding becomes zero.
+
+    Args:
+        local: the local tensor, of shape ``local_shape(layout, view)``.
+        layout: how the logical tensor is cut.
+        view: the grid, and the coordinates of this rank.
+        how: first values of the logical tensor.
+        seed: of the run; values depend on it, on the name and on the place in the logical tensor.
+    """
     local.zero_()
     for box in local_boxes(layout, view):
         if isinstance(how, Constant):

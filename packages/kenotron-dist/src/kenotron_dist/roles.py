@@ -18,6 +18,7 @@ Role = Literal[
     "residual",
     "output",
     "norm",
+    "norm_offset",
     "norm_bias",
     "bias",
     "router",
@@ -31,6 +32,7 @@ Role = Literal[
 - ``residual``: a hidden matrix whose product is added to the residual stream.
 - ``output``: the matrix that makes logits.
 - ``norm``, ``norm_bias``: scale and shift of a norm.
+- ``norm_offset``: scale of a norm, stored as its difference from 1.
 - ``bias``: the bias of a matrix product.
 - ``router``: the matrix that makes the scores of experts.
 - ``state``: decay and step constants of a state-space layer.

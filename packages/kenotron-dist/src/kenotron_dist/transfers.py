@@ -35,7 +35,9 @@ class Route:
         self._site = None if axis.pulse is None else axis.pulse.call_site()
 
     def start(self, x: Tensor) -> Handle:
-        """Start sending ``x``, or receiving into it; ``wait`` before it is changed or freed.
+        """Start sending ``x`` (any shape), or receiving into it.
+
+        Call ``wait`` before it is changed or freed. Shape and dtype are the same on both ranks.
 
         Raises ValueError when ``x`` is received and not contiguous.
         """
@@ -54,16 +56,17 @@ class Route:
 
 
 def send(x: Tensor, axis: Axis, to: int, tag: int = 0) -> Handle:
-    """Start sending ``x`` to index ``to`` of the axis; ``wait`` before it is changed or freed.
+    """Start sending ``x`` (any shape) to index ``to`` of the axis.
 
-    On gloo a send meets the receive of the same tag, on nccl the next one between these two ranks.
-    Raises ValueError when ``to`` is no other rank of the axis.
+    Call ``wait`` before it is changed or freed. On gloo a send meets the receive of the same tag,
+    on nccl the next one between these two ranks. Raises ValueError when ``to`` is no other rank of
+    the axis.
     """
     return Route(axis, to, tag, sends=True).start(x)
 
 
 def receive(out: Tensor, axis: Axis, source: int, tag: int = 0) -> Handle:
-    """Start receiving into ``out`` from index ``source`` of the axis.
+    """Start receiving into ``out`` (of the shape that is sent) from index ``source`` of the axis.
 
     Raises ValueError when ``out`` is not contiguous, or ``source`` is no other rank of the axis.
     """
@@ -81,7 +84,7 @@ def shift(
 def shift(
     x: Tensor, axis: Axis, by: int = 1, out: Tensor | None = None, async_op: bool = False
 ) -> Tensor | Handle:
-    """Send ``x`` to the rank ``by`` places on in the ring, and return what arrives from behind.
+    """Send ``x`` (any shape) to the rank ``by`` places on in the ring; return what arrives.
 
     Shape and dtype are the same on all ranks. The result is written to ``out`` where it is given;
     without it, ``by`` 0 (or a whole lap) returns ``x`` itself. Raises ValueError when ``out`` is

@@ -77,7 +77,9 @@ def current_backward() -> int:
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor, *, replaces: bool = False) -> None:
-    """Add ``a @ b`` to ``out``, which is fp32, or overwrite it; factors may be narrower.
+    """Add ``a @ b``, (O, T) @ (T, I), to ``out`` (O, I), or overwrite it.
+
+    ``out`` is fp32; the factors may be narrower.
 
     One kernel where ``adds_in_fp32``; elsewhere narrower factors are widened first.
     """

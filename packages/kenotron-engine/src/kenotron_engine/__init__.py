@@ -15,6 +15,8 @@ from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.evaluation import Validation, evaluate, perplexity
 from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
+    GRADIENT_FLOOR,
+    GRADIENT_TOLERANCE,
     Piece,
     Whole,
     differences,
@@ -37,6 +39,8 @@ from kenotron_engine.step import Gradient, StepResult, gradient, training_step
 from kenotron_engine.throughput import flops_utilization, tflops_per_rank
 
 __all__ = [
+    "GRADIENT_FLOOR",
+    "GRADIENT_TOLERANCE",
     "NO_TARGET",
     "DeviceRead",
     "CPMode",

@@ -18,9 +18,9 @@ from kenotron_engine.assembly import Records, Training
 from kenotron_engine.step import gradient
 from kenotron_optim import Slices
 
-RELATIVE = 1e-5
+GRADIENT_TOLERANCE = 1e-5
 """Largest deviation of a gradient, in its tensor's largest element; of losses and norms."""
-FLOOR = 1e-2
+GRADIENT_FLOOR = 1e-2
 """How much of that is allowed, in the norm of all gradients, for tensors that hardly have one."""
 
 Piece = tuple[str, tuple[int, ...], np.ndarray, tuple[int, ...]]
@@ -106,14 +106,14 @@ def replica_deviations(ranks: Iterable[list[Piece]], whole: Whole) -> dict[str, 
     return found
 
 
-def gradient_bounds(want: Whole, relative: float = RELATIVE) -> dict[str, float]:
+def gradient_bounds(want: Whole, relative: float = GRADIENT_TOLERANCE) -> dict[str, float]:
     """What every element of each gradient may deviate.
 
     ``relative`` of the tensor's largest element, at least a hundredth of it of the global norm.
     """
     norm = np.sqrt(sum(np.square(g, dtype=np.float64).sum() for g in want.values()))
     return {
-        name: float(relative * max(np.abs(values).max(), FLOOR * norm))
+        name: float(relative * max(np.abs(values).max(), GRADIENT_FLOOR * norm))
         for name, values in want.items()
     }
 

@@ -24,7 +24,7 @@ from kenotron_dist import (
     tensor_moments,
 )
 from kenotron_engine.assembly import Model, Training
-from kenotron_models import COMPONENTS, Context, component_of, reported_name
+from kenotron_models import Context, component_of, components, reported_name
 from kenotron_optim import Slices
 from kenotron_tp import TPMode
 
@@ -97,9 +97,10 @@ class LayerMetrics:
             self._found[f"{name}/{key}"] = value
 
     def _add_components(self, paths: list[str], rows: Tensor) -> None:
-        """Weights of all decoder layers together, by component, and altogether."""
-        parts = [component_of(path) for path in paths]
-        for component in COMPONENTS:
+        """Add the weights (N, F) of all blocks together: by component, and all of them."""
+        spec, layouts = self._training.plan.spec, self._training.model.layouts
+        parts = [component_of(path, layouts[path].role, spec) for path in paths]
+        for component in components(spec):
             own = [row for row, part in zip(rows, parts, strict=True) if part == component]
             self._add(f"global_{component}", reduce(merge, own, no_moments()))
         every = [row for row, part in zip(rows, parts, strict=True) if part is not None]

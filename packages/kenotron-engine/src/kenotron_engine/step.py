@@ -56,8 +56,6 @@ class StepResult:
     """That of the next step; None unless the run is in float16."""
     overflow: bool = False
     """Whether the step was left out because gradients did not fit in float16 with its scale."""
-    words: tuple[float, ...] = ()
-    """Votes of all ranks in this step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
     loads: tuple[ExpertLoad, ...] = ()
@@ -72,16 +70,16 @@ def training_step(
     schedule_start: int = 0,
     look: Callable[[Slices], None] = lambda _: None,
     loss_scale: LossScale | None = None,
-    word: Callable[[], float] = lambda: 0.0,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
     The learning rate is that of step ``step - schedule_start`` of its schedule.
-    ``before_update`` is called before any parameter changes: a checkpoint may still be copying it.
+    ``before_update`` is called after the backward and before any parameter changes: a checkpoint
+    may still be copying it, and ranks may agree on something. It must not wait for the device.
     ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
     The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
     gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
-    smaller. What ``word`` returns after the backward reaches all ranks.
+    smaller.
 
     Everything is queued before this process waits for the device, once: whether parameters change
     is decided there. When it returns, parameters may still travel to other data ranks: read them
@@ -90,7 +88,7 @@ def training_step(
     blame, and ``Training.optim.nonfinite`` is ``error``: the parameters are then unchanged.
     """
     config = training.optim
-    grad = gradient(training, batch, step, loss_scale, word, look)
+    grad = gradient(training, batch, step, loss_scale, look)
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
     blocked = _blocked(grad, config.nonfinite, loss_scale)
@@ -102,8 +100,8 @@ def training_step(
     )
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    (loss,), (norm,), (count, tokens), words, *loads = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, grad.words, *balance]
+    (loss,), (norm,), (count, tokens), *loads = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, *balance]
     ).wait()
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
@@ -117,7 +115,7 @@ def training_step(
         allows_update(found, config.nonfinite, step)
     scale = _next(loss_scale, found, overflow)
     return StepResult(
-        loss, norm, lr, found, not updates, scale, overflow, tuple(words), int(tokens),
+        loss, norm, lr, found, not updates, scale, overflow, int(tokens),
         expert_loads(training, loads),
     )  # fmt: skip
 
@@ -144,8 +142,6 @@ class Gradient:
     """This rank's part, of the loss itself and not of its multiple."""
     norm: Tensor
     """2-norm of all of it, fp64."""
-    words: Tensor
-    """Votes of all ranks (W,), fp64."""
     counts: Tensor
     """Targets and real tokens of the global batch (2,), int64."""
 
@@ -155,7 +151,6 @@ def gradient(
     batch: Batch,
     step: int,
     loss_scale: LossScale | None = None,
-    word: Callable[[], float] = lambda: 0.0,
     look: Callable[[Slices], None] = lambda _: None,
 ) -> Gradient:
     """Forward and backward of one global batch. Collective; see ``training_step``."""
@@ -182,12 +177,12 @@ def gradient(
     slices = training.grads.finish()
     unscale_(slices, factor)
     look(slices)
-    norm, words = training.norm.with_words(slices, word())
+    norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
     if training.plan.spec.z_loss:
         loss = loss - _z_loss(mesh, extra) / factor
-    return Gradient(loss, slices, norm, words, counts)
+    return Gradient(loss, slices, norm, counts)
 
 
 def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:

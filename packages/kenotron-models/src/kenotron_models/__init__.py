@@ -25,7 +25,6 @@ from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfi
 from kenotron_models.flops import (
     expert_parameters,
     forward_flops,
-    kept_features,
     layer_costs,
     parameter_count,
     training_flops,
@@ -33,14 +32,15 @@ from kenotron_models.flops import (
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
 from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
+from kenotron_models.memory import kept_bytes
 from kenotron_models.mlp import MLP, MLPSpec
-from kenotron_models.norm import LayerNorm, NormSpec, RMSNorm
+from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
 from kenotron_models.parametrization import standard_init
 from kenotron_models.part import Normed, Part, PartSpec, Sparse
 from kenotron_models.peak import peak_bf16_flops
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, family_of
-from kenotron_models.reported_names import COMPONENTS, component_of, reported_name
+from kenotron_models.reported_names import component_of, components, reported_name
 from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.router import Choice, Router, RouterSpec, choose
@@ -58,7 +58,6 @@ __all__ = [
     "Block",
     "BlockSpec",
     "Build",
-    "COMPONENTS",
     "Choice",
     "Context",
     "DecoderSpec",
@@ -86,6 +85,7 @@ __all__ = [
     "MoEConfig",
     "NormSpec",
     "Normed",
+    "OffsetRMSNorm",
     "Part",
     "PartSpec",
     "Qwen2Config",
@@ -108,12 +108,13 @@ __all__ = [
     "choose",
     "compile_layers",
     "component_of",
+    "components",
     "config_from_json",
     "expert_parameters",
     "family_of",
     "forward_flops",
     "generate",
-    "kept_features",
+    "kept_bytes",
     "layer_costs",
     "parameter_count",
     "peak_bf16_flops",

@@ -70,7 +70,8 @@ def attend_plain(
         x.to(wide).transpose(1, 2).repeat_interleave(heads // x.shape[2], 1)
         for x in (q_BSHK, k_BSGK, v_BSGK)
     )
-    with torch.autocast(q.device.type, enabled=False):
+    device = q.device.type
+    with torch.autocast("cpu" if device == "meta" else device, enabled=False):  # meta has none
         scores = (q @ k.transpose(-1, -2)) * scale
         shares = scores.masked_fill(~sight.full_mask_BSS[:, None], -torch.inf).softmax(-1)
         if dropout is not None:

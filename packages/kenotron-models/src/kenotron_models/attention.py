@@ -83,10 +83,6 @@ class AttentionSpec:
         """Count four projections as if all heads had their own keys and values; no scores."""
         return 4 * self.heads * self.head_dim * width
 
-    def kept(self, *, selective: bool) -> int:
-        """Count features of queries, keys and values."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim
-
 
 class Attention(Part):
     """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
@@ -207,13 +203,27 @@ class Attention(Part):
         return attend(q, k, v, self._sight(context), scale=spec.factor, backend=spec.backend)
 
     def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend_cut`` with this layer's dropout. Collective over the axis that cuts rows."""
+        """``attend_cut`` with this layer's dropout: (B, S, H/t, K).
+
+        Args:
+            q: (B, S, H/t, K), normed and turned.
+            k: (B, S, G/t, K), the same.
+            v: (B, S, G/t, K).
+            context: the micro-batch, whose rows are cut. Collective over the axis that cuts them.
+        """
         spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
         plain = spec.backend == "plain"
         return attend_cut(q, k, v, sight, spec.factor, plain=plain, dropout=dropout)
 
     def attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend`` with this layer's dropout, in a step that has any."""
+        """``attend`` with this layer's dropout, in a step that has any: (B, S, H/t, K).
+
+        Args:
+            q: (B, S, H/t, K), normed and turned.
+            k: (B, S, G/t, K), the same.
+            v: (B, S, G/t, K).
+            context: the micro-batch.
+        """
         spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
         return attend(q, k, v, sight, scale=spec.factor, backend=spec.backend, dropout=dropout)
 

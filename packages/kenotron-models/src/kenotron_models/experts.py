@@ -9,6 +9,7 @@ an expert, R rows of this rank's experts.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Partial, Placements, Roles
+from kenotron_dist import Axis, Partial, Placements, Roles
 from kenotron_dist.weight_products import current_backward
 from kenotron_ep import mix_experts
 from kenotron_models.build import Build
@@ -29,6 +30,9 @@ from kenotron_models.router import Choice, Router, RouterSpec
 from kenotron_models.router_losses import router_loss
 from kenotron_models.stacked_linear import StackedLinear
 from kenotron_tp import join_tokens, split_tokens
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Rows (R, D), grouped by expert, and rows of each expert (e,) -> (R, D)."""
 
 
 class Collects(Protocol):
@@ -84,12 +88,6 @@ class ExpertsSpec:
         shared = 0 if self.shared is None else self.shared.cost(width)
         active = self.router.top_k * self._matrices * self.features * width
         return active + self.router.experts * width + shared
-
-    def kept(self, *, selective: bool) -> int:
-        """Count inner features of K experts, and of the shared one."""
-        shared = 0 if self.shared is None else self.shared.kept(selective=selective)
-        inner = (self._matrices - selective) * self.features
-        return self.router.top_k * inner + shared
 
     @property
     def _matrices(self) -> int:
@@ -164,7 +162,8 @@ class Experts(Part):
             experts = experts.masked_fill(rows[:, None] == batch, -1)
         if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
             self.router.count(experts)
-        y = mix_experts(
+        mixed = even_experts if own.is_meta else mix_experts
+        y = mixed(
             own, experts, choice.weights_TK, self.spec.router.experts, self.ep,
             partial(self._compute, selective=selective), way=self.spec.way,
         )  # fmt: skip
@@ -217,6 +216,28 @@ class Experts(Part):
     def _shared(self, shared: MLP, x: Tensor, context: Context) -> Tensor:
         y = shared(x, context)
         return y if self.shared_gate is None else y * self.shared_gate(x)
+
+
+def even_experts(
+    own: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int, axis: Axis, compute: Compute,
+    *, way: str,
+) -> Tensor:  # fmt: skip
+    """Stand for ``mix_experts`` on tensors without memory: its shapes, under an even load.
+
+    Args:
+        own: tokens (n, D).
+        experts_TK: chosen experts (n, K); not read.
+        weights_TK: their weights (n, K).
+        experts: E.
+        axis: that of experts; nothing is communicated.
+        compute: experts of this rank.
+        way: not read.
+    """
+    top_k = weights_TK.shape[1]
+    rows = own[:, None].expand(-1, top_k, -1).reshape(-1, own.shape[1])
+    y = compute(rows, torch.empty(experts // axis.size, dtype=torch.int64, device=own.device))
+    added = y.view(len(own), top_k, -1) * weights_TK[..., None]
+    return added.sum(1).to(y.dtype)
 
 
 class SharedGate(nn.Module):

@@ -73,11 +73,6 @@ def layer_costs(config: Architecture) -> list[float]:
     return [0.0, *blocks, 0.0, float(spec.vocab_size * spec.hidden_size)]
 
 
-def kept_features(block: BlockSpec, *, selective: bool) -> int:
-    """Count the numbers a token that tp cuts and the backward of a block keeps."""
-    return sum(part.kept(selective=selective) for part in block.parts)
-
-
 def _matrices(block: BlockSpec, width: int) -> int:
     """Elements of the matrices of a block that a token uses."""
     found = block_layouts(block, width)

@@ -102,12 +102,16 @@ class Part:
         return (*(1 for _ in self.start[len(self.shape) :]), *self.shape)
 
     def of(self, ours: Tensor) -> Tensor:
-        """Their tensor from all of ours."""
+        """Return their tensor from all of ours, of any shape."""
         places = zip(self.start, self.block, strict=True)
         return self.from_ours(ours[tuple(slice(first, first + n) for first, n in places)])
 
     def from_ours(self, block: Tensor) -> Tensor:
-        """Their tensor from the block of ours that begins at ``start``."""
+        """Return their tensor, of shape ``shape``, from ours.
+
+        Args:
+            block: what begins at ``start`` of ours, of shape ``block``.
+        """
         rows = block.reshape(self.shape)
         if not self.head_dim:
             return rows

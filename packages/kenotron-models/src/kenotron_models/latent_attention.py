@@ -59,10 +59,6 @@ class LatentAttentionSpec(AttentionSpec):
         kv = (self.kv_rank + self.turned) * width + self.kv_rank * made
         return q + kv + self.heads * self.value_features * width
 
-    def kept(self, *, selective: bool) -> int:
-        """Count features of queries, keys and values."""
-        return 3 * self.heads * self.head_dim
-
 
 class LatentAttention(Attention):
     """``kv_a``, ``kv_norm``, ``kv_b`` and ``out``; ``q``, or ``q_a``, ``q_norm`` and ``q_b``.

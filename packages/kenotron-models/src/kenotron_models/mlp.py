@@ -54,10 +54,6 @@ class MLPSpec:
         """Count its two or three products."""
         return (3 if self.gated else 2) * self.features * width
 
-    def kept(self, *, selective: bool) -> int:
-        """Count inner features before and after the activation; without those after it."""
-        return (3 if self.gated else 2) * self.features - selective * self.features
-
 
 class Activated(Protocol):
     """What has an activation, with or without gate."""

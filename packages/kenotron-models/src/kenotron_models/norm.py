@@ -50,6 +50,31 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), shape, eps=self.eps).to(x.dtype) * self.weight
 
 
+class OffsetRMSNorm(RMSNorm):
+    """``x / sqrt(mean(x^2) + eps) * (1 + weight)``, in fp32, rounded once, as in Gemma.
+
+    Its weight (D,) begins at 0, and weight decay pulls the scale to 1. See ``RMSNorm``.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        build: Build,
+        *,
+        partial: bool | None = None,
+    ) -> None:
+        super().__init__(features, eps, build, partial=partial)
+        nn.init.zeros_(self.weight)
+        self.roles: Roles = {"weight": "norm_offset"}
+
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
+        """(..., D) -> (..., D), in the dtype of ``x``."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = 1 + self.weight.to(wide)  # (D,)
+        return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """``(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`` over the last dim, in fp32.
 
@@ -80,15 +105,19 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
 
 
-Norm = RMSNorm | LayerNorm
-KINDS: dict[str, type[Norm]] = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}
+Norm = RMSNorm | LayerNorm  # an OffsetRMSNorm is an RMSNorm
+KINDS: dict[str, type[Norm]] = {
+    "rms_norm": RMSNorm,
+    "offset_rms_norm": OffsetRMSNorm,
+    "layer_norm": LayerNorm,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
     """A norm over the last dim."""
 
-    kind: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    kind: Literal["rms_norm", "offset_rms_norm", "layer_norm"] = "rms_norm"
     """One of ``KINDS``."""
     eps: float = 1e-6
     """Added to the mean square or the variance."""

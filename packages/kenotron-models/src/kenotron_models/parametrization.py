@@ -19,10 +19,10 @@ def standard_init(
 ) -> Callable[[TensorLayout], Initializer]:
     """Return the rule from a tensor's role to its first values, for ``kenotron_dist.init``.
 
-    Norms are 1, biases 0, matrices and tables N(0, std^2). Matrices that write to the residual
-    stream have a smaller std: it is divided by the root of twice the number of layers (NUM_LAYERS,
-    as in GPT-2, Radford et al., 2019), of twice the layer's own number from 1 (LAYER_INDEX), or by
-    nothing (NONE).
+    Norms are 1 (offsets from 1: 0), biases 0, matrices and tables N(0, std^2). Matrices that write
+    to the residual stream have a smaller std: it is divided by the root of twice the number of
+    layers (NUM_LAYERS, as in GPT-2, Radford et al., 2019), of twice the layer's own number from 1
+    (LAYER_INDEX), or by nothing (NONE).
 
     Args:
         config: the decoder, of which the number of layers is read.
@@ -38,7 +38,7 @@ def standard_init(
     def rule(layout: TensorLayout) -> Initializer:
         if layout.role == "norm":
             return Constant(1.0)
-        if layout.role in ("bias", "norm_bias"):
+        if layout.role in ("bias", "norm_bias", "norm_offset"):
             return Constant(0.0)
         if layout.role == "residual" and scaling != "NONE":
             by_layer = scaling == "LAYER_INDEX"

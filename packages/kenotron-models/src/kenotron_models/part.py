@@ -1,7 +1,8 @@
 """What a block needs to know of its mixer and its feed-forward, whatever kind they are.
 
 A kind is one file: a frozen config (``PartSpec``), its module (``Part``), and what the config says
-of it: cost, operations, what its backward keeps. Placements and roles are on the module.
+of it: cost and operations. Placements and roles are on the module; what the backward keeps is
+measured on the module (``memory``), so its ``forward`` runs on device meta.
 
 Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden; T/t under sequence parallelism.
 """
@@ -56,14 +57,6 @@ class PartSpec(Protocol):
 
     def cost(self, width: int) -> int:
         """Count multiply-adds a token, to balance pipeline stages."""
-        ...
-
-    def kept(self, *, selective: bool) -> int:
-        """Count numbers a token that the backward keeps of what tp cuts.
-
-        Args:
-            selective: what is cheap is computed again (``recompute`` selective).
-        """
         ...
 
 

@@ -42,10 +42,12 @@ def between(
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # a compiler does the same
         return product(function(x))
     y = whole(function, x)
-    storage = y.untyped_storage().data_ptr()
+    # Not its address, which all tensors on meta share; and no reference to y in ``pack``, which
+    # autograd keeps as long as what was packed.
+    storage, dtype = y.untyped_storage()._cdata, y.dtype
 
     def pack(kept: Tensor) -> Tensor | _View:
-        if kept.dtype != y.dtype or kept.untyped_storage().data_ptr() != storage:
+        if kept.dtype != dtype or kept.untyped_storage()._cdata != storage:
             return kept
         return _View(kept.size(), kept.stride(), int(kept.storage_offset()))
 

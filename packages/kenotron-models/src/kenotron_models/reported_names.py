@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-COMPONENTS = ("attention", "mlp", "norm")
-"""Parts of a decoder layer that are also reported over all layers."""
+from kenotron_dist import Role
+from kenotron_models.spec import Architecture
+
+_SHIFTS: frozenset[Role] = frozenset({"bias", "norm_bias"})
+_SCALES: frozenset[Role] = frozenset({"norm", "norm_offset"})
 _PLACES = {
     "embedding": "token_embedding",
     "norm": "final_layernorm",
@@ -29,8 +32,38 @@ def reported_name(path: str) -> str:
     return f"{layer}{place}" + ("" if leaf == "weight" else f".{leaf}")
 
 
-def component_of(path: str) -> str | None:
-    """Which of ``COMPONENTS`` a weight of a decoder layer belongs to; None for all else."""
-    parts = reported_name(path).split("/")
-    inside = path.startswith("layers.") and path.endswith(".weight")
-    return parts[1] if inside and parts[1] in COMPONENTS else None
+def components(config: Architecture) -> tuple[str, ...]:
+    """Return the components that are also reported over all blocks.
+
+    These are the names of the blocks' parts, in the order of their first use (``attention``,
+    ``mlp``), and ``norm``.
+    """
+    names = (part.name for block in config.decoder.blocks for part in block.parts)
+    return (*dict.fromkeys(names), "norm")
+
+
+def component_of(path: str, role: Role, config: Architecture) -> str | None:
+    """Return which of ``components`` a parameter of a block belongs to.
+
+    Args:
+        path: its name in the model.
+        role: what it is. Biases belong to no component.
+        config: the model.
+
+    Returns:
+        The part of the block that has it, norms inside the part included; ``norm`` for a norm
+        before a part; None for all else.
+    """
+    blocks = config.decoder.blocks
+    folder, number, inner = (*path.split(".", 2), "", "")[:3]
+    if (
+        folder != "layers"
+        or role in _SHIFTS
+        or not number.isdecimal()
+        or int(number) >= len(blocks)
+    ):
+        return None
+    for part in blocks[int(number)].parts:
+        if inner.startswith(f"{part.name}."):
+            return part.name
+    return "norm" if role in _SCALES else None

@@ -97,6 +97,8 @@ def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         weight: (E, O, I).
         counts: rows of each expert (E,), int64; their sum is R.
     """
+    if x.is_meta:
+        return x.new_empty(len(x), weight.shape[1])
     if _has_grouped_kernel(x):
         return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=_ends(counts))
     out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()

@@ -207,7 +207,7 @@ class GradAccumulator:
             self._blocks[path] = [(self._seconds[path], slice(None))]
 
     def receive_gradient(self, path: str, gradient: Tensor) -> None:
-        """Add a gradient to a parameter's buffer (for its hook)."""
+        """Add a gradient, of the parameter's own shape, to its buffer (for its hook)."""
         count, places = self._count(path), self._blocks[path]
         (add if count or self._zeroed else copy)(places, gradient)
         self._counted(path, count)

@@ -69,26 +69,17 @@ class GlobalNorm:
 
     def __call__(self, slices: Slices) -> Tensor:
         """fp64 scalar, the same on every rank; ``slices`` come from ``finish``. Collective."""
-        return self.with_words(slices, 0.0)[0]
-
-    def with_words(self, slices: Slices, word: float) -> tuple[Tensor, Tensor]:
-        """The norm, and a number that every rank has sent along (W,) fp64. Collective.
-
-        So ranks agree at every step on what one of them has to say, at no further cost.
-        """
-        powers, words = self._reduce(self._own(slices), word)
+        powers = self._reduce(self._own(slices))
         if self.norm_type == INF:
-            norm = powers.amax() if len(powers) else powers.sum()
-        else:
-            norm = powers.sum().pow(1 / self.norm_type)
-        return norm, words
+            return powers.amax() if len(powers) else powers.sum()
+        return powers.sum().pow(1 / self.norm_type)
 
     def norms(self, slices: Slices) -> dict[str, float]:
         """The norm of every parameter's gradient by logical name, the same on every rank.
 
         For reports: it waits for the numbers. Collective over the mesh.
         """
-        powers, _ = self._reduce(self._own(slices), 0.0)
+        powers = self._reduce(self._own(slices))
         norms = powers if self.norm_type == INF else powers.pow(1 / self.norm_type)
         return dict(zip(self.names, norms.tolist(), strict=True))
 
@@ -114,23 +105,20 @@ class GlobalNorm:
             row[self._rows] = total
         return row
 
-    def _reduce(self, own: Tensor, word: float) -> tuple[Tensor, Tensor]:
-        """Powers of the logical tensors (T,) from those of this rank, and all words (W,)."""
+    def _reduce(self, own: Tensor) -> Tensor:
+        """Powers of the logical tensors (T,) from those of this rank (T,)."""
         world, count = self.mesh.world, len(self.names)
         if world.size == 1:
-            return own, own.new_full((1,), word)
+            return own
         if self.norm_type == INF:
-            said = torch.full((1,), word, dtype=torch.float64, device=own.device)
-            return _largest(own, world), all_gather(said, world)
+            return _largest(own, world)
         stage = self.mesh["dp", "cp", "tp"]
         each = -(-count // stage.size)  # K
         row = own.new_zeros(stage.size * each)
-        row[:count] = own
-        part = own.new_full((1, each + 1), word)
-        part[0, :-1] = reduce_scatter(row, stage)
-        gathered = all_gather(part, world)  # (W, K + 1); pp is outermost
-        by_stage = gathered[:, :-1].reshape(self.mesh.sizes["pp"], stage.size * each)  # (P, S * K)
-        return by_stage.sum(0)[:count], gathered[:, -1]
+        row.narrow(0, 0, count).copy_(own)
+        gathered = all_gather(reduce_scatter(row, stage), world)  # (W * K,); pp is outermost
+        by_stage = gathered.reshape(self.mesh.sizes["pp"], stage.size * each)  # (P, S * K)
+        return by_stage.sum(0).narrow(0, 0, count)
 
     def _view(self, slices: Slices, name: str, box: Box | None) -> Tensor:
         if box is None:
@@ -142,9 +130,10 @@ class GlobalNorm:
 def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
     """Scale gradients in place so that their norm is at most ``max_norm``.
 
-    The coefficient is ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``.
-    Returns it. A norm that is not finite makes the gradients so, as with torch (see
-    ``find_nonfinite``). Raises ValueError unless ``max_norm`` is positive.
+    ``norm`` is a scalar, and so is what is returned. The coefficient is
+    ``torch.nn.utils.clip_grad_norm_``'s: ``min(1, max_norm / (norm + 1e-6))``. A norm that is not
+    finite makes the gradients so, as with torch (see ``find_nonfinite``). Raises ValueError unless
+    ``max_norm`` is positive.
     """
     _check_bound(max_norm)
     return scale_to_norm(slices.values(), torch.as_tensor(norm), max_norm)
@@ -153,7 +142,8 @@ def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
 def clip_coefficient(norm: Tensor, max_norm: float | None) -> Tensor | None:
     """What gradients of this norm are multiplied by to have at most ``max_norm``; None: no bound.
 
-    The coefficient of ``clip_``, for an optimizer that multiplies by it itself.
+    ``norm`` and the result are scalar tensors. The coefficient of ``clip_``, for an optimizer that
+    multiplies by it itself.
     """
     if max_norm is None:
         return None

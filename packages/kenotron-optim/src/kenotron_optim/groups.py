@@ -16,7 +16,7 @@ from kenotron_dist import Role, TensorLayout
 from kenotron_optim.config import Kind, LRMultiplier
 
 KIND_ROLES: dict[Kind, frozenset[Role]] = {
-    "norms": frozenset({"norm", "norm_bias"}),
+    "norms": frozenset({"norm", "norm_offset", "norm_bias"}),
     "biases": frozenset({"bias", "norm_bias"}),
     "embeddings": frozenset({"embedding"}),
 }

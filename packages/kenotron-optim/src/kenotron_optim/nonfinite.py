@@ -64,8 +64,8 @@ def find_nonfinite(
 ) -> NonFinite | None:
     """What is not finite in a step; None when all is.
 
-    Arguments: ``value`` is ``norm(slices)``; ``loss`` must be the same on every rank. Collective
-    over the mesh when there is something to find, and then the same on every rank.
+    Arguments: ``value`` is ``norm(slices)``, a scalar; ``loss`` must be the same on every rank.
+    Collective over the mesh when there is something to find, and then the same on every rank.
     """
     if math.isfinite(float(value)):
         return None if math.isfinite(loss) else NonFinite(loss, None)

@@ -20,8 +20,9 @@ def check_replicas(
 ) -> None:
     """Compare a checksum of every parameter over the ranks that hold the same part of it.
 
-    Arguments: this stage's parameters by name; layouts of the whole model; the mesh. Collective
-    over the mesh; two small all-reduces an axis. Replicas of single kv heads are not compared.
+    Arguments: this stage's parameters by name, of any shape; layouts of the whole model; the mesh.
+    Collective over the mesh; two small all-reduces an axis. Replicas of single kv heads are not
+    compared.
 
     Raises ValueError on all ranks of a group that disagrees, naming tensor, axis and ranks.
     """
@@ -51,7 +52,7 @@ def checksum(tensor: Tensor) -> Tensor:
 def check_equal(tensors: Mapping[str, Tensor], axis: Axis) -> None:
     """Compare checksums of tensors that must be equal over an axis; the same names on its ranks.
 
-    Collective over the axis; raises as ``check_replicas`` does.
+    They have any shape. Collective over the axis; raises as ``check_replicas`` does.
     """
     _compare(sorted(tensors), {name: checksum(tensor) for name, tensor in tensors.items()}, axis)
 

@@ -1,0 +1,136 @@
+"""Bytes that a block keeps for its backward: on device meta what a real block keeps on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from toy_family import ToyConfig
+
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
+from kenotron_models import (
+    Block,
+    BlockSpec,
+    Build,
+    Context,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Recompute,
+    Starcoder2Config,
+    kept_bytes,
+)
+from kenotron_models.memory import bytes_alive
+from kenotron_tp import TPMode
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "vocab_size": 29, "max_position_embeddings": 64,
+}  # fmt: skip
+FAMILIES: dict[str, Any] = {
+    "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
+    "mistral": MistralConfig(**SIZES, num_key_value_heads=2, sliding_window_size=5),
+    "qwen2": Qwen2Config(**SIZES, num_key_value_heads=2, attention_bias=True),
+    "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
+    "starcoder2": Starcoder2Config(**SIZES, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0),
+    "starcoder2, dropout": Starcoder2Config(**SIZES),
+    "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+    "toy": ToyConfig(),
+}
+ROWS, SEQUENCE = 2, 24
+AGAIN: tuple[Recompute, ...] = ("none", "selective", "full")
+MODES = {
+    "whole": TPMode(),
+    "sequence": TPMode(sequence_parallel=True),
+    "sequence, regather": TPMode(sequence_parallel=True, regather=True),
+    "sequence, overlap": TPMode(sequence_parallel=True, overlap=True),
+}
+
+
+def real_bytes(
+    mesh: Mesh, block: BlockSpec, width: int, mode: TPMode, dtype: torch.dtype, again: Recompute
+) -> int:
+    """What is alive after a forward of a block that computes on this rank."""
+    layer = Block(block, width, Build(mesh["tp"], mode, device="cpu", dtype=dtype), recompute=again)
+    places = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
+    tokens = ROWS * SEQUENCE // (mesh["tp"].size if mode.sequence_parallel else 1)
+    x = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    return bytes_alive(layer, x, Context(places, torch.arange(ROWS), dropout_key=7))
+
+
+def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
+    """What is kept on meta and on the CPU, for all that may be computed again."""
+    spec = FAMILIES[name].decoder
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for again in AGAIN:
+            given = spec.blocks[0], spec.hidden_size
+            options = {"tp": mesh["tp"].size, "mode": mode, "dtype": dtype, "recompute": again}
+            meta = kept_bytes(*given, ROWS, SEQUENCE, **options)
+            found.append((f"{dtype} {again}", meta, real_bytes(mesh, *given, mode, dtype, again)))
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_meta_a_block_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
+    for what, meta, real in compared(Mesh.connect(), name, TPMode()):
+        # For a window torch's attention on a CPU keeps a mask (S, S), which is not counted.
+        assert meta == pytest.approx(real, rel=0.03 if name == "mistral" else 1e-3), what
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "toy"])
+def test_so_it_is_on_two_tensor_parallel_ranks(name: str, mode: str) -> None:
+    for rank in on_ranks(compared, name, MODES[mode], tp=2):
+        for what, meta, real in rank:
+            assert meta == pytest.approx(real, rel=1e-3), what
+
+
+def llama_bytes(**options: Any) -> int:
+    spec = FAMILIES["llama"].decoder
+    return kept_bytes(spec.blocks[0], spec.hidden_size, ROWS, SEQUENCE, **options)
+
+
+def test_the_whole_recomputation_keeps_the_input_alone() -> None:
+    assert llama_bytes(recompute="full") == ROWS * SEQUENCE * 64 * 4
+    cut = TPMode(sequence_parallel=True)
+    assert llama_bytes(recompute="full", tp=2, mode=cut) == ROWS * SEQUENCE * 64 * 4 // 2
+
+
+def test_attention_kernels_that_are_not_here_keep_what_torchs_does() -> None:
+    spec = FAMILIES["llama"].decoder
+    block = spec.blocks[0]
+    for backend in ("flash_attn", "varlen", "blocked"):
+        other = replace(block, mixer=replace(block.mixer, backend=backend))
+        assert kept_bytes(other, spec.hidden_size, ROWS, SEQUENCE) == llama_bytes()
+    plain = replace(block, mixer=replace(block.mixer, backend="plain"))
+    assert kept_bytes(plain, spec.hidden_size, ROWS, SEQUENCE) > llama_bytes()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_fused_norms_it_is_what_is_counted_by_hand(tp: int) -> None:
+    heads, kv_heads, features, width, inner = 4, 2, 16, 64, 96
+    cut = (heads + 2 * kv_heads) * features  # queries, keys and values, of which values are read
+    cut += (heads + kv_heads) * features + heads * features  # turned queries and keys; the output
+    cut += 4 * inner  # gate and up, the gate's activation, the product
+    whole = 4 * width  # the input and its norm, the same of the feed-forward
+    numbers = 4 * heads // tp + 2 * 4  # in fp32: of each query and head, and of each norm
+    want = ROWS * SEQUENCE * (2 * (cut // tp + whole) + numbers)
+    assert llama_bytes(dtype=torch.bfloat16, fused_norms=True, tp=tp) == want
+    assert llama_bytes(dtype=torch.bfloat16, tp=tp) > want
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_selective_recomputation_keeps_products_and_attention_alone(tp: int) -> None:
+    heads, kv_heads, features, width, inner = 4, 2, 16, 64, 96
+    cut = (heads + 2 * kv_heads) * features + heads * features + 2 * inner
+    whole = 2 * width  # the input, and that of the feed-forward
+    want = ROWS * SEQUENCE * (2 * (cut // tp + whole) + 4 * heads // tp)
+    for fused in (True, False):
+        options = {"recompute": "selective", "tp": tp, "fused_norms": fused}
+        assert llama_bytes(dtype=torch.bfloat16, **options) == want
