@@ -79,8 +79,10 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_on_meta_a_block_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
     for what, meta, real in compared(Mesh.connect(), name, TPMode()):
-        # For a window torch's attention on a CPU keeps a mask (S, S), which is not counted.
-        assert meta == pytest.approx(real, rel=0.03 if name == "mistral" else 1e-3), what
+        # For a window torch's attention on a CPU keeps a mask (S, S), and an exchange of experts
+        # its places: neither is counted.
+        relative = {"mistral": 0.03, "mixtral": 0.02}.get(name, 1e-3)
+        assert meta == pytest.approx(real, rel=relative), what
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -98,7 +98,10 @@ class Training:
         dropout_key: int | None = None,
         count: Tensor | None = None,
     ) -> Share:
-        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``)."""
+        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
+
+        ``count``: what losses are divided by, a scalar of shape ().
+        """
         plan = self.plan
         return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
 

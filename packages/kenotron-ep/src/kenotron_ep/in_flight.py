@@ -32,7 +32,11 @@ class InFlight:
 
 
 class Pending:
-    """A result under way. Every rank waits for its results in the same order."""
+    """A result under way. Every rank waits for its results in the same order.
+
+    Args:
+        finish: waits for it, and returns it: (R, D) or (T, D).
+    """
 
     def __init__(self, finish: Callable[[], Tensor]) -> None:
         self._finish = finish
