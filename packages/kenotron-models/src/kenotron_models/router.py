@@ -163,7 +163,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
     Of equal scores the lower place is taken, on every device: ``torch.topk`` promises nothing.
     """
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
 def _in_best_groups(scores: Tensor, spec: RouterSpec) -> Tensor:
