@@ -36,6 +36,7 @@ from kenotron_models.hf import (
     config_to_hf,
     differences,
     hf_tensors,
+    stays_fp32,
 )
 
 SHARD_BYTES = 5 * 10**9
@@ -186,14 +187,15 @@ def _write_weights(
 ) -> None:
     places = {part.name: (name, part) for name, whole in ours.items() for part in whole.parts}
     records = checkpoint.manifest.records
+    wanted = {name: None if stays_fp32(name) else dtype for name in ours}
     sizes = [
-        (theirs, TensorSize(part.shape, dtype or getattr(torch, records[name].dtype)))
+        (theirs, TensorSize(part.shape, wanted[name] or getattr(torch, records[name].dtype)))
         for theirs, (name, part) in places.items()
     ]
     files = deal(sizes, shard_bytes)
     for file, own in files.items():
-        parts = ((records[places[n][0]], places[n][1]) for n in own)
-        write_safetensors(draft / file, own, _made(checkpoint.folder, parts, dtype))
+        parts = ((records[places[n][0]], places[n][1], wanted[places[n][0]]) for n in own)
+        write_safetensors(draft / file, own, _made(checkpoint.folder, parts))
     if len(files) > 1:
         total = sum(size.nbytes for _, size in sizes)
         weight_map = {name: file for file, own in files.items() for name in own}
@@ -204,9 +206,9 @@ def _write_weights(
 
 
 def _made(
-    folder: Path, parts: Iterator[tuple[Record, Part]], dtype: torch.dtype | None
+    folder: Path, parts: Iterator[tuple[Record, Part, torch.dtype | None]]
 ) -> Iterator[Tensor]:
-    for record, part in parts:
+    for record, part, dtype in parts:
         values = [part.from_ours(read_box(folder, record, part.start, part.block))]
         if dtype is not None:
             values[0] = cast(folder, part.name, values[0], dtype)

@@ -18,7 +18,14 @@ from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
 from kenotron_models import FamilyConfig
-from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
+from kenotron_models.hf import (
+    EMBEDDING,
+    hf_tensors,
+    is_superfluous,
+    read_hf_config,
+    stays_fp32,
+    with_its_head,
+)
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -45,11 +52,12 @@ def import_hf(
     config = with_its_head(config, opened.same)
     records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config.decoder))
     check_free(folder, overwrite)
+    wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {
         name: Source(
             record.shape,
-            dtype or getattr(torch, record.dtype),
-            partial(_read, hf, name, record, dtype),
+            wanted[name] or getattr(torch, record.dtype),
+            partial(_read, hf, name, record, wanted[name]),
         )
         for name, record in records.items()
     }

@@ -49,7 +49,7 @@ def upcycle(
     """
     for name, value in (("noise", noise), ("std", std)):
         if not 0 <= value < float("inf"):
-            raise ValueError(f"--{name} {value}: give a finite number from 0 on")
+            raise ValueError(f"{name} {value} was given; it must be a finite number from 0 on")
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
     state = checkpoint.manifest.state
     if "model_config" not in state:

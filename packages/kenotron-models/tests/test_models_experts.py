@@ -162,6 +162,7 @@ def test_losses_have_the_gradients_of_finite_differences() -> None:
 
 def test_a_layer_computed_again_keeps_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x, places = experts(), tokens(), context()
+    layer.computed_again = True
     want = torch.autograd.grad(layer(x, places).sum(), [x, *layer.parameters()])
     out = torch.utils.checkpoint.checkpoint(layer, x, places, use_reentrant=False)
     monkeypatch.setattr("kenotron_models.router.choose", lambda scores, spec: choose(-scores, spec))
@@ -231,7 +232,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
         return [stacked_product(x, weight, counts), back, outer_products(dy, x, counts)]
 
     plain = products()
-    monkeypatch.setattr("kenotron_models.stacked_linear._has_grouped_kernel", lambda x: True)
+    monkeypatch.setattr("kenotron_models.stacked_linear._has_grouped_kernel", lambda x, n: True)
     for ours, wanted in zip(products(), plain, strict=True):
         torch.testing.assert_close(ours, wanted)
 

@@ -175,21 +175,29 @@ def state_of_rank(config: Config) -> float:
     """Mean bytes of what a rank keeps between steps, without a model being built."""
     parallel = config.parallelism
     routed = expert_parameters(config.decoder)
-    dense = parameter_count(config.decoder) - routed
-    count = (dense // parallel.tp + routed // parallel.ep) // parallel.pp
-    return float(sum(state_bytes(config, count).values()))
+    dense = (parameter_count(config.decoder) - routed) // (parallel.tp * parallel.pp)
+    routed //= parallel.ep * parallel.pp
+    return float(sum(state_bytes(config, dense, routed).values()))
 
 
-def state_bytes(config: Config, count: int) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer state for ``count`` parameters of a rank."""
-    optim = config.optimizer
+def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
+    """Bytes of a rank's parameters, gradients and optimizer state.
+
+    Args:
+        config: that of the run.
+        dense: parameters of a rank that all ranks of dp and cp have.
+        routed: parameters of experts of a rank, which one in ep ranks of a stage has.
+    """
+    optim, parallel = config.optimizer, config.parallelism
     width = getattr(torch, config.model.dtype).itemsize
-    share = config.parallelism.dp * config.parallelism.cp if optim.zero_stage else 1
+    data = parallel.dp * parallel.cp if optim.zero_stage else 1
+    expert_data = parallel.dp * parallel.cp * parallel.tp // parallel.ep if optim.zero_stage else 1
+    count, owned = dense + routed, dense // data + routed // expert_data
     rule = optim.optimizer_factory
     states = 0 if isinstance(rule, SGDConfig) else 1 if isinstance(rule, MuonConfig) else 2
     return {
         "parameters": count * width,
         "gradients": count * (4 if optim.accumulate_grad_in_fp32 else width),
-        "fp32 masters": 0 if width == 4 else count * 4 // share,
-        "optimizer": states * count * getattr(torch, optim.state_dtype).itemsize // share,
+        "fp32 masters": 0 if width == 4 else owned * 4,
+        "optimizer": states * owned * getattr(torch, optim.state_dtype).itemsize,
     }

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kenotron_config import (
     Config,
@@ -20,7 +21,7 @@ from kenotron_config import (
     unavailable,
 )
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_dist import Axis
+from kenotron_dist import Axis, Shard, named_parameters, named_placements
 from kenotron_engine import way_of
 from kenotron_models import Build, build_decoder, kept_bytes, layer_costs, parameter_count
 from kenotron_pp import Stages, simulate
@@ -94,15 +95,26 @@ def stage_sizes(config: Config) -> list[StageSize]:
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
+        routed = sum(_routed(layer) for _, layer in own)
         decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
         live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
         kept = sum(_layer_activation(config, i) for i in decoders)
-        nbytes = state_bytes(config, count)
+        nbytes = state_bytes(config, count - routed, routed)
         nbytes["activations"] = int(live * kept)
         if any(name == "head" for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
         found.append(StageSize([name for name, _ in own], count, nbytes))
     return found
+
+
+def _routed(layer: nn.Module) -> int:
+    """Parameters of a layer that ep divides."""
+    cut = named_placements(layer)
+    return sum(
+        parameter.numel()
+        for path, parameter in named_parameters(layer).items()
+        if any(isinstance(p, Shard) and p.axis == "ep" for p in cut.get(path, ()))
+    )
 
 
 def _logits_bytes(tokens: int, config: Config) -> int:

@@ -186,7 +186,10 @@ def _model(
     )
     ulysses = parallelism.cp_attention == "ulysses"
     heads_over, fewer = (s.tp * (s.cp if ulysses else 1) for s in (before, parallelism))
-    cut = Cut(before.tp, parallelism.tp, heads_over, fewer, depth, period, sequence, length)
+    cut = Cut(
+        before.tp, parallelism.tp, heads_over, fewer, depth, period, sequence, length,
+        parallelism.ep,
+    )  # fmt: skip
     padding = section.make_vocab_size_divisible_by
     small = small_model(sizes, cut, padding, few(padding, MOST_PADDING))
     method = section.init_method

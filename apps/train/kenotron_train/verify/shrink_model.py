@@ -33,6 +33,7 @@ class Cut:
     """Every n-th of them has no positions, where any has none."""
     sequence: int
     small_sequence: int
+    small_ep: int
 
 
 def small_model(sizes: SizedConfig, cut: Cut, padding: int, small_padding: int) -> SizedConfig:
@@ -64,6 +65,7 @@ def small_model(sizes: SizedConfig, cut: Cut, padding: int, small_padding: int) 
             tp=cut.small_tp,
             sequence=cut.sequence,
             small_sequence=cut.small_sequence,
+            ep=cut.small_ep,
         )
     )
 

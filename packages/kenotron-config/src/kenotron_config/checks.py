@@ -22,6 +22,7 @@ from kenotron_models import AnyConfig, ExpertsSpec, MambaModelConfig, MLPSpec
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
+SHARED_EXPERTS = "n_shared_experts * moe_intermediate_size"
 NANOTRON_WAYS: dict[str, CPAttention] = {
     "ring": "ring",
     "ring_flash_triton": "ring",
@@ -151,6 +152,11 @@ def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
         for name, size in parallelism.grid.items()
         if size > 1 and name != "dp"
     ]
+    if not isinstance(model.model_config, MambaModelConfig) and model.model_config.decoder.routes:
+        found.append(
+            "model.cuda_graph: true was given with experts, whose numbers of rows are known on the "
+            "host alone: set cuda_graph to false"
+        )
     names = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout")
     sizes = model.model_config
     found += [
@@ -237,7 +243,9 @@ def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
     found = {"num_attention_heads": getattr(sizes, "num_attention_heads", 0)}
     if plain and (inner := getattr(sizes, "intermediate_size", None)):
         found["intermediate_size"] = inner
-    return found | ({"moe_config.shared_expert_intermediate_size": shared[0]} if shared else {})
+    has_section = getattr(sizes, "moe_config", None) is not None
+    key = "moe_config.shared_expert_intermediate_size" if has_section else SHARED_EXPERTS
+    return found | ({key: shared[0]} if shared else {})
 
 
 def _experts_over_ep(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:

@@ -125,7 +125,7 @@ class ParallelismConfig:
         if self.ep > 1 and stage % self.ep:
             found.append(
                 f"ep: {self.ep} was given; it must divide dp x cp x tp ({stage}), the ranks of a "
-                "pipeline stage; change one of them"
+                "pipeline stage (in Nanotron it multiplies them); change one of them"
             )
         _raise(found)
 

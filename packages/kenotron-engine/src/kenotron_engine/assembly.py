@@ -100,7 +100,7 @@ class Training:
     ) -> Share:
         """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
 
-        ``count``: what losses are divided by, a scalar of shape ().
+        ``count``: see there; a scalar of shape ().
         """
         plan = self.plan
         return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)

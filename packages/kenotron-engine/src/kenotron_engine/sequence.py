@@ -90,14 +90,15 @@ def share_of(
         mesh: the ranks; ``mesh["cp"]`` cuts rows.
         batch: micro-batches of whole rows, the same on all ranks of cp.
         dropout_key: of seed and step; without one layers drop nothing.
-        count: what losses are divided by, a scalar; without it layers add none of their own.
+        count: tokens of the global batch but padding, by which losses of layers are divided, a
+            scalar; without it layers add none.
 
     Returns:
         Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
         rows that cp does not divide, has no target.
     """
     micros, axis = list(batch), mesh["cp"]
-    weight = None if count is None else 1 / count.float()
+    weight = 1 / count.float() if count is not None and spec.routes else None
     if axis.size == 1:
         made = [
             Context(

@@ -163,7 +163,7 @@ def gradient(
     key = counter_key(training.plan.seed, "dropout", step)
 
     def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
-        share = training.share_of(batch, key, count)
+        share = training.share_of(batch, key, counts[1].double() / factor)
         own_loss = loss_fn(training, share.micros, count, extra)
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
 

@@ -69,6 +69,7 @@ class Block(nn.Module):
         for part in spec.parts:
             self.add_module(f"{part.name}_norm", spec.norm.build(width, build))
             self.add_module(part.name, part.build(width, build, layer))
+            self._part(part.name).computed_again = recompute == "full"
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what the block computes; arguments are those of ``torch.compile``.

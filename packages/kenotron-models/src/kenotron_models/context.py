@@ -39,7 +39,7 @@ class Context:
     padding_BS: Tensor | None = None
     """Which tokens are padding, bool: no expert sees them; None: none are."""
     loss_weight: Tensor | None = None
-    """What a layer's own loss is multiplied with: 1 over the targets of the global batch; a scalar.
+    """What a layer's own loss is multiplied with: 1 over the tokens of the global batch; a scalar.
     None: there is no loss to add to."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What layers keep of their forward for the case that the backward computes them again."""

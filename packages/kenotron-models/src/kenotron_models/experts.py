@@ -173,9 +173,12 @@ class Experts(Part):
 
     def _choose(self, own: Tensor, context: Context) -> Choice:
         """Route this rank's tokens (n, D); as in the forward while the backward computes again."""
+        if not self.computed_again:
+            found: Choice = self.router(own)
+            return found
         key, again = ("experts", self.layer), current_backward() != -1
-        choice: Choice = self.router(own, context.kept.get(key) if again else None)
-        context.kept[key] = choice.experts_TK
+        choice: Choice = self.router(own, context.kept[key].long() if again else None)
+        context.kept[key] = choice.experts_TK.int()
         return choice
 
     def _add_loss(self, choice: Choice, rows: Tensor | None, context: Context) -> None:

@@ -26,6 +26,7 @@ from kenotron_models.hf_tensors import (
 )
 from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.rope_scaling import RopeScaling
+from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "hf_tensors",
     "is_superfluous",
     "read_hf_config",
+    "stays_fp32",
     "turns_neighbours",
     "with_its_head",
 ]
@@ -112,20 +114,22 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     Its own family is tried first; a Llama with biases is a Qwen2. Rotary keys are in both
     spellings. Raises ValueError, naming the fields, when none computes the same.
     """
-    own = _names_of(config)
+    own, others = _names_of(config), family_of(config).others
     reasons = []
-    for family in (own, *_known()):
+    for family in (own, *others, *_known()):
         try:
             values = shared_to_hf(family, config) | family.write(config.decoder)
         except ValueError as error:  # other parts than the family's
             reasons.append(str(error).splitlines())
             continue
-        if not (wrong := _unsaid(family, values, config.decoder)):
+        wrong = _unsaid(family, values, config.decoder) or _other_names(own, family, config)
+        if not wrong:
             return values
         reasons.append(wrong)
+    of_its_own = reasons[: 1 + len(others)]
     raise ValueError(
         f"Hugging Face's {own.model_type} cannot say this model, nor can another architecture:\n  "
-        + "\n  ".join(reasons[0])
+        + "\n  ".join(dict.fromkeys(line for lines in of_its_own for line in lines))
     )
 
 
@@ -225,6 +229,25 @@ def _unsaid(family: HuggingFace, values: Mapping[str, Any], spec: DecoderSpec) -
     except (ValueError, TypeError) as error:
         return str(error).splitlines()
     return [f"{line} when it is read as {family.model_type}" for line in differences(spec, found)]
+
+
+def _other_names(own: HuggingFace, family: HuggingFace, config: AnyConfig) -> list[str]:
+    """What another family calls otherwise: tensors are written under the names of the own one."""
+    modules = {
+        path.rpartition(".")[0].split(".", 2)[2]
+        for path in decoder_layouts(config.decoder)
+        if path.startswith("layers.")
+    }
+    return [
+        f"{module} has other names in a {family.model_type}"
+        for module in sorted(modules)
+        if own.names.get(module) != family.names.get(module)
+    ]
+
+
+def stays_fp32(name: str) -> bool:
+    """Return whether a tensor is fp32 in every model, whatever the format of the others is."""
+    return name.endswith(".choice_bias")
 
 
 def _words(allowed: Any) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from kenotron_dist import TensorLayout
+from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.rope import Rope
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import Architecture, DecoderSpec
@@ -72,6 +73,8 @@ LLAMA_NAMES: Names = {
 """Modules of our block -> those of Llama's; its descendants call theirs the same."""
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """What old files hold next to the weights: it is computed again."""
+_FURTHER = re.compile(r"model\.layers\.(\d+)\.")
+"""Beyond its last layer a DeepSeek-V3 has layers that predict further tokens: they are left out."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,11 @@ def _chunks(layout: TensorLayout) -> list[int]:
 
 def is_superfluous(name: str, spec: DecoderSpec) -> bool:
     """Whether a tensor of a file is none that the model has, and may be there all the same."""
-    return bool(_BUFFERS.fullmatch(name)) or (spec.tie_word_embeddings and name == HF_HEAD)
+    further = _FURTHER.match(name)
+    beyond = further is not None and int(further[1]) >= spec.num_hidden_layers
+    predicts = beyond and isinstance(spec.blocks[0].mixer, LatentAttentionSpec)
+    tied = spec.tie_word_embeddings and name == HF_HEAD
+    return bool(_BUFFERS.fullmatch(name)) or tied or predicts
 
 
 def _plain(name: str, shape: Shape) -> Whole:

@@ -34,6 +34,9 @@ class Part(nn.Module):
     """Whether it is right where rows are cut over ranks (``context.cut``): it treats each token
     alone, or exchanges what tokens need of one another."""
 
+    computed_again: bool = False
+    """Whether the backward computes all of it again; its block sets it."""
+
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, before a compiled ``forward``."""
 

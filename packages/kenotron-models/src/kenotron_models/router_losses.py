@@ -1,7 +1,7 @@
 """Losses of a router: even load of the experts, and small logits.
 
-Both are sums over tokens and samples that are divided by the number of targets of the global batch,
-as every loss is: they do not depend on how the batch is cut into micro-batches and over ranks.
+Both are sums over tokens and samples that are divided by the tokens of the global batch: they do
+not depend on how the batch is cut into micro-batches and over ranks.
 
 Shapes: B rows of a micro-batch, n tokens of this rank, E experts, K experts of a token.
 """
@@ -61,7 +61,7 @@ def balance(
     if spec.scoring == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
     member = one_hot(rows, batch + 1)[:, :batch].to(scores.dtype)  # (n, B)
-    chosen = one_hot(choice.experts_TK, spec.experts).sum(1).to(scores.dtype)  # (n, E)
+    chosen = torch.zeros_like(scores).scatter_(1, choice.experts_TK, 1.0)  # (n, E)
     counts = torch.cat([member.t() @ chosen, member.sum(0)[:, None]], 1)  # (B, E + 1)
     mass = member.t() @ scores  # (B, E)
     for axis in axes:

@@ -38,6 +38,8 @@ class SmallSizes:
     """Tokens of a sample before."""
     small_sequence: int
     """Tokens of a sample after."""
+    ep: int = 1
+    """Ranks that share the experts."""
 
     def length(self, tokens: int) -> int:
         """Return a number of tokens in proportion to the samples."""

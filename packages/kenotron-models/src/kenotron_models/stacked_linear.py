@@ -99,7 +99,7 @@ def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if x.is_meta:
         return x.new_empty(len(x), weight.shape[1])
-    if _has_grouped_kernel(x):
+    if _has_grouped_kernel(x, weight.shape[1]):
         return torch._grouped_mm(x.contiguous(), weight.transpose(1, 2), offs=_ends(counts))
     out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
     for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
@@ -117,7 +117,7 @@ def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         x: (R, I), likewise.
         counts: rows of each expert.
     """
-    if _has_grouped_kernel(x):
+    if _has_grouped_kernel(x, dy.shape[1]):
         return torch._grouped_mm(dy.contiguous().t(), x.contiguous(), offs=_ends(counts))
     out, sizes = x.new_empty(len(counts), dy.shape[1], x.shape[1]), counts.tolist()
     for ys, xs, target in zip(dy.split(sizes), x.split(sizes), out, strict=True):
@@ -125,9 +125,13 @@ def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     return out
 
 
-def _has_grouped_kernel(x: Tensor) -> bool:
-    """Whether one kernel multiplies all groups: torch's own is for bfloat16 on CUDA."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")
+def _has_grouped_kernel(x: Tensor, others: int) -> bool:
+    """Whether one kernel multiplies all groups: torch's own is for bfloat16 on CUDA.
+
+    It wants rows of 16 bytes: 8 divides the features of x (R, I), R above 0, and ``others``.
+    """
+    fits = len(x) > 0 and x.shape[1] % 8 == 0 and others % 8 == 0
+    return x.is_cuda and x.dtype == torch.bfloat16 and fits and hasattr(torch, "_grouped_mm")
 
 
 def _ends(counts: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.expert_fields import only_experts
 from kenotron_models.families.hf_keys import experts_of, shared_from_hf, sparse_to_hf
 from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.hf_rope import rope_to_hf
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Stacked
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.spec import DecoderSpec
@@ -41,6 +42,22 @@ def _read(values: Values) -> DeepseekV3Config:
     )
 
 
+def _rope_keys(mixer: LatentAttentionSpec) -> dict[str, Any]:
+    """Rotary keys in both spellings; scale and attention factor as the shares that say them."""
+    found = rope_to_hf(mixer.rope)
+    scaling = None if mixer.rope is None else mixer.rope.scaling
+    if mixer.scale is None or scaling is None or scaling.factor <= 1:
+        return found
+    log = 0.1 * math.log(scaling.factor)
+    below = round((math.sqrt(mixer.scale * math.sqrt(mixer.head_dim)) - 1) / log, 9)
+    above = round(((scaling.attention_factor or 1 + log) * (below * log + 1) - 1) / log, 9)
+    shares = {"mscale": above, "mscale_all_dim": below}
+    for key in ("rope_parameters", "rope_scaling"):
+        own = {name: value for name, value in found[key].items() if name != "attention_factor"}
+        found[key] = own | shares
+    return found
+
+
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     found = experts_of(spec)
     experts, mixer = only_experts(spec, found), spec.blocks[0].mixer
@@ -51,6 +68,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
     del keys["head_dim"]
     return {
         **keys,
+        **_rope_keys(mixer),
         "q_lora_rank": mixer.q_rank,
         "kv_lora_rank": mixer.kv_rank,
         "qk_nope_head_dim": mixer.head_dim - mixer.turned,

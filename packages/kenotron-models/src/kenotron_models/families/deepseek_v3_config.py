@@ -13,6 +13,7 @@ from kenotron_models.families.expert_fields import (
 from kenotron_models.families.fields import (
     BACKENDS,
     SharedFields,
+    choice_problems,
     marker_problems,
     raise_all,
     size_problems,
@@ -53,7 +54,7 @@ class DeepseekV3Config(SharedFields):
     num_experts_per_tok: int = 8
     """Experts that each token is sent to."""
     n_shared_experts: int = 1
-    """Experts that every token is sent to; they are one that is so many times as wide."""
+    """Experts that every token is sent to, as one of their total width."""
     moe_intermediate_size: int = 2048
     """Width of an expert, in features; ``intermediate_size`` is that of layers without experts."""
     n_group: int = 8
@@ -85,6 +86,7 @@ class DeepseekV3Config(SharedFields):
         found += loss_problems(
             router_aux_loss_coef=self.router_aux_loss_coef, router_bias_rate=self.router_bias_rate
         )
+        found += [*choice_problems(self), *_unread(self), *_range_problems(self)]
         raise_all([*found, *_group_problems(self), *_head_problems(self)])
 
     @property
@@ -99,7 +101,7 @@ class DeepseekV3Config(SharedFields):
 
     def small(self, sizes: SmallSizes) -> Self:
         """Return a narrow copy of the same structure."""
-        experts, top_k = small_experts(self.n_routed_experts, self.num_experts_per_tok, sizes.tp)
+        experts, top_k = small_experts(self.n_routed_experts, self.num_experts_per_tok, sizes.ep)
         groups = math.gcd(experts, min(self.n_group, 4))
         half = max(2, min(sizes.head_dim, self.qk_rope_head_dim) // 2 * 2)
         hidden = sizes.heads * half
@@ -166,6 +168,46 @@ class DeepseekV3Config(SharedFields):
         )
         routed = dict.fromkeys(range(self.first_k_dense_replace, layers), experts)
         return self.decoder_of([mixer] * layers, routed)
+
+
+def _unread(config: DeepseekV3Config) -> list[str]:
+    """Keys of other families that say something else than this one computes."""
+    heads, own = config.num_attention_heads, "this family has"
+    found = []
+    if config.attention_bias:
+        found.append(f"attention_bias: true was given; {own} no biases")
+    if config.num_key_value_heads not in (None, heads):
+        found.append(
+            f"num_key_value_heads: {config.num_key_value_heads} was given; {own} as many as "
+            f"num_attention_heads ({heads}); leave it out"
+        )
+    if config.head_dim is not None:
+        found.append(
+            f"head_dim: {config.head_dim} was given; {own} qk_nope_head_dim and qk_rope_head_dim"
+        )
+    return found
+
+
+def _range_problems(config: DeepseekV3Config) -> list[str]:
+    least = {"n_shared_experts": 0, "qk_nope_head_dim": 0, "first_k_dense_replace": 0}
+    found = [
+        f"{name}: {getattr(config, name)} was given; it must be at least {bound}"
+        for name, bound in least.items()
+        if getattr(config, name) < bound
+    ]
+    if config.q_lora_rank is not None and config.q_lora_rank < 1:
+        found.append(f"q_lora_rank: {config.q_lora_rank} was given; it must be at least 1, or null")
+    if not 0 < config.routed_scaling_factor < float("inf"):
+        found.append(
+            f"routed_scaling_factor: {config.routed_scaling_factor} was given; it must be a finite "
+            "number above 0"
+        )
+    if config.first_k_dense_replace >= config.num_hidden_layers:
+        found.append(
+            f"first_k_dense_replace: {config.first_k_dense_replace} was given; it must be below "
+            f"num_hidden_layers ({config.num_hidden_layers}): some layer must have experts"
+        )
+    return found
 
 
 def _group_problems(config: DeepseekV3Config) -> list[str]:

@@ -49,9 +49,9 @@ def loss_problems(**weights: float) -> list[str]:
     ]
 
 
-def small_experts(experts: int, top_k: int, tp: int) -> tuple[int, int]:
-    """Return experts, 8 at most or one a rank, and experts of a token of a small copy."""
-    few = min(experts, max(SMALL_EXPERTS, tp))
+def small_experts(experts: int, top_k: int, ep: int) -> tuple[int, int]:
+    """Return experts and experts of a token of a small copy: about 8, a multiple of ep."""
+    few = min(experts, max(SMALL_EXPERTS // ep, 1) * ep)
     return few, min(top_k, few)
 
 

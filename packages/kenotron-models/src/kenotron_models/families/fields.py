@@ -179,7 +179,7 @@ def check(config: SharedFields) -> list[str]:
         One line for each problem, `field: value given; what is needed`; empty when all is well.
     """
     sizes = size_problems(config)
-    return [*sizes, *([] if sizes else head_problems(config)), *_choice_problems(config)]
+    return [*sizes, *([] if sizes else head_problems(config)), *choice_problems(config)]
 
 
 def window_problems(window: int | None) -> list[str]:
@@ -256,7 +256,8 @@ def head_problems(config: SharedFields) -> list[str]:
     return found
 
 
-def _choice_problems(config: SharedFields) -> list[str]:
+def choice_problems(config: SharedFields) -> list[str]:
+    """Name an activation or a back end that there is not, and a z-loss with a wrong weight."""
     found = []
     if config.hidden_act != "silu":
         found.append(f"hidden_act: {config.hidden_act!r} was given; it must be 'silu'")

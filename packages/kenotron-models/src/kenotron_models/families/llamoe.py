@@ -12,13 +12,17 @@ from kenotron_models.router import RouterSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
+THETA = 10000.0
+"""Base of its wave lengths."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlaMoEConfig(SharedFields):
     """A Llama whose feed-forwards are experts, under the names of Nanotron's example.
 
     As there, rotary positions turn neighbouring features with base 10,000, experts have two
-    matrices and a GELU (``hidden_act`` is not read), and weights are not renormalised.
+    matrices and a GELU, and weights are not renormalised. Unlike there, ``tie_word_embeddings`` and
+    ``rope_scaling`` mean what they say, and ``hidden_act`` must have its default.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.
@@ -45,11 +49,15 @@ class LlaMoEConfig(SharedFields):
                 f"moe_capacity_factor: {self.moe_capacity_factor} was given; no token is dropped, "
                 "so it must be 1, or be left out"
             )
+        if self.rope_theta != THETA:
+            found.append(
+                f"rope_theta: {self.rope_theta} was given; the base of this family is {THETA:g}"
+            )
         raise_all([*found, *marker_problems(self, "is_llamoe_config")])
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts of a narrow copy."""
-        experts, top_k = small_experts(self.moe_num_experts, self.num_experts_per_tok, sizes.tp)
+        experts, top_k = small_experts(self.moe_num_experts, self.num_experts_per_tok, sizes.ep)
         return {"moe_num_experts": experts, "num_experts_per_tok": top_k}
 
     @property

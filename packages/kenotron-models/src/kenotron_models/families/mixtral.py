@@ -66,7 +66,7 @@ class MixtralConfig(SharedFields):
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts and windows of a narrow copy."""
-        experts, top_k = small_experts(self.num_local_experts, self.num_experts_per_tok, sizes.tp)
+        experts, top_k = small_experts(self.num_local_experts, self.num_experts_per_tok, sizes.ep)
         return {
             "num_local_experts": experts,
             "num_experts_per_tok": top_k,

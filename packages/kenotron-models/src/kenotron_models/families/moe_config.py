@@ -42,7 +42,7 @@ class MoEConfig:
     """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
     each layer where they are spread evenly. Nanotron does not read it."""
     layers: tuple[int, ...] = ALL_LAYERS
-    """Layers that have experts, counted from 0; -1 alone: all."""
+    """Layers that have experts, counted from 0; -1 alone: all; none: it is a dense model."""
     enable_shared_expert: bool = False
     """True: one expert sees every token; its result is multiplied by a sigmoid of the token."""
     token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
@@ -57,7 +57,8 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        names = ("num_experts", "top_k", "moe_intermediate_size", "shared_expert_intermediate_size")
+        names = ["num_experts", "top_k", "moe_intermediate_size"]
+        names += ["shared_expert_intermediate_size"] * self.enable_shared_expert
         found = expert_problems({n: getattr(self, n) for n in names}, "num_experts", "top_k")
         weights = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
         found += loss_problems(**{n: getattr(self, n) for n in weights})
@@ -68,13 +69,12 @@ class MoEConfig:
         """Name layers that a model of so many does not have, each with its key."""
         if self.layers == ALL_LAYERS:
             return []
-        wrong = [i for i in self.layers if not 0 <= i < layers]
-        if wrong or not self.layers:
-            return [
-                f"moe_config.layers: {list(self.layers)} was given; it must be numbers from 0 to "
-                f"{layers - 1}, or [-1] for all layers"
-            ]
-        return []
+        if all(0 <= i < layers for i in self.layers):
+            return []
+        return [
+            f"moe_config.layers: {list(self.layers)} was given; it must be numbers from 0 to "
+            f"{layers - 1}, or [-1] for all layers"
+        ]
 
     def feed_forwards(self, layers: int) -> dict[int, ExpertsSpec]:
         """Return the experts of a model of so many layers, by layer from 0."""
@@ -99,7 +99,7 @@ class MoEConfig:
 
     def small(self, sizes: SmallSizes, layers: int) -> MoEConfig:
         """Return a narrow copy, for a small copy of a model of so many layers."""
-        experts, top_k = small_experts(self.num_experts, self.top_k, sizes.tp)
+        experts, top_k = small_experts(self.num_experts, self.top_k, sizes.ep)
         every = self.layers == ALL_LAYERS
         return replace(
             self,

@@ -74,7 +74,7 @@ class Qwen3MoEConfig(SharedFields):
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts of a narrow copy."""
-        experts, top_k = small_experts(self.num_experts, self.num_experts_per_tok, sizes.tp)
+        experts, top_k = small_experts(self.num_experts, self.num_experts_per_tok, sizes.ep)
         with_experts = self.layers_with_experts
         without = {*range(self.num_hidden_layers)} - {*with_experts}
         return {

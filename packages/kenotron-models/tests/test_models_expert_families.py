@@ -1,0 +1,123 @@
+"""Families with experts: what their configs refuse, and how Hugging Face's keys come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kenotron_models import (
+    DeepseekV3Config,
+    ExpertsSpec,
+    LlaMoEConfig,
+    MixtralConfig,
+    MLPSpec,
+    MoEConfig,
+    Qwen2Config,
+    Qwen3MoEConfig,
+    RopeScaling,
+    SmallSizes,
+    upcycled_config,
+)
+from kenotron_models.hf import config_from_hf, config_to_hf, is_superfluous, stays_fp32
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "vocab_size": 61, "max_position_embeddings": 64,
+}  # fmt: skip
+LATENT = {
+    **SIZES, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+YARN = RopeScaling(
+    factor=4.0, rope_type="yarn", original_max_position_embeddings=16, attention_factor=1.0
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "keys", "said"),
+    [
+        (DeepseekV3Config, LATENT, {"attention_bias": True}, "attention_bias: true"),
+        (DeepseekV3Config, LATENT, {"num_key_value_heads": 2}, "as many as num_attention_heads"),
+        (DeepseekV3Config, LATENT, {"head_dim": 8}, "head_dim: 8"),
+        (DeepseekV3Config, LATENT, {"hidden_act": "gelu"}, "it must be 'silu'"),
+        (DeepseekV3Config, LATENT, {"n_group": 3}, "must divide n_routed_experts"),
+        (DeepseekV3Config, LATENT, {"topk_group": 3}, "must not be above n_group"),
+        (DeepseekV3Config, LATENT, {"num_experts_per_tok": 5}, "groups have 4 experts"),
+        (DeepseekV3Config, LATENT, {"first_k_dense_replace": 3}, "some layer must have experts"),
+        (DeepseekV3Config, LATENT, {"v_head_dim": 9}, "must not be above qk_nope_head_dim"),
+        (DeepseekV3Config, LATENT, {"qk_rope_head_dim": 3}, "it must be an even number"),
+        (DeepseekV3Config, LATENT, {"q_lora_rank": 0}, "at least 1, or null"),
+        (DeepseekV3Config, LATENT, {"n_shared_experts": -1}, "it must be at least 0"),
+        (DeepseekV3Config, LATENT, {"routed_scaling_factor": 0.0}, "a finite number above 0"),
+        (MixtralConfig, SIZES, {"num_experts_per_tok": 9}, "be above num_local_experts (8)"),
+        (MixtralConfig, SIZES, {"router_aux_loss_coef": -1.0}, "finite and not negative"),
+        (Qwen3MoEConfig, SIZES, {"decoder_sparse_step": 4}, "no layer has experts"),
+        (LlaMoEConfig, SIZES, {"rope_theta": 5e5}, "the base of this family is 10000"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_named(
+    kind: type[Any], sizes: dict[str, Any], keys: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        kind(**{**sizes, **keys})
+
+
+def test_a_section_without_layers_is_a_dense_model() -> None:
+    section = MoEConfig(layers=(), shared_expert_intermediate_size=0)
+    blocks = Qwen2Config(**SIZES, moe_config=section).decoder.blocks
+    assert all(isinstance(block.feed_forward, MLPSpec) for block in blocks)
+
+
+def test_a_scale_of_yarn_goes_to_hugging_face_and_comes_back() -> None:
+    width = 8**-0.5
+    more = 0.1 * 1.0 * 1.3862943611198906 + 1.0  # ln 4
+    config = DeepseekV3Config(**LATENT, rope_scaling=YARN, attention_scale=width * more * more)
+    values = config_to_hf(config)
+    assert values["rope_parameters"]["mscale_all_dim"] == 1.0
+    assert config_from_hf(values).decoder.blocks[0].mixer == config.decoder.blocks[0].mixer
+
+
+def test_an_export_has_the_names_of_its_keys() -> None:
+    """A Qwen2 whose experts a Mixtral could compute is written under neither's names."""
+    section = MoEConfig(num_experts=4, moe_intermediate_size=16, norm_topk_prob=True)
+    with pytest.raises(ValueError, match="a qwen2_moe has a shared expert"):
+        config_to_hf(Qwen2Config(**SIZES, moe_config=section))
+
+
+def test_layers_that_predict_further_tokens_are_left_out() -> None:
+    latent, mixtral = DeepseekV3Config(**LATENT).decoder, MixtralConfig(**SIZES).decoder
+    assert is_superfluous("model.layers.3.self_attn.o_proj.weight", latent)
+    assert not is_superfluous("model.layers.2.self_attn.o_proj.weight", latent)
+    assert not is_superfluous("model.layers.3.self_attn.o_proj.weight", mixtral)
+
+
+def test_biases_of_the_choice_stay_fp32() -> None:
+    assert stays_fp32("layers.1.experts.router.choice_bias")
+    assert not stays_fp32("layers.1.experts.router.weight")
+
+
+@pytest.mark.parametrize("ep", [1, 3, 4])
+def test_a_small_copy_has_experts_for_its_ranks(ep: int) -> None:
+    sizes = SmallSizes(
+        layers=3, period=1, heads=4, kv_heads=4, head_dim=8, vocab_size=29, tp=1, sequence=64,
+        small_sequence=16, ep=ep,
+    )  # fmt: skip
+    whole = MixtralConfig(**SIZES, num_local_experts=12, num_experts_per_tok=3)
+    small = whole.small(sizes)
+    assert small.num_local_experts % ep == 0 and small.num_local_experts <= 12
+    experts = small.decoder.blocks[0].feed_forward
+    assert isinstance(experts, ExpertsSpec) and experts.router.top_k == 3
+    latent = DeepseekV3Config(**{**LATENT, "n_routed_experts": 12}).small(sizes)
+    assert latent.n_routed_experts % ep == 0 == latent.n_routed_experts % latent.n_group
+
+
+def test_what_has_no_copies_with_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="a Mixtral like this has no copies with experts"):
+        upcycled_config(MixtralConfig(**SIZES), 4, 2)
+    dense = Qwen2Config(**SIZES, attention_bias=True)
+    sparse = upcycled_config(dense, 4, 2)
+    assert isinstance(sparse, Qwen2Config) and replace(sparse, moe_config=None) == dense
