@@ -194,8 +194,8 @@ def start_exchange(
 
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
     """Whether there is nothing to send: tensors on meta, and no group."""
-    first = x if isinstance(x, Tensor) else x[0]
-    return axis.group is None and first.device.type == "meta"
+    tensors = [x] if isinstance(x, Tensor) else x
+    return axis.group is None and all(each.device.type == "meta" for each in tensors)
 
 
 def _exchange(
