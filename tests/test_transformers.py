@@ -24,7 +24,7 @@ from kenotron_models.hf import config_to_hf, hf_tensors
 def to_transformers(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The same tensors under transformers' names."""
     return {
-        part.name: ours[name][part.first : part.first + part.shape[0]]
+        part.name: part.of(ours[name])
         for name, whole in hf_tensors(config.model.model_config).items()
         for part in whole.parts
     }
