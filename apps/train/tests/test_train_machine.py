@@ -124,7 +124,7 @@ def test_the_program_says_it_before_ranks_are_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("parallelism.expert_parallel_size", 2, "parallelism.expert_parallel_size: 2 was given"),
+        ("parallelism.moe_layer_recompute", "true", "parallelism.moe_layer_recompute: true"),
         ("model.model_config.hidden_size", 10**12, "a tensor of this model is too large"),
         ("general.benchmark_csv_path", __file__, "general.benchmark_csv_path"),
     ],

@@ -21,7 +21,7 @@ def parse(*overrides):
     [
         "lighteval={slurm: {gpus_per_node: 8, partition: p, time: '1:00:00'}}",
         "model.init_method={use_mup: true}",
-        "parallelism.expert_parallel_size=2",
+        "parallelism.moe_layer_recompute=true",
     ],
 )
 def test_what_is_not_there_yet_is_refused_before_anything_is_built(override):
