@@ -152,7 +152,7 @@ def structure(config: Config) -> dict[str, Any]:
         "no positions": {mixer.rope is None for mixer in mixers},
         "stretched": {rope.scaling and rope.scaling.rope_type for rope in ropes},
         "biases": (first.qkv_bias, first.out_bias, getattr(block.feed_forward, "bias", False)),
-        "experts": [getattr(block.feed_forward, "name", "") for block in spec.blocks].count("mlp"),
+        "feed-forwards": {getattr(block.feed_forward, "name", "") for block in spec.blocks},
         "norms": (spec.norm, block.norm, first.qk_norm),
         "loss": (spec.z_loss, spec.embedding_dropout, block.dropout),
         "documents": has_documents(config) if tokens.train_steps > 10 else None,
