@@ -126,6 +126,7 @@ class Attention(Part):
         if not build.shapes_only:
             check_backend(spec.backend)
         self.spec, self.layer, self.axis = spec, layer, axis
+        self.turned = spec.head_dim  # features of a head that positions turn
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(spec.kv_heads // axis.size, 1)  # G/t
 
@@ -232,7 +233,7 @@ class Attention(Part):
         return dropout_of(context, self.spec.dropout, self.layer, first_head)
 
     def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-        width, theta, scaling = self.spec.head_dim, rope.theta, rope.scaling
+        width, theta, scaling = self.turned, rope.theta, rope.scaling
         return context.once(
             ("angles", width, theta, scaling),
             lambda: rotary_angles(context.positions_BS, width, theta, scaling),

@@ -24,7 +24,7 @@ from kenotron_models.context import Context
 from kenotron_models.norm import NormSpec
 from kenotron_models.part import Normed
 from kenotron_models.recompute import between
-from kenotron_models.rope import Rope, rotary_angles, rotate
+from kenotron_models.rope import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,7 @@ class LatentAttention(Attention):
     ) -> None:
         nn.Module.__init__(self)
         self.prepare_heads(spec, build, layer)
+        self.turned = spec.turned
         self.latent, self.sequence_parallel = spec, build.sequence_parallel
         heads, kept = spec.heads, spec.head_dim - spec.turned
         queries = heads * spec.head_dim
@@ -131,13 +132,6 @@ class LatentAttention(Attention):
         k = torch.cat([k_kept, k_turned.expand(*k_kept.shape[:3], -1)], -1)
         v = F.pad(v, (0, spec.head_dim - spec.value_features))  # kernels want equal widths
         return self.mix(q, k, v, context)[..., : spec.value_features]
-
-    def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-        width, theta, scaling = self.latent.turned, rope.theta, rope.scaling
-        return context.once(
-            ("angles", width, theta, scaling),
-            lambda: rotary_angles(context.positions_BS, width, theta, scaling),
-        )
 
 
 class WholeLinear(nn.Linear):
