@@ -65,3 +65,10 @@ def test_a_run_writes_its_variables_by_name(tmp_path: Path, monkeypatch):
     ]
     assert with_it == []
     assert SECRET not in done.stdout + done.stderr
+
+
+def test_the_error_of_a_store_has_no_password(tmp_path: Path) -> None:
+    url = "memory://me:hunter3@bucket/run"
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, s3_upload__upload_s3_path=url))
+    assert done.returncode != 0
+    assert "/me:***@bucket/run" in done.stderr and "hunter3" not in done.stdout + done.stderr

@@ -99,3 +99,9 @@ def test_a_log_has_the_name_of_a_variable():
     mask = Mask(secret_config())
     assert mask.line(f"{SECRET}: 5 tokens") == "!env KENOTRON_SECRET: 5 tokens"
     assert mask.keys({f"val_loss/{SECRET}": 1}) == {"val_loss/!env KENOTRON_SECRET": 1}
+
+
+def test_credentials_are_masked_without_their_scheme():
+    mask = Mask(secret_config(f"s3_upload.upload_s3_path={URL}"))
+    path = URL.partition("://")[2]
+    assert mask(f"OSError: /{path}/5") == "OSError: /me:***@host/bucket/5"

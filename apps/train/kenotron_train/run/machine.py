@@ -21,6 +21,8 @@ MOST_PER_CORE = 32
 starting and switching them alone."""
 ALWAYS_ALLOWED = 64
 """Ranks, or loading threads, that no machine refuses."""
+LARGEST = 64e12
+"""Bytes of memory that no machine gives to one process."""
 _ROOT = Path("/")
 
 
@@ -80,6 +82,17 @@ def without_gpus(config: Config) -> list[str]:
     if model.cuda_graph and not there:
         return [f"model.cuda_graph: true was given{elsewhere}, or set it to false"]
     return []
+
+
+def beyond_any_machine(config: Config) -> list[str]:
+    """Name a model of which one rank's share fits into no machine that there is."""
+    if (need := state_of_rank(config)) <= LARGEST:
+        return []
+    return [
+        "model.model_config: parameters, gradients and the optimizer's state of a rank need "
+        f"{need / GB:,.3g} GB, and no machine has more than {LARGEST / GB:,.3g}; make the model "
+        "smaller, or cut it into more parts (parallelism.tp, pp and ep)"
+    ]
 
 
 def host_cautions(config: Config) -> list[str]:

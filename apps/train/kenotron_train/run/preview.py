@@ -29,7 +29,12 @@ from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
-from kenotron_train.run.machine import machine_cautions, state_bytes, without_gpus
+from kenotron_train.run.machine import (
+    beyond_any_machine,
+    machine_cautions,
+    state_bytes,
+    without_gpus,
+)
 
 GB = 1e9
 
@@ -71,6 +76,7 @@ def cannot_run(config: Config) -> list[str]:
         stage_sizes(config)
     except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
         problems.append(f"model.model_config: a tensor of this model is too large: {error}")
+    problems += [] if problems else beyond_any_machine(config)
     try:
         check_watching(config)
     except (ValueError, ImportError) as error:

@@ -62,10 +62,15 @@ def masked(text: str) -> str:
 
 
 def _masked_user(match: re.Match[str]) -> str:
-    user, colon, _ = match["who"].partition(":")
-    if not colon and re.search("ssh|sftp", match["scheme"].lower()):
+    if ":" not in match["who"] and re.search("ssh|sftp", match["scheme"].lower()):
         return match[0]  # a name alone is no secret there
-    return f"{match['scheme']}://{user + ':' if colon else ''}***@"
+    return f"{match['scheme']}://{_without(match)}"
+
+
+def _without(match: re.Match[str]) -> str:
+    """Who it is, without a password."""
+    user, colon, _ = match["who"].partition(":")
+    return f"{user + ':' if colon else ''}***@"
 
 
 def public(value: Any) -> Any:
@@ -91,35 +96,43 @@ def credentials(value: Any, path: str = "") -> list[str]:
 class Mask:
     """Makes texts of a run fit to be printed or sent: each variable's text becomes its tag.
 
+    Credentials of the config's URLs are masked in any text, where the scheme is cut off, too.
+
     Args:
         config: the dataclass that the run is described by; None: no text is a variable's.
     """
 
     def __init__(self, config: Any = None) -> None:
-        found = set() if config is None else set(_tagged(asdict(config)))
-        self._texts = sorted((t for t in found if len(t) >= _SHORTEST), key=len, reverse=True)
+        texts = [] if config is None else [*_texts(asdict(config))]
+        found = {text for text in texts if isinstance(text, EnvText) and len(text) >= _SHORTEST}
+        self._texts = sorted(found, key=len, reverse=True)
+        urls = [match for text in texts for match in _USER.finditer(text)]
+        self._who = {f"{match['who']}@": _without(match) for match in urls if ":" in match["who"]}
 
     def __call__(self, text: str) -> str:
         """Return the text with tags for variables, and with URLs masked."""
         for hidden in self._texts:
             text = text.replace(hidden, f"{TAG} {hidden.written}")
+        for who, shown in self._who.items():
+            text = text.replace(who, shown)
         return masked(text)
 
     def keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return a mapping with this done to its keys."""
-        return {self(key): value for key, value in values.items()} if self._texts else {**values}
+        return {self(key) if self._texts else key: value for key, value in values.items()}
 
     def line(self, text: str) -> str:
         """Return a text for a terminal: also without anything that a terminal would obey."""
         return self(printable(text))
 
 
-def _tagged(value: Any) -> Iterator[EnvText]:
-    if isinstance(value, EnvText):
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in mappings and lists, keys included."""
+    if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for each in (*value.keys(), *value.values()):
-            yield from _tagged(each)
+            yield from _texts(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tagged(each)
+            yield from _texts(each)
