@@ -73,8 +73,8 @@ def tests_nccl(session: nox.Session) -> None:
     ``gloo``, which give the reason, and of tests with many variants all but two or three.
     """
     chosen = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
-    starting = ("gloo_threads", "launch", "meeting", "notes", "signals", "signed", "spawn")
-    alone = ("compact_state", "freed", "fused", "memory", "products", "update_rule")
+    starting = ("gloo_threads", "launch", "rendezvous", "messages", "signals", "signed", "spawn")
+    alone = ("compact_state", "freed", "fused", "memory", "products", "matmul", "update_rule")
     files = [
         str(file)
         for package in chosen

@@ -258,7 +258,7 @@ TRACE = [
     span("cuda_runtime", "cudaLaunchKernel", 90, 5, 1, 1),
     span("cuda_runtime", "cudaLaunchKernel", 290, 5, 1, 4),
     span("cuda_runtime", "cudaLaunchKernel", 395, 4, 2, 5),
-    span("python_function", "/r/src/kenotron_pp/step.py(7): run", 0, 500),
+    span("python_function", "/r/src/kenotron_pp/executor.py(7): run", 0, 500),
     span("python_function", "/r/src/kenotron_pp/gone.py(9): run", 10, 20),
     span("python_function", "torch/nn/functional.py(3): norm", 285, 20),
     span("cpu_op", "MulBackward0", 390, 30, 2),
@@ -272,7 +272,7 @@ def test_a_trace_gives_kernels_gaps_and_the_lines_before_them():
     assert [(pause, each["name"]) for pause, each in found] == [(50, "norm"), (90, "late")]
     assert gpu_profiling.host_lines(TRACE, found) == {
         "MulBackward0": {"gaps": 1, "ms": 0.09},
-        "kenotron_pp/step.py(7): run": {"gaps": 1, "ms": 0.05},
+        "kenotron_pp/executor.py(7): run": {"gaps": 1, "ms": 0.05},
     }
     share = gpu_profiling.busy_share(TRACE)
     assert share == {"ms of the trace": 0.31, "share that the GPU is busy": 1 - 150 / 310}
@@ -281,13 +281,13 @@ def test_a_trace_gives_kernels_gaps_and_the_lines_before_them():
 def test_lines_that_wait_are_counted_under_the_package_that_called():
     code = "import warnings\ndef f():\n    warnings.warn('called a synchronizing CUDA operation')\n"
     place = {}
-    exec(compile(code, "/somewhere/src/kenotron_pp/step.py", "exec"), place)
+    exec(compile(code, "/somewhere/src/kenotron_pp/executor.py", "exec"), place)
     before = torch.accelerator.synchronize
     with gpu_waiting.synchronisations() as found:
         place["f"]()
         place["f"]()
         warnings.warn("of something else", stacklevel=1)
-    assert found == {"kenotron_pp/step.py:3 in f": 2}
+    assert found == {"kenotron_pp/executor.py:3 in f": 2}
     assert torch.accelerator.synchronize is before
 
 

@@ -12,10 +12,10 @@ from kenotron_ckpt import passed_over
 from kenotron_data import printable
 from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_dist.launch import launcher
-from kenotron_generate.continuing import Request, continue_prompts, tokenizer_name
+from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
-from kenotron_generate.words import libraries
+from kenotron_generate.tokenizer_io import libraries
 from kenotron_models import Sampling
 
 AXES = ("pp", "tp", "dp")

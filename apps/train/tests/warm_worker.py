@@ -19,7 +19,7 @@ PRELOAD = (
     "torch._dynamo",
     "torch.utils.tensorboard",
     "kenotron_train.run.loop",
-    "kenotron_generate.continuing",
+    "kenotron_generate.batch_generation",
     "transformers.models.auto.tokenization_auto",
 )
 

@@ -14,10 +14,10 @@ from ckpt_accelerator import DEFAULT, GARBAGE, LAZY, SIDE, Accelerator, Event, H
 from ckpt_checks import vectors
 
 from kenotron_ckpt import Saver, load, reader, threads
-from kenotron_ckpt.arena import Arena
-from kenotron_ckpt.cut import blocks_of
+from kenotron_ckpt.blocks import blocks_of
+from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
-from kenotron_ckpt.parts import Part, plan_parts
+from kenotron_ckpt.part_files import Part, plan_parts
 from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
 
 KINDS = (LAZY, DEFAULT, SIDE)

@@ -11,7 +11,7 @@ from kenotron_ckpt import UnknownVersion, load, read_manifest
 from kenotron_ckpt.folder import LONGEST_MANIFEST, defect
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.manifest_rules import WIDTHS
-from kenotron_ckpt.parts import CODES
+from kenotron_ckpt.part_files import CODES
 from kenotron_dist import Mesh, TensorLayout
 
 HUGE = 10**4000

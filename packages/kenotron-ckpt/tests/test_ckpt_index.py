@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xxhash import xxh3_64_hexdigest
 
+from kenotron_ckpt.blocks import blocks_of, share_of
 from kenotron_ckpt.coverage import check_coverage, first_missing, merge_records, overlap
-from kenotron_ckpt.cut import blocks_of, share_of
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_dist import MeshConfig, TensorLayout, local_shape, views_of
 

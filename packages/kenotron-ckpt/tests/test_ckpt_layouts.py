@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenotron_ckpt import Saver, load
-from kenotron_ckpt.arena import Arena
+from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.checksums import manifest_faults
-from kenotron_ckpt.cut import blocks_of
 from kenotron_ckpt.folder import manifest_at
+from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.reader import fill, plan_reads
 from kenotron_ckpt.share import plan_share

@@ -8,9 +8,9 @@ from ckpt_cases import small
 
 import kenotron_ckpt.saving
 from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve, save
-from kenotron_ckpt.cut import blocks_of
+from kenotron_ckpt.blocks import blocks_of
+from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.reader import plan_reads
-from kenotron_ckpt.together import on_all, on_first
 from kenotron_dist import Mesh, Shard, TensorLayout, spawn
 
 

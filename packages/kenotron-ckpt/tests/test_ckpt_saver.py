@@ -8,9 +8,9 @@ import torch
 from ckpt_checks import vectors
 
 from kenotron_ckpt import Saver, load, open_checkpoint
-from kenotron_ckpt.arena import Arena
-from kenotron_ckpt.cut import blocks_of
-from kenotron_ckpt.parts import plan_parts
+from kenotron_ckpt.blocks import blocks_of
+from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.part_files import plan_parts
 from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
 
 

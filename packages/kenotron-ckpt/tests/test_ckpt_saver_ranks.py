@@ -14,7 +14,7 @@ from ckpt_kills import put, put_together, state_of
 import kenotron_ckpt.job
 import kenotron_ckpt.saver
 from kenotron_ckpt import Saver, load
-from kenotron_ckpt.arena import Arena
+from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot

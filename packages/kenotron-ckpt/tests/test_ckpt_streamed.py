@@ -56,7 +56,7 @@ def test_one_tensor_is_alive_at_a_time_and_each_is_made_once(tmp_path):
 
 
 def test_a_large_tensor_is_cut_in_pieces_and_still_made_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("kenotron_ckpt.cut.share_of.__defaults__", (100,))
+    monkeypatch.setattr("kenotron_ckpt.blocks.share_of.__defaults__", (100,))
     log = []
     values = {"w": torch.arange(400, dtype=torch.float32).view(100, 4), "v": torch.ones(3)}
     save_streamed(tmp_path, 0, sources(values, log), {})

@@ -29,7 +29,7 @@ END = "<|endoftext|>"
 
 
 def ours(text: Path, tokenizer: Path, out: Path) -> np.ndarray:
-    from kenotron_data.sources import file_pieces
+    from kenotron_data.source_files import file_pieces
     from kenotron_data.tokenise import part_groups, tokenise
     from kenotron_data.tokenizer import open_tokenizer
 
@@ -103,7 +103,7 @@ def measure(name: str, folder: Path) -> tuple[float, int, int]:
 
 def prepare(folder: Path, megabytes: float) -> None:
     """Write the file of JSON lines and the tokenizer."""
-    from kenotron_data.sources import file_pieces
+    from kenotron_data.source_files import file_pieces
     from kenotron_data.train_bpe import train_bpe
 
     size, written = megabytes * 1e6, 0

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kenotron_data.json_lines import JsonLines
-from kenotron_data.pieces import first_rows, grouped
-from kenotron_data.sources import file_pieces
+from kenotron_data.source_files import file_pieces
 from kenotron_data.tables import ParquetRows
+from kenotron_data.text_pieces import first_rows, grouped
 
 
 def texts(pieces):

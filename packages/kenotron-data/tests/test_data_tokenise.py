@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from kenotron_data import TokenFolder, TokenWriter
-from kenotron_data.sources import file_pieces
+from kenotron_data.source_files import file_pieces
 from kenotron_data.tokenise import part_groups, tokenise
 from kenotron_data.tokenizer import (
     ByteTokens,

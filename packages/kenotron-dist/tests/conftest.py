@@ -21,4 +21,4 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that wait longest come first: nobody waits for them alone at the end."""
-    items.sort(key=lambda item: item.path.name != "test_dist_meeting.py")
+    items.sort(key=lambda item: item.path.name != "test_dist_rendezvous.py")

@@ -24,8 +24,8 @@ from kenotron_dist import (
 from kenotron_dist.device import bind_thread, choose_device
 from kenotron_dist.diagnosis import failure_broadcast
 from kenotron_dist.fake_work import FAKE_NCCL
+from kenotron_dist.in_flight import Pulse
 from kenotron_dist.launch import debugging
-from kenotron_dist.pulse import Pulse
 from kenotron_dist.testing import on_nccl, on_ranks
 
 

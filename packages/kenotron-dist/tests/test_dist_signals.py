@@ -219,7 +219,7 @@ def test_handlers_are_back_unless_the_work_is_finished() -> None:
 @pytest.mark.parametrize("full", [False, True])
 def test_a_process_leaves_though_nobody_reads(stream: str, full: bool) -> None:
     program = (
-        "import sys; from kenotron_dist.meeting import leave_late\n"
+        "import sys; from kenotron_dist.rendezvous import leave_late\n"
         "sys.stdout.write('x' * 100); leave_late('who is missing')"
     )
     if full:

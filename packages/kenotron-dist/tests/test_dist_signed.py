@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from test_dist_launch import start, variables
 
-import kenotron_dist.notes as notes_module
 import kenotron_dist.signed_store as signed_store
+import kenotron_dist.store_messages as notes_module
 from kenotron_dist import Mesh, Notes, all_reduce, from_env, spawn
+from kenotron_dist.diagnosis.hang_diagnosis import Beat
 from kenotron_dist.diagnosis.heartbeat import Heartbeat
-from kenotron_dist.diagnosis.stall import Beat
 from kenotron_dist.diagnosis.watchdog import _lost_store
 from kenotron_dist.job_secret import SECRET, read_secret
 from kenotron_dist.signed_store import MessageRefused, SignedStore

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kenotron_models import Context
-from kenotron_models.attend import BACKENDS, Attend, chosen
-from kenotron_models.attend_flash import flash_runs
-from kenotron_models.sight import Sight
+from kenotron_models.attention_backends import BACKENDS, Attend, chosen
+from kenotron_models.attention_flash import flash_runs
+from kenotron_models.attention_mask import Sight
 
 SIZES = (  # B, S, H, G, K
     (2, 256, 8, 8, 64),

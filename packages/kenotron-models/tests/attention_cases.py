@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kenotron_models import Context
-from kenotron_models.sight import Sight
+from kenotron_models.attention_mask import Sight
 
 # Three documents and padding; a document that begins in the middle of a text; one text.
 PLACES = [

@@ -16,10 +16,10 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron_models import attend_blocks
-from kenotron_models.attend import AttentionBackend, attend, chosen
-from kenotron_models.attend_flash import attend_flash
-from kenotron_models.sight import document_starts
+from kenotron_models import attention_blocked
+from kenotron_models.attention_backends import AttentionBackend, attend, chosen
+from kenotron_models.attention_flash import attend_flash
+from kenotron_models.attention_mask import document_starts
 
 BACKENDS: list[AttentionBackend] = ["sdpa", "blocked", "plain", "auto"]
 SIGHTS = [(None, False), (1, False), (3, False), (99, False), (None, True), (3, True), (1, True)]
@@ -29,9 +29,9 @@ BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest value of 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks in a short row, and several steps over the heads."""
-    monkeypatch.setattr(attend_blocks, "ROWS", 4)
-    monkeypatch.setattr(attend_blocks, "QUERIES", (2, 4))
-    monkeypatch.setattr(attend_blocks, "SCORES", 64)
+    monkeypatch.setattr(attention_blocked, "ROWS", 4)
+    monkeypatch.setattr(attention_blocked, "QUERIES", (2, 4))
+    monkeypatch.setattr(attention_blocked, "SCORES", 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -95,7 +95,7 @@ def test_the_blocked_gradient_is_the_derivative(window: int | None, documents: b
     tensors = [x.double().requires_grad_() for x in inputs(2, 7, 4, 2, width=2)]
     sight = sight_of(positions(7)[:2], window, documents)
     assert torch.autograd.gradcheck(
-        lambda *x: attend_blocks.attend_blocks(*x, sight, 0.6), tensors, fast_mode=False
+        lambda *x: attention_blocked.attend_blocks(*x, sight, 0.6), tensors, fast_mode=False
     )
 
 
@@ -151,9 +151,9 @@ def test_auto_takes_blocks_where_they_are_faster() -> None:
 
 def test_an_ordered_back_end_that_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors, sight = inputs(1, 4, 2, 2), sight_of(torch.arange(4)[None])
-    monkeypatch.setattr("kenotron_models.attend_flash.installed", lambda: False)
+    monkeypatch.setattr("kenotron_models.attention_flash.installed", lambda: False)
     with pytest.raises(ValueError, match=r"not installed; install flash-attn.*choose auto or sdpa"):
         attend(*tensors, sight, scale=1.0, backend="flash_attn")
-    monkeypatch.setattr("kenotron_models.attend_flash.installed", lambda: True)
+    monkeypatch.setattr("kenotron_models.attention_flash.installed", lambda: True)
     with pytest.raises(ValueError, match="flash_attn: tensors are on cpu; it needs a CUDA device"):
         attend_flash(*tensors, sight, 1.0)

@@ -11,8 +11,8 @@ from attention_cases import inputs, positions, sight_of, with_gradients
 from torch import Tensor
 
 from kenotron_dist import Axis
-from kenotron_models import Build, LlamaConfig, attend_flash, build_decoder
-from kenotron_models.attend import attend, chosen
+from kenotron_models import Build, LlamaConfig, attention_flash, build_decoder
+from kenotron_models.attention_backends import attend, chosen
 
 CALLS: list[str] = []
 
@@ -67,8 +67,8 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_attn_func=flash_attn_func, flash_attn_varlen_func=flash_attn_varlen_func
     )
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(attend_flash, "installed", lambda: True)
-    monkeypatch.setattr(attend_flash, "problem", lambda q: None)
+    monkeypatch.setattr(attention_flash, "installed", lambda: True)
+    monkeypatch.setattr(attention_flash, "problem", lambda q: None)
     CALLS.clear()
 
 
@@ -123,19 +123,19 @@ class Elsewhere:
     ],
 )
 def test_what_it_cannot_compute(dtype: torch.dtype, width: int, message: str | None) -> None:
-    found = attend_flash.problem(Elsewhere(dtype, width))  # type: ignore[arg-type]
+    found = attention_flash.problem(Elsewhere(dtype, width))  # type: ignore[arg-type]
     assert found is None if message is None else message in str(found)
 
 
 def test_auto_takes_it_only_where_it_runs(flash: None, monkeypatch: pytest.MonkeyPatch) -> None:
     q, sight = torch.zeros(1, 4, 2, 8), sight_of(torch.arange(4)[None])
     assert chosen(q, sight) == "flash_attn"
-    monkeypatch.setattr(attend_flash, "installed", lambda: False)
+    monkeypatch.setattr(attention_flash, "installed", lambda: False)
     assert chosen(q, sight) != "flash_attn"
 
 
 def test_a_layer_is_not_built_for_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attend_flash, "installed", lambda: False)
+    monkeypatch.setattr(attention_flash, "installed", lambda: False)
     config = LlamaConfig(hidden_size=24, num_attention_heads=6, attn_implementation="flash_attn")
     with pytest.raises(ValueError, match="flash_attn: the package is not installed"):
         build_decoder(config, Build(Axis.solo("tp")))

@@ -28,7 +28,7 @@ from kenotron_models import (
     rotary_angles,
     rotate,
 )
-from kenotron_models.attend import keep_out_of_programs
+from kenotron_models.attention_backends import keep_out_of_programs
 from kenotron_models.recompute import Recompute
 
 HERE = Build(Axis.solo("tp"), device="cpu")

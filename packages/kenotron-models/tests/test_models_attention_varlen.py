@@ -12,10 +12,9 @@ from test_models_attention_flash import one_sequence
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from kenotron_models import Context, attend_flash, attend_varlen
-from kenotron_models import attend as attention
-from kenotron_models.attend import attend, chosen, prepare
-from kenotron_models.sight import Sight, document_lengths
+from kenotron_models import Context, attention_backends, attention_flash, attention_varlen
+from kenotron_models.attention_backends import attend, chosen, prepare
+from kenotron_models.attention_mask import Sight, document_lengths
 
 CALLS: list[tuple[int, ...]] = []
 
@@ -52,8 +51,8 @@ def without_groups(
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the CPU pass for those of an H100 without flash-attn."""
-    monkeypatch.setattr(attend_varlen, "capability", lambda device: (9, 0))
-    monkeypatch.setattr(attend_varlen, "problem", lambda q: None)
+    monkeypatch.setattr(attention_varlen, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_varlen, "problem", lambda q: None)
     CALLS.clear()
 
 
@@ -62,11 +61,11 @@ def kernel(elsewhere: None, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     module = SimpleNamespace(varlen_attn=request.param)
     load = importlib.import_module
     monkeypatch.setattr(
-        importlib, "import_module", lambda n: module if n == attend_varlen.MODULE else load(n)
+        importlib, "import_module", lambda n: module if n == attention_varlen.MODULE else load(n)
     )
-    attend_varlen._kernel.cache_clear()
+    attention_varlen._kernel.cache_clear()
     yield
-    attend_varlen._kernel.cache_clear()
+    attention_varlen._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("host", [False, True])
@@ -93,9 +92,9 @@ def test_it_is_asked_for_the_same_numbers(
 
 
 def test_torch_has_the_kernel_with_these_parameters() -> None:
-    assert attend_varlen.installed()
-    attend_varlen._kernel.cache_clear()
-    _, accepted = attend_varlen._kernel()
+    assert attention_varlen.installed()
+    attention_varlen._kernel.cache_clear()
+    _, accepted = attention_varlen._kernel()
     assert {"cu_seq_q", "max_q", "window_size", "scale"} <= accepted
 
 
@@ -131,9 +130,9 @@ def test_rows_of_one_document_hide_nothing_more() -> None:
     ],
 )
 def test_what_auto_takes(monkeypatch, elsewhere, capability, flash, window, documents, want):
-    monkeypatch.setattr(attend_varlen, "capability", lambda device: capability)
-    monkeypatch.setattr(attend_flash, "installed", lambda: flash)
-    monkeypatch.setattr(attend_flash, "problem", lambda q: None)
+    monkeypatch.setattr(attention_varlen, "capability", lambda device: capability)
+    monkeypatch.setattr(attention_flash, "installed", lambda: flash)
+    monkeypatch.setattr(attention_flash, "problem", lambda q: None)
     sight = sight_of(positions(15), window, documents)
     assert chosen(inputs(3, 15, 4, 4)[0], sight) == want
 
@@ -143,7 +142,7 @@ def test_what_auto_takes(monkeypatch, elsewhere, capability, flash, window, docu
     [((9, 0), "CUDNN_ATTENTION"), ((10, 0), "CUDNN_ATTENTION"), ((8, 0), None), ((0, 0), None)],
 )
 def test_cudnn_comes_first_from_hopper_on(monkeypatch, capability, first) -> None:
-    monkeypatch.setattr(attend_varlen, "capability", lambda device: capability)
+    monkeypatch.setattr(attention_varlen, "capability", lambda device: capability)
     before, orders = torch._C._get_sdp_priority_order(), []
     inner = torch.nn.functional.scaled_dot_product_attention
 
@@ -151,19 +150,19 @@ def test_cudnn_comes_first_from_hopper_on(monkeypatch, capability, first) -> Non
         orders.append(torch._C._get_sdp_priority_order())
         return inner(*tensors, **how)
 
-    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", look)
+    monkeypatch.setattr(attention_backends.F, "scaled_dot_product_attention", look)
     sight = sight_of(torch.arange(8)[None])
     prepare(sight, "sdpa")
     attend(*inputs(1, 8, 4, 2), sight, scale=1.0, backend="sdpa")
-    want = before if first is None else [int(each) for each in attention.CUDNN_FIRST]
+    want = before if first is None else [int(each) for each in attention_backends.CUDNN_FIRST]
     assert orders[0][: len(want)] == want
     assert (orders[0][0] == int(SDPBackend.CUDNN_ATTENTION)) == (first is not None)
     assert torch._C._get_sdp_priority_order() == before  # and is put back
 
 
 def test_a_cpu_has_no_capability() -> None:
-    assert attend_varlen.capability(torch.device("cpu")) == (0, 0)
-    assert not attend_varlen.device_has_varlen(torch.device("cpu"))
+    assert attention_varlen.capability(torch.device("cpu")) == (0, 0)
+    assert not attention_varlen.device_has_varlen(torch.device("cpu"))
 
 
 def test_prepare_makes_no_mask_where_a_kernel_needs_none(elsewhere: None) -> None:

@@ -11,7 +11,7 @@ from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
 from kenotron_dist import Axis, Mesh, spawn
-from kenotron_models import Build, Context, LayerStack, LlamaConfig, attend_varlen, build_decoder
+from kenotron_models import Build, Context, LayerStack, LlamaConfig, attention_varlen, build_decoder
 from kenotron_models.compiled import compile_layers
 from kenotron_tp import TPMode
 
@@ -68,7 +68,7 @@ def no_programs():
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at inputs' .grad
 @pytest.mark.parametrize("capability", [(0, 0), (9, 0)])
 def test_all_layers_are_one_program_without_a_break(monkeypatch, capability) -> None:
-    monkeypatch.setattr(attend_varlen, "capability", lambda device: capability)
+    monkeypatch.setattr(attention_varlen, "capability", lambda device: capability)
     run(compiled(Axis.solo("tp")), TOKENS)
     assert counted() == (1, {})
 

@@ -14,8 +14,8 @@ from pp_contestants import Sizes, batch, ours
 from kenotron_dist import Mesh, barrier, receive, send
 from kenotron_pp import SCHEDULES, Times, simulate
 from kenotron_pp.backward import WeightPart
+from kenotron_pp.executor import Run
 from kenotron_pp.p2p import Links
-from kenotron_pp.step import Run
 
 WARM_UP = 2
 

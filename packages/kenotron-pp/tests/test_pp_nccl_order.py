@@ -24,7 +24,7 @@ from kenotron_pp import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from kenotron_pp.plan import Transfer, make_plan
+from kenotron_pp.comm_plan import Transfer, make_plan
 
 ALL = [gpipe, one_f_one_b, interleaved(2), interleaved(3), zero_bubble_h1, zero_bubble_v]
 SIZES = [*product((2, 3, 4), (1, 2, 3, 4, 5, 8)), (8, 1), (8, 3), (8, 16)]

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import Tensor
 
-from kenotron_dist import Axis, collectives, transfers
+from kenotron_dist import Axis, collectives, point_to_point
 from kenotron_dist.handle import Flight
 
 
@@ -20,7 +20,7 @@ def without_communication() -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(collectives, "start", _start))
-        for module in (collectives, transfers):
+        for module in (collectives, point_to_point):
             stack.enter_context(mock.patch.object(module, "start_exchange", _exchange))
         yield
 

@@ -8,9 +8,9 @@ from tp_ranks import normal, part
 
 from kenotron_dist import Axis, all_reduce
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import choose_tokens, select, vocabulary_chunk
+from kenotron_tp import choose_tokens, top_k_top_p, vocabulary_chunk
 from kenotron_tp import logits as choosing
-from kenotron_tp.select import sortable, survivors, threshold, unsorted
+from kenotron_tp.top_k_top_p import sortable, survivors, threshold, unsorted
 
 ROWS, VOCAB = 40, 257
 SOLO = Axis.solo("tp")
@@ -168,7 +168,7 @@ def traffic(mesh):
         for module, name in (
             (choosing, "all_reduce"),
             (choosing, "all_gather"),
-            (select, "all_reduce"),
+            (top_k_top_p, "all_reduce"),
         ):
             patch.setattr(module, name, counted(getattr(module, name)))
         for vocab, dtype, limits in (

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from tp_ranks import normal
 
-from kenotron_dist import collectives, handle, transfers
+from kenotron_dist import collectives, handle, point_to_point
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, linear_cross_entropy
 
@@ -53,7 +53,7 @@ class SlowFlight:
 def slow_communication():
     """Patches of the two functions that every message goes through."""
     patches = []
-    for module in (collectives, transfers):
+    for module in (collectives, point_to_point):
         for name in ("start", "start_exchange"):
             if hasattr(module, name):
                 slow = functools.partial(SlowFlight, getattr(handle, name))

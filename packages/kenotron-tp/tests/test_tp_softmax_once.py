@@ -12,16 +12,21 @@ from tp_ranks import normal
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import head_sum, linear_cross_entropy_sum
-from kenotron_tp.head_sum import tokens_at_a_time
+from kenotron_tp import fused_cross_entropy_sum, linear_cross_entropy_sum
+from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
 from kenotron_tp.softmax_once import computes_once, local_shares
 
 
 @contextmanager
 def as_on_an_accelerator():
     """Yield how often logits were worked on so."""
-    once = mock.patch.object(head_sum, "computes_once", lambda _, terms: not terms.label_smoothing)
-    with once, mock.patch.object(head_sum, "local_shares", wraps=local_shares) as shares:
+    once = mock.patch.object(
+        fused_cross_entropy_sum, "computes_once", lambda _, terms: not terms.label_smoothing
+    )
+    with (
+        once,
+        mock.patch.object(fused_cross_entropy_sum, "local_shares", wraps=local_shares) as shares,
+    ):
         yield shares
 
 

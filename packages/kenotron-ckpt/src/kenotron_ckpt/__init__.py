@@ -2,6 +2,7 @@
 
 from kenotron_ckpt.blocking import BlockingSaver
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
+from kenotron_ckpt.collective_errors import on_first, on_first_at_length
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
 from kenotron_ckpt.downloading import Download, download, fetch, newest_step
 from kenotron_ckpt.folder import (
@@ -40,7 +41,6 @@ from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.streamed import Source, save_streamed
-from kenotron_ckpt.together import on_first, on_first_at_length
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import TextIO
 
 from kenotron_ckpt.compare import differences
 from kenotron_ckpt.folder import read_manifest, resolve
+from kenotron_ckpt.inspection import describe, render
 from kenotron_ckpt.nanotron.conversion import import_nanotron
-from kenotron_ckpt.tree import describe, render
 from kenotron_ckpt.verification import verify_steps
 
 

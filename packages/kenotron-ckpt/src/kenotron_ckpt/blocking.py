@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kenotron_ckpt import saving
-from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.blocks import Tensors
+from kenotron_ckpt.collective_errors import on_first
 from kenotron_ckpt.folder import read_manifest
 from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saver import Saver
-from kenotron_ckpt.together import on_first
 from kenotron_dist import Handle
 
 

@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from kenotron_ckpt.blocks import Tensors, blocks_of, problems_of
 from kenotron_ckpt.byte_checks import faults_in, share_of_bytes, wanted_bytes
-from kenotron_ckpt.cut import Tensors, blocks_of, problems_of
+from kenotron_ckpt.collective_errors import on_all, on_each
 from kenotron_ckpt.index import Manifest, Piece
 from kenotron_ckpt.reader import Read, fill, fill_verified, invalidate, plan_reads
 from kenotron_ckpt.share import sizes_of
-from kenotron_ckpt.together import on_all, on_each
 from kenotron_dist import Mesh
 
 _HINTS = 5

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
+from kenotron_ckpt.collective_errors import on_each, on_first_at_length
 from kenotron_ckpt.folder import (
     CONFIG,
     LATEST,
@@ -24,10 +25,9 @@ from kenotron_ckpt.folder import (
 )
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
 from kenotron_ckpt.preparing import set_aside_unreadable
-from kenotron_ckpt.received import Received
 from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
-from kenotron_ckpt.together import on_each, on_first_at_length
+from kenotron_ckpt.verify_stream import Received
 from kenotron_dist import Mesh
 
 THREADS = 8

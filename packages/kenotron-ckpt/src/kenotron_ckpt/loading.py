@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.checksums import manifest_faults
-from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.folder import (
     LATEST,
     candidates,
@@ -18,7 +19,6 @@ from kenotron_ckpt.folder import (
     resolve,
 )
 from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.together import on_all, on_first
 from kenotron_dist import Mesh
 
 T = TypeVar("T")

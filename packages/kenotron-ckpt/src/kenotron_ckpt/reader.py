@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from kenotron_ckpt.blocks import Block
 from kenotron_ckpt.checksums import CHUNK, outer_fault, piece_fault, unreadable
 from kenotron_ckpt.coverage import overlap
-from kenotron_ckpt.cut import Block
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_ckpt.records import Shape
 from kenotron_ckpt.threads import set_device

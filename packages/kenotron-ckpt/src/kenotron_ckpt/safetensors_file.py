@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.cut import dtype_name
-from kenotron_ckpt.parts import CODES
+from kenotron_ckpt.blocks import dtype_name
+from kenotron_ckpt.part_files import CODES
 from kenotron_ckpt.records import Shape
 from kenotron_ckpt.writer import as_bytes
 

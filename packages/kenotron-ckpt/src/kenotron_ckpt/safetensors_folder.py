@@ -16,12 +16,12 @@ from typing import Protocol
 
 import torch
 
-from kenotron_ckpt.cut import Block, Tensors, blocks_of, dtype_name, problems_of
+from kenotron_ckpt.blocks import Block, Tensors, blocks_of, dtype_name, problems_of
+from kenotron_ckpt.collective_errors import on_all
 from kenotron_ckpt.index import Piece, Record
 from kenotron_ckpt.reader import fill, plan_reads, read_box
 from kenotron_ckpt.records import Shape
 from kenotron_ckpt.safetensors_file import Stored, read_header
-from kenotron_ckpt.together import on_all
 from kenotron_dist import Mesh
 
 SINGLE = "model.safetensors"

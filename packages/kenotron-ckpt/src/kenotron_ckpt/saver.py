@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.arena import Arena
-from kenotron_ckpt.cut import Tensors, places_of
+from kenotron_ckpt.blocks import Tensors, places_of
+from kenotron_ckpt.collective_errors import on_first
+from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job, JobThread, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
@@ -18,7 +19,6 @@ from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.threads import set_device
-from kenotron_ckpt.together import on_first
 from kenotron_dist import Handle, Mesh, Notes
 
 POOL_BYTES = 16 << 30

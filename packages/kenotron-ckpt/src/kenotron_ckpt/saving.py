@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.cut import Tensors
+from kenotron_ckpt.blocks import Tensors
+from kenotron_ckpt.collective_errors import on_all, on_each, on_first
 from kenotron_ckpt.folder import CONFIG, MANIFEST, remove, sweep
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import Step, passed
@@ -20,7 +21,6 @@ from kenotron_ckpt.share import (
     share_as_json,
     stem_of,
 )
-from kenotron_ckpt.together import on_all, on_each, on_first
 from kenotron_ckpt.writer import streamed, write_part
 from kenotron_dist import Mesh
 

@@ -9,8 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt.coverage import merge_records
-from kenotron_ckpt.cut import (
+from kenotron_ckpt.blocks import (
     PIECE_BYTES,
     Tensors,
     blocks_of,
@@ -18,9 +17,10 @@ from kenotron_ckpt.cut import (
     problems_of,
     share_of,
 )
+from kenotron_ckpt.coverage import merge_records
 from kenotron_ckpt.folder import commit
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
-from kenotron_ckpt.parts import Part, plan_parts, unstorable
+from kenotron_ckpt.part_files import Part, plan_parts, unstorable
 from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.writer import Share
 from kenotron_dist import Mesh

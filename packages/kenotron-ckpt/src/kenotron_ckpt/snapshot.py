@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.arena import Arena
-from kenotron_ckpt.parts import Part
+from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.part_files import Part
 from kenotron_ckpt.threads import in_parallel
 
 _WORTH_THREADS = 1 << 24

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.cut import Block, blocks_of, share_of
+from kenotron_ckpt.blocks import Block, blocks_of, share_of
 from kenotron_ckpt.lock import FolderLock
-from kenotron_ckpt.parts import plan_parts, unstorable
+from kenotron_ckpt.part_files import plan_parts, unstorable
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import FILE_BYTES, check_state, commit_shares, share_as_json, stem_of

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kenotron_ckpt.collective_errors import on_first
 from kenotron_ckpt.folder import defect, steps_in
 from kenotron_ckpt.remote import PAUSE, TRIES, Remote
 from kenotron_ckpt.retention import remove_checkpoint
-from kenotron_ckpt.sending import Sending
-from kenotron_ckpt.together import on_first
+from kenotron_ckpt.upload_checkpoint import Sending
 from kenotron_dist import Mesh
 
 THREADS = 4

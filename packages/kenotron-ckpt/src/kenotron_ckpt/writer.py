@@ -13,10 +13,10 @@ from pathlib import Path
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
+from kenotron_ckpt.blocks import Block
 from kenotron_ckpt.checksums import file_faults
-from kenotron_ckpt.cut import Block
 from kenotron_ckpt.index import FileEntry, Record
-from kenotron_ckpt.parts import Part
+from kenotron_ckpt.part_files import Part
 from kenotron_ckpt.protocol import Step, passed
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]

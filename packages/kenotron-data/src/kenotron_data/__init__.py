@@ -14,15 +14,15 @@ from kenotron_data.mixture import Mixture
 from kenotron_data.origins import origins
 from kenotron_data.pack import Nanoset, PackedTokens, RandomTokens, split
 from kenotron_data.packed_documents import PackedDocuments
-from kenotron_data.parts import Concatenated, Subset
-from kenotron_data.pieces import TextFile
 from kenotron_data.prefetch import Prefetched
-from kenotron_data.rows import Dataset, Int64Array, Rows
+from kenotron_data.row_samples import Dataset, Int64Array, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.sft import SupervisedExamples, supervised
 from kenotron_data.shortened import ShortenedTokens
-from kenotron_data.sources import file_pieces
+from kenotron_data.source_files import file_pieces
+from kenotron_data.subsets import Concatenated, Subset
 from kenotron_data.text import text_documents
+from kenotron_data.text_pieces import TextFile
 from kenotron_data.token_file import TokenFile, TokenMetadata
 from kenotron_data.token_folder import TokenFolder, tokenizer_of_folder
 from kenotron_data.token_writer import TokenWriter

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kenotron_data.hub import data_pieces
-from kenotron_data.pieces import Piece
-from kenotron_data.sources import file_pieces
+from kenotron_data.source_files import file_pieces
+from kenotron_data.text_pieces import Piece
 from kenotron_data.tokenise import Progress, part_groups, tokenise
 from kenotron_data.tokenise_part import PartMade
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer

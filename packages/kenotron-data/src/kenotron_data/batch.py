@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kenotron_data.rows import PAD, Dataset, Int64Array, Rows, read_rows, source_of
+from kenotron_data.row_samples import PAD, Dataset, Int64Array, Rows, read_rows, source_of
 
 IGNORED = -100
 PADDING = -1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kenotron_data.rows import Int64Array
+from kenotron_data.row_samples import Int64Array
 from kenotron_data.token_file import TokenFile, UInt64Array, map_integers
 
 _MAGIC = int.from_bytes(b"KENOPACK", "little")

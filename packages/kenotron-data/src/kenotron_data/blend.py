@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.mixture import round_shares
-from kenotron_data.parts import Concatenated
-from kenotron_data.rows import Dataset, Int64Array
+from kenotron_data.row_samples import Dataset, Int64Array
+from kenotron_data.subsets import Concatenated
 
 
 class NanotronBlend(Concatenated):

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kenotron_data.pieces import Row
+from kenotron_data.text_pieces import Row
 
 DEFAULT_LIMIT = 8_000_000
 

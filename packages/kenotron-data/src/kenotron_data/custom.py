@@ -12,7 +12,7 @@ from kenotron_data.cursor import Cursor
 from kenotron_data.loader import Loader
 from kenotron_data.pack import check_index
 from kenotron_data.prefetch import Prefetched
-from kenotron_data.rows import Int64Array, read_rows
+from kenotron_data.row_samples import Int64Array, read_rows
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from kenotron_data.mixture import Mixture
 from kenotron_data.pack import Nanoset, PackedTokens
 from kenotron_data.packed_documents import PackedDocuments
-from kenotron_data.parts import Concatenated, Subset
-from kenotron_data.rows import Dataset
+from kenotron_data.row_samples import Dataset
 from kenotron_data.sft import SupervisedExamples
 from kenotron_data.stream import TokenStream
+from kenotron_data.subsets import Concatenated, Subset
 
 METHOD = 1
 """Number of the way in which fingerprints are made; those of two ways are not comparable."""

@@ -14,10 +14,10 @@ from kenotron_data.builtin import BuiltinText
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
 from kenotron_data.hub_reach import asked_once
 from kenotron_data.json_lines import is_json_lines
-from kenotron_data.pieces import Piece, first_rows
-from kenotron_data.sources import file_pieces, split_of
+from kenotron_data.source_files import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
 from kenotron_data.text import TEXT_SUFFIXES
+from kenotron_data.text_pieces import Piece, first_rows
 from kenotron_data.token_cache import check_owner
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.tokenise import Progress, identity_of, part_groups, tokenise

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from kenotron_data.pieces import Row, file_identity
+from kenotron_data.text_pieces import Row, file_identity
 from kenotron_data.zstd_file import open_zstd
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")

@@ -14,7 +14,7 @@ from kenotron_data.batch import Batch, RowSplit, TargetMask
 from kenotron_data.cursor import Cursor
 from kenotron_data.order import tasks
 from kenotron_data.prefetch import Prefetched
-from kenotron_data.rows import Dataset, Int64Array, Rows, read_rows, source_of
+from kenotron_data.row_samples import Dataset, Int64Array, Rows, read_rows, source_of
 
 Task = tuple[Int64Array, Int64Array]
 

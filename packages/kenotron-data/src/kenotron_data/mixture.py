@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.order import shuffled
-from kenotron_data.parts import Concatenated
-from kenotron_data.rows import Dataset, Int64Array
+from kenotron_data.row_samples import Dataset, Int64Array
+from kenotron_data.subsets import Concatenated
 
 PERIOD = 1 << 16
 

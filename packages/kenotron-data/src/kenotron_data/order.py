@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kenotron_data.batch import RowSplit
-from kenotron_data.rows import Dataset, Int64Array
+from kenotron_data.row_samples import Dataset, Int64Array
 from kenotron_data.sampler import permutation_key, permute
 
 _BLOCK = 1 << 13

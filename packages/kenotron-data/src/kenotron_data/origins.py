@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kenotron_data.order import ordered_indices
-from kenotron_data.rows import Dataset, describe, source_names, source_of
+from kenotron_data.row_samples import Dataset, describe, source_names, source_of
 
 
 def origins(dataset: Dataset, places: Sequence[int], seed: int, stage: int) -> list[dict[str, Any]]:

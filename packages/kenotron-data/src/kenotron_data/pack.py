@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.hashing import GOLDEN, below, derive_keys, mix64
-from kenotron_data.rows import Dataset, Int64Array, Rows
+from kenotron_data.row_samples import Dataset, Int64Array, Rows
 from kenotron_data.stream import TokenSource, TokenStream, check_stream
 
 __all__ = ["Dataset", "Nanoset", "PackedTokens", "RandomTokens", "split"]

@@ -4,7 +4,7 @@ import numpy as np
 
 from kenotron_data.best_fit import PackIndex, read_pack_index
 from kenotron_data.pack import check_index, check_indices
-from kenotron_data.rows import PAD, Int64Array, Rows, segments
+from kenotron_data.row_samples import PAD, Int64Array, Rows, segments
 from kenotron_data.token_file import TokenFile
 from kenotron_data.token_folder import TokenFolder
 

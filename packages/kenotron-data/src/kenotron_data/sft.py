@@ -15,8 +15,8 @@ from kenotron_data.chat import Chat
 from kenotron_data.config import SFTDatasetsConfig
 from kenotron_data.hub import corpus_pieces
 from kenotron_data.pack import check_index, check_indices
-from kenotron_data.pieces import Piece
-from kenotron_data.rows import PAD, Int64Array, Rows
+from kenotron_data.row_samples import PAD, Int64Array, Rows
+from kenotron_data.text_pieces import Piece
 from kenotron_data.tokenizer import Ids, TextTokenizer, without_end, wrap_tokenizer
 
 _TOGETHER = 256

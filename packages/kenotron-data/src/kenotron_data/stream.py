@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron_data.rows import Int64Array, segments
+from kenotron_data.row_samples import Int64Array, segments
 from kenotron_data.token_file import TokenFile
 from kenotron_data.token_folder import TokenFolder, keep_few
 

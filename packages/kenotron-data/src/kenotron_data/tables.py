@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_data.pieces import Row, file_identity
+from kenotron_data.text_pieces import Row, file_identity
 
 _ROWS = 512
 """Rows that are read together."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from kenotron_data.ahead import WorkedAhead
 from kenotron_data.file_lock import locked
-from kenotron_data.pieces import Piece, grouped
+from kenotron_data.text_pieces import Piece, grouped
 from kenotron_data.token_cache import check_sums, sums_of
 from kenotron_data.tokenise_part import EMPTY, Part, PartMade, PartMaker
 from kenotron_data.tokenizer import TextTokenizer

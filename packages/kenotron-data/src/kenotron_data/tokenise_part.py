@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_data.pieces import Piece
+from kenotron_data.text_pieces import Piece
 from kenotron_data.token_file import TokenFile
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenizer import Ids, TextTokenizer

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kenotron_data.pieces import Piece
+from kenotron_data.text_pieces import Piece
 from kenotron_data.tokenise import identity_of, write_json
 from kenotron_data.tokenise_part import texts_of
 

@@ -7,8 +7,8 @@ import numpy as np
 from kenotron_data.batch import PADDING, Batch, RowSplit, TargetMask, read_batch
 from kenotron_data.loader import check_dataset
 from kenotron_data.pack import check_fraction
-from kenotron_data.parts import Subset
-from kenotron_data.rows import Dataset
+from kenotron_data.row_samples import Dataset
+from kenotron_data.subsets import Subset
 
 
 def validation_batches(

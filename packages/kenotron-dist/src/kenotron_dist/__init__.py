@@ -14,22 +14,22 @@ from kenotron_dist.collectives import (
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.device import gpu_problem, visible_gpus
+from kenotron_dist.diagnosis.comm_recorder import Recorder, compare_collectives, record
 from kenotron_dist.diagnosis.divergence import Diverged
 from kenotron_dist.diagnosis.failure_broadcast import Distress
-from kenotron_dist.diagnosis.recorder import Recorder, compare_collectives, record
+from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
 from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
-from kenotron_dist.diagnosis.stall import Cause, PeerLost, StallReport
 from kenotron_dist.diagnosis.watchdog import Watchdog, watch
 from kenotron_dist.environment import World, resolve
-from kenotron_dist.farewell import shutdown
+from kenotron_dist.exit_process import STALLED, leave
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.grid import DATA_AXES, coords_of
 from kenotron_dist.grid_view import GridView, ViewOf, views_of
 from kenotron_dist.handle import Handle, settle
+from kenotron_dist.in_flight import Entry
+from kenotron_dist.inplace_collectives import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.launch import from_env, tell_launcher
-from kenotron_dist.leave import STALLED, leave
 from kenotron_dist.mesh import Mesh, MeshConfig
-from kenotron_dist.notes import Notes
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.placement import (
     Chunk,
@@ -46,10 +46,10 @@ from kenotron_dist.placement import (
     parameter_layouts,
     tie_storages,
 )
-from kenotron_dist.pulse import Entry
+from kenotron_dist.point_to_point import Route, receive, send, shift
 from kenotron_dist.rank_error import RankError
 from kenotron_dist.roles import MATRICES, Role, Roles, declare_roles, named_roles
-from kenotron_dist.rows import gather_pieces, gather_rows, sum_rows
+from kenotron_dist.shutdown import shutdown
 from kenotron_dist.signals import Signals, listening
 from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
@@ -63,7 +63,7 @@ from kenotron_dist.statistics import (
     sum_moments,
     tensor_moments,
 )
-from kenotron_dist.transfers import Route, receive, send, shift
+from kenotron_dist.store_messages import Notes
 
 __all__ = [
     "Axis",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.device import Mark, mark_queue
-from kenotron_dist.pulse import Pulse
+from kenotron_dist.in_flight import Pulse
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.handle import Flight, Handle, settle, start, start_exchange
+from kenotron_dist.point_to_point import check_peer
 from kenotron_dist.torch_names import all_gather_single, reduce_scatter_single
-from kenotron_dist.transfers import check_peer
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _SMALL = 16_384

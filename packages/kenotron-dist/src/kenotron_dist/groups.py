@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
-from kenotron_dist.pulse import Entry, Pulse
+from kenotron_dist.in_flight import Entry, Pulse
 
 
 def make_group(

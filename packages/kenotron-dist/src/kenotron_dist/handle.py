@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.device import Mark
-from kenotron_dist.pulse import Ticket
-from kenotron_dist.wire import of_exchange, of_verb
+from kenotron_dist.in_flight import Ticket
+from kenotron_dist.message_size import of_exchange, of_verb
 
 _POLL_SECONDS = 0.0005
 _LAPS = 1 << 20  # tags of exchanges go round; those of transfers lie below them

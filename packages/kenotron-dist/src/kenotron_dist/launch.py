@@ -32,7 +32,7 @@ from kenotron_dist.environment import World, resolve
 from kenotron_dist.fake_work import FAKE_NCCL
 from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
 from kenotron_dist.launch_store import check_backend, open_store
-from kenotron_dist.meeting import SILENT, Meeting, leave_late
+from kenotron_dist.rendezvous import SILENT, Meeting, leave_late
 
 __all__ = [
     "COLLECTIVES",

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.device import choose_device, gpu_problem, register_backend, visible_gpus
+from kenotron_dist.exit_process import leave
 from kenotron_dist.launch import (
     debug_backend,
     inherit,
@@ -23,10 +24,9 @@ from kenotron_dist.launch import (
     set_cuda_variables,
     signing_key,
 )
-from kenotron_dist.leave import leave
-from kenotron_dist.meeting import Meeting
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.parent_line import ParentLine, failure, success
+from kenotron_dist.rendezvous import Meeting
 from kenotron_dist.signals import SAVES
 
 

@@ -28,9 +28,9 @@ from kenotron_dist.grid import (
 )
 from kenotron_dist.grid_view import GridView, views_of
 from kenotron_dist.groups import make_group, refuse_bound_device, touch
+from kenotron_dist.in_flight import Pulse
 from kenotron_dist.launch import COLLECTIVES, debugging
 from kenotron_dist.placement import TensorLayout
-from kenotron_dist.pulse import Pulse
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

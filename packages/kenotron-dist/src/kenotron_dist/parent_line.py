@@ -11,8 +11,8 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kenotron_dist.leave import leave
-from kenotron_dist.pulse import Pulse, Ticket
+from kenotron_dist.exit_process import leave
+from kenotron_dist.in_flight import Pulse, Ticket
 
 _LOOK_SECONDS = 0.5
 _PATIENCE = 2.0

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 
-from kenotron_dist.leave import leave
+from kenotron_dist.exit_process import leave
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """They ask for an end. Slurm sends SIGUSR1 before the time is over where ``--signal`` asks for it;

@@ -22,8 +22,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from kenotron_dist.exit_process import STALLED
 from kenotron_dist.launch import debugging
-from kenotron_dist.leave import STALLED
 from kenotron_dist.local_rank import Job, pickled, run_rank
 from kenotron_dist.mesh import MeshConfig
 from kenotron_dist.parent_line import Counts

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kenotron_dist.diagnosis.stall import PeerLost
+from kenotron_dist.diagnosis.hang_diagnosis import PeerLost
 from kenotron_dist.diagnosis.watchdog import watch
 from kenotron_dist.launch import MOST_THREADS, from_env, launcher, meeting, threads_of_rank
 from kenotron_dist.mesh import Mesh, MeshConfig

@@ -6,6 +6,7 @@ from kenotron_models.build import Build
 from kenotron_models.compiled import compile_layers
 from kenotron_models.context import Context
 from kenotron_models.decoder import Head, LayerStack, build_decoder
+from kenotron_models.device_flops import peak_bf16_flops
 from kenotron_models.embedding import Embedding
 from kenotron_models.experts import Experts, ExpertsSpec
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
@@ -35,9 +36,8 @@ from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpe
 from kenotron_models.memory import kept_bytes
 from kenotron_models.mlp import MLP, MLPSpec
 from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
-from kenotron_models.parametrization import standard_init
+from kenotron_models.parameter_init import standard_init
 from kenotron_models.part import Normed, Part, PartSpec, Sparse
-from kenotron_models.peak import peak_bf16_flops
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, family_of
 from kenotron_models.reported_names import component_of, components, reported_name

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import Chunk, declare_roles
-from kenotron_models.attend import AttentionBackend, attend, check_backend, prepare
-from kenotron_models.attend_cut import attend_cut, sight_of_rows
-from kenotron_models.attend_plain import Dropout, dropout_of
+from kenotron_models.attention_backends import AttentionBackend, attend, check_backend, prepare
+from kenotron_models.attention_cp import attend_cut, sight_of_rows
+from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_reference import Dropout, dropout_of
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.norm import NormSpec
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
 from kenotron_models.rope import Rope, rotary_angles, rotate
-from kenotron_models.sight import Sight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_models.attend import keep_out_of_programs
+from kenotron_models.attention_backends import keep_out_of_programs
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features

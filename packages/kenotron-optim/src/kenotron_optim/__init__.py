@@ -15,10 +15,10 @@ from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parame
 from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
-from kenotron_optim.matrices import whole_matrices
+from kenotron_optim.muon_params import whole_matrices
 from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
+from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.update_rule import update_rule
-from kenotron_optim.zero1 import SlicedOptimizer
 
 __all__ = [
     "AdamWConfig",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from kenotron_optim.config import AdamWConfig, MuonConfig, SGDConfig, UpdateRule
+from kenotron_optim.sliced_optimizer import MakeOptimizer
 from kenotron_optim.torch_rules import SGD, AdamW, Muon
-from kenotron_optim.zero1 import MakeOptimizer
 
 Groups = list[dict[str, Any]]
 

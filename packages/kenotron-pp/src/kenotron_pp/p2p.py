@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kenotron_dist import Axis, Handle, Route
 from kenotron_pp.activation import Form
-from kenotron_pp.plan import Transfer
+from kenotron_pp.comm_plan import Transfer
 
 Pairs = Mapping[tuple[int, int], Axis]
 """What ``Mesh.pairs`` returns."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, gather_objects, settle
 from kenotron_pp.activation import Activation
+from kenotron_pp.comm_plan import Plan, make_plan
+from kenotron_pp.executor import LossFn, Part, Run
 from kenotron_pp.failure import Alarm
 from kenotron_pp.losses import Losses, SharedLoss, adding
 from kenotron_pp.p2p import Links, Pairs
-from kenotron_pp.plan import Plan, make_plan
 from kenotron_pp.schedule import Order, Schedule, as_schedule, one_f_one_b
-from kenotron_pp.step import LossFn, Part, Run
 
 T = TypeVar("T")
 

@@ -2,8 +2,8 @@
 
 from kenotron_tp.cross_entropy import vocab_parallel_cross_entropy
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
-from kenotron_tp.head import linear_cross_entropy
-from kenotron_tp.head_sum import linear_cross_entropy_sum, tokens_at_a_time
+from kenotron_tp.fused_cross_entropy import linear_cross_entropy
+from kenotron_tp.fused_cross_entropy_sum import linear_cross_entropy_sum, tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logits import check_sampling, choose_tokens
 from kenotron_tp.mode import TPMode

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from kenotron_dist import Axis, Chunk, Partial, Placements, Roles, Shard, WeightQueue
 from kenotron_tp.autocast import cast_for_autocast
 from kenotron_tp.cut import check_axis, cut_parameter, take_parts
-from kenotron_tp.products import How, column_product, row_product, taken
+from kenotron_tp.parallel_matmul import How, column_product, row_product, taken
 from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
 
 

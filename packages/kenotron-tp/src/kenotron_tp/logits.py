@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kenotron_dist import Axis, all_gather, all_reduce
 from kenotron_dist.rng import counter_key, uniform
-from kenotron_tp.select import LARGEST_VOCABULARY, sortable, survivors, unsorted
+from kenotron_tp.top_k_top_p import LARGEST_VOCABULARY, sortable, survivors, unsorted
 
 
 def choose_tokens(

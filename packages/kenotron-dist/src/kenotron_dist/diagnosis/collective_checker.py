@@ -29,7 +29,7 @@ from kenotron_dist.diagnosis.divergence import (
     divergence,
     ended_text,
 )
-from kenotron_dist.pulse import Entry, Pulse
+from kenotron_dist.in_flight import Entry, Pulse
 
 T = TypeVar("T")
 _SHORTEST, _LONGEST = 0.0005, 0.02

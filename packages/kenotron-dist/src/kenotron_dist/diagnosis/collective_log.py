@@ -11,9 +11,9 @@ import threading
 import torch.distributed as dist
 
 from kenotron_dist.diagnosis.divergence import Call, Link, Standing
-from kenotron_dist.farewell import ENDED
+from kenotron_dist.in_flight import Entry
 from kenotron_dist.launch import signing_key
-from kenotron_dist.pulse import Entry
+from kenotron_dist.shutdown import ENDED
 from kenotron_dist.signed_store import SignedStore, own_connection
 
 

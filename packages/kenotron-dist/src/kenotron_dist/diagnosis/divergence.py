@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import permutations
 from typing import NamedTuple
 
-from kenotron_dist.pulse import Entry
+from kenotron_dist.in_flight import Entry
 from kenotron_dist.ranks import listed
 
 _TRANSFERS = ("send", "receive")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from kenotron_dist.device import bind_thread
-from kenotron_dist.diagnosis.stall import Beat, Cause, Seen
+from kenotron_dist.diagnosis.hang_diagnosis import Beat, Cause, Seen
 from kenotron_dist.signed_store import MessageRefused, SignedStore
 
 

@@ -18,12 +18,20 @@ from typing import Self
 import torch.distributed as dist
 
 from kenotron_dist.device import bind_thread
+from kenotron_dist.diagnosis.hang_diagnosis import (
+    Beat,
+    Cause,
+    Inquiry,
+    PeerLost,
+    Search,
+    Seen,
+    StallReport,
+)
 from kenotron_dist.diagnosis.heartbeat import Heartbeat
-from kenotron_dist.diagnosis.stall import Beat, Cause, Inquiry, PeerLost, Search, Seen, StallReport
+from kenotron_dist.exit_process import STALLED, leave
+from kenotron_dist.in_flight import Ticket, Waiting
 from kenotron_dist.launch import signing_key
-from kenotron_dist.leave import STALLED, leave
 from kenotron_dist.mesh import Mesh
-from kenotron_dist.pulse import Ticket, Waiting
 from kenotron_dist.signed_store import SignedStore, own_connection
 
 _BEAT_SECONDS = 1.5

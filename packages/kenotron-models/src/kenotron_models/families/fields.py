@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from kenotron_models.attend import AttentionBackend
 from kenotron_models.attention import AttentionSpec
+from kenotron_models.attention_backends import AttentionBackend
 from kenotron_models.block import BlockSpec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.norm import NormSpec

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from kenotron_dist.pulse import Ticket
+from kenotron_dist.in_flight import Ticket
 
 KINDS = ("failed", "silent", "store", "left", "mismatch", "absent", "deadlock", "joined")
 """What a first cause may be, the plainest first.

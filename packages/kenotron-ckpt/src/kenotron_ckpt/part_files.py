@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from kenotron_ckpt.cut import Block, Tensors, dtype_name
+from kenotron_ckpt.blocks import Block, Tensors, dtype_name
 from kenotron_ckpt.index import FileEntry, Piece, Record
 
 CODES = {

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kenotron_models.sight import Sight
+from kenotron_models.attention_mask import Sight
 
 ROWS = 1024  # n * R of a block: enough for products at full speed
 QUERIES = (32, 256)  # bounds of n: a block computes n^2 / 2 scores in vain

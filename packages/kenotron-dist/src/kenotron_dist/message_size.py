@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron_dist.axis import Axis
-from kenotron_dist.pulse import Entry, Ticket
+from kenotron_dist.in_flight import Entry, Ticket
 
 _HOW = {"broadcast": "from {}", "shift": "by {}"}
 

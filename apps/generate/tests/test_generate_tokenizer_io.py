@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron_data import decode
-from kenotron_generate.words import Writer, open_words
+from kenotron_generate.tokenizer_io import Writer, open_words
 
 
 def written(data: bytes, stops: list[str]) -> tuple[list[str], Writer]:

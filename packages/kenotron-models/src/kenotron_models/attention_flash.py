@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_models.sight import Sight
+from kenotron_models.attention_mask import Sight
 
 MAX_FEATURES = 256  # of a head, in flash-attn 2
 MULTIPLE = 8

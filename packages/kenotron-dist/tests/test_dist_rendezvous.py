@@ -16,7 +16,7 @@ from test_dist_launch import TORCHRUN, variables
 
 from kenotron_dist import STALLED, Mesh, World, spawn
 from kenotron_dist.launch_store import check_backend
-from kenotron_dist.meeting import Meeting
+from kenotron_dist.rendezvous import Meeting
 from kenotron_dist.testing import free_port
 
 PROGRAM = """

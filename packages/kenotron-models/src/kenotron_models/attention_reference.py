@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kenotron_dist.rng import counter_key, uniform
 from kenotron_dist.rng import dropout as scaled_where_kept
+from kenotron_models.attention_mask import Sight
 from kenotron_models.context import Context
-from kenotron_models.sight import Sight
 
 
 @dataclass(frozen=True)

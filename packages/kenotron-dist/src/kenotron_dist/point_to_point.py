@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.handle import Flight, Handle, Work, start_exchange
-from kenotron_dist.wire import of_transfer
+from kenotron_dist.message_size import of_transfer
 
 
 class Route:

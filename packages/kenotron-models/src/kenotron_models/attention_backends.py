@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kenotron_models import attend_flash as flash
-from kenotron_models import attend_varlen as varlen
-from kenotron_models.attend_blocks import attend_blocks
-from kenotron_models.attend_flash import attend_flash, check_installed, flash_runs
-from kenotron_models.attend_plain import Dropout, attend_plain
-from kenotron_models.attend_varlen import attend_varlen
-from kenotron_models.sight import Sight
+from kenotron_models import attention_flash as flash
+from kenotron_models import attention_varlen as varlen
+from kenotron_models.attention_blocked import attend_blocks
+from kenotron_models.attention_flash import attend_flash, check_installed, flash_runs
+from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_reference import Dropout, attend_plain
+from kenotron_models.attention_varlen import attend_varlen
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn", "varlen", "blocked", "plain"]
 """What may compute attention."""

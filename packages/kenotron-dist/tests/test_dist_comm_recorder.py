@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kenotron_dist
-from kenotron_dist import all_reduce, handle, record, transfers
+from kenotron_dist import all_reduce, handle, point_to_point, record
 from kenotron_dist.testing import on_nccl, on_ranks
 
 SOURCES = Path(kenotron_dist.__file__).parent
@@ -70,7 +70,7 @@ def without_recorder(mesh):
     def made(*args, **options):
         raise AssertionError("an entry was made for nobody")
 
-    for module in (handle, transfers):
+    for module in (handle, point_to_point):
         for name in ("of_verb", "of_exchange", "of_transfer"):
             if hasattr(module, name):
                 setattr(module, name, made)
@@ -154,8 +154,8 @@ def test_no_file_calls_the_backend_past_the_recorder():
         "groups.py": {"all_reduce"},  # the first of a group, which is recorded as its making
         "handle.py": set(),
         "torch_names.py": set(),
-        "transfers.py": set(),
-        "wire.py": set(),
+        "point_to_point.py": set(),
+        "message_size.py": set(),
     }
     assert named_and_called("f(dist.all_reduce, axis.group.send(x))") == (
         {"all_reduce", "send"},

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import kenotron_cp
 from kenotron_dist.rng import uniform
-from kenotron_models.attend_plain import Dropout
-from kenotron_models.sight import Sight, starts_of
+from kenotron_models.attention_mask import Sight, starts_of
+from kenotron_models.attention_reference import Dropout
 
 
 def attend_cut(

@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from kenotron_dist.exit_process import exit_code, leave
 from kenotron_dist.launch import COLLECTIVES, debugging
-from kenotron_dist.leave import exit_code, leave
 
 ENDED = "kenotron-ended"
 """Prefix in the store of the ranks that have finished, read where ranks are compared."""

@@ -12,7 +12,7 @@ from kenotron_pp import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from kenotron_pp.plan import Plan, make_plan
+from kenotron_pp.comm_plan import Plan, make_plan
 
 SIZES = [(ranks, m) for ranks in range(1, 7) for m in (1, 2, 3, 5, 8, 13)]
 ALL = [gpipe, one_f_one_b, interleaved(2), interleaved(3), zero_bubble_h1, zero_bubble_v]

@@ -16,9 +16,9 @@ from pathlib import Path
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
-from kenotron_ckpt.received import Received
 from kenotron_ckpt.remote import Remote, RemoteError
 from kenotron_ckpt.threads import in_parallel
+from kenotron_ckpt.verify_stream import Received
 
 INTENT = "uploading.txt"
 """Holds the checksum of the manifest whose files are being sent."""

@@ -10,8 +10,8 @@ from typing import Self, TypeVar
 import torch.distributed as dist
 
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
+from kenotron_dist.in_flight import Entry
 from kenotron_dist.mesh import Mesh
-from kenotron_dist.pulse import Entry
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Recorder:
     def bytes_per_axis(self, entries: Sequence[Entry] | None = None) -> dict[str, int]:
         """Bytes that left this rank, by axis, of these entries (default: ``entries``).
 
-        ``wire`` counts them. A ``twin`` counts as its axis, several axes together as
+        ``message_size`` counts them. A ``twin`` counts as its axis, several axes together as
         those that have more than one rank, all of them as ``world``; parts of an axis have names of
         their own (``tp/2``, ``pp[0, 3]``).
         """

@@ -12,10 +12,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kenotron_pp.activation import Form, flatten, form_of, key_of, unflatten
 from kenotron_pp.backward import SplitBackward, WeightPart, refuse_reentrant
+from kenotron_pp.comm_plan import Plan, Step, Transfer
 from kenotron_pp.engine import accumulate
 from kenotron_pp.losses import AuxiliaryLosses, SharedLoss
 from kenotron_pp.p2p import Links
-from kenotron_pp.plan import Plan, Step, Transfer
 
 LossFn = Callable[[Tensor, int], Tensor]
 """(output of the last layer, micro-batch number) -> scalar; runs on the last stage."""

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_models.attend_flash import problem
-from kenotron_models.sight import Sight
+from kenotron_models.attention_flash import problem
+from kenotron_models.attention_mask import Sight
 
 MODULE = "torch.nn.attention.varlen"
 MIN_CAPABILITY = (8, 0)

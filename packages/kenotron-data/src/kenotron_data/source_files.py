@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_data.json_lines import JSON_SUFFIXES, JsonLines, is_json_lines
-from kenotron_data.pieces import Piece, TextFile
 from kenotron_data.tables import ParquetRows
 from kenotron_data.text import TEXT_SUFFIXES
+from kenotron_data.text_pieces import Piece, TextFile
 
 SPLIT_WORDS = {
     "train": ("train", "training"),

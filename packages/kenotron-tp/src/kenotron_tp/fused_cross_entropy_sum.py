@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Axis, all_reduce
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
-from kenotron_tp.head import Chunked, added, head_inputs
+from kenotron_tp.fused_cross_entropy import Chunked, added, head_inputs
 from kenotron_tp.softmax import (
     Statistics,
     Terms,

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.cut import Block
-from kenotron_ckpt.parts import Part
+from kenotron_ckpt.blocks import Block
+from kenotron_ckpt.part_files import Part
 from kenotron_ckpt.pinned import PinnedMemory
 
 _ALIGNMENT = 64

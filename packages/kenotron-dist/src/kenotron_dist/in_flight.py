@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     shape: tuple[int, ...]
     """Of the tensor that was given; of several together, their number of elements."""
     sent: int
-    """Bytes that leave this rank (counted by ``wire``)."""
+    """Bytes that leave this rank (counted by ``message_size``)."""
     gives: tuple[int, ...] | None = None
     """Bytes for each of ``ticket.ranks``, where they need not be the same for all."""
     takes: tuple[int, ...] | None = None

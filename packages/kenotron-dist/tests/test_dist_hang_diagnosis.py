@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from kenotron_dist import Axis, Cause, PeerLost, StallReport, all_reduce, barrier
-from kenotron_dist.diagnosis.stall import Beat, Inquiry, Seen
-from kenotron_dist.pulse import Pulse, Ticket
+from kenotron_dist.diagnosis.hang_diagnosis import Beat, Inquiry, Seen
+from kenotron_dist.in_flight import Pulse, Ticket
 from kenotron_dist.testing import on_ranks
 
 NOW, PATIENCE = 100.0, 3.0
@@ -188,9 +188,9 @@ def test_work_of_a_device_is_waited_for_until_it_is_done():
 def test_a_wait_is_shown_with_the_line_that_called_and_ends_with_its_error():
     pulse = Pulse()
     issued = pulse.issue("tp:0,1", "tp", (0, 1), "broadcast")
-    assert issued.site.startswith("test_dist_stall.py:") and issued.number == 1
+    assert issued.site.startswith("test_dist_hang_diagnosis.py:") and issued.number == 1
     assert pulse.issue("tp:0,1", "tp", (0, 1), "broadcast").number == 2
-    words = r"broadcast #1 over tp \(ranks 0, 1\), called at test_dist_stall.py:\d+, failed: no"
+    words = r"broadcast #1 over tp \(ranks 0, 1\), called at test_dist_\w+.py:\d+, failed: no"
 
     def fail():
         assert [wait.ticket for wait in pulse.waits()] == [issued]

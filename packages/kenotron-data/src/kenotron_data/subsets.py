@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from kenotron_data.pack import check_index, check_indices
-from kenotron_data.rows import (
+from kenotron_data.row_samples import (
     Dataset,
     Int64Array,
     Rows,

@@ -17,7 +17,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from kenotron_dist.leave import STALLED, leave
+from kenotron_dist.exit_process import STALLED, leave
 from kenotron_dist.ranks import listed
 from kenotron_dist.signed_store import MessageRefused, SignedStore, own_connection
 

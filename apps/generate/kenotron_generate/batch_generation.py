@@ -16,7 +16,7 @@ from kenotron_data import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model
 from kenotron_generate.prompts import Prompt, with_stdin
-from kenotron_generate.words import Words, Writer, open_words
+from kenotron_generate.tokenizer_io import Words, Writer, open_words
 from kenotron_models import Sampling, generate
 
 
