@@ -13,10 +13,9 @@ from typing import Any
 
 from kenotron_ckpt import on_first
 from kenotron_config import Config
-from kenotron_data import Fingerprint, fingerprint
+from kenotron_data import Corpus, Fingerprint, fingerprint, has_index
 from kenotron_dist import Mesh
 from kenotron_train.data.data_settings import order_of, reading_of
-from kenotron_train.data.stage_dataset import Corpus, has_index
 from kenotron_train.run.progress import Progress
 
 WHAT_SAMPLES_ARE = ("sequence_length", "held_out", "tokenizer")

@@ -1,24 +1,29 @@
-"""What a stage of training reads: text, folders of tokens, data of one's own, or made-up tokens."""
+"""What a stage of training reads: text, folders of tokens, data of one's own, or random tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from kenotron_config import Config
 from kenotron_data import (
     Batch,
-    Concatenated,
+    Corpus,
     Cursor,
     Dataset,
     IterableLoader,
     Loader,
-    Mixture,
-    RandomTokens,
-    hold_out,
+    SectionOptions,
+    custom_corpus,
+    has_index,
+    open_section,
+    random_corpus,
+    tokenise_section,
     validation_batches,
 )
 from kenotron_data.config import (
@@ -28,28 +33,25 @@ from kenotron_data.config import (
 )
 from kenotron_dist import Mesh
 from kenotron_train.data.own_data import Hook, own_data
-from kenotron_train.data.sources import (
-    HELD_OUT,
-    Sources,
-    answer_sources,
-    folder_sources,
-    make_cache,
-    text_sources,
-)
+from kenotron_train.data.vocabulary import answer_tokenizer, text_tokenizer
 
 MaskTargets = Callable[[Tensor, int], Any]
+Section = PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The data sets of one stage of training."""
-
-    training: Dataset | Iterable[Any]
-    """An iterable has no index: it is read once, in its order."""
-    validation: Mapping[str, Dataset] = field(default_factory=dict)
-    """What is held out, by the name of its source."""
-    about: str = ""
-    """Its line in the log."""
+def section_options(config: Config) -> SectionOptions:
+    """Return what data sets need to know of a run. Tokens are kept below KENOTRON_CACHE."""
+    tokenizer, named = config.tokenizer, os.environ.get("KENOTRON_CACHE")
+    return SectionOptions(
+        text_tokenizer=partial(text_tokenizer, config),
+        answer_tokenizer=partial(answer_tokenizer, config),
+        cache=(Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens",
+        vocab_size=config.model.model_config.vocab_size,
+        plain_bytes=not (tokenizer.tokenizer_name_or_path or tokenizer.tokenizer_max_length),
+        longest=tokenizer.tokenizer_max_length,
+        validates=config.tokens.limit_val_batches > 0,
+        separate_documents=config.decoder.separate_documents,
+    )
 
 
 def prepare(config: Config) -> None:
@@ -62,8 +64,8 @@ def prepare(config: Config) -> None:
     for number, stage in enumerate(config.data_stages):
         section = stage.data.dataset
         if isinstance(section, PretrainDatasetsConfig) and section not in made:
-            with _naming(number, "hf_dataset_or_datasets"):
-                make_cache(config, section)
+            with _naming(number, section):
+                tokenise_section(section, section_options(config))
             made.append(section)
 
 
@@ -75,8 +77,8 @@ def check_folders(config: Config) -> None:
     for number, stage in enumerate(config.data_stages):
         section = stage.data.dataset
         if isinstance(section, NanosetDatasetsConfig):
-            with _naming(number, "dataset_folder"):
-                folder_sources(config, section, config.sequence_of(number))
+            with _naming(number, section):
+                open_section(section, section_options(config), config.sequence_of(number))
 
 
 def open_corpus(config: Config, stage: int, hook: Hook | None = None) -> Corpus:
@@ -87,16 +89,10 @@ def open_corpus(config: Config, stage: int, hook: Hook | None = None) -> Corpus:
     Raises ValueError that names the key when something is missing, is damaged, or holds too little.
     """
     section = config.data_stages[stage].data.dataset
-    sequence = config.sequence_of(stage)
     if section is None:
         return _without_section(config, stage, hook)
-    if isinstance(section, NanosetDatasetsConfig):
-        with _naming(stage, "dataset_folder"):
-            return _of_folders(section, folder_sources(config, section, sequence))
-    with _naming(stage, "hf_dataset_or_datasets"):
-        if isinstance(section, SFTDatasetsConfig):
-            return _one_after_the_other(answer_sources(config, section, sequence))
-        return _one_after_the_other(text_sources(config, section, sequence))
+    with _naming(stage, section):
+        return open_section(section, section_options(config), config.sequence_of(stage))
 
 
 def open_loader(
@@ -131,15 +127,12 @@ def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Ba
     return validation_batches(dataset, **_rows(config, mesh))
 
 
-def has_index(data: Dataset | Iterable[Any]) -> TypeGuard[Dataset]:
-    """Whether samples are found by their number."""
-    return hasattr(data, "sample")
-
-
 class _naming:
-    """A context whose errors become ValueErrors that name a stage's key."""
+    """A context whose errors become ValueErrors that name the key of a stage's data sets."""
 
-    def __init__(self, stage: int, key: str) -> None:
+    def __init__(self, stage: int, section: Section) -> None:
+        folders = isinstance(section, NanosetDatasetsConfig)
+        key = "dataset_folder" if folders else "hf_dataset_or_datasets"
         self._path = f"data_stages.{stage}.data.dataset.{key}"
 
     def __enter__(self) -> None:
@@ -164,37 +157,15 @@ def _rows(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def _without_section(config: Config, stage: int, hook: Hook | None) -> Corpus:
-    """Data of one's own, or made-up tokens."""
+    """Data of one's own, or random tokens."""
     validates = config.tokens.limit_val_batches > 0
     name, seed = config.data_stages[stage].name, config.data_stages[stage].data.seed
     own = own_data(hook, name)
-    if own is None:
-        vocab, sequence = config.model.model_config.vocab_size, config.sequence_of(stage)
-        held = RandomTokens(vocab, sequence, seed + 1, samples=config.global_batch_size)
-        return Corpus(RandomTokens(vocab, sequence, seed), {"random": held} if validates else {})
-    if not has_index(own):
-        about = "data of one's own without an index: read once, in its order"
-        return Corpus(own, about=about + "; nothing is held out" * validates)
-    if not validates:
-        return Corpus(own, about=f"data of one's own: {len(own):,} samples")
-    training, held = hold_out(own, HELD_OUT)
-    about = f"data of one's own: {len(training):,} samples, {len(held or ()):,} held out"
-    return Corpus(training, {name: held} if held else {}, about)
-
-
-def _one_after_the_other(sources: Sources) -> Corpus:
-    parts = list(sources.training.values())
-    training = parts[0] if len(parts) == 1 else Concatenated(sources.training)
-    return Corpus(training, sources.held_out, "\n".join(sources.about))
-
-
-def _of_folders(section: NanosetDatasetsConfig, sources: Sources) -> Corpus:
-    """One folder, or a mixture of several."""
-    names = list(sources.training)
-    if len(names) == 1:
-        return Corpus(sources.training[names[0]], sources.held_out)
-    weights = section.weights
-    shares = None if weights is None else dict(zip(names, weights, strict=True))
-    mixture = Mixture(sources.training, shares)
-    said = ", ".join(f"{name} {share:.4g}" for name, share in mixture.shares.items())
-    return Corpus(mixture, sources.held_out, f"mixture of {said}")
+    if own is not None:
+        return custom_corpus(own, name, validates=validates)
+    return random_corpus(
+        config.model.model_config.vocab_size,
+        config.sequence_of(stage),
+        seed,
+        held_out=config.global_batch_size * validates,
+    )

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kenotron_data import Batch, Cursor, Fingerprint, IterableLoader, Loader, origins
+from kenotron_data import (
+    Batch,
+    Corpus,
+    Cursor,
+    Fingerprint,
+    IterableLoader,
+    Loader,
+    has_index,
+    origins,
+)
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import check_data, fingerprint_of
 from kenotron_train.data.own_data import Hook
-from kenotron_train.data.stage_dataset import (
-    Corpus,
-    MaskTargets,
-    has_index,
-    open_corpus,
-    open_loader,
-)
+from kenotron_train.data.stage_dataset import MaskTargets, open_corpus, open_loader
 from kenotron_train.report.report import Report
 from kenotron_train.run.progress import Progress
 

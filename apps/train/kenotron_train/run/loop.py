@@ -12,13 +12,14 @@ import torch
 
 from kenotron_ckpt import SaveFailed, Saver
 from kenotron_config import Config, check_available
+from kenotron_data import Corpus
 from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening
 from kenotron_dist.rng import key
 from kenotron_engine import StepResult, Validation, training_step
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.data.own_data import Hook, check_hook
-from kenotron_train.data.stage_dataset import Corpus, MaskTargets
+from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.failures.nonfinite_record import Taken

@@ -14,7 +14,7 @@ from datetime import timedelta
 import numpy as np
 
 from kenotron_config import Config
-from kenotron_data import Batch, Cursor
+from kenotron_data import Batch, Corpus, Cursor
 from kenotron_dist import Mesh, watch
 from kenotron_engine import (
     GRADIENT_TOLERANCE,
@@ -31,7 +31,7 @@ from kenotron_engine import (
 )
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training, build_training
-from kenotron_train.data.stage_dataset import Corpus, open_loader
+from kenotron_train.data.stage_dataset import open_loader
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 
 ROUNDING = 2.0**-23

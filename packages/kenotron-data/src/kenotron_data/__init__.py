@@ -5,6 +5,13 @@ from kenotron_data.batch import Batch, MicroBatch, TargetMask
 from kenotron_data.best_fit import write_pack_index
 from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
+from kenotron_data.corpus import (
+    Corpus,
+    custom_corpus,
+    has_index,
+    open_section,
+    random_corpus,
+)
 from kenotron_data.cursor import Cursor
 from kenotron_data.custom import CustomSamples, IterableLoader, Source, custom_loader
 from kenotron_data.fingerprints import Fingerprint, fingerprint
@@ -17,6 +24,7 @@ from kenotron_data.packed_documents import PackedDocuments
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.row_samples import Dataset, Int64Array, Rows
 from kenotron_data.sampler import inverse_permute, permutation_key, permute
+from kenotron_data.section_datasets import SectionOptions, tokenise_section
 from kenotron_data.sft import SupervisedExamples, supervised
 from kenotron_data.shortened import ShortenedTokens
 from kenotron_data.source_files import file_pieces
@@ -42,6 +50,7 @@ __all__ = [
     "BYTES",
     "Batch",
     "Concatenated",
+    "Corpus",
     "Cursor",
     "CustomSamples",
     "Dataset",
@@ -60,6 +69,7 @@ __all__ = [
     "RandomTokens",
     "Rows",
     "SAVED",
+    "SectionOptions",
     "ShortenedTokens",
     "Source",
     "Subset",
@@ -76,14 +86,17 @@ __all__ = [
     "builtin_documents",
     "cached_tokens",
     "chosen_splits",
+    "custom_corpus",
     "custom_loader",
     "decode",
     "encode",
     "file_pieces",
     "fingerprint",
+    "has_index",
     "hold_out",
     "hold_out_each",
     "inverse_permute",
+    "open_section",
     "open_tokenizer",
     "open_transformers",
     "origins",
@@ -91,10 +104,12 @@ __all__ = [
     "permutation_key",
     "permute",
     "printable",
+    "random_corpus",
     "split",
     "supervised",
     "text_documents",
     "tokenise",
+    "tokenise_section",
     "tokenizer_of_folder",
     "train_bpe",
     "validation_batches",

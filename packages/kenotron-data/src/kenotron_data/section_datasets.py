@@ -5,32 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Config
-from kenotron_data import (
-    SAVED,
-    Dataset,
-    Nanoset,
-    PackedTokens,
-    Subset,
-    TextFile,
-    TextTokenizer,
-    TokenFolder,
-    builtin_documents,
-    cached_tokens,
-    chosen_splits,
-    encode,
-    file_pieces,
-    hold_out_each,
-    split,
-    supervised,
-    text_documents,
-)
+from kenotron_data.builtin import builtin_documents
 from kenotron_data.config import (
     EMBEDDED_CORPUS,
     HubDatasetsConfig,
@@ -38,7 +18,18 @@ from kenotron_data.config import (
     PretrainDatasetsConfig,
     SFTDatasetsConfig,
 )
-from kenotron_train.data.vocabulary import answer_tokenizer, text_tokenizer
+from kenotron_data.hub import SAVED, cached_tokens, chosen_splits
+from kenotron_data.pack import Nanoset, PackedTokens, split
+from kenotron_data.row_samples import Dataset
+from kenotron_data.sft import supervised
+from kenotron_data.source_files import file_pieces
+from kenotron_data.subsets import Subset
+from kenotron_data.text import text_documents
+from kenotron_data.text_pieces import TextFile
+from kenotron_data.token_folder import TokenFolder
+from kenotron_data.tokenizer import TextTokenizer
+from kenotron_data.tokens import encode
+from kenotron_data.validation import hold_out_each
 
 HELD_OUT = 0.1
 """Share of a corpus, its tail, that validation keeps when there is any and no split is named."""
@@ -46,8 +37,30 @@ FILE_ORDER = 42
 """Seed of the order of files, where it is asked for: Nanotron's."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class SectionOptions:
+    """What data sets need to know of the run that reads them."""
+
+    text_tokenizer: Callable[[], TextTokenizer]
+    """Opens what makes tokens of documents."""
+    answer_tokenizer: Callable[[], Any]
+    """Opens what makes tokens of prompts and chats."""
+    cache: Path
+    """Folder in which tokens of text are kept."""
+    vocab_size: int
+    """Ids of the model: bytes that it has no id for are left out."""
+    plain_bytes: bool
+    """Whether text becomes bytes, without a limit of a document's length."""
+    longest: int | None = None
+    """Most tokens of a prompt or chat; None: those of a sample."""
+    validates: bool = True
+    """Whether samples are held out."""
+    separate_documents: bool = False
+    """Whether the model keeps documents apart, so that several examples may share a sample."""
+
+
 @dataclass
-class Sources:
+class SectionDatasets:
     """Data sets by name, and their line in the log."""
 
     training: dict[str, Dataset]
@@ -55,14 +68,8 @@ class Sources:
     about: list[str] = field(default_factory=list)
 
 
-def cache_folder() -> Path:
-    """Where tokens of text are kept: below KENOTRON_CACHE, or ~/.cache/kenotron."""
-    named = os.environ.get("KENOTRON_CACHE")
-    return (Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens"
-
-
 @contextlib.contextmanager
-def _keeping() -> Iterator[None]:
+def _keeping(cache: Path) -> Iterator[None]:
     """Around what may write to the cache: ValueError with the remedy where it cannot."""
     try:
         yield
@@ -70,56 +77,59 @@ def _keeping() -> Iterator[None]:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
             raise
         raise ValueError(
-            f"tokens cannot be kept in {cache_folder()} ({error}): set KENOTRON_CACHE to a folder "
-            "that can be written"
+            f"tokens cannot be kept in {cache} ({error}): choose another cache; for a program, set "
+            "KENOTRON_CACHE to a folder that can be written"
         ) from error
 
 
-def make_cache(config: Config, section: PretrainDatasetsConfig) -> None:
+def tokenise_section(section: PretrainDatasetsConfig, options: SectionOptions) -> None:
     """Tokenise the data sets of a section that are kept in the cache, with all its processes.
 
     ``dataset_overwrite_cache`` is obeyed here alone: call it once for a training, before ranks
     start or on all of them together. Raises as ``cached_tokens`` does.
     """
-    if _is_in_memory(config, section):
+    if _is_in_memory(section, options):
         return
-    tokenizer = text_tokenizer(config)
+    tokenizer = options.text_tokenizer()
     for name, fraction in section.fractions.items():
         if fraction:
             own = replace(section, hf_dataset_or_datasets={name: fraction})
             for validation in (False, True):
-                if not validation or _has_validation(config, section):
-                    with _keeping():
-                        cached_tokens(own, tokenizer, cache_folder(), validation=validation)
+                if not validation or _has_validation(section, options):
+                    with _keeping(options.cache):
+                        cached_tokens(own, tokenizer, options.cache, validation=validation)
 
 
-def text_sources(config: Config, section: PretrainDatasetsConfig, sequence: int) -> Sources:
+def text_datasets(
+    section: PretrainDatasetsConfig, options: SectionOptions, sequence: int
+) -> SectionDatasets:
     """Plain text: bytes in memory, or tokens in the cache; samples of ``sequence`` + 1 tokens.
 
     Raises OSError or ValueError when something is missing, damaged, or too small.
     """
-    if _is_in_memory(config, section):
-        return _bytes_in_memory(config, section, sequence)
-    tokenizer = text_tokenizer(config)
+    if _is_in_memory(section, options):
+        return _bytes_in_memory(section, options, sequence)
+    tokenizer = options.text_tokenizer()
     about = []
 
     def read(own: PretrainDatasetsConfig, name: str, validation: bool) -> Dataset:
-        tokens = _cached(own, tokenizer, validation)
+        tokens = _cached(own, tokenizer, options.cache, validation)
         about.append(f"{name}: {len(tokens):,} tokens, kept in {tokens.path}")
         return PackedTokens(tokens, sequence)
 
-    found = _each(config, section, read)
+    found = _each(section, options, read)
     found.about = about
     return found
 
 
-def answer_sources(config: Config, section: SFTDatasetsConfig, sequence: int) -> Sources:
-    """Prompts and chats, of which the answers alone are learned; raises as ``text_sources``.
+def answer_datasets(
+    section: SFTDatasetsConfig, options: SectionOptions, sequence: int
+) -> SectionDatasets:
+    """Prompts and chats, of which the answers alone are learned; raises as ``text_datasets``.
 
     Several examples share a sample where the model keeps documents apart.
     """
-    tokenizer, longest = answer_tokenizer(config), config.tokenizer.tokenizer_max_length
-    pack = config.decoder.separate_documents
+    tokenizer, pack = options.answer_tokenizer(), options.separate_documents
     left = {False: section.debug_max_samples, True: section.debug_max_samples}
     about = []
 
@@ -129,7 +139,7 @@ def answer_sources(config: Config, section: SFTDatasetsConfig, sequence: int) ->
             return None
         own = replace(own, debug_max_samples=most)
         found = supervised(
-            own, tokenizer, sequence, pack=pack, validation=validation, longest=longest
+            own, tokenizer, sequence, pack=pack, validation=validation, longest=options.longest
         )
         if most is not None:
             left[validation] = most - found.examples - found.too_long - found.not_learned
@@ -139,12 +149,14 @@ def answer_sources(config: Config, section: SFTDatasetsConfig, sequence: int) ->
         )
         return found
 
-    sources = _each(config, section, read)
-    sources.about = about
-    return sources
+    found = _each(section, options, read)
+    found.about = about
+    return found
 
 
-def folder_sources(config: Config, section: NanosetDatasetsConfig, sequence: int) -> Sources:
+def folder_datasets(
+    section: NanosetDatasetsConfig, options: SectionOptions, sequence: int
+) -> SectionDatasets:
     """Folders of token files; positions start again at 0 with each document if asked."""
     sources: dict[str, Dataset] = {}
     limits = section.dataset_max_tokens or [0] * len(section.folders)
@@ -155,17 +167,17 @@ def folder_sources(config: Config, section: NanosetDatasetsConfig, sequence: int
         samples = Nanoset(tokens, sequence, separate_documents=section.return_positions)
         wanted = limit // (sequence + 1)
         sources[name] = Subset(samples, 0, wanted) if 0 < wanted < len(samples) else samples
-    return _held_out(config, sources)
+    return _held_out(options, sources)
 
 
 def _each(
-    config: Config,
     section: HubDatasetsConfig,
+    options: SectionOptions,
     read: Callable[[Any, str, bool], Dataset | None],
-) -> Sources:
+) -> SectionDatasets:
     """Read every data set of a section by itself, and its split for validation where one is."""
     parts: dict[bool, dict[str, Dataset]] = {False: {}, True: {}}
-    wanted = (False, True) if _has_validation(config, section) else (False,)
+    wanted = (False, True) if _has_validation(section, options) else (False,)
     named = [(name, share) for name, share in section.fractions.items() if share]
     for validation, (name, share) in itertools.product(wanted, named):
         own = replace(section, hf_dataset_or_datasets={name: share})
@@ -176,42 +188,39 @@ def _each(
         if found is not None:
             parts[validation][name] = found
     if len(wanted) > 1:
-        return Sources(parts[False], parts[True])
-    return _held_out(config, parts[False])
+        return SectionDatasets(parts[False], parts[True])
+    return _held_out(options, parts[False])
 
 
-def _held_out(config: Config, sources: dict[str, Dataset]) -> Sources:
-    if not config.tokens.limit_val_batches:
-        return Sources(sources)
-    return Sources(*hold_out_each(sources, HELD_OUT))
+def _held_out(options: SectionOptions, sources: dict[str, Dataset]) -> SectionDatasets:
+    if not options.validates:
+        return SectionDatasets(sources)
+    return SectionDatasets(*hold_out_each(sources, HELD_OUT))
 
 
-def _has_validation(config: Config, section: HubDatasetsConfig) -> bool:
+def _has_validation(section: HubDatasetsConfig, options: SectionOptions) -> bool:
     """Whether a split is named to validate on, and validation is asked for."""
-    if not config.tokens.limit_val_batches or len(section.splits) == 1:
+    if not options.validates or len(section.splits) == 1:
         return False
     training = chosen_splits(section.splits, validation=False)
     return len(training) < len(section.splits)
 
 
 def _cached(
-    section: PretrainDatasetsConfig, tokenizer: TextTokenizer, validation: bool
+    section: PretrainDatasetsConfig, tokenizer: TextTokenizer, cache: Path, validation: bool
 ) -> TokenFolder:
     """Tokens of the cache; if missing, this process makes them (or waits for another)."""
     here = replace(
         section, dataset_overwrite_cache=False, dataset_processing_num_proc_per_process=1
     )
-    with _keeping():
-        return cached_tokens(here, tokenizer, cache_folder(), validation=validation)
+    with _keeping(cache):
+        return cached_tokens(here, tokenizer, cache, validation=validation)
 
 
-def _is_in_memory(config: Config, section: PretrainDatasetsConfig) -> bool:
+def _is_in_memory(section: PretrainDatasetsConfig, options: SectionOptions) -> bool:
     """Whether a section is one corpus of plain text that is read as bytes."""
     name = section.hf_dataset_or_datasets
-    tokenizer = config.tokenizer
-    if tokenizer.tokenizer_name_or_path or tokenizer.tokenizer_max_length:
-        return False
-    if not isinstance(name, str):
+    if not options.plain_bytes or not isinstance(name, str):
         return False
     if section.splits != ("train",) or section.hf_dataset_config_name is not None:
         return False
@@ -223,20 +232,22 @@ def _is_in_memory(config: Config, section: PretrainDatasetsConfig) -> bool:
     return all(isinstance(piece, TextFile) for piece in file_pieces(path))
 
 
-def _bytes_in_memory(config: Config, section: PretrainDatasetsConfig, sequence: int) -> Sources:
+def _bytes_in_memory(
+    section: PretrainDatasetsConfig, options: SectionOptions, sequence: int
+) -> SectionDatasets:
     name = str(section.hf_dataset_or_datasets)
     documents = builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))
-    tokens = encode(documents, config.model.model_config.vocab_size)
+    tokens = encode(documents, options.vocab_size)
     about = []
     if section.dataset_overwrite_cache or section.dataset_processing_num_proc_per_process > 1:
         about = [
             f"{name}: text is read as bytes in memory; dataset_overwrite_cache and "
             "dataset_processing_num_proc_per_process have no effect"
         ]
-    if not config.tokens.limit_val_batches:
-        return Sources({name: PackedTokens(tokens, sequence)}, {}, about)
+    if not options.validates:
+        return SectionDatasets({name: PackedTokens(tokens, sequence)}, {}, about)
     training, held = split(tokens, HELD_OUT)
-    return Sources(
+    return SectionDatasets(
         {name: PackedTokens(training, sequence)}, {name: PackedTokens(held, sequence)}, about
     )
 
