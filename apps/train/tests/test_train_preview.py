@@ -40,6 +40,8 @@ def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):
     )  # fmt: skip
     assert "Layout: 200 processes = dp 100 x pp 1 x tp 2" in done.stdout
     assert "pp rank 0: embedding ... head, 402,816 parameters a rank" in done.stdout
+    assert "attention.qkv.weight" in done.stdout and "tp cuts dim 0" in done.stdout
+    assert "pp rank 0 sends for its blocks in a step, in GB a process: tp " in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -49,6 +51,24 @@ def test_sizes_of_stages_add_up_to_the_model():
     names = [name for stage in stages for name in stage.layers]
     assert names == ["embedding", "layers.0", "layers.1", "norm", "head"]
     assert all(size >= 0 for stage in stages for size in stage.bytes_of.values())
+
+
+def test_what_ranks_send_is_that_of_their_blocks_and_micro_batches():
+    config = parse(
+        "parallelism.pp=2",
+        "parallelism.tp=2",
+        "parallelism.tp_mode=ALL_REDUCE",
+        "parallelism.tp_linear_async_communication=false",
+        "model.model_config.num_hidden_layers=6",
+    )
+    stages = stage_sizes(config)
+    tokens = config.tokens.micro_batch_size * config.tokens.sequence_length
+    whole = tokens * config.decoder.hidden_size * 2  # bf16: two sums forward, two back
+    times = config.tokens.batch_accumulation_per_replica
+    for stage in stages:
+        blocks = sum(name.startswith("layers.") for name in stage.layers)
+        assert stage.sent == {"tp": 4 * whole * times * blocks}
+    assert stage_sizes(parse("parallelism.tp=1"))[0].sent == {}
 
 
 def test_what_is_likely_a_mistake_is_a_warning():

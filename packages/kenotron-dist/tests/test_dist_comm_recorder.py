@@ -9,7 +9,15 @@ import pytest
 import torch
 
 import kenotron_dist
-from kenotron_dist import all_reduce, handle, point_to_point, record
+from kenotron_dist import (
+    all_gather,
+    all_reduce,
+    handle,
+    point_to_point,
+    record,
+    reduce_scatter,
+    shape_axes,
+)
 from kenotron_dist.testing import on_nccl, on_ranks
 
 SOURCES = Path(kenotron_dist.__file__).parent
@@ -161,3 +169,19 @@ def test_no_file_calls_the_backend_past_the_recorder():
         {"all_reduce", "send"},
         {"send"},
     )
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_axes_without_processes_record_what_shapes_would_send(backend):
+    axes, recorder = shape_axes({"tp": 4, "ep": 2, "one": 1}, backend)
+    x = torch.empty(8, 4096, device="meta")
+    with recorder:
+        all_reduce(x, axes["tp"])
+        reduce_scatter(x, axes["tp"])
+        all_gather(x, axes["ep"], async_op=True).wait()
+        all_reduce(x, axes["one"])
+    sizes = {"tp": x.nbytes * 3 // 2 + x.nbytes * 3 // 4, "ep": x.nbytes}
+    assert recorder.bytes_per_axis() == sizes
+    assert [entry.ticket.operation for entry in recorder.entries][:1] == ["all_reduce"]
+    all_reduce(x, axes["tp"])  # it is closed
+    assert recorder.bytes_per_axis() == sizes

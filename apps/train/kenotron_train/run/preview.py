@@ -5,6 +5,7 @@ Nothing is started and nothing is allocated: layers are built on torch's meta de
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,15 @@ from kenotron_config import (
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis, Shard, named_parameters, named_placements
 from kenotron_engine import way_of
-from kenotron_models import Build, build_decoder, kept_bytes, layer_costs, parameter_count
+from kenotron_models import (
+    Build,
+    build_decoder,
+    describe,
+    kept_bytes,
+    layer_costs,
+    parameter_count,
+    sent_bytes,
+)
 from kenotron_pp import Stages, simulate
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
@@ -48,6 +57,8 @@ class StageSize:
     """Parameters of the stage over tp."""
     bytes_of: dict[str, int]
     """Bytes by what they are for."""
+    sent: dict[str, int]
+    """Bytes that its blocks send in a step, by axis."""
 
 
 def preview(config: Config) -> str:
@@ -55,7 +66,7 @@ def preview(config: Config) -> str:
     sections = [dump_config(config).rstrip(), _layout(config)]
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
     if not problems:
-        sections.append(_memory(config))
+        sections += [describe(config.decoder), _memory(config)]
         problems = without_gpus(config)
         warnings += [] if problems else machine_cautions(config)
     sections += _notes("Ignored", ignored_keys(config))
@@ -109,7 +120,8 @@ def stage_sizes(config: Config) -> list[StageSize]:
         nbytes["activations"] = int(live * kept)
         if any(name == "head" for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
-        found.append(StageSize([name for name, _ in own], count, nbytes))
+        sent = _sent(config, decoders)
+        found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
 
@@ -195,6 +207,29 @@ def _layer_activation(config: Config, layer: int) -> int:
     )
 
 
+def _sent(config: Config, layers: list[int]) -> dict[str, int]:
+    """Bytes that one rank sends over tp, cp and ep for some blocks in a step."""
+    spec, parallel, sent = config.decoder, config.parallelism, Counter[str]()
+    mode = cp_mode_of(config)
+    for layer in layers:
+        sent += Counter(
+            sent_bytes(
+                spec.blocks[layer],
+                spec.hidden_size,
+                config.tokens.micro_batch_size,
+                _row_tokens(config),
+                tp=parallel.tp,
+                ep=parallel.ep,
+                mode=parallel.mode,
+                dtype=getattr(torch, config.model.dtype),
+                recompute=parallel.recompute_of(layer),
+                cut=mode.cut(config.longest_sequence, parallel.cp),
+                way=way_of(mode, spec, parallel.grid),
+            )
+        )
+    return {name: n * config.tokens.batch_accumulation_per_replica for name, n in sent.items()}
+
+
 def _layout(config: Config) -> str:
     sizes, stages = config.parallelism, range(len(config.data_stages))
     batches = " or ".join(f"{n:,}" for n in sorted({config.batch_tokens(s) for s in stages}))
@@ -237,6 +272,9 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
+        if stage.sent:
+            sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
+            lines.append(f"pp rank {rank} sends for its blocks in a step, in GB a process: {sent}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,12 @@ from kenotron_dist.collectives import (
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.device import gpu_problem, visible_gpus
-from kenotron_dist.diagnosis.comm_recorder import Recorder, compare_collectives, record
+from kenotron_dist.diagnosis.comm_recorder import (
+    Recorder,
+    compare_collectives,
+    record,
+    shape_axes,
+)
 from kenotron_dist.diagnosis.divergence import Diverged
 from kenotron_dist.diagnosis.failure_broadcast import Distress
 from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
@@ -129,9 +134,9 @@ __all__ = [
     "listening",
     "local_boxes",
     "local_shape",
+    "materialize",
     "merge",
     "moments",
-    "materialize",
     "named_parameters",
     "named_placements",
     "named_roles",
@@ -143,6 +148,7 @@ __all__ = [
     "resolve",
     "send",
     "settle",
+    "shape_axes",
     "shift",
     "shutdown",
     "spawn",

@@ -149,13 +149,13 @@ def start(
     all ranks (an op, a source): listeners are called. The call may block too, for the checks of
     ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
     """
-    if _shapes_only(axis, x):
-        return Flight(axis, None, None)
     pulse = axis.pulse
-    if pulse is None:
-        return Flight(axis, None, verb(*args, group=axis.group, async_op=True))
-    ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     call: Callable[[], Work | None] = partial(verb, *args, group=axis.group, async_op=True)
+    if _shapes_only(axis, x):
+        call = _nothing
+    if pulse is None:
+        return Flight(axis, None, call())
+    ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     if pulse.listeners:
         call = pulse.announced(of_verb(axis, ticket, x, how, verb, args), call)
     return Flight(axis, ticket, pulse.wait(ticket, call))
@@ -174,22 +174,27 @@ def start_exchange(
     Both are lists in axis order; this rank's own entry, and empty tensors, are skipped. All ranks
     call this together, with lists that fit. ``x`` and ``how``: see ``start``.
     """
-    if _shapes_only(axis, x):
-        return Flight(axis, None, None)
     me, n = axis.rank, axis.size
     calls = [(dist.irecv, x, i) for i in ((me - k) % n for k in range(1, n)) for x in received[i]]
     calls += [(dist.isend, x, i) for i in ((me + k) % n for k in range(1, n)) for x in sent[i]]
     full = [(verb, x, i) for verb, x, i in calls if x.numel()]
     pulse = axis.pulse
     if pulse is None:
-        return Flight(axis, None, _exchange(full, axis, axis.tag))
+        apart = _shapes_only(axis, x)
+        return Flight(axis, None, None if apart else _exchange(full, axis, axis.tag))
     ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     call: Callable[[], Work] = partial(_exchange, full, axis, axis.tag + ticket.number % _LAPS)
+    if _shapes_only(axis, x):
+        call = partial(_Together, ())
     if pulse.listeners:
         call = pulse.announced(of_exchange(axis, ticket, x, how, sent, received), call)
     work = pulse.wait(ticket, call)
     pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)
+
+
+def _nothing() -> None:
+    """Send nothing."""
 
 
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:

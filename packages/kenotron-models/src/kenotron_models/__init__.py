@@ -3,9 +3,11 @@
 from kenotron_models.attention import Attention, AttentionSpec
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
+from kenotron_models.communication import sent_bytes
 from kenotron_models.compiled import compile_layers
 from kenotron_models.context import Context
 from kenotron_models.decoder import Head, LayerStack, build_decoder
+from kenotron_models.describe import describe
 from kenotron_models.device_flops import peak_bf16_flops
 from kenotron_models.embedding import Embedding
 from kenotron_models.experts import Experts, ExpertsSpec
@@ -110,6 +112,7 @@ __all__ = [
     "component_of",
     "components",
     "config_from_json",
+    "describe",
     "expert_parameters",
     "family_of",
     "forward_flops",
@@ -122,6 +125,7 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "router_shapes",
+    "sent_bytes",
     "standard_init",
     "training_flops",
     "upcycled_config",

@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kenotron_cp import AttentionSize, Cut, Way, attention_traffic
+from kenotron_cp import Sight as SightOfRow
 from kenotron_dist import Chunk, declare_roles
 from kenotron_models.attention_backends import AttentionBackend, attend, check_backend, prepare
 from kenotron_models.attention_cp import attend_cut, sight_of_rows
@@ -78,6 +80,14 @@ class AttentionSpec:
             seen = min(self.window or sequence, sequence)
             pairs = seen * (seen + 1) // 2 + (sequence - seen) * seen
         return 4 * batch * self.heads * self.head_dim * pairs
+
+    def sent_over_sequence(
+        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Return the bytes of keys, or of heads, that leave a rank; see ``SendsOverSequence``."""
+        heads, kv_heads = self.heads // tp, max(self.kv_heads // tp, 1)
+        size = AttentionSize(rows, heads, kv_heads, self.head_dim, self.head_dim, dtype)
+        return attention_traffic(way, size, SightOfRow(cut.sequence, self.window), cut, 0)
 
     def cost(self, width: int) -> int:
         """Count four projections as if all heads had their own keys and values; no scores."""

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Partial, Placements, Roles
+from kenotron_dist.autograd import all_to_all
 from kenotron_dist.weight_products import current_backward
 from kenotron_ep import mix_experts
 from kenotron_models.build import Build
@@ -232,13 +233,16 @@ def even_experts(
         experts_TK: chosen experts (n, K); not read.
         weights_TK: their weights (n, K).
         experts: E.
-        axis: that of experts; nothing is communicated.
+        axis: that of experts, whose ranks are expected to send as much as this one.
         compute: experts of this rank.
         way: not read.
     """
     top_k = weights_TK.shape[1]
     rows = own[:, None].expand(-1, top_k, -1).reshape(-1, own.shape[1])
-    y = compute(rows, torch.empty(experts // axis.size, dtype=torch.int64, device=own.device))
+    even = rows.new_empty(-(-len(rows) // axis.size) * axis.size, rows.shape[1])
+    even = all_to_all(torch.cat([rows, even[len(rows) :]]), axis)
+    y = compute(even, torch.empty(experts // axis.size, dtype=torch.int64, device=own.device))
+    y = all_to_all(y, axis)[: len(rows)]
     added = y.view(len(own), top_k, -1) * weights_TK[..., None]
     return added.sum(1).to(y.dtype)
 

@@ -9,22 +9,19 @@ Shapes: B rows, S tokens of a row, T = B * S, D hidden; T/t under sequence paral
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist import Axis
 from kenotron_models.block import Block, BlockSpec
-from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.meta_block import MicroBatch, OneKernel, block_on_meta
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute
 from kenotron_tp import TPMode
@@ -61,15 +58,9 @@ def kept_bytes(
             keeps fp32 copies.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    build = Build(axis, mode, dtype=dtype, shapes_only=True)
-    layer = Block(_computed_by_torch(block), width, build, recompute=recompute)
-    places = torch.arange(sequence, device="meta").expand(rows, sequence)
-    numbers = torch.arange(rows, device="meta")
-    context = Context(places, numbers, dropout_key=0)
-    tokens = rows * sequence
-    held = -(-tokens // tp) if mode.sequence_parallel else tokens
-    x = torch.empty(held, width, dtype=dtype, device="meta", requires_grad=True)
-    with _OneKernel(fused_norms):
+    batch = MicroBatch(rows=rows, sequence=sequence, mode=mode, dtype=dtype, recompute=recompute)
+    layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
+    with OneKernel(fused_norms):
         return bytes_alive(layer, x, context)
 
 
@@ -117,46 +108,3 @@ class _Storages(TorchDispatchMode):
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)]
-
-
-class _Attention(torch.autograd.Function):
-    """Stands for a fused kernel: it keeps its inputs, its output and a number a query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
-        return out
-
-
-class _Norm(torch.autograd.Function):
-    """Stands for a fused RMSNorm: it keeps its input and a number a token."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-
-class _OneKernel(TorchFunctionMode):
-    """Lets one kernel compute attention, and with ``norms`` RMSNorm: device meta has none."""
-
-    def __init__(self, norms: bool) -> None:
-        super().__init__()
-        self._norms = norms
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return _Attention.apply(*args[:3])
-        if func is F.rms_norm and self._norms:
-            return _Norm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
-        return func(*args, **kwargs)
-
-
-def _computed_by_torch(block: BlockSpec) -> BlockSpec:
-    """The same block; attention kernels that device meta has not keep what torch's own keeps."""
-    mixer: Any = block.mixer
-    if getattr(mixer, "backend", "plain") == "plain":
-        return block
-    return replace(block, mixer=replace(mixer, backend="sdpa"))

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
+from kenotron_cp import Cut, Way
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 
@@ -60,6 +62,25 @@ class PartSpec(Protocol):
 
     def cost(self, width: int) -> int:
         """Count multiply-adds a token, to balance pipeline stages."""
+        ...
+
+
+@runtime_checkable
+class SendsOverSequence(Protocol):
+    """What else the config of a mixer says of which tokens of other ranks are needed."""
+
+    def sent_over_sequence(
+        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Return the bytes that leave the first rank of cp in forward and in backward.
+
+        Args:
+            rows: B.
+            cut: how rows are cut.
+            way: how the work is shared.
+            tp: ranks over which heads are cut.
+            dtype: of activations.
+        """
         ...
 
 

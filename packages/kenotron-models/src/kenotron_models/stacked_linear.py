@@ -117,6 +117,8 @@ def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         x: (R, I), likewise.
         counts: rows of each expert.
     """
+    if x.is_meta:
+        return x.new_empty(len(counts), dy.shape[1], x.shape[1])
     if _has_grouped_kernel(x, dy.shape[1]):
         return torch._grouped_mm(dy.contiguous().t(), x.contiguous(), offs=_ends(counts))
     out, sizes = x.new_empty(len(counts), dy.shape[1], x.shape[1]), counts.tolist()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
 import torch.distributed as dist
 
+from kenotron_dist.axis import Axis
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
-from kenotron_dist.in_flight import Entry
+from kenotron_dist.in_flight import Entry, Pulse
 from kenotron_dist.mesh import Mesh
 
 T = TypeVar("T")
@@ -20,10 +21,15 @@ class Recorder:
     """Keeps an ``Entry`` of each communication that this rank starts. A context manager.
 
     It may be read from any thread. What it recorded stays readable when it is closed.
+
+    Args:
+        pulse: that of the axes.
+        axis_sizes: number of ranks by axis.
+        all_axes: how many axes have the whole world together.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._pulse, self._mesh = mesh.pulse, mesh
+    def __init__(self, pulse: Pulse, axis_sizes: Mapping[str, int], all_axes: int) -> None:
+        self._pulse, self._axis_sizes, self._all_axes = pulse, axis_sizes, all_axes
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
         self._pulse.listeners = (*self._pulse.listeners, self)
@@ -51,9 +57,9 @@ class Recorder:
 
     def _name(self, axis: str) -> str:
         names = axis.rstrip("'").removesuffix("/1").split("_")
-        if len(names) == len(self._mesh.sizes):
+        if len(names) == self._all_axes:
             return "world"
-        return "_".join(name for name in names if self._mesh.axis_sizes.get(name, 2) > 1)
+        return "_".join(name for name in names if self._axis_sizes.get(name, 2) > 1)
 
     def cut(self) -> list[Entry]:
         """The entries so far, which are forgotten here: a step ends."""
@@ -95,7 +101,30 @@ def record(mesh: Mesh) -> Recorder:
 
     Not collective. Nothing is recorded on an axis of one rank, where nothing is communicated.
     """
-    return Recorder(mesh)
+    return Recorder(mesh.pulse, mesh.axis_sizes, len(mesh.sizes))
+
+
+def shape_axes(sizes: Mapping[str, int], backend: str = "nccl") -> tuple[dict[str, Axis], Recorder]:
+    """Return axes without processes, and what records their communication, until it is closed.
+
+    This process is their first rank. Collectives of tensors on device meta give shapes, and their
+    bytes are recorded as if they were sent::
+
+        axes, recorder = shape_axes({"tp": 8})
+        with recorder:
+            all_reduce(torch.empty(4, 4, device="meta"), axes["tp"])
+        print(recorder.bytes_per_axis())  # {'tp': 112}
+
+    Args:
+        sizes: number of ranks by axis.
+        backend: whose algorithms are counted, ``nccl`` or ``gloo``.
+    """
+    pulse = Pulse()
+    axes = {
+        name: Axis(name, 0, tuple(range(size)), backend=backend, pulse=pulse)
+        for name, size in sizes.items()
+    }
+    return axes, Recorder(pulse, sizes, 0)
 
 
 def compare_collectives(mesh: Mesh) -> CollectiveChecker:

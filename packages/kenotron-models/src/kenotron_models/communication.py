@@ -1,0 +1,72 @@
+"""Bytes that a rank sends for a block and a micro-batch, by axis.
+
+What travels over tp and ep is measured: the block's forward and backward run on device meta, over
+axes without processes. What attention sends over cp follows from its cut (``kenotron_cp``).
+
+Shapes: B rows, S tokens of a row, D hidden.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from kenotron_cp import Cut, Way
+from kenotron_dist import shape_axes
+from kenotron_models.block import BlockSpec
+from kenotron_models.meta_block import MicroBatch, block_on_meta
+from kenotron_models.part import SendsOverSequence
+from kenotron_models.recompute import Recompute
+from kenotron_tp import TPMode
+
+
+@lru_cache(maxsize=256)
+def sent_bytes(
+    block: BlockSpec,
+    width: int,
+    rows: int,
+    sequence: int,
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    mode: TPMode = TPMode(),
+    dtype: torch.dtype = torch.float32,
+    recompute: Recompute = "none",
+    cut: Cut | None = None,
+    way: Way = "ring",
+    backend: str = "nccl",
+) -> dict[str, int]:
+    """Return the bytes that leave the first rank in forward and backward of a block, by axis.
+
+    Counts of exchanges and the gradients of weights are left out. Experts are expected to have an
+    even load, and rows to be one document.
+
+    Args:
+        block: what it is made of.
+        width: D.
+        rows: B.
+        sequence: S, of one rank where rows are cut over cp.
+        tp: number of ranks over which features are cut.
+        ep: number of ranks over which experts are cut.
+        mode: how tp ranks communicate.
+        dtype: of parameters and activations.
+        recompute: what is computed again.
+        cut: how rows are cut over cp; None: they are whole.
+        way: how attention over cut rows shares the work.
+        backend: whose algorithms are counted, ``nccl`` or ``gloo``.
+    """
+    batch = MicroBatch(rows=rows, sequence=sequence, mode=mode, dtype=dtype, recompute=recompute)
+    axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
+    layer, x, context = block_on_meta(block, width, batch, axes)
+    with recorder:
+        layer(x, context).sum().backward()
+    found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
+    if cut is None or cut.ranks == 1:
+        return found
+    once, back = 0, 0
+    for part in block.parts:
+        if isinstance(part, SendsOverSequence):
+            forward, backward = part.sent_over_sequence(rows, cut, way, tp=tp, dtype=dtype)
+            once, back = once + forward, back + backward
+    return found | {"cp": once * (2 if recompute == "full" else 1) + back}

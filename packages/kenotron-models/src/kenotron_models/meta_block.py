@@ -1,0 +1,108 @@
+"""A block on device meta: it runs on tensors without memory, so that what it does can be counted.
+
+Shapes: B rows, S tokens of a row, T = B * S, D hidden; T/t under sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from kenotron_dist import Axis
+from kenotron_models.block import Block, BlockSpec
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.recompute import Recompute
+from kenotron_tp import TPMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """A micro-batch of one rank, and how a block computes it."""
+
+    rows: int
+    """B."""
+    sequence: int
+    """S, of one rank where rows are cut over cp."""
+    mode: TPMode = TPMode()
+    """How tp ranks communicate."""
+    dtype: torch.dtype = torch.float32
+    """Of parameters and activations."""
+    recompute: Recompute = "none"
+    """What is computed again in the backward."""
+
+
+def block_on_meta(
+    block: BlockSpec, width: int, batch: MicroBatch, axes: Mapping[str, Axis]
+) -> tuple[Block, Tensor, Context]:
+    """Return a block on device meta, its input and the context of a micro-batch.
+
+    Args:
+        block: what it is made of.
+        width: D.
+        batch: the micro-batch.
+        axes: ``tp``, and ``ep`` where experts are cut; without a group.
+
+    Returns:
+        The block, x (T, D) or (T/t, D), which requires a gradient, and the context.
+    """
+    mode, tp = batch.mode, axes["tp"]
+    build = Build(tp, mode, dtype=batch.dtype, shapes_only=True)
+    if "ep" in axes:
+        build = replace(build, ep=axes["ep"])
+    layer = Block(_computed_by_torch(block), width, build, recompute=batch.recompute)
+    places = torch.arange(batch.sequence, device="meta").expand(batch.rows, batch.sequence)
+    context = Context(places, torch.arange(batch.rows, device="meta"), dropout_key=0)
+    tokens = batch.rows * batch.sequence
+    held = -(-tokens // tp.size) if mode.sequence_parallel else tokens
+    x = torch.empty(held, width, dtype=batch.dtype, device="meta", requires_grad=True)
+    return layer, x, context
+
+
+class _Attention(torch.autograd.Function):
+    """Stands for a fused kernel: it keeps its inputs, its output and a number a query and head."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return out
+
+
+class _Norm(torch.autograd.Function):
+    """Stands for a fused RMSNorm: it keeps its input and a number a token."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+
+class OneKernel(TorchFunctionMode):
+    """Lets one kernel compute attention, and with ``norms`` RMSNorm: device meta has none."""
+
+    def __init__(self, norms: bool) -> None:
+        super().__init__()
+        self._norms = norms
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return _Attention.apply(*args[:3])
+        if func is F.rms_norm and self._norms:
+            return _Norm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
+        return func(*args, **kwargs)
+
+
+def _computed_by_torch(block: BlockSpec) -> BlockSpec:
+    """The same block; attention kernels that device meta has not keep what torch's own keeps."""
+    mixer: Any = block.mixer
+    if getattr(mixer, "backend", "plain") == "plain":
+        return block
+    return replace(block, mixer=replace(mixer, backend="sdpa"))
