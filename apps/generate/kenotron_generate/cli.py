@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _request(arguments)
         described = describe(arguments.ckpt_path)
         _say_which(described, Path(arguments.ckpt_path))
-        sizes = {name: _size(name, getattr(arguments, name), described) for name in AXES}
+        sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
         _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
         start(
             continue_prompts,
@@ -111,7 +111,8 @@ def _fail(text: str, code: int = 1) -> int:
     return code
 
 
-def _size(name: str, given: int, described: Description) -> int:
+def size_of(name: str, given: int, described: Description) -> int:
+    """Ranks along an axis; 0 stands for the size of the training, which dp does not have."""
     if given < 0:
         raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
     return given or (1 if name == "dp" else described.sizes.get(name, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import tiny
 
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_generate.cli import main
+from kenotron_generate.cli import main, size_of
 from kenotron_generate.load import describe, load_model
 from kenotron_models import StackedLinear
 
@@ -68,6 +69,12 @@ def test_draws_and_ends_are_those_of_one_process(
         ([], {"pp": 2, "tp": 2, "ep": 2}),
     ]:
         assert run(models[name], tmp_path / "out", *flags, *more, **sizes) == one
+
+
+def test_ranks_of_experts_are_those_of_training_on_request(models: dict[str, Path]) -> None:
+    described = replace(describe(models["qwen3_moe"]), sizes={"dp": 4, "ep": 4})
+    assert size_of("ep", 0, described) == 4 and size_of("ep", 2, described) == 2
+    assert size_of("ep", 0, describe(models["qwen3_moe"])) == 1  # Hugging Face says nothing
 
 
 def stacks(mesh: Mesh, folder: Path) -> set[int]:
