@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
 
 from kenotron_data import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model
 from kenotron_generate.prompts import Prompt, with_stdin
+from kenotron_generate.shared_passes import SharedPasses
 from kenotron_generate.tokenizer_io import Words, Writer, open_words
 from kenotron_models import Sampling, generate
 
@@ -73,13 +71,8 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     words = open_words(name, described.ends, described.begin, special=special)
     if name is None and mesh.rank == 0:
         print(f"{described.folder} names no tokenizer: bytes are read", file=sys.stderr)
-    pipeline = load_model(described, mesh)
-
-    def forward(tokens: Tensor, context: Any) -> Tensor | None:
-        logits = pipeline.forward([tokens], [context])
-        return logits[0] if logits else None
-
-    run = _Run(mesh, described, request, words, forward)
+    passes = SharedPasses(load_model(described, mesh), mesh)
+    run = _Run(mesh, described, request, words, passes)
     started = time.perf_counter()
     share = -(-len(prompts) // mesh.sizes["dp"])  # consecutive, so that numbers follow one another
     first = mesh["dp"].rank * share
@@ -88,6 +81,7 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     for begin in range(0, len(own), request.batch_size):
         batch = own[begin : begin + request.batch_size]
         results += run.batch(first + begin, batch, alone=len(prompts) == 1)
+    passes.finish()
     gathered = gather_objects([asdict(result) for result in results], mesh["dp"])
     if mesh.rank == 0:
         whole = [Result(**values) for part in gathered for values in part]
@@ -101,7 +95,7 @@ class _Run:
     described: Description
     request: Request
     words: Words
-    forward: Callable[[Tensor, Any], Tensor | None]
+    forward: SharedPasses
 
     def batch(self, first: int, prompts: Sequence[Prompt], *, alone: bool) -> list[Result]:
         """Continue some prompts together; one that is alone is shown while it grows."""

@@ -16,9 +16,9 @@ from kenotron_generate.batch_generation import Request, continue_prompts, tokeni
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
 from kenotron_generate.tokenizer_io import libraries
-from kenotron_models import Sampling
+from kenotron_models import ExpertsSpec, Sampling
 
-AXES = ("pp", "tp", "dp")
+AXES = ("pp", "dp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
 """Errors whose message is enough; others come with a traceback."""
 INTERRUPTED = 130
@@ -33,14 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = _request(arguments)
         described = describe(arguments.ckpt_path)
         _say_which(described, Path(arguments.ckpt_path))
-        pp, tp, dp = (
-            _size(name, getattr(arguments, name), described) for name in ("pp", "tp", "dp")
-        )
+        sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
+        _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
         start(
             continue_prompts,
             described,
             request,
-            config=MeshConfig(pp=pp, dp=dp, tp=tp),
+            config=MeshConfig(**sizes),
             preload=libraries(tokenizer_name(described, request)),
             threads=_threads(arguments.threads),
         )
@@ -112,10 +111,28 @@ def _fail(text: str, code: int = 1) -> int:
     return code
 
 
-def _size(name: str, given: int, described: Description) -> int:
+def size_of(name: str, given: int, described: Description) -> int:
+    """Ranks along an axis; 0 stands for the size of the training, which dp does not have."""
     if given < 0:
         raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
     return given or (1 if name == "dp" else described.sizes.get(name, 1))
+
+
+def _check_ep(described: Description, dp: int, tp: int, ep: int) -> None:
+    """Raise ValueError unless ep divides the ranks of a stage and the experts of every layer."""
+    if ep == 1:
+        return
+    if not described.model.routes:
+        raise ValueError(f"--ep {ep}: {described.folder} has no experts; leave --ep out")
+    if dp * tp % ep:
+        raise ValueError(
+            f"--ep {ep}: it must divide dp x tp ({dp * tp}), the ranks of a pipeline stage; change "
+            "--ep, --dp or --tp"
+        )
+    for part in (block.feed_forward for block in described.model.blocks):
+        if isinstance(part, ExpertsSpec) and part.router.experts % ep:
+            count = part.router.experts
+            raise ValueError(f"--ep {ep}: it must divide the {count} experts of a layer; change it")
 
 
 def _threads(given: int | None) -> int | None:
@@ -175,5 +192,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
     add("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
     add("--dp", type=int, default=1, help="groups of ranks that share the prompts")
+    add(
+        "--ep", type=int, default=1, help="ranks, of dp x tp, that share the experts; 0: as trained"
+    )
     add("--threads", type=int, help="CPU threads of each rank (default: a share of the cores)")
     return parser  # fmt: skip

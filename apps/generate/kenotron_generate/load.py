@@ -108,7 +108,8 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
         )
         opened.load(records, wanted, mesh)
 
-    layers = build_decoder(spec, Build(mesh["tp"], dtype=getattr(torch, described.dtype)))
+    build = Build(mesh["tp"], dtype=getattr(torch, described.dtype), ep=mesh["ep"])
+    layers = build_decoder(spec, build)
     return assemble(layers, mesh, read, costs=layer_costs(spec)).pipeline
 
 

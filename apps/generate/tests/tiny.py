@@ -10,13 +10,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     Starcoder2Config,
 )
 
@@ -27,14 +30,30 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+LATENT: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 20, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 4, "topk_group": 2,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 
 
+def expert_configs() -> dict[str, PretrainedConfig]:
+    """One model of each kind of experts."""
+    moe = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return {
+        "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+        "qwen3_moe": Qwen3MoeConfig(**SIZES, **moe, head_dim=16, norm_topk_prob=True),
+        "deepseek_v3": DeepseekV3Config(**LATENT),
+    }
+
+
 def configs() -> dict[str, PretrainedConfig]:
-    """One model of each family."""
+    """One model of each dense family."""
     return {
         "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=ROPE),
         "mistral": MistralConfig(**SIZES, sliding_window=5),
@@ -62,7 +81,7 @@ def byte_tokenizer(chat: bool = False) -> PreTrainedTokenizerFast:
 def write_model(folder: Path, name: str, *, chat: bool = False, seed: int = 0) -> Path:
     """A model with random weights and its tokenizer."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(configs()[name])
+    model = AutoModelForCausalLM.from_config((configs() | expert_configs())[name])
     model.generation_config = GenerationConfig(bos_token_id=256, eos_token_id=257)
     model.save_pretrained(folder)
     byte_tokenizer(chat).save_pretrained(folder)

@@ -63,10 +63,27 @@ def test_experts_train_as_on_one_process(tmp_path: Path, sizes: dict[str, Any] |
                 assert load == pytest.approx(one["experts"][layer], rel=1e-6, abs=1e-9)
 
 
+def check_shown(folder: Path, steps: list[dict[str, Any]]) -> None:
+    """TensorBoard has the loads of each layer, and the report draws them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "checkpoints/tensorboard"))
+    events.Reload()
+    for layer, loads in steps[-1]["experts"].items():
+        for name in loads:
+            shown = [event.value for event in events.Scalars(f"experts/{layer}/{name}")]
+            assert shown == pytest.approx([s["experts"][layer][name] for s in steps], rel=1e-6)
+    done = runs.train(folder, "report", "checkpoints")
+    assert "last expert load max/mean" in done.stdout, done.stderr
+    page = (folder / "checkpoints/report.html").read_text(encoding="utf-8")
+    assert page.count('aria-label="layer_') == len(steps[-1]["experts"])
+
+
 def test_a_run_continues_with_other_ranks_for_its_experts(tmp_path: Path) -> None:
     (whole := tmp_path / "whole").mkdir()
     (cut := tmp_path / "cut").mkdir()
-    one = curve(whole, small(whole, dp=1, ep=1))
+    one = curve(whole, small(whole, dp=1, ep=1), "--set", "logging.trackers=[tensorboard]")
+    check_shown(whole, one)
     curve(cut, small(cut, dp=2, ep=2), "--set", "tokens.train_steps=2")
     file = small(cut, dp=1, tp=2, ep=1)
     steps = curve(cut, file)

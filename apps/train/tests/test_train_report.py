@@ -14,7 +14,7 @@ import runs
 from kenotron_train.cli import main
 from kenotron_train.report import cli as report_cli
 from kenotron_train.report import page as report_page
-from kenotron_train.report.charts import Line, line_chart, ticks
+from kenotron_train.report.charts import Line, heat_map, line_chart, ticks
 from kenotron_train.report.curves import MOST_POINTS, Run, read_runs, summary
 
 
@@ -106,6 +106,57 @@ def test_a_folder_without_a_run(
     assert main(["report", str(tmp_path)]) == 1
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def loads(*layers: tuple[float, float, int]) -> dict[str, dict[str, float]]:
+    """Figures of layers 1, 3, 5... as metrics.jsonl has them."""
+    keys = ("max_over_mean", "entropy", "unused")
+    named = [dict(zip(keys, each, strict=True)) for each in layers]
+    return {f"layer_{2 * i + 1}": each for i, each in enumerate(named)}
+
+
+def test_loads_of_experts_are_drawn_by_layer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [
+        loads((4.0, 0.5, 3), (1.0, 1.0, 0)),
+        loads((2.0, 0.75, 1), (2.5, 0.7, 1)),
+        loads((1.0, 1.0, 0), (1.5, 0.9, 0)),
+    ]
+    one = write_run(tmp_path / "moe/checkpoints", [4.0, 3.0, 2.0], experts=steps)
+    two = write_run(tmp_path / "dense/checkpoints", [4.0, 3.5, 3.0])
+    assert main(["report", str(one), str(two), "--x", "tokens"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"last expert load max/mean +1.50 in layer_3 +-", said)
+    assert re.search(r"last entropy of loads +0.900 in layer_3 +-", said)
+    assert re.search(r"last unused experts +0 +-", said)
+    *_, worst, entropy, shades, first, last = pictures((one / "report.html").read_text())
+    assert [len(svg.findall("polyline")) for svg in (worst, entropy)] == [1, 1]
+    rows = [rect.find("title").text for rect in shades.findall("rect")]
+    assert rows == [
+        *("layer_1, to 100: 4", "layer_1, to 200: 2", "layer_1, to 300: 1"),
+        *("layer_3, to 100: 1", "layer_3, to 200: 2.5", "layer_3, to 300: 1.5"),
+    ]
+    opacity = [float(rect.get("fill-opacity")) for rect in shades.findall("rect")]
+    assert opacity == [1.0, 0.3, 0.0, 0.0, 0.5, 0.2]
+    for chart, name in ((first, "layer_1"), (last, "layer_3")):
+        assert chart.get("aria-label") == f"{name}: load max/mean (dashed: entropy)"
+        assert len(chart.findall("polyline")) == 2
+    data = (one / "report.png").read_bytes()
+    assert struct.unpack(">II", data[16:24]) == (1320, 1237)
+
+
+def test_neighbours_of_one_shade_are_one_rectangle() -> None:
+    rows = [(f"layer_{i}", [(float(x), 1.0 + (x > 50)) for x in range(100)]) for i in range(40)]
+    svg = ElementTree.fromstring(heat_map("t", "step", rows, 1.0))
+    assert len(svg.findall("rect")) == 80
+    for rect in svg.findall("rect"):
+        x, y, wide, high = (float(rect.get(key)) for key in ("x", "y", "width", "height"))
+        assert 64 <= x < x + wide <= 546.2 and 30 <= y < y + high <= 266.2
+    names = [text.text for text in svg.findall("text") if text.text.startswith("layer")]
+    assert names == [f"layer_{i}" for i in range(0, 40, 3)]
+    flat = ElementTree.fromstring(heat_map("t", "step", [("layer_0", [(1.0, 0.0)])], 1.0))
+    assert flat.find("rect").get("fill-opacity") == "0.0"
 
 
 def test_without_matplotlib_there_is_the_page_and_a_hint(

@@ -1,4 +1,4 @@
-"""Line charts as SVG, for pages that need nothing else."""
+"""Line charts and heat maps as SVG, for pages that need nothing else."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kenotron_train.report.curves import Points
 from kenotron_train.report.figures import short
@@ -13,6 +14,10 @@ from kenotron_train.report.figures import short
 COLOURS = ("#2a78b5", "#d9661f", "#2f9e5b", "#c23b5a", "#7d5fb2", "#8a6d3b", "#d072b0", "#607080")
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 34
+SHADES = 10
+"""Shades of a heat map."""
+MOST_NAMES = 16
+"""Rows of a heat map whose names stand next to them."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,58 @@ def line_chart(title: str, x_title: str, lines: Sequence[Line]) -> str:
         y_low, y_high = _range([y for _, y in points])
         parts += _axes(x_title, (x_low, x_high), (y_low, y_high))
         parts += [_curve(line, (x_low, x_high), (y_low, y_high)) for line in lines if line.points]
-    body = "\n".join(parts)
-    label = html.escape(title, quote=True)
+    return _picture(title, parts)
+
+
+def heat_map(title: str, x_title: str, rows: Sequence[tuple[str, Points]], low: float) -> str:
+    """An SVG picture of one row of shades for each curve, from top to bottom.
+
+    Args:
+        title: stands above it, with what the darkest shade means.
+        x_title: stands below it.
+        rows: name and points of each, at least one point.
+        low: the figure that has no shade, as have those below.
+    """
+    first, last = _range([x for _, points in rows for x, _ in points])
+    xs = (first - (last - first) / max(1, max(len(p) for _, p in rows) - 1), last)
+    high = max(low, *(y for _, points in rows for _, y in points))
+    height = (HEIGHT - TOP - BOTTOM) / len(rows)
+    every = -(-len(rows) // MOST_NAMES)
+    parts = [_text(LEFT, 18, f"{title} ({short(low)}: no shade, {short(high)}: darkest)", "title")]
+    for number, (name, points) in enumerate(rows):
+        top = TOP + number * height
+        if number % every == 0:
+            parts.append(_text(LEFT - 6, top + height / 2 + 4, name, "y"))
+        parts += _shades(name, points, (xs, low, high), (top, height))
+    parts += [_text(_x(value, xs), HEIGHT - 16, short(value), "x") for value in ticks(*xs)]
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_title, "x"))
+    return _picture(title, parts)
+
+
+def _shades(
+    name: str,
+    points: Points,
+    scale: tuple[tuple[float, float], float, float],
+    place: tuple[float, float],
+) -> list[str]:
+    """Rectangles of a row of a heat map; neighbours of one shade are one."""
+    (xs, low, high), (top, height), found = scale, place, []
+    start, step = _x(xs[0], xs), (high - low or 1.0) / SHADES
+    for shade, group in groupby(points, lambda point: round(max(0.0, point[1] - low) / step)):
+        same = list(group)
+        stop = _x(same[-1][0], xs)
+        said = f"{name}, to {short(same[-1][0])}: {short(max(y for _, y in same))}"
+        found.append(
+            f'<rect class="heat" x="{start:.1f}" y="{top:.1f}" width="{max(stop - start, 1):.1f}" '
+            f'height="{height:.1f}" fill-opacity="{shade / SHADES:.1f}">'
+            f"<title>{html.escape(said)}</title></rect>"
+        )
+        start = stop
+    return found
+
+
+def _picture(title: str, parts: Sequence[str]) -> str:
+    body, label = "\n".join(parts), html.escape(title, quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>'
 
 

@@ -61,8 +61,9 @@ def report_parser() -> argparse.ArgumentParser:
     """The flags of ``report``."""
     parser = argparse.ArgumentParser(
         prog="python apps/train report",
-        description="Draw loss, learning rate, throughput and memory of one run, or of several to "
-        "compare them: report.html needs nothing else, report.png needs matplotlib.",
+        description="Draw loss, learning rate, throughput, memory and the load of experts of one "
+        "run, or of several to compare them: report.html needs nothing else, report.png needs "
+        "matplotlib.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN_DIR", help="a checkpoints_path with metrics.jsonl in it"

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kenotron_train.report.figures import short
 from kenotron_train.report.metrics_file import read_journal
@@ -34,6 +34,13 @@ PANELS = (
         ("memory_gb", "memory_reserved_gb", "memory_device_gb"),
     ),
 )
+WORST_LOAD, LEAST_ENTROPY, UNUSED = "experts_load", "experts_entropy", "experts_unused"
+"""Figures of the experts of all layers, which ``read_runs`` adds to steps."""
+EXPERT_PANELS = (
+    Panel("largest load of an expert over the mean, least even layer", (WORST_LOAD,)),
+    Panel("entropy of the loads of experts, least even layer (1: all equal)", (LEAST_ENTROPY,)),
+)
+"""Pictures of runs with experts."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +50,23 @@ class Run:
     name: str
     steps: list[dict[str, Any]]
 
-    def points(self, key: str, x: str = "step") -> Points:
-        """(x, figure) of all steps that have both, thinned to ``MOST_POINTS``."""
+    def points(self, key: str, x: str = "step", most: int = MOST_POINTS) -> Points:
+        """(x, figure) of all steps that have both, thinned to ``most``.
+
+        ``a/b`` is the figure ``b`` of the mapping ``a``, as in trackers.
+        """
         found = [
-            (float(step[x]), float(step[key]))
+            (float(step[x]), float(figure))
             for step in self.steps
-            if _is_number(step.get(key)) and _is_number(step.get(x))
+            if _is_number(figure := _figure(step, key)) and _is_number(step.get(x))
         ]
-        size = -(-len(found) // MOST_POINTS)
+        size = -(-len(found) // most)
         return [_middle(found[i : i + size]) for i in range(0, len(found), size)] if found else []
+
+    @property
+    def expert_layers(self) -> list[str]:
+        """Names of the layers with experts in the last step, in order; empty: there are none."""
+        return list(_loads(self.steps[-1]))
 
 
 def read_runs(folders: Sequence[str]) -> list[Run]:
@@ -70,7 +85,7 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         steps = read_journal(path)
         if not steps:
             raise ValueError(f"{path} holds no step: the run has not made one yet")
-        found.append(Run(name, steps))
+        found.append(Run(name, [step | _of_all_layers(step) for step in steps]))
     return found
 
 
@@ -81,7 +96,11 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         "MFU (median)", "peak memory GB", "hours in steps", "waiting for data", "blocked by saves",
         "communication", "sent a step (median)",
     ]  # fmt: skip
-    return [titles, *(_line(run) for run in runs)]
+    lines = [_line(run) for run in runs]
+    if any(run.expert_layers for run in runs):
+        titles += ["last expert load max/mean", "last entropy of loads", "last unused experts"]
+        lines = [line + _experts(run) for line, run in zip(lines, runs, strict=True)]
+    return [titles, *lines]
 
 
 def _line(run: Run) -> list[str]:
@@ -104,6 +123,48 @@ def _line(run: Run) -> list[str]:
         _share(run, "communication_s", seconds),
         _sent(run),
     ]
+
+
+def _experts(run: Run) -> list[str]:
+    """Load and entropy of the least even layer, and experts without tokens, in the last step."""
+    if not (loads := _loads(run.steps[-1])):
+        return ["-", "-", "-"]
+    most = max(loads, key=lambda name: loads[name]["max_over_mean"])
+    least = min(loads, key=lambda name: loads[name]["entropy"])
+    return [
+        f"{loads[most]['max_over_mean']:.2f} in {most}",
+        f"{loads[least]['entropy']:.3f} in {least}",
+        f"{run.steps[-1][UNUSED]:.0f}",
+    ]
+
+
+def _loads(step: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Figures of each layer with experts that has all of them."""
+    found, keys = step.get("experts"), ("max_over_mean", "entropy", "unused")
+    layers = found.items() if isinstance(found, dict) else ()
+    return {
+        name: load
+        for name, load in layers
+        if isinstance(load, dict) and all(_is_number(load.get(key)) for key in keys)
+    }
+
+
+def _of_all_layers(step: dict[str, Any]) -> dict[str, float]:
+    """The figures that ``EXPERT_PANELS`` draw; nothing without experts."""
+    if not (loads := _loads(step).values()):
+        return {}
+    return {
+        WORST_LOAD: max(load["max_over_mean"] for load in loads),
+        LEAST_ENTROPY: min(load["entropy"] for load in loads),
+        UNUSED: sum(load["unused"] for load in loads),
+    }
+
+
+def _figure(step: dict[str, Any], key: str) -> object:
+    found: object = step
+    for part in key.split("/"):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
 
 
 def _sent(run: Run) -> str:
@@ -133,7 +194,7 @@ def _values(run: Run, key: str) -> list[float]:
     return [float(step[key]) for step in run.steps if _is_number(step.get(key))]
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

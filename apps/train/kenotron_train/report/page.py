@@ -7,11 +7,13 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_train.report.charts import COLOURS, Line, line_chart
-from kenotron_train.report.curves import PANELS, Panel, Run, summary
+from kenotron_train.report.charts import COLOURS, Line, heat_map, line_chart
+from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, Run, summary
 
 AXES = {"step": "step", "tokens": "consumed_tokens"}
 """What is drawn along x, and the figure that has it."""
+MOST_SHADES = 120
+"""Points along x of a heat map."""
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem auto; padding: 0 1rem; }
@@ -23,6 +25,7 @@ svg { width: 100%; height: auto; font-size: 12px; fill: currentColor; }
 .title { font-weight: 600; font-size: 14px; }
 .x, .none { text-anchor: middle; } .y { text-anchor: end; }
 .grid { stroke: #8883; fill: none; } .curve { fill: none; stroke-width: 1.6; }
+.heat { fill: #c23b5a; } summary { cursor: pointer; margin: 1rem 0; }
 .key { display: inline-block; width: 1em; height: .6em; margin-right: .4em; }
 """  # noqa: E501 (lines of CSS)
 
@@ -41,9 +44,36 @@ def panel_lines(panel: Panel, runs: Sequence[Run], x: str) -> list[Line]:
     ]
 
 
+def panels_of(runs: Sequence[Run]) -> tuple[Panel, ...]:
+    """The panels of these runs; those of experts where any run has them."""
+    return PANELS + (EXPERT_PANELS if any(run.expert_layers for run in runs) else ())
+
+
+def expert_charts(runs: Sequence[Run], x: str) -> str:
+    """A heat map of each run's layers, and a chart of each layer; nothing without experts."""
+    layers = dict.fromkeys(layer for run in runs for layer in run.expert_layers)
+    if not layers:
+        return ""
+    keys = {
+        layer: (f"experts/{layer}/max_over_mean", f"experts/{layer}/entropy") for layer in layers
+    }
+    maps = []
+    for run in runs:
+        curves = [(n, run.points(keys[n][0], AXES[x], MOST_SHADES)) for n in run.expert_layers]
+        if curves and all(points for _, points in curves):
+            maps.append(heat_map(f"{run.name}: load max/mean", x, curves, 1.0))
+    panels = [Panel(f"{n}: load max/mean (dashed: entropy)", keys[n]) for n in layers]
+    charts = [line_chart(panel.title, x, panel_lines(panel, runs, x)) for panel in panels]
+    return (
+        '<h2>Experts</h2>\n<div class="panels">\n' + "\n".join(maps) + "\n</div>\n"
+        "<details><summary>Each layer</summary>\n"
+        '<div class="panels">\n' + "\n".join(charts) + "\n</div>\n</details>\n"
+    )
+
+
 def report_html(runs: Sequence[Run], x: str = "step") -> str:
     """The whole page."""
-    charts = [line_chart(panel.title, x, panel_lines(panel, runs, x)) for panel in PANELS]
+    charts = [line_chart(p.title, x, panel_lines(p, runs, x)) for p in panels_of(runs)]
     titles, *lines = summary(runs)
     head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
     rows = []
@@ -57,7 +87,9 @@ def report_html(runs: Sequence[Run], x: str = "step") -> str:
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
         f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>\n"
-        '<div class="panels">\n' + "\n".join(charts) + "\n</div>\n</body>\n</html>\n"
+        '<div class="panels">\n'
+        + "\n".join(charts)
+        + f"\n</div>\n{expert_charts(runs, x)}</body>\n</html>\n"
     )
 
 
@@ -67,11 +99,13 @@ def can_draw_png() -> bool:
 
 
 def write_png(path: Path, runs: Sequence[Run], x: str = "step") -> None:
-    """The same four panels as a picture. Needs matplotlib; raises OSError."""
+    """The same panels as a picture. Needs matplotlib; raises OSError."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 7.5), layout="constrained")
-    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+    panels = panels_of(runs)
+    rows = len(panels) // 2
+    figure = Figure(figsize=(12, 3.75 * rows), layout="constrained")
+    for axes, panel in zip(figure.subplots(rows, 2).flat, panels, strict=True):
         axes.set_title(panel.title, fontsize=11, loc="left")
         axes.set_xlabel(x)
         axes.grid(alpha=0.25)

@@ -157,7 +157,12 @@ class _Reader:
         ends = torch.tensor([i * width + len(row) - 1 for i, row in enumerate(rows)])
         if cache is not None:
             cache.begin(max(lengths), equal_lengths=min(lengths) == max(lengths))
-        context = Context(positions.to(self.device), outputs=ends.to(self.device), cache=cache)
+        padding = None  # no expert need see it
+        if min(map(len, rows)) < width:
+            padding = (positions >= torch.tensor(lengths)[:, None]).to(self.device)
+        context = Context(
+            positions.to(self.device), outputs=ends.to(self.device), cache=cache, padding_BS=padding
+        )
         with torch.inference_mode():
             return self.forward(tokens.flatten().to(self.device), context)
 
