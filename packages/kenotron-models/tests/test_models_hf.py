@@ -88,7 +88,7 @@ def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
     [
         (
             Qwen2Config(**OURS, no_rope_layer=2),
-            "layers.1.attention.rope: null and {theta: 10000.0, interleaved: False}",
+            "layers.1.attention.rope: null and {theta: 10000.0, interleaved: False, share: 1.0}",
         ),
         (
             Starcoder2Config(**SIZES, use_position_embeddings=True, use_rotary_embeddings=False),
