@@ -11,8 +11,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -41,6 +43,14 @@ def configs() -> dict[str, PretrainedConfig]:
         "qwen2": Qwen2Config(**SIZES),
         "qwen3": Qwen3Config(**SIZES, head_dim=16),
         "starcoder2": Starcoder2Config(**SIZES, sliding_window=6),
+        "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+        "glm4_moe": Glm4MoeConfig(
+            **SIZES,
+            head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+        ),
     }
 
 
