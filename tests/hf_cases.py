@@ -10,9 +10,11 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -49,16 +51,19 @@ YARN = {
     "rope_theta": 10000.0,
 }
 TIED = {"tie_word_embeddings": True}
+SIGMOID = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
 LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
-    "v_head_dim": 6, "num_key_value_heads": 8, "n_routed_experts": 8, "num_experts_per_tok": 3,
-    "n_shared_experts": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2,
-    "first_k_dense_replace": 1,
+    "v_head_dim": 6, "num_key_value_heads": 8, "n_group": 4, "topk_group": 2, **SIGMOID,
 }  # fmt: skip
 EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "router_aux_loss_coef": 0.0,  # theirs is part of no loss unless a call asks for it
 }  # fmt: skip
+ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0}
 
 CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -94,6 +99,25 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "q_lora_rank": None,
             "rope_interleave": False,
             "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "olmoe": (OlmoeConfig, {**ROUTED, "num_key_value_heads": None}),
+    "olmoe-tied-gqa": (OlmoeConfig, {**TIED, **ROUTED, "norm_topk_prob": True}),
+    "olmoe-mqa": (OlmoeConfig, {**ROUTED, "num_key_value_heads": 1}),
+    "glm4-moe": (
+        Glm4MoeConfig,
+        {**SIGMOID, "head_dim": 12, "attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "glm4-moe-tied-norm": (
+        Glm4MoeConfig,
+        {
+            **TIED,
+            **SIGMOID,
+            "use_qk_norm": True,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
         },
     ),
 }

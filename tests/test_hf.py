@@ -28,8 +28,13 @@ from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
 
 pytestmark = pytest.mark.xdist_group("hf")  # what all of them share is made once
-LAYOUTS = [Layout(), Layout(tp=2), Layout(pp=2), Layout(pp=2, tp=2)]
-INTERLEAVED = ("llama", "qwen2-tied", "qwen3")
+LAYOUTS = [  # and how many ranks share the experts
+    (Layout(), 1),
+    (Layout(tp=2), 1),
+    (Layout(pp=2), 1),
+    (Layout(pp=2, tp=2), 2),
+]
+INTERLEAVED = ("llama", "qwen2-tied", "qwen3", "olmoe-tied-gqa", "glm4-moe")
 TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)
 
 
@@ -68,12 +73,18 @@ def logits(mesh: Mesh, folder: Path) -> torch.Tensor | None:
     return found[0] if found else None
 
 
-def configure(layout: Layout, text: Path, source: Path, **changes: object) -> Config:
+def configure(
+    layout: Layout, text: Path, source: Path, *, ep: int = 1, **changes: object
+) -> Config:
     """The parity run, begun with the weights of a folder of Hugging Face."""
     config = parity.configure(layout, text)
     sizes = replace(read_hf_config(source)[0], **changes)
     method = ExistingCheckpointInitConfig(path=str(source))
-    return replace(config, model=replace(config.model, model_config=sizes, init_method=method))
+    return replace(
+        config,
+        model=replace(config.model, model_config=sizes, init_method=method),
+        parallelism=replace(config.parallelism, ep=ep if sizes.decoder.routes else 1),
+    )
 
 
 def first_gradients(mesh: Mesh, config: Config) -> tuple[float, list[Piece]]:
@@ -113,20 +124,20 @@ def in_files(
     return {name: v.numpy() for name, v in weights(folder).items() if name not in kept}
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda each: str(each[0]))
 def measured(request, tmp_path_factory) -> tuple[dict[str, Config], list[dict[str, tuple]]]:
     """What every rank of a layout measured, of all models: processes start once."""
-    layout, folder = request.param, tmp_path_factory.mktemp("hf")
+    (layout, ep), folder = request.param, tmp_path_factory.mktemp("hf")
     parity.write_text(folder)
     work = {}
     for case in hf_cases.CASES:
         hf_cases.save(case, folder / case)
         import_hf(folder / case, folder / f"{case}-ours")
-        work[case] = (folder / f"{case}-ours", configure(layout, folder, folder / case))
+        work[case] = (folder / f"{case}-ours", configure(layout, folder, folder / case, ep=ep))
     for case in INTERLEAVED:
-        config = configure(layout, folder, folder / case, rope_interleaved=True)
+        config = configure(layout, folder, folder / case, ep=ep, rope_interleaved=True)
         work[f"{case}-interleaved"] = (None, config)
-    ranks = spawn(measure, work, pp=layout.pp, tp=layout.tp)
+    ranks = spawn(measure, work, pp=layout.pp, tp=layout.tp, ep=ep)
     return {name: config for name, (_, config) in work.items()}, ranks
 
 

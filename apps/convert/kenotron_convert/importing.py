@@ -50,7 +50,7 @@ def import_hf(
     config, values = read_hf_config(hf)
     opened = open_safetensors(hf)
     config = with_its_head(config, opened.same)
-    records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config.decoder))
+    records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config))
     check_free(folder, overwrite)
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {

@@ -103,9 +103,8 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
             load(described.folder, wanted, mesh)
             return
         opened = open_safetensors(described.folder)
-        records = opened.records(
-            hf_tensors(described.source), lambda name: is_superfluous(name, spec)
-        )
+        config = described.source
+        records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config))
         opened.load(records, wanted, mesh)
 
     build = Build(mesh["tp"], dtype=getattr(torch, described.dtype), ep=mesh["ep"])

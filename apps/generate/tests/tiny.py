@@ -12,9 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     GenerationConfig,
+    Glm4MoeConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OlmoeConfig,
     PretrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -60,6 +62,14 @@ def configs() -> dict[str, PretrainedConfig]:
         "qwen2": Qwen2Config(**SIZES),
         "qwen3": Qwen3Config(**SIZES, head_dim=16),
         "starcoder2": Starcoder2Config(**SIZES, sliding_window=6),
+        "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
+        "glm4_moe": Glm4MoeConfig(
+            **SIZES,
+            head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+        ),
     }
 
 

@@ -22,6 +22,13 @@ NAMES = {
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mlp.gate_up.weight": "mlp.gate_up_proj.weight",
     "mlp.down.weight": "mlp.down_proj.weight",
+    "experts_norm.weight": "post_attention_layernorm.weight",
+    "experts.router.weight": "mlp.router.weight",
+    "experts.gate_up.weight": "mlp.experts.merged_gate_up_proj",
+    "experts.down.weight": "mlp.experts.merged_down_proj",
+    "experts.shared.gate_up.weight": "mlp.shared_expert.gate_up_proj.weight",
+    "experts.shared.down.weight": "mlp.shared_expert.down_proj.weight",
+    "experts.shared_gate.weight": "mlp.shared_expert_gate.weight",
     "embedding.weight": "model.token_position_embeddings.pp_block.token_embedding.weight",
     "norm.weight": "model.final_layer_norm.pp_block.weight",
     "head.weight": "model.lm_head.pp_block.weight",
@@ -42,14 +49,16 @@ def write_nanotron(ours: Path, folder: Path) -> None:
     manifest = read_manifest(ours)
 
     def read(name: str) -> Tensor:
-        return read_record(ours, manifest, name)
+        found = read_record(ours, manifest, name)
+        return found.transpose(1, 2).contiguous() if found.ndim == 3 else found  # experts
 
     names = [name for name in manifest.records if not name.startswith("optimizer.")]
     for name in names:
         *modules, last = theirs(name).split(".")
         place = folder.joinpath("model", *modules)
-        place.mkdir(parents=True)
-        value, cut = read(name), "norm" not in name
+        place.mkdir(parents=True, exist_ok=True)
+        value, whole = read(name), ("norm", "router", "experts.down", "experts.gate_up", "d_gate")
+        cut = not any(part in name for part in whole)
         every = "|".join(["None,None,None"] * value.ndim)
         rows = f"0,{value.shape[0]},None" + "|None,None,None" * (value.ndim - 1)
         said = {
@@ -117,6 +126,38 @@ def test_an_import_with_its_optimizer_goes_on_as_if_never_stopped(
     assert runs.metrics(tmp_path / "a")[-1]["consumed_tokens"] == 6 * 2 * 2 * 32
     cut, _ = losses(tmp_path / "b", tmp_path / "ours", parallelism__tp=2)
     assert cut == pytest.approx(found, rel=5e-3)
+
+
+EXPERTS = {
+    "is_qwen2_config": True, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
+    "max_position_embeddings": 64, "rope_interleaved": False,
+    "moe_config": {
+        "num_experts": 4, "top_k": 2, "moe_intermediate_size": 24, "layers": [1, 2],
+        "enable_shared_expert": True, "shared_expert_intermediate_size": 16,
+    },
+}  # fmt: skip
+
+
+def test_experts_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+    def run(name: str, **changes: object) -> list[float]:
+        (tmp_path / name).mkdir()
+        model = {"model__dtype": "bfloat16", "model__model_config": json.dumps(EXPERTS)}
+        done = runs.train(tmp_path / name, *runs.arguments(tmp_path / name, **model, **changes))
+        assert done.returncode == 0, done.stderr
+        return [step["lm_loss"] for step in runs.metrics(tmp_path / name)]
+
+    due, theirs = run("whole"), tmp_path / "nanotron/3"
+    write_nanotron(tmp_path / "whole/checkpoints/3", theirs)
+    said = json.loads((theirs / "model_config.json").read_text())
+    for new in ("norm_topk_prob", "router_z_loss_coef", "router_bias_rate"):  # it has none
+        del said["moe_config"][new]
+    (theirs / "model_config.json").write_text(json.dumps(said))
+    import_nanotron(theirs, tmp_path / "ours", optimizer=True)
+    assert run("again", checkpoints__resume_checkpoint_path=tmp_path / "ours") == due[3:]
+    spread = run("ep", checkpoints__resume_checkpoint_path=tmp_path / "ours", parallelism__tp=2,
+                 parallelism__ep=2)  # fmt: skip
+    assert spread == pytest.approx(due[3:], rel=5e-3)
 
 
 def test_imported_weights_go_on_as_our_own_without_an_optimizer(

@@ -105,6 +105,17 @@ SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                   use_rotary_embeddings=False),
         {"dp": 2, "tp": 2},
     ),
+    "olmoe 7b": (
+        published("olmoe", 2048, 1024, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
+        {"dp": 4, "pp": 2, "tp": 2, "ep": 8, "pp_engine": "zb-h1"},
+    ),
+    "glm 4.5 air": (
+        published(
+            "glm4_moe", 4096, 10944, 46, 96, 8, 151552, head_dim=128, attention_bias=True,
+            use_qk_norm=True, rope_theta=1e6,
+        ),
+        {"dp": 16, "pp": 4, "tp": 4, "ep": 16, "tp_mode": "REDUCE_SCATTER"},
+    ),
     "fewer layers than stages": (
         published("llama", 512, 1024, 2, 8, 8, 1000), {"dp": 1, "pp": 4, "tp": 1},
     ),
@@ -149,11 +160,13 @@ def structure(config: Config) -> dict[str, Any]:
         "windows": (spec.window is not None, (spec.window or sequence) < sequence),
         "without window": (shared == 0, shared == depth),
         "positions": ({(r.theta, r.interleaved) for r in ropes}, spec.learned_positions),
+        "a part turns": {r.share < 1 for r in ropes},
         "no positions": {mixer.rope is None for mixer in mixers},
         "stretched": {rope.scaling and rope.scaling.rope_type for rope in ropes},
         "biases": (first.qkv_bias, first.out_bias, getattr(block.feed_forward, "bias", False)),
         "feed-forwards": {getattr(block.feed_forward, "name", "") for block in spec.blocks},
-        "norms": (spec.norm, block.norm, first.qk_norm),
+        "norms": (spec.norm, block.norm, first.qk_norm, first.qk_norm_over),
+        "experts": {getattr(block.feed_forward, "shared_gate", None) for block in spec.blocks},
         "loss": (spec.z_loss, spec.embedding_dropout, block.dropout),
         "documents": has_documents(config) if tokens.train_steps > 10 else None,
         "again": again,

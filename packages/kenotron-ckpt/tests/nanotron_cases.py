@@ -163,7 +163,8 @@ def moments(tensors):
     found = {}
     for name, (tensor, _) in tensors.items():
         # A master is a little off the weight, and rounds to it.
-        found["master", name] = tensor.float() * (1 + 2**-12)
+        off = 0 if tensor.dtype == torch.float32 else 2**-12
+        found["master", name] = tensor.float() * (1 + off)
         for kind in STATES:
             found[kind, name] = torch.rand(tensor.shape, generator=generator)
     return found

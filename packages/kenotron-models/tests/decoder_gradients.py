@@ -70,6 +70,17 @@ SPECS = {
     "all": decoder(MIXER),
     "blocked": decoder(replace(MIXER, backend="blocked", dropout=0.0)),
     "mqa": decoder(replace(MIXER, kv_heads=1, backend="sdpa", dropout=0.0)),
+    "width": decoder(
+        AttentionSpec(
+            heads=8,
+            kv_heads=2,
+            head_dim=8,
+            qk_norm=NormSpec(),
+            qk_norm_over="width",
+            qkv_bias=True,
+            rope=Rope(share=0.5),
+        )
+    ),  # fmt: skip
     "experts": routed(
         ExpertsSpec(
             router=RouterSpec(experts=8, top_k=3, normalize=True, balance_loss=0.3, z_loss=0.1),

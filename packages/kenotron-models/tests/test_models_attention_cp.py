@@ -35,6 +35,7 @@ CASES = [
     ("blocked", "plain", "ring", "selective", {"cp": 3}),
     ("mqa", "sequence", "ulysses", "none", {"cp": 2, "tp": 2}),
     ("mqa", "plain", "gather", "full", {"cp": 4}),
+    ("width", "sequence", "ulysses", "selective", {"cp": 2, "tp": 2}),
     ("places", "plain", "ring", "none", {"cp": 2}),
     ("places", "sequence", "ulysses", "selective", {"cp": 2, "tp": 2}),
 ]
@@ -54,9 +55,10 @@ def test_every_gradient_is_that_of_whole_rows(
         assert deviation < 2e-5, path
 
 
-def test_compiled_layers_have_the_same_gradients() -> None:
-    loss, want = on_one("mqa")
-    ranks = spawn(gradients, "mqa", "plain", "ring", "none", True, cp=2)
+@pytest.mark.parametrize(("name", "axis"), [("mqa", "cp"), ("width", "tp")])
+def test_compiled_layers_have_the_same_gradients(name: str, axis: str) -> None:
+    loss, want = on_one(name)
+    ranks = spawn(gradients, name, "plain", "ring", "none", True, **{axis: 2})
     assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
     for path, tensor in complete(ranks).items():
         assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path

@@ -12,7 +12,7 @@ from attention_cases import formula, positions, seen
 from torch import Tensor
 
 import kenotron_models.attention as attention_module
-from kenotron_dist import Axis
+from kenotron_dist import Axis, Chunk, Shard
 from kenotron_models import (
     Attention,
     AttentionSpec,
@@ -42,11 +42,14 @@ QWEN2 = Qwen2Config(
 )  # fmt: skip
 CHANGES = {
     "qk_norm": {"qk_norm": NormSpec(eps=1e-3)},
+    "norm of the width": {"qk_norm": NormSpec(eps=1e-3), "qk_norm_over": "width"},
     "biases": {"qkv_bias": True, "out_bias": True},
     "scale": {"scale": 1 / 6},
     "no positions": {"rope": None},
     "interleaved": {"rope": Rope(interleaved=True, theta=500.0)},
     "yarn": {"rope": ROPE},
+    "a part turns": {"rope": Rope(share=0.7)},
+    "a part turns, interleaved": {"rope": Rope(share=0.4, interleaved=True)},
     "window": {"window": 3},
     "documents": {"separate_documents": True},
     "everything": {
@@ -74,14 +77,18 @@ def expected(layer: Attention, spec: AttentionSpec, x: Tensor, places: Tensor) -
     parts = F.linear(x, layer.qkv.weight, layer.qkv.bias).view(*places.shape, 8, 6)
     q, k, v = parts.split((4, 2, 2), 2)
     if spec.qk_norm is not None:
-        eps = spec.qk_norm.eps
+        eps, over = spec.qk_norm.eps, (-1,) if spec.qk_norm_over == "head" else (-2, -1)
         q, k = (
-            y / (y.square().mean(-1, keepdim=True) + eps).sqrt() * norm.weight
+            y / (y.square().mean(over, keepdim=True) + eps).sqrt() * norm.weight.view(-1, 6)
             for y, norm in ((q, layer.q_norm), (k, layer.k_norm))
         )
     if (rope := spec.rope) is not None:
-        angles = rotary_angles(places, 6, rope.theta, rope.scaling)
-        q, k = (rotate(y, *angles, interleaved=rope.interleaved) for y in (q, k))
+        n = {1.0: 6, 0.7: 4, 0.4: 2}[rope.share]
+        angles = rotary_angles(places, n, rope.theta, rope.scaling)
+        q, k = (
+            torch.cat([rotate(y[..., :n], *angles, interleaved=rope.interleaved), y[..., n:]], -1)
+            for y in (q, k)
+        )
     mask = seen(places, spec.window, spec.separate_documents)
     mixed = formula(q, k, v, mask, spec.scale or 6**-0.5).float()
     return F.linear(mixed.flatten(0, 1).flatten(1), layer.out.weight, layer.out.bias)
@@ -106,6 +113,17 @@ def test_norms_of_queries_and_keys_are_partial() -> None:
     for norm in (layer.q_norm, layer.k_norm):
         assert norm.weight.shape == (6,)
         assert [p.axis for p in norm.placements.values()] == ["tp"]  # type: ignore[union-attr]
+
+
+def test_a_norm_of_the_width_is_cut_with_the_heads() -> None:
+    spec = replace(SPEC, qk_norm=NormSpec(), qk_norm_over="width")
+    layer = Attention(spec, WIDTH, Build(Axis("tp", 1, (0, 1, 2, 3))))
+    for norm, heads in ((layer.q_norm, 4), (layer.k_norm, 2)):
+        assert norm.weight.shape == (6,)
+        assert norm.placements == {"weight": Shard("tp", 0, (Chunk(heads * 6, parts=heads),))}
+    other = replace(spec, qk_norm=NormSpec(kind="layer_norm"))
+    with pytest.raises(ValueError, match="qk_norm: layer_norm was given; .* must be rms_norm"):
+        Attention(other, WIDTH, HERE)
 
 
 def test_yarn_keeps_short_waves_and_stretches_long_ones() -> None:
@@ -158,9 +176,14 @@ def test_angles_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
-@pytest.mark.parametrize("backend", ["sdpa", "blocked", "plain"])
-def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> None:
-    stack, again = (layers(window=4, backend=backend, recompute=r) for r in ("none", recompute))
+@pytest.mark.parametrize(
+    ("backend", "over"), [("sdpa", "head"), ("blocked", "width"), ("plain", "head")]
+)
+def test_computing_again_changes_nothing(backend: str, over: str, recompute: Recompute) -> None:
+    stack, again = (
+        layers(window=4, backend=backend, qk_norm_over=over, recompute=r)
+        for r in ("none", recompute)
+    )
     for a, b in zip(numbers(again, again), numbers(stack, stack), strict=True):
         assert torch.equal(a, b)
 
@@ -170,7 +193,8 @@ def test_computing_again_changes_nothing(backend: str, recompute: Recompute) -> 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "blocked"])
 def test_a_compiled_layer_computes_the_same(backend: str, prepared: bool) -> None:
     keep_out_of_programs()
-    stack = layers(window=4, backend=backend, every=2)
+    over = "width" if backend == "sdpa" else "head"
+    stack = layers(window=4, backend=backend, qk_norm_over=over, every=2)
     want = numbers(stack, stack)
     compiled = [torch.compile(layer, backend="aot_eager") for layer in stack]
 

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from kenotron_models import (
+    AttentionSpec,
     DeepseekV3Config,
     ExpertsSpec,
+    Glm4MoEConfig,
     LlaMoEConfig,
     MixtralConfig,
     MLPSpec,
     MoEConfig,
+    OLMoEConfig,
     Qwen2Config,
     Qwen3MoEConfig,
     RopeScaling,
@@ -26,10 +29,13 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
     "vocab_size": 61, "max_position_embeddings": 64,
 }  # fmt: skip
-LATENT = {
-    **SIZES, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
-    "v_head_dim": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+GLM = {
+    **SIZES, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    **GLM, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
 }  # fmt: skip
 YARN = RopeScaling(
     factor=4.0, rope_type="yarn", original_max_position_embeddings=16, attention_factor=1.0
@@ -55,6 +61,14 @@ YARN = RopeScaling(
         (MixtralConfig, SIZES, {"num_experts_per_tok": 9}, "be above num_local_experts (8)"),
         (MixtralConfig, SIZES, {"router_aux_loss_coef": -1.0}, "finite and not negative"),
         (Qwen3MoEConfig, SIZES, {"decoder_sparse_step": 4}, "no layer has experts"),
+        (OLMoEConfig, SIZES, {"num_experts_per_tok": 65}, "be above num_experts (64)"),
+        (OLMoEConfig, SIZES, {"router_aux_loss_coef": -1.0}, "finite and not negative"),
+        (OLMoEConfig, SIZES, {"is_olmoe_config": False}, "is_olmoe_config: false was given"),
+        (Glm4MoEConfig, GLM, {"partial_rotary_factor": 0.4}, "an even number of the 8 features"),
+        (Glm4MoEConfig, GLM, {"partial_rotary_factor": 1.5}, "partial_rotary_factor: 1.5 was"),
+        (Glm4MoEConfig, GLM, {"n_group": 3}, "must divide n_routed_experts"),
+        (Glm4MoEConfig, GLM, {"first_k_dense_replace": 3}, "some layer must have experts"),
+        (Glm4MoEConfig, GLM, {"num_key_value_heads": 3}, "it must divide num_attention_heads"),
         (LlaMoEConfig, SIZES, {"rope_theta": 5e5}, "the base of this family is 10000"),
     ],
     ids=str,
@@ -89,10 +103,44 @@ def test_an_export_has_the_names_of_its_keys() -> None:
 
 
 def test_layers_that_predict_further_tokens_are_left_out() -> None:
-    latent, mixtral = DeepseekV3Config(**LATENT).decoder, MixtralConfig(**SIZES).decoder
+    latent, mixtral = DeepseekV3Config(**LATENT), MixtralConfig(**SIZES)
     assert is_superfluous("model.layers.3.self_attn.o_proj.weight", latent)
+    assert is_superfluous("model.layers.3.eh_proj.weight", Glm4MoEConfig(**GLM))
     assert not is_superfluous("model.layers.2.self_attn.o_proj.weight", latent)
     assert not is_superfluous("model.layers.3.self_attn.o_proj.weight", mixtral)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "said"),
+    [
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 was given; a olmoe must have null here"),
+        ("olmoe", {"attention_bias": True}, "attention_bias: True"),
+        ("olmoe", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ("glm4_moe", {"partial_rotary_factor": 0.4}, "partial_rotary_factor: 0.4"),
+        ("glm4_moe", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+    ],
+)
+def test_keys_of_hugging_face_that_are_not_computed_are_named(
+    model_type: str, keys: dict[str, Any], said: str
+) -> None:
+    values = {**SIZES, "model_type": model_type, "num_key_value_heads": 2, **keys}
+    with pytest.raises(ValueError, match=said):
+        config_from_hf(values)
+
+
+def test_the_share_of_features_that_turn_is_read_from_either_spelling() -> None:
+    values = {**SIZES, "model_type": "glm4_moe", "num_key_value_heads": 2, "head_dim": 16}
+    for keys, share in (
+        ({}, 0.5),
+        ({"partial_rotary_factor": 0.25}, 0.25),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, 0.25),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}, 1.0),
+    ):
+        config = config_from_hf({**values, **keys})
+        mixer = config.decoder.blocks[0].mixer
+        assert isinstance(mixer, AttentionSpec) and mixer.rope is not None
+        assert (mixer.rope.share, mixer.rope.features(16)) == (share, 16 * share)
+        assert config_from_hf(config_to_hf(config)).decoder == config.decoder
 
 
 def test_biases_of_the_choice_stay_fp32() -> None:
@@ -113,6 +161,9 @@ def test_a_small_copy_has_experts_for_its_ranks(ep: int) -> None:
     assert isinstance(experts, ExpertsSpec) and experts.router.top_k == 3
     latent = DeepseekV3Config(**{**LATENT, "n_routed_experts": 12}).small(sizes)
     assert latent.n_routed_experts % ep == 0 == latent.n_routed_experts % latent.n_group
+    glm = Glm4MoEConfig(**{**GLM, "n_routed_experts": 12, "head_dim": 80}).small(sizes)
+    assert glm.n_routed_experts % ep == 0 and glm.partial_rotary_factor == 0.5
+    assert OLMoEConfig(**SIZES, num_experts=12).small(sizes).num_experts % ep == 0
 
 
 def test_what_has_no_copies_with_experts_is_refused() -> None:

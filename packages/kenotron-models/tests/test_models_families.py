@@ -138,7 +138,7 @@ def test_differences_name_the_layer_that_differs() -> None:
     )  # fmt: skip
     assert differences(base.decoder, near.decoder) == [
         "norm.eps: 1e-06 and 0.001",
-        "layers.1.attention.rope: {theta: 10000.0, interleaved: False} and null",
+        "layers.1.attention.rope: {theta: 10000.0, interleaved: False, share: 1.0} and null",
     ]
     fewer = LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=3)
     assert differences(base.decoder, fewer.decoder) == ["num_hidden_layers: 4 and 3"]

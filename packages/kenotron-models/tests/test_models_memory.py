@@ -19,6 +19,7 @@ from kenotron_models import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    OLMoEConfig,
     Qwen2Config,
     Qwen3Config,
     Recompute,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=16),
     "starcoder2": Starcoder2Config(**SIZES, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0),
     "starcoder2, dropout": Starcoder2Config(**SIZES),
+    "olmoe": OLMoEConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
     "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
     "toy": ToyConfig(),
 }
@@ -82,7 +84,7 @@ def test_on_meta_a_block_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
         # For a window torch's attention on a CPU keeps a mask (S, S), and an exchange of experts
         # up to four places of each of a token's two choices: neither is counted.
         relative = 0.03 if name == "mistral" else 1e-3
-        places = 4 * 8 * 2 * ROWS * SEQUENCE if name == "mixtral" else 0
+        places = 4 * 8 * 2 * ROWS * SEQUENCE if name in ("mixtral", "olmoe") else 0
         assert meta == pytest.approx(real, rel=relative, abs=places), what
 
 

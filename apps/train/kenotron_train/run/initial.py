@@ -85,7 +85,7 @@ def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
     theirs = source.decoder
     _check_same(spec, theirs, path / CONFIG, (*FREE, "interleaved"))
     ours = hf_tensors(source, interleaved=turns_neighbours(spec))
-    records = folder.records(ours, lambda name: is_superfluous(name, theirs))
+    records = folder.records(ours, lambda name: is_superfluous(name, source))
     if theirs.tie_word_embeddings:
         records[HEAD] = records[EMBEDDING]
     folder.load(records, wanted, mesh)

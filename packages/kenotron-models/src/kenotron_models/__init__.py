@@ -13,11 +13,13 @@ from kenotron_models.embedding import Embedding
 from kenotron_models.experts import Experts, ExpertsSpec
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.fields import ATTENTIONS
+from kenotron_models.families.glm4_moe import Glm4MoEConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
+from kenotron_models.families.olmoe import OLMoEConfig
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
@@ -70,6 +72,7 @@ __all__ = [
     "FAMILIES",
     "Family",
     "FamilyConfig",
+    "Glm4MoEConfig",
     "Head",
     "HuggingFace",
     "KVCache",
@@ -87,6 +90,7 @@ __all__ = [
     "MoEConfig",
     "NormSpec",
     "Normed",
+    "OLMoEConfig",
     "OffsetRMSNorm",
     "Part",
     "PartSpec",

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kenotron_cp import AttentionSize, Cut, Way, attention_traffic
 from kenotron_cp import Sight as SightOfRow
@@ -22,7 +22,7 @@ from kenotron_models.attention_mask import Sight
 from kenotron_models.attention_reference import Dropout, dropout_of
 from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.norm import NormSpec
+from kenotron_models.norm import HeadsRMSNorm, NormSpec, mean_squares
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
 from kenotron_models.rope import Rope, rotary_angles, rotate
@@ -46,7 +46,9 @@ class AttentionSpec:
     out_bias: bool = False
     """The output has a bias."""
     qk_norm: NormSpec | None = None
-    """Queries and keys are normed per head before they are turned; None: they are not."""
+    """Queries and keys are normed before they are turned; None: they are not."""
+    qk_norm_over: Literal["head", "width"] = "head"
+    """What that norm is over: the features of each head, or those of all heads of all tp ranks."""
     rope: Rope | None = Rope()
     """How positions turn queries and keys; None: they do not."""
     window: int | None = None
@@ -105,7 +107,7 @@ class Attention(Part):
 
     Raises:
         ValueError: the axis does not divide the query heads, kv heads and axis do not divide one
-            another, or the ordered back end is not installed.
+            another, a norm over the width is no RMSNorm, or the ordered back end is not installed.
     """
 
     reads_cache = True
@@ -120,10 +122,19 @@ class Attention(Part):
         self.qkv = build.column(width, rows, bias=spec.qkv_bias, chunks=chunks)
         self.out = build.row(heads * features, width, bias=spec.out_bias)
         declare_roles(self.out, weight="residual")
-        if spec.qk_norm is not None:  # (K,): each rank norms other heads
-            self.q_norm, self.k_norm = (
-                spec.qk_norm.build(features, build, partial=True) for _ in range(2)
+        if spec.qk_norm is not None:
+            self.q_norm = self._qk_norm(spec.qk_norm, heads, build)
+            self.k_norm = self._qk_norm(spec.qk_norm, kv_heads, build)
+
+    def _qk_norm(self, norm: NormSpec, heads: int, build: Build) -> nn.Module:
+        features = self.spec.head_dim
+        if self.spec.qk_norm_over == "head":  # (K,): each rank norms other heads
+            return norm.build(features, build, partial=True)
+        if norm.kind != "rms_norm":
+            raise ValueError(
+                f"qk_norm: {norm.kind} was given; over the width of all heads it must be rms_norm"
             )
+        return HeadsRMSNorm(heads, features, norm.eps, build)
 
     def prepare_heads(self, spec: AttentionSpec, build: Build, layer: int) -> None:
         """Check what it is made of, and say which heads this rank has."""
@@ -136,7 +147,8 @@ class Attention(Part):
         if not build.shapes_only:
             check_backend(spec.backend)
         self.spec, self.layer, self.axis = spec, layer, axis
-        self.turned = spec.head_dim  # features of a head that positions turn
+        rope, features = spec.rope, spec.head_dim
+        self.turned = features if rope is None else rope.features(features)  # by positions
         self.heads = heads // axis.size  # H/t
         self.kv_heads = max(spec.kv_heads // axis.size, 1)  # G/t
 
@@ -155,6 +167,8 @@ class Attention(Part):
     def leave_out_of_programs(self) -> None:
         """Dropout, whose keys would make a program for each layer and step, and other ranks."""
         self.attend_over_ranks = torch.compiler.disable(self.attend_over_ranks)
+        if self.axis.size > 1:
+            self._mean_squares = torch.compiler.disable(self._mean_squares)
         if self.spec.dropout:
             self.attend_with_dropout = torch.compiler.disable(self.attend_with_dropout)
 
@@ -168,16 +182,29 @@ class Attention(Part):
         read = partial(self.qkv, tokens=batch * sequence)
         qkv = read(x) if norm is None else between(norm, x, read)
         qkv = qkv.view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
-        turn, mix = partial(self._turn, context=context), partial(self._mix, qkv, context=context)
+        # Means over tp are kept: what is computed again must not communicate.
+        means = self._mean_squares(qkv) if self.norms_width else None
+        turn = partial(self._turn, means=means, context=context)
+        mix = partial(self._mix, qkv, context=context)
         mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
         return self.out(mixed.reshape(batch * sequence, -1))
 
-    def _turn(self, qkv: Tensor, context: Context) -> Tensor:
+    @property
+    def norms_width(self) -> bool:
+        """Whether queries and keys are normed over all heads together."""
+        return self.spec.qk_norm is not None and self.spec.qk_norm_over == "width"
+
+    def _mean_squares(self, qkv: Tensor) -> Tensor:
+        """Means (B, S, 2) over the heads of all ranks; collective over tp."""
+        return mean_squares(qkv[:, :, : self.heads + self.kv_heads], self.heads, self.axis)
+
+    def _turn(self, qkv: Tensor, means: Tensor | None, context: Context) -> Tensor:
         """Queries and keys (B, S, H/t + G/t, K), normed and turned."""
         qk = qkv[:, :, : self.heads + self.kv_heads]
         if self.spec.qk_norm is not None:
             q, k = qk.split((self.heads, self.kv_heads), dim=2)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], 2)
+            of_q, of_k = ((), ()) if means is None else ((m,) for m in means.unbind(-1))
+            qk = torch.cat([self.q_norm(q, *of_q), self.k_norm(k, *of_k)], 2)
         if (rope := self.spec.rope) is not None:
             cos, sin = self._angles(context, rope)
             qk = rotate(qk, cos, sin, interleaved=rope.interleaved)  # both at once

@@ -82,6 +82,8 @@ class HuggingFace:
     """Its own keys, next to those that all have. Raises ValueError for other parts than it has."""
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     """Modules of a block, and those of Hugging Face's that each is made of."""
+    further_layers: bool = False
+    """Files have layers beyond the last one, which predict further tokens: they are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

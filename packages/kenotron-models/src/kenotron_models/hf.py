@@ -6,6 +6,7 @@ Each family says its own names (``kenotron_models.families``). transformers is n
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from kenotron_models.hf_tensors import (
     HF_HEAD,
     Part,
     Whole,
-    is_superfluous,
     tensors_of,
 )
 from kenotron_models.registry import AnyConfig, family_of
@@ -48,6 +48,9 @@ __all__ = [
 
 CONFIG = "config.json"
 """Name of the file that describes a model of Hugging Face."""
+_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""What old files hold next to the weights: it is computed again."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 OF_THE_RUN = ("backend", "separate_documents", "z_loss", "balance_loss", "bias_rate", "way")
 """Fields of a spec that do not say what the weights mean: config.json has no word for them."""
 
@@ -154,6 +157,15 @@ def hf_tensors(config: AnyConfig, *, interleaved: bool | None = None) -> dict[st
         interleaved: whether our rotary positions turn neighbouring features; None: as it says.
     """
     return tensors_of(config, _names_of(config).names, interleaved=interleaved)
+
+
+def is_superfluous(name: str, config: AnyConfig) -> bool:
+    """Whether a tensor of a file is none that the model has, and may be there all the same."""
+    spec, layer = config.decoder, _LAYER.match(name)
+    beyond = layer is not None and int(layer[1]) >= spec.num_hidden_layers
+    further = beyond and _names_of(config).further_layers
+    tied = spec.tie_word_embeddings and name == HF_HEAD
+    return bool(_BUFFERS.fullmatch(name)) or tied or further
 
 
 def differences(

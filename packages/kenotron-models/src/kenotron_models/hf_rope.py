@@ -26,19 +26,13 @@ _READ = {*_KIND, "partial_rotary_factor", "truncate", "mscale", "mscale_all_dim"
 def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """Base and stretching, from ``rope_parameters`` or from ``rope_theta`` and ``rope_scaling``.
 
-    Raises ValueError, naming the key, for kinds and values that cannot be computed here.
+    ``share_from_hf`` reads the share of features that turn. Raises ValueError, naming the key, for
+    kinds and values that cannot be computed here.
     """
-    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
-    given = values.get(where) or {}
+    where, given = _mapping(values)
     if not isinstance(given, Mapping) or any(isinstance(v, Mapping) for v in given.values()):
         raise ValueError(f"{where}: {given!r} was given; one mapping for all layers is needed")
     theta = given.get("rope_theta") or values.get("rope_theta") or THETA
-    share = given.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
-    if share != 1:
-        raise ValueError(
-            f"partial_rotary_factor: {share} was given; whole heads are turned here, so it must "
-            "be 1"
-        )
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "default":
         return float(theta), None
@@ -65,6 +59,19 @@ def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     return float(theta), RopeScaling(rope_type=kind, **own)
 
 
+def share_from_hf(values: Mapping[str, Any]) -> float:
+    """Share of a head's features that turn, from either spelling; 1 where nothing is said."""
+    given = _mapping(values)[1]
+    inner = given.get("partial_rotary_factor") if isinstance(given, Mapping) else None
+    return float(inner or values.get("partial_rotary_factor") or 1.0)
+
+
+def _mapping(values: Mapping[str, Any]) -> tuple[str, Any]:
+    """Key of the mapping of rotary positions, and what it is."""
+    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    return where, values.get(where) or {}
+
+
 def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
     """The keys of both spellings: readers of either find theirs."""
     scaling, theta = (None, None) if rope is None else (rope.scaling, rope.theta)
@@ -73,10 +80,12 @@ def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
         found = {name: getattr(scaling, name) for name in _OWN[scaling.rope_type]}
         own = {"rope_type": scaling.rope_type}
         own |= {name: value for name, value in found.items() if value is not None}
+    part = {} if rope is None or rope.share == 1 else {"partial_rotary_factor": rope.share}
     return {
-        "rope_parameters": {"rope_theta": theta, **own},
+        "rope_parameters": {"rope_theta": theta, **own, **part},
         "rope_theta": theta,
         "rope_scaling": None if scaling is None else own,
+        **part,
     }
 
 

@@ -7,18 +7,17 @@ their rows i and i + K/2: the same function, as they turn halves.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from kenotron_dist import TensorLayout
-from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.rope import Rope
 from kenotron_models.shapes import decoder_layouts
-from kenotron_models.spec import Architecture, DecoderSpec
+from kenotron_models.spec import Architecture
 
 Shape = tuple[int, ...]
 Run = tuple[str, int, Shape, int]
@@ -71,10 +70,6 @@ LLAMA_NAMES: Names = {
     "mlp.down": Fused("mlp.down_proj"),
 }
 """Modules of our block -> those of Llama's; its descendants call theirs the same."""
-_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""What old files hold next to the weights: it is computed again."""
-_FURTHER = re.compile(r"model\.layers\.(\d+)\.")
-"""Beyond its last layer a DeepSeek-V3 has layers that predict further tokens: they are left out."""
 
 
 @dataclass(frozen=True)
@@ -87,16 +82,19 @@ class Part:
     """Where it begins in ours, which may have an index of experts before the rows."""
     head_dim: int = 0
     """Features of its heads when halves of theirs are neighbours of ours; 0: none are."""
+    turned: int = 0
+    """How many of these are turned, the first ones; the others are in the same places."""
 
     def runs(self) -> Iterator[Run]:
         """Rows that are consecutive in both."""
         if not self.head_dim:
             yield self.name, 0, self.start, self.shape[0]
             return
-        half = self.head_dim // 2
+        half = self.turned // 2
         for row in range(self.shape[0]):
-            head, inner = divmod(row, self.head_dim)
-            place = head * self.head_dim + 2 * (inner % half) + inner // half
+            place, inner = row, row % self.head_dim
+            if inner < self.turned:
+                place += 2 * (inner % half) + inner // half - inner
             yield self.name, row, (self.start[0] + place, *self.start[1:]), 1
 
     @property
@@ -118,8 +116,9 @@ class Part:
         rows = block.reshape(self.shape)
         if not self.head_dim:
             return rows
-        by_pair = rows.unflatten(0, (-1, self.head_dim // 2, 2))
-        return by_pair.transpose(1, 2).reshape(self.shape)
+        heads = rows.unflatten(0, (-1, self.head_dim))
+        by_pair = heads[:, : self.turned].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([by_pair, heads[:, self.turned :]], 1).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,12 @@ def tensors_of(
         rope: Rope | None = getattr(mixer, "rope", None)
         pairs = rope is not None and (rope.interleaved if interleaved is None else interleaved)
         heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
+        turned = rope.features(width) if rope is not None else 0
         outs, kind = _chunks(layout), fused.kinds.get(kind, kind)
         found[path] = _fused(
             [f"model.layers.{number}.{name}.{kind}" for name in fused.names],
             [(rows, *layout.shape[1:]) for rows in outs],
-            [width if at < heads else 0 for at in range(len(outs))],
+            [(width, turned) if at < heads else (0, 0) for at in range(len(outs))],
         )
     return found
 
@@ -200,15 +200,6 @@ def _chunks(layout: TensorLayout) -> list[int]:
     return [layout.shape[0]]
 
 
-def is_superfluous(name: str, spec: DecoderSpec) -> bool:
-    """Whether a tensor of a file is none that the model has, and may be there all the same."""
-    further = _FURTHER.match(name)
-    beyond = further is not None and int(further[1]) >= spec.num_hidden_layers
-    predicts = beyond and isinstance(spec.blocks[0].mixer, LatentAttentionSpec)
-    tied = spec.tie_word_embeddings and name == HF_HEAD
-    return bool(_BUFFERS.fullmatch(name)) or tied or predicts
-
-
 def _plain(name: str, shape: Shape) -> Whole:
     return Whole(shape, (Part(name, shape, (0,) * len(shape)),))
 
@@ -225,10 +216,10 @@ def _stacked(before: str, stacked: Stacked, kind: str, shape: Shape) -> Whole:
     return Whole(shape, tuple(parts))
 
 
-def _fused(names: list[str], shapes: list[Shape], turned: list[int]) -> Whole:
+def _fused(names: list[str], shapes: list[Shape], turned: list[tuple[int, int]]) -> Whole:
     firsts = accumulate((shape[0] for shape in shapes), initial=0)
     parts = [
-        Part(name, shape, (first, *(0 for _ in shape[1:])), head)
+        Part(name, shape, (first, *(0 for _ in shape[1:])), *head)
         for name, shape, first, head in zip(names, shapes, firsts, turned, strict=False)
     ]
     return Whole((sum(shape[0] for shape in shapes), *shapes[0][1:]), tuple(parts))

@@ -9,10 +9,12 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from kenotron_models.families.deepseek_v3 import DEEPSEEK_V3
+from kenotron_models.families.glm4_moe import GLM4_MOE
 from kenotron_models.families.llama import LLAMA
 from kenotron_models.families.llamoe import LLAMOE
 from kenotron_models.families.mistral import MISTRAL
 from kenotron_models.families.mixtral import MIXTRAL
+from kenotron_models.families.olmoe import OLMOE
 from kenotron_models.families.qwen2 import QWEN2
 from kenotron_models.families.qwen3 import QWEN3
 from kenotron_models.families.qwen3_moe import QWEN3_MOE
@@ -29,6 +31,8 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3_MOE,
     DEEPSEEK_V3,
     LLAMOE,
+    OLMOE,
+    GLM4_MOE,
 )
 """YAML without a marker is of the family that knows most of its keys, the first of equals;
 config.json is written by the config's own family, else by the first that can say it."""

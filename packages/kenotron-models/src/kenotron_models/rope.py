@@ -25,6 +25,12 @@ class Rope:
     """How positions are stretched; None: not at all."""
     interleaved: bool = False
     """True: rotate neighbouring features (0, 1), (2, 3); False: feature i with i + K/2."""
+    share: float = 1.0
+    """Share of a head's features that turn, its first ones; the others stay as they are."""
+
+    def features(self, head_dim: int) -> int:
+        """Return how many features of a head turn, K of those above."""
+        return int(head_dim * self.share)
 
 
 def rotary_angles(
@@ -94,17 +100,21 @@ def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Te
 def rotate(x_BSHK: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Turn pairs of features by the angles of ``rotary_angles``; dtype and shape are kept.
 
-    Computed in fp32 and rounded once, forward and backward. Pairs are (i, i + K/2), or neighbours
-    (2i, 2i + 1) when ``interleaved``. No gradient goes to the angles.
+    Features beyond those that have angles stay as they are. Computed in fp32 and rounded once,
+    forward and backward. Pairs are (i, i + K/2), or neighbours (2i, 2i + 1) when ``interleaved``.
+    No gradient goes to the angles.
     """
+    if (features := 2 * cos.shape[-1]) < x_BSHK.shape[-1]:
+        turned = rotate(x_BSHK[..., :features], cos, sin, interleaved=interleaved)
+        return torch.cat([turned, x_BSHK[..., features:]], -1)
     if torch.compiler.is_compiling():  # a compiler fuses the plain formula
         wide = x_BSHK.to(torch.promote_types(x_BSHK.dtype, cos.dtype))
         cos, sin = cos.detach(), sin.detach()
         pair = _turned(wide, cos, sin, interleaved)
         joined = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
         return joined.to(x_BSHK.dtype)
-    turned: Tensor = _Rotation.apply(x_BSHK, cos, sin, interleaved, False)
-    return turned
+    result: Tensor = _Rotation.apply(x_BSHK, cos, sin, interleaved, False)
+    return result
 
 
 def _turned(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron_ckpt.nanotron.expert_shards import with_own_rows
 from kenotron_ckpt.nanotron.metadata import METADATA, MODEL_CONFIG, NanotronMetadata, read_json
 from kenotron_ckpt.nanotron.shard_files import SUFFIXES, Shape, Shard, open_shard, shared
 
@@ -95,16 +96,16 @@ def read_nanotron(path: str | Path) -> NanotronCheckpoint:
     """
     folder = _step_folder(Path(path))
     metadata = NanotronMetadata.read(folder)
-    config = folder / "config.yaml"
+    model_config, config = read_json(folder / MODEL_CONFIG), folder / "config.yaml"
     groups: dict[str, list[Shard]] = {}
     for file in _tensor_files(folder / "model", metadata):
         shard = open_shard(file)
-        parts = (*file.parent.relative_to(folder / "model").parts, shard.place.name)
-        groups.setdefault(".".join(parts), []).append(shard)
+        name = ".".join((*file.parent.relative_to(folder / "model").parts, shard.place.name))
+        groups.setdefault(name, []).append(with_own_rows(name, shard, model_config))
     return NanotronCheckpoint(
         folder,
         metadata,
-        read_json(folder / MODEL_CONFIG),
+        model_config,
         config.read_text(encoding="utf-8") if config.exists() else "",
         {name: _tensor(name, group, metadata) for name, group in sorted(groups.items())},
     )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, read_nanotron
+from kenotron_ckpt.nanotron.expert_names import Due
 from kenotron_ckpt.nanotron.metadata import METADATA, MODEL_CONFIG
 from kenotron_ckpt.nanotron.optimizer_state import read_optimizer
-from kenotron_ckpt.nanotron.tensor_names import FAMILIES, HEAD, llama_config, llama_tensors
+from kenotron_ckpt.nanotron.tensor_names import FAMILIES, HEAD, model_config, model_tensors
 from kenotron_ckpt.streamed import Source, save_streamed
 
 _SEQUENCE = re.compile(r"^\s+(?:- )?sequence_length: (\d+)\s*$", re.MULTILINE)
@@ -30,13 +32,13 @@ def import_nanotron(
     """Write ``<folder>/<step>/`` from a checkpoint of Nanotron or Kénotron; returns its path.
 
     One tensor at a time is in memory. Values are not changed: each record has the dtype of its
-    source. One process calls; any mesh loads the result.
+    source. Experts become stacks of matrices. One process calls; any mesh loads the result.
 
     Arguments:
         source: a step folder, or a run folder (``latest.txt`` names the step).
         folder: the run folder to write to.
         rename: Nanotron's name of every tensor -> its name here, None to leave it out; for models
-            other than Llama and plain Qwen2, whose names are known.
+            other than Llama, Qwen2 and LlaMoE, whose names are known.
         optimizer: also convert Adam's state, and fp32 masters where there are some. Its files are
             pickles: they are opened by torch's ``weights_only`` loader.
 
@@ -54,21 +56,19 @@ def import_nanotron(
             f"{folder} has Nanotron's own checkpoint of step "
             f"{checkpoint.metadata.last_train_step}: give the import another run folder"
         )
-    names = _llama_names(checkpoint) if rename is None else _renamed(checkpoint, rename)
+    names = _known_names(checkpoint) if rename is None else _renamed(checkpoint, rename)
     sources = {
-        own: Source(each.shape, each.dtype, each.read)
-        for name, own in names.items()
-        for each in [checkpoint.tensors[name]]
+        due.name: _source(due, checkpoint.tensors[name].dtype, checkpoint.tensors[name].read)
+        for name, due in names.items()
     }
     steps = checkpoint.metadata.last_train_step
     if optimizer:
         adam = read_optimizer(checkpoint)
         steps = adam.steps
-        for name, own in names.items():
+        for name, due in names.items():
             for kind in adam.kinds:
                 read = partial(adam.tensor, kind, name)
-                shape = checkpoint.tensors[name].shape
-                sources[f"optimizer.{kind}.{own}"] = Source(shape, torch.float32, read)
+                sources[f"optimizer.{kind}.{due.name}"] = _source(due, torch.float32, read)
     state = _state(checkpoint, steps) | {
         "imported": {
             "from": str(checkpoint.folder),
@@ -80,10 +80,15 @@ def import_nanotron(
     return save_streamed(folder, checkpoint.metadata.last_train_step, sources, state, text)
 
 
-def _llama_names(checkpoint: NanotronCheckpoint) -> dict[str, str]:
-    """Nanotron's names -> ours; every tensor is there, known, and of the right shape."""
+def _source(due: Due, dtype: torch.dtype, read: Callable[[], Tensor]) -> Source:
+    """Our tensor, made of theirs that ``read`` returns."""
+    return Source(due.own_shape, dtype, lambda: due.change(read()).contiguous())
+
+
+def _known_names(checkpoint: NanotronCheckpoint) -> dict[str, Due]:
+    """Nanotron's names -> our tensors; every tensor is there, known, and of the right shape."""
     where = str(checkpoint.folder / MODEL_CONFIG)
-    due = llama_tensors(checkpoint.model_config, where)
+    due = model_tensors(checkpoint.model_config, where)
     if HEAD in checkpoint.tensors and HEAD not in due:
         raise ValueError(
             f"{where}: tie_word_embeddings is true, so the matrix is written once, as the "
@@ -104,7 +109,7 @@ def _llama_names(checkpoint: NanotronCheckpoint) -> dict[str, str]:
                 f"{checkpoint.folder}: {name} has shape {list(shape)}, but {MODEL_CONFIG} makes it "
                 f"{list(one.shape)}"
             )
-    return {name: one.name for name, one in due.items()}
+    return due
 
 
 def _near(name: str, missing: list[str]) -> str:
@@ -112,7 +117,7 @@ def _near(name: str, missing: list[str]) -> str:
     return f"; is it {near[0]}?" if near else ""
 
 
-def _renamed(checkpoint: NanotronCheckpoint, rename: Mapping[str, str | None]) -> dict[str, str]:
+def _renamed(checkpoint: NanotronCheckpoint, rename: Mapping[str, str | None]) -> dict[str, Due]:
     unknown = sorted(set(checkpoint.tensors) - set(rename))
     absent = sorted(set(rename) - set(checkpoint.tensors))
     chosen = {name: own for name, own in rename.items() if own is not None}
@@ -122,7 +127,7 @@ def _renamed(checkpoint: NanotronCheckpoint, rename: Mapping[str, str | None]) -
     problems += [f"{own} is the new name of two tensors" for own in twice]
     if problems:
         raise ValueError("\n  ".join([f"{checkpoint.folder} cannot be imported:", *problems]))
-    return chosen
+    return {name: Due(own, checkpoint.tensors[name].shape) for name, own in chosen.items()}
 
 
 def _state(checkpoint: NanotronCheckpoint, steps: int) -> dict[str, Any]:
@@ -146,7 +151,7 @@ def _state(checkpoint: NanotronCheckpoint, steps: int) -> dict[str, Any]:
         },
         "consumed_train_samples": metadata.consumed_train_samples,
         "consumed_tokens": tokens,
-        "model_config": llama_config(config, checkpoint.config_text) if known else dict(config),
+        "model_config": model_config(config, checkpoint.config_text) if known else dict(config),
         "reading": reading | ({"sequence_length": sequence} if sequence else {}),
     }
 
@@ -165,7 +170,8 @@ def _notes(checkpoint: NanotronCheckpoint, optimizer: bool) -> list[str]:
     metadata = checkpoint.metadata
     if metadata.consumed_tokens_total is None and not _sequence_length(checkpoint):
         notes.append("the length of samples is not known: tokens are counted from 0")
-    if not {"rope_interleaved", "interleaved_rotary"} & set(checkpoint.model_config):
+    told = {"rope_interleaved", "interleaved_rotary", "is_llamoe_config"}
+    if not told & set(checkpoint.model_config):
         notes.append(
             f"{MODEL_CONFIG} has no rope_interleaved: it does not say whether rotary positions "
             "turn neighbouring features or halves; set it as the run was"

@@ -119,7 +119,7 @@ class NanotronOptimizer:
                 )
             if held is not None:
                 slices.append(held.detach().reshape(-1).float())
-        return torch.cat(slices).view(shard.shape)
+        return shard.arrange(torch.cat(slices))
 
 
 def read_optimizer(checkpoint: NanotronCheckpoint) -> NanotronOptimizer:

@@ -42,6 +42,7 @@ PAIRS, WHOLE, VERSION = "local_global_slices_pairs", "unsharded_shape", "version
 CUT = {PAIRS, WHOLE, VERSION}
 """What is said of a tensor that was cut."""
 
+_TURNED = ("experts", "mlp", "w1", "module")
 _LONGEST_HEADER = 100 << 20
 _NAME = re.compile(
     r"model_(?P<name>.+?)"
@@ -78,7 +79,7 @@ class Shard:
     place: Place
     dtype: torch.dtype
     shape: Shape
-    """Of the tensor in the file."""
+    """Of the part, the tensor in the file."""
     offset: int
     """First byte of its values in the file."""
     whole: Shape
@@ -87,10 +88,16 @@ class Shard:
     """The blocks that it holds, which cover it exactly once."""
     version: str | None
     """Version of the format; None when the tensor is not cut, and the file does not say."""
+    transposed: bool = False
+    """The file has the transpose of the tensor (LlaMoE's first matrices of one tp rank)."""
+
+    def arrange(self, values: Tensor) -> Tensor:
+        """Return this part, of shape ``shape``, from its elements in the order of the file."""
+        return values.view(self.shape[::-1]).t() if self.transposed else values.view(self.shape)
 
     def read(self) -> Tensor:
         """The file's tensor, on the CPU. Raises OSError when it cannot be read."""
-        values = torch.empty(self.shape, dtype=self.dtype)
+        values = torch.empty(math.prod(self.shape), dtype=self.dtype)
         view = as_bytes(values)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
@@ -98,7 +105,7 @@ class Shard:
                 view = view[got:]
         if view:
             raise OSError(f"{self.path} ends within its tensor: it was cut off just now")
-        return values
+        return self.arrange(values)
 
 
 def place_of(path: Path) -> Place:
@@ -154,8 +161,37 @@ def open_shard(path: Path) -> Shard:
             said.get(VERSION),
         )  # fmt: skip
     whole = read_shape(said[WHOLE], f"{path}: {WHOLE}")
+    if transposed := is_transposed(path, place, shape, whole):
+        shape = shape[::-1]
     pairs = read_pairs(said[PAIRS], shape, whole, f"{path}: {PAIRS}")
-    return Shard(path, place, dtype, shape, begin + first, whole, pairs, said[VERSION])
+    return Shard(path, place, dtype, shape, begin + first, whole, pairs, said[VERSION], transposed)
+
+
+def is_transposed(path: Path, place: Place, shape: Shape, whole: Shape) -> bool:
+    """Return whether a file holds the transpose of what its metadata describes.
+
+    Nanotron transposes the first matrices of LlaMoE's experts after it has written down how they
+    are cut, where there is one tp rank.
+
+    Args:
+        path: the file; its folder tells which tensor it is.
+        place: what its name says.
+        shape: shape of the tensor in the file.
+        whole: shape of the whole tensor in the metadata.
+
+    Raises:
+        ValueError: both readings fit.
+    """
+    if path.parent.parts[-len(_TURNED) :] != _TURNED or place.size("tp") > 1:
+        return False
+    if len(shape) != 2 or len(whole) != 2 or shape[0] != whole[1]:
+        return False
+    if shape[0] == shape[1]:
+        raise ValueError(
+            f"{path}: its matrix is square ({list(shape)}), so its shape does not tell whether it "
+            "was transposed, as Nanotron does with one tp rank; save it again there with tp 2"
+        )
+    return True
 
 
 def _entry(path: Path) -> tuple[Mapping[str, Any], Mapping[str, str], int]:

@@ -1,30 +1,30 @@
-"""What Nanotron calls the tensors of a Llama, what they are called here, and their shapes.
+"""What Nanotron calls the tensors of a model, what they are called here, and their shapes.
 
 Both pack them in one order: the rows of the attention's first matrix are all queries, then all
 keys, then all values, head by head; those of the feed-forward's first are gate, then up. So values
-are taken over as they are. The order of a head's features is ``rope_interleaved``, in both.
+are taken over as they are. The order of a head's features is ``rope_interleaved``, in both. Tensors
+of experts are stacks of matrices here (``expert_names``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from kenotron_ckpt.nanotron.expert_names import (
+    Due,
+    has_experts,
+    llamoe_tensors,
+    qwen2_tensors,
+    section_of,
+    whole_numbers,
+)
 
 EMBEDDING = "model.token_position_embeddings.pp_block.token_embedding.weight"
 HEAD = "model.lm_head.pp_block.weight"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-_LAYER = {
-    "input_layernorm.weight": "attention_norm.weight",
-    "attn.qkv_proj.weight": "attention.qkv.weight",
-    "attn.o_proj.weight": "attention.out.weight",
-    "post_attention_layernorm.weight": "mlp_norm.weight",
-    "mlp.gate_up_proj.weight": "mlp.gate_up.weight",
-    "mlp.down_proj.weight": "mlp.down.weight",
-}
-"""Within a decoder layer."""
-FAMILIES = ("is_llama_config", "is_qwen2_config")
-"""Markers of the configurations whose plain form is a Llama."""
+FAMILIES = ("is_llama_config", "is_qwen2_config", "is_llamoe_config")
+"""Markers of the configurations whose tensors have known names."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_qwen2_config": (True,),
     "attention_bias": (False,),
@@ -40,58 +40,75 @@ _OF_THE_RUN = (
     "moe_layer_recompute",
 )  # fmt: skip
 """Fields that do not say what the weights mean; so are all that begin with an underscore."""
+_UNREAD = {"tie_word_embeddings": False, "rope_scaling": None, "moe_capacity_factor": 1}
+"""Fields of a LlaMoE that Nanotron does not read, and what it computes."""
 
 
-@dataclass(frozen=True)
-class Due:
-    """A tensor that a checkpoint must have."""
+def model_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
+    """Return the tensors of a Llama, Qwen2 or LlaMoE by Nanotron's name, in the model's order.
 
-    name: str
-    """Name here."""
-    shape: tuple[int, ...]
+    Args:
+        config: the values of ``model_config.json``.
+        where: what errors begin with.
 
-
-def llama_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
-    """The tensors of a Llama, by Nanotron's name, in the order of the model.
-
-    Arguments: the values of ``model_config.json``; what errors begin with. Raises ValueError when
-    it is of no Llama, or lacks a size.
+    Raises:
+        ValueError: it is of another model, or lacks a size.
     """
     if not any(config.get(marker) for marker in FAMILIES):
         markers = sorted(name for name in config if name.startswith("is_") and config[name])
         raise ValueError(
-            f"{where}: only the tensors of Llama and plain Qwen2 have known names, not those of "
+            f"{where}: only the tensors of Llama, Qwen2 and LlaMoE have known names, not those of "
             f"{', '.join(markers) or 'an unmarked model'}: give rename, a name for every tensor"
         )
-    missing = [size for size in (*_SIZES, "vocab_size") if type(config.get(size)) is not int]
-    if missing:
-        raise ValueError(f"{where}: {', '.join(missing)} must be there, as whole numbers")
-    hidden, wide, heads, layers = (config[size] for size in _SIZES)
-    kv_heads = config.get("num_key_value_heads") or heads
-    qkv = hidden // heads * (heads + 2 * kv_heads)
-    shapes = {
-        "attn.qkv_proj.weight": (qkv, hidden),
-        "attn.o_proj.weight": (hidden, hidden),
-        "mlp.gate_up_proj.weight": (2 * wide, hidden),
-        "mlp.down_proj.weight": (hidden, wide),
+    hidden, wide, heads, layers, rows = whole_numbers(config, (*_SIZES, "vocab_size"), where)
+    experts = _experts(config, where)
+    dense = {
+        "post_attention_layernorm.weight": Due("mlp_norm.weight", (hidden,)),
+        "mlp.gate_up_proj.weight": Due("mlp.gate_up.weight", (2 * wide, hidden)),
+        "mlp.down_proj.weight": Due("mlp.down.weight", (hidden, wide)),
     }
-    vocabulary = (config["vocab_size"], hidden)
-    found = {EMBEDDING: Due("embedding.weight", vocabulary)}
+    found = {EMBEDDING: Due("embedding.weight", (rows, hidden))}
     for i in range(layers):
-        for name, own in _LAYER.items():
-            due = Due(f"layers.{i}.{own}", shapes.get(name, (hidden,)))
-            found[f"model.decoder.{i}.pp_block.{name}"] = due
+        layer = _attention(config, hidden, heads) | experts.get(i, dense)
+        for name, due in layer.items():
+            found[f"model.decoder.{i}.pp_block.{name}"] = due.within(f"layers.{i}")
     found["model.final_layer_norm.pp_block.weight"] = Due("norm.weight", (hidden,))
-    if not config.get("tie_word_embeddings"):
-        found[HEAD] = Due("head.weight", vocabulary)
+    if config.get("is_llamoe_config") or not config.get("tie_word_embeddings"):
+        found[HEAD] = Due("head.weight", (rows, hidden))
     return found
 
 
-def llama_config(config: Mapping[str, Any], config_text: str) -> dict[str, Any]:
-    """Nanotron's model configuration as a program compares it with its own, field by field.
+def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Due]:
+    """Tensors of a layer up to its feed-forward, and their names within a layer here."""
+    rows = hidden // heads * (heads + 2 * (config.get("num_key_value_heads") or heads))
+    found = {
+        "input_layernorm.weight": Due("attention_norm.weight", (hidden,)),
+        "attn.qkv_proj.weight": Due("attention.qkv.weight", (rows, hidden)),
+        "attn.o_proj.weight": Due("attention.out.weight", (hidden, hidden)),
+    }
+    if config.get("attention_bias"):
+        found["attn.qkv_proj.bias"] = Due("attention.qkv.bias", (rows,))
+    return found
+
+
+def _experts(config: Mapping[str, Any], where: str) -> dict[int, dict[str, Due]]:
+    """Tensors of the layers (from 0) that have experts."""
+    layers = config["num_hidden_layers"]
+    if config.get("is_llamoe_config"):
+        return dict.fromkeys(range(layers), llamoe_tensors(config, where))
+    if not has_experts(config):
+        return {}
+    chosen = section_of(config)["layers"]
+    tensors = qwen2_tensors(config, where)
+    return dict.fromkeys(range(layers) if chosen == [-1] else chosen, tensors)
+
+
+def model_config(config: Mapping[str, Any], config_text: str) -> dict[str, Any]:
+    """Return Nanotron's model configuration as a program compares it with its own, by field.
 
     Fields that change nothing are left out. One that changes what the model computes, and that a
     plain Llama has not, stays: a program that does not know it refuses the checkpoint by its name.
+    A Qwen2 without experts is a Llama, with biases or not.
     """
     found = {
         name: value
@@ -103,7 +120,13 @@ def llama_config(config: Mapping[str, Any], config_text: str) -> dict[str, Any]:
         found["rope_scaling"] = None
     if "interleaved_rotary" in found:
         found["rope_interleaved"] = found.pop("interleaved_rotary")
-    found["is_llama_config"] = True
+    if config.get("is_llamoe_config"):
+        found |= {name: value for name, value in _UNREAD.items() if name in found}
+    elif has_experts(config):
+        found |= {"is_qwen2_config": True, "moe_config": section_of(config)}
+    else:
+        found["is_llama_config"] = True
+        found.pop("moe_config", None)  # without a layer
     if any(line.strip() == "use_mup: true" for line in config_text.splitlines()):
         found["use_mup"] = True  # attention was scaled by 1/d, not 1/sqrt(d)
     return found

@@ -4,11 +4,15 @@ import math
 from typing import Any
 
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
-from kenotron_models.families.expert_fields import only_experts
-from kenotron_models.families.hf_keys import experts_of, shared_from_hf, sparse_to_hf
+from kenotron_models.families.hf_keys import shared_from_hf, sparse_to_hf
+from kenotron_models.families.sigmoid_experts import (
+    SIGMOID_EXPERTS,
+    routing_from_hf,
+    routing_to_hf,
+)
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.hf_rope import rope_to_hf
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Stacked
+from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.spec import DecoderSpec
 
@@ -25,9 +29,7 @@ def _scale(values: Values) -> float | None:
 
 
 _SAME = (
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-    "n_routed_experts", "num_experts_per_tok", "n_shared_experts", "moe_intermediate_size",
-    "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
 )  # fmt: skip
 
 
@@ -35,6 +37,7 @@ def _read(values: Values) -> DeepseekV3Config:
     return DeepseekV3Config(
         **shared_from_hf(values),
         **{name: values[name] for name in _SAME},
+        **routing_from_hf(values),
         rms_norm_eps=float(values["rms_norm_eps"]),
         rope_interleaved=bool(values["rope_interleave"]),
         attention_scale=_scale(values),
@@ -59,11 +62,9 @@ def _rope_keys(mixer: LatentAttentionSpec) -> dict[str, Any]:
 
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
-    found = experts_of(spec)
-    experts, mixer = only_experts(spec, found), spec.blocks[0].mixer
+    routing, mixer = routing_to_hf(spec), spec.blocks[0].mixer
     if not isinstance(mixer, LatentAttentionSpec):
         raise ValueError("a deepseek_v3 has latent attention")
-    router = experts.router
     keys = sparse_to_hf(spec)
     del keys["head_dim"]
     return {
@@ -75,15 +76,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         "qk_rope_head_dim": mixer.turned,
         "v_head_dim": mixer.value_features,
         "rope_interleave": mixer.rope is not None and mixer.rope.interleaved,
-        "n_routed_experts": router.experts,
-        "num_experts_per_tok": router.top_k,
-        "n_shared_experts": experts.shared_features // experts.features,
-        "moe_intermediate_size": experts.features,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "norm_topk_prob": router.normalize,
-        "routed_scaling_factor": router.scale,
-        "first_k_dense_replace": min(found),
+        **routing,
         "attention_bias": False,
     }
 
@@ -124,6 +117,7 @@ DEEPSEEK_V3 = Family(
         write=_write,
         names={
             **LLAMA_NAMES,
+            **SIGMOID_EXPERTS,
             "attention.q": Fused("self_attn.q_proj"),
             "attention.q_a": Fused("self_attn.q_a_proj"),
             "attention.q_norm": Fused("self_attn.q_a_layernorm"),
@@ -131,14 +125,7 @@ DEEPSEEK_V3 = Family(
             "attention.kv_a": Fused("self_attn.kv_a_proj_with_mqa"),
             "attention.kv_norm": Fused("self_attn.kv_a_layernorm"),
             "attention.kv_b": Fused("self_attn.kv_b_proj"),
-            "experts_norm": Fused("post_attention_layernorm"),
-            "experts.router": Fused("mlp.gate", choice_bias="e_score_correction_bias"),
-            "experts.gate_up": Stacked("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
-            "experts.down": Stacked("mlp.experts.{e}.down_proj"),
-            "experts.shared.gate_up": Fused(
-                "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
-            ),
-            "experts.shared.down": Fused("mlp.shared_experts.down_proj"),
         },
+        further_layers=True,
     ),
 )

@@ -1,32 +1,25 @@
 """DeepSeek-V3 (arXiv 2412.19437): latent attention, and experts chosen by biased sigmoid scores."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Self
 
-from kenotron_models.experts import ExpertsSpec
-from kenotron_models.families.expert_fields import (
-    expert_problems,
-    loss_problems,
-    small_experts,
-)
 from kenotron_models.families.fields import (
     BACKENDS,
-    SharedFields,
+    at_least,
     choice_problems,
     marker_problems,
     raise_all,
     size_problems,
 )
+from kenotron_models.families.sigmoid_experts import SigmoidExpertsFields, routing_problems
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.rope import Rope
-from kenotron_models.router import RouterSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(SharedFields):
+class DeepseekV3Config(SigmoidExpertsFields):
     """Sizes and constants of a DeepSeek-V3 decoder, under Hugging Face's names.
 
     Raises:
@@ -49,45 +42,15 @@ class DeepseekV3Config(SharedFields):
     """Features of a value; not above those of a head."""
     attention_scale: float | None = None
     """What scores are multiplied with; None: one over the root of a head's features."""
-    n_routed_experts: int = 256
-    """Experts of a layer."""
-    num_experts_per_tok: int = 8
-    """Experts that each token is sent to."""
-    n_shared_experts: int = 1
-    """Experts that every token is sent to, as one of their total width."""
-    moe_intermediate_size: int = 2048
-    """Width of an expert, in features; ``intermediate_size`` is that of layers without experts."""
-    n_group: int = 8
-    """Groups of neighbouring experts."""
-    topk_group: int = 4
-    """Groups that the experts of a token are chosen from."""
-    norm_topk_prob: bool = True
-    """True: the weights of a token's experts add up to ``routed_scaling_factor``."""
-    routed_scaling_factor: float = 2.5
-    """What weights are multiplied with."""
-    first_k_dense_replace: int = 3
-    """Layers without experts, at the beginning."""
-    router_aux_loss_coef: float = 0.0001
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
-    router_bias_rate: float = 0.001
-    """What each update adds to the choice bias of an expert with too few tokens, and takes from one
-    with too many; 0: the bias stays."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        names = (
-            "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "kv_lora_rank",
-            "qk_rope_head_dim", "v_head_dim", "n_group", "topk_group",
-        )  # fmt: skip
-        sizes = {name: getattr(self, name) for name in names}
+        names = ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
         found = [*size_problems(self), *marker_problems(self, "is_deepseek_v3_config")]
-        found += expert_problems(sizes, "n_routed_experts", "num_experts_per_tok")
-        found += loss_problems(
-            router_aux_loss_coef=self.router_aux_loss_coef, router_bias_rate=self.router_bias_rate
-        )
-        found += [*choice_problems(self), *_unread(self), *_range_problems(self)]
-        raise_all([*found, *_group_problems(self), *_head_problems(self)])
+        found += at_least(1, {name: getattr(self, name) for name in names})
+        found += at_least(0, {"qk_nope_head_dim": self.qk_nope_head_dim})
+        found += [*routing_problems(self), *choice_problems(self), *_unread(self)]
+        raise_all([*found, *_head_problems(self)])
 
     @property
     def kv_heads(self) -> int:
@@ -101,8 +64,6 @@ class DeepseekV3Config(SharedFields):
 
     def small(self, sizes: SmallSizes) -> Self:
         """Return a narrow copy of the same structure."""
-        experts, top_k = small_experts(self.n_routed_experts, self.num_experts_per_tok, sizes.ep)
-        groups = math.gcd(experts, min(self.n_group, 4))
         half = max(2, min(sizes.head_dim, self.qk_rope_head_dim) // 2 * 2)
         hidden = sizes.heads * half
         return replace(
@@ -117,16 +78,10 @@ class DeepseekV3Config(SharedFields):
             qk_nope_head_dim=half if self.qk_nope_head_dim else 0,
             qk_rope_head_dim=half,
             v_head_dim=half,
-            n_routed_experts=experts,
-            num_experts_per_tok=min(top_k, experts // groups),
-            moe_intermediate_size=2 * half,
-            n_shared_experts=sizes.tp if self.n_shared_experts else 0,
-            n_group=groups,
-            topk_group=min(self.topk_group, groups),
-            first_k_dense_replace=min(self.first_k_dense_replace, sizes.layers - 1),
             vocab_size=sizes.vocab_size,
             max_position_embeddings=sizes.reach(self.max_position_embeddings),
             rope_scaling=sizes.scaling(self.rope_scaling),
+            **self.small_routing(sizes, 2 * half),
         )
 
     @property
@@ -149,25 +104,7 @@ class DeepseekV3Config(SharedFields):
             ),
             backend=BACKENDS.get(self.attn_implementation, "auto"),
         )
-        router = RouterSpec(
-            experts=self.n_routed_experts,
-            top_k=self.num_experts_per_tok,
-            scoring="sigmoid",
-            normalize=self.norm_topk_prob,
-            scale=self.routed_scaling_factor,
-            groups=self.n_group,
-            top_groups=self.topk_group,
-            choice_bias=True,
-            bias_rate=self.router_bias_rate,
-            balance_loss=self.router_aux_loss_coef,
-        )
-        experts = ExpertsSpec(
-            router=router,
-            features=self.moe_intermediate_size,
-            shared_features=self.n_shared_experts * self.moe_intermediate_size,
-        )
-        routed = dict.fromkeys(range(self.first_k_dense_replace, layers), experts)
-        return self.decoder_of([mixer] * layers, routed)
+        return self.decoder_of([mixer] * layers, self.experts())
 
 
 def _unread(config: DeepseekV3Config) -> list[str]:
@@ -188,45 +125,10 @@ def _unread(config: DeepseekV3Config) -> list[str]:
     return found
 
 
-def _range_problems(config: DeepseekV3Config) -> list[str]:
-    least = {"n_shared_experts": 0, "qk_nope_head_dim": 0, "first_k_dense_replace": 0}
-    found = [
-        f"{name}: {getattr(config, name)} was given; it must be at least {bound}"
-        for name, bound in least.items()
-        if getattr(config, name) < bound
-    ]
-    if config.q_lora_rank is not None and config.q_lora_rank < 1:
-        found.append(f"q_lora_rank: {config.q_lora_rank} was given; it must be at least 1, or null")
-    if not 0 < config.routed_scaling_factor < float("inf"):
-        found.append(
-            f"routed_scaling_factor: {config.routed_scaling_factor} was given; it must be a finite "
-            "number above 0"
-        )
-    if config.first_k_dense_replace >= config.num_hidden_layers:
-        found.append(
-            f"first_k_dense_replace: {config.first_k_dense_replace} was given; it must be below "
-            f"num_hidden_layers ({config.num_hidden_layers}): some layer must have experts"
-        )
-    return found
-
-
-def _group_problems(config: DeepseekV3Config) -> list[str]:
-    experts, groups, top = config.n_routed_experts, config.n_group, config.topk_group
-    if groups < 1 or experts % groups:
-        return [f"n_group: {groups} was given; it must divide n_routed_experts ({experts})"]
-    found = []
-    if top > groups:
-        found.append(f"topk_group: {top} was given; it must not be above n_group ({groups})")
-    if config.num_experts_per_tok > top * (experts // groups):
-        found.append(
-            f"num_experts_per_tok: {config.num_experts_per_tok} was given; topk_group ({top}) "
-            f"groups have {top * (experts // groups)} experts"
-        )
-    return found
-
-
 def _head_problems(config: DeepseekV3Config) -> list[str]:
     found = []
+    if config.q_lora_rank is not None and config.q_lora_rank < 1:
+        found.append(f"q_lora_rank: {config.q_lora_rank} was given; it must be at least 1, or null")
     if config.qk_rope_head_dim % 2:
         found.append(
             f"qk_rope_head_dim: {config.qk_rope_head_dim} was given; it must be an even number"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from kenotron_models.experts import ExpertsSpec
+from kenotron_models.families.fields import at_least
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Names, Stacked
 from kenotron_models.spec import DecoderSpec
 
@@ -32,7 +33,7 @@ def expert_problems(names: Mapping[str, int], experts: str, top_k: str) -> list[
         experts: key of the number of experts.
         top_k: key of the experts of a token.
     """
-    found = [f"{name}: {n} was given; it must be at least 1" for name, n in names.items() if n < 1]
+    found = at_least(1, names)
     if names[top_k] > names[experts]:
         found.append(
             f"{top_k}: {names[top_k]} was given; it must not be above {experts} ({names[experts]})"

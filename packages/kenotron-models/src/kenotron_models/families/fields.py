@@ -189,6 +189,15 @@ def window_problems(window: int | None) -> list[str]:
     return [f"sliding_window_size: {window} was given; it must be at least 1, or null"]
 
 
+def at_least(bound: int, sizes: Mapping[str, int]) -> list[str]:
+    """Name sizes (by key) below the bound."""
+    return [
+        f"{name}: {n} was given; it must be at least {bound}"
+        for name, n in sizes.items()
+        if n < bound
+    ]
+
+
 def marker_problems(config: object, marker: str) -> list[str]:
     """Name a marker that was set to false: the class is known by it."""
     if getattr(config, marker):
@@ -220,7 +229,7 @@ def size_problems(config: SharedFields) -> list[str]:
         "num_key_value_heads": config.kv_heads,
         "vocab_size": config.vocab_size,
     }
-    found = [f"{name}: {n} was given; it must be at least 1" for name, n in sizes.items() if n < 1]
+    found = at_least(1, sizes)
     constants = {"rms_norm_eps": config.rms_norm_eps, "rope_theta": config.rope_theta}
     return found + [
         f"{name}: {value} was given; it must be a finite number above 0"

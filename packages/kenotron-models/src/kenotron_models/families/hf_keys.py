@@ -7,7 +7,7 @@ from typing import Any
 from kenotron_models.attention import AttentionSpec
 from kenotron_models.experts import ExpertsSpec
 from kenotron_models.family import FamilyConfig, HuggingFace, Values
-from kenotron_models.hf_rope import rope_from_hf, rope_to_hf
+from kenotron_models.hf_rope import rope_from_hf, rope_to_hf, share_from_hf
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.spec import DecoderSpec
 
@@ -19,10 +19,10 @@ _SIZES = (
 _CHOICES = ("initializer_range", "tie_word_embeddings", "pad_token_id", "bos_token_id")
 
 
-def shared_from_hf(values: Values) -> dict[str, Any]:
+def shared_from_hf(values: Values, *, partial: bool = False) -> dict[str, Any]:
     """Keys that the configs of all families share: sizes, heads, tokens, rotary positions.
 
-    Raises ValueError, naming the keys.
+    ``partial``: a part of a head's features may turn. Raises ValueError, naming the keys.
     """
     wrong = [
         f"{name}: {values.get(name)!r} was given; it must be a whole number from 1"
@@ -32,6 +32,11 @@ def shared_from_hf(values: Values) -> dict[str, Any]:
     if wrong:
         raise ValueError("\n".join(wrong))
     theta, scaling = rope_from_hf(values)
+    if (share := share_from_hf(values)) != 1 and not partial:
+        raise ValueError(
+            f"partial_rotary_factor: {share} was given; whole heads are turned in this family, so "
+            "it must be 1"
+        )
     ends = values.get("eos_token_id")
     return {
         **{name: values[name] for name in _SIZES},
@@ -93,9 +98,9 @@ def _sizes_to_hf(spec: DecoderSpec) -> dict[str, Any]:
     }
 
 
-def llama_from_hf(values: Values) -> dict[str, Any]:
+def llama_from_hf(values: Values, *, partial: bool = False) -> dict[str, Any]:
     """``shared_from_hf`` and what Llama and its descendants add to it."""
-    found = shared_from_hf(values)
+    found = shared_from_hf(values, partial=partial)
     width = found["hidden_size"] // found["num_attention_heads"]
     head = values.get("head_dim")
     return found | {
