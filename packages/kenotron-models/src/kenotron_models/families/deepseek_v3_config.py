@@ -18,6 +18,7 @@ from kenotron_models.families.fields import (
     raise_all,
     size_problems,
 )
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.rope import Rope
 from kenotron_models.router import RouterSpec
@@ -26,7 +27,7 @@ from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Config(SharedFields):
+class DeepseekV3Config(RoutingFields, SharedFields):
     """Sizes and constants of a DeepSeek-V3 decoder, under Hugging Face's names.
 
     Raises:
@@ -68,8 +69,8 @@ class DeepseekV3Config(SharedFields):
     first_k_dense_replace: int = 3
     """Layers without experts, at the beginning."""
     router_aux_loss_coef: float = 0.0001
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
     router_bias_rate: float = 0.001
     """What each update adds to the choice bias of an expert with too few tokens, and takes from one
     with too many; 0: the bias stays."""
@@ -86,6 +87,7 @@ class DeepseekV3Config(SharedFields):
         found += loss_problems(
             router_aux_loss_coef=self.router_aux_loss_coef, router_bias_rate=self.router_bias_rate
         )
+        found += self.routing_problems("n_routed_experts", "num_experts_per_tok")
         found += [*choice_problems(self), *_unread(self), *_range_problems(self)]
         raise_all([*found, *_group_problems(self), *_head_problems(self)])
 
@@ -103,6 +105,7 @@ class DeepseekV3Config(SharedFields):
         """Return a narrow copy of the same structure."""
         experts, top_k = small_experts(self.n_routed_experts, self.num_experts_per_tok, sizes.ep)
         groups = math.gcd(experts, min(self.n_group, 4))
+        few = min(top_k, experts // groups)
         half = max(2, min(sizes.head_dim, self.qk_rope_head_dim) // 2 * 2)
         hidden = sizes.heads * half
         return replace(
@@ -118,7 +121,8 @@ class DeepseekV3Config(SharedFields):
             qk_rope_head_dim=half,
             v_head_dim=half,
             n_routed_experts=experts,
-            num_experts_per_tok=min(top_k, experts // groups),
+            num_experts_per_tok=few,
+            expert_capacity_factor=self.small_capacity(experts, few),
             moe_intermediate_size=2 * half,
             n_shared_experts=sizes.tp if self.n_shared_experts else 0,
             n_group=groups,
@@ -166,7 +170,7 @@ class DeepseekV3Config(SharedFields):
             features=self.moe_intermediate_size,
             shared_features=self.n_shared_experts * self.moe_intermediate_size,
         )
-        routed = dict.fromkeys(range(self.first_k_dense_replace, layers), experts)
+        routed = self.routed(experts, range(self.first_k_dense_replace, layers))
         return self.decoder_of([mixer] * layers, routed)
 
 
