@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
+from kenotron_ep import ExchangeSize, Way, exchange_traffic
 from kenotron_models import (
     MLP,
     Build,
@@ -281,6 +282,15 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
     monkeypatch.setattr("kenotron_models.stacked_linear._has_grouped_kernel", lambda x, n: True)
     for ours, wanted in zip(products(), plain, strict=True):
         torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_auto_gathers_where_that_sends_fewer_bytes(ranks: int) -> None:
+    spec = ExpertsSpec(router=RouterSpec(experts=12, top_k=4), features=8, way="auto")
+    ways: list[Way] = ["alltoall", "allgather"]
+    size = ExchangeSize(tokens=24, top_k=4, features=16, experts=12)
+    sent = [exchange_traffic(size, ranks, way).forward for way in ways]
+    assert spec.way_over(ranks) == ways[sent[1] < sent[0]]
 
 
 def test_experts_that_ranks_do_not_divide_are_refused() -> None:

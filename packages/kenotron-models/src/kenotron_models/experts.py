@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, Partial, Placements, Roles
 from kenotron_dist.weight_products import current_backward
-from kenotron_ep import mix_experts
+from kenotron_ep import Way, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
@@ -62,8 +62,9 @@ class ExpertsSpec:
     """Inner width of the shared expert; 0: there is none."""
     shared_gate: bool = False
     """The shared expert's result is multiplied by a sigmoid of each token."""
-    way: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts over ep; the numbers are the same."""
+    way: Literal["alltoall", "allgather", "auto"] = "alltoall"
+    """How tokens travel to their experts over ep; auto: see ``way_over``. The numbers are the same;
+    gradients of tokens that are gathered are equal to rounding."""
     capacity_factor: float | None = None
     """In a training an expert keeps ``ceil(capacity_factor * K * S / E)`` choices of each sample of
     S tokens, and drops later ones (``expert_capacity``); None: all are kept."""
@@ -71,6 +72,16 @@ class ExpertsSpec:
     def build(self, width: int, build: Build, layer: int = 0) -> Experts:
         """Make the module; see ``PartSpec``."""
         return Experts(self, width, build, layer=layer)
+
+    def way_over(self, ranks: int) -> Way:
+        """Return how tokens travel over so many ranks of ep.
+
+        ``auto`` gathers where a token has more experts than there are ranks: it is then sent fewer
+        times (``kenotron_ep.exchange_traffic``).
+        """
+        if self.way != "auto":
+            return self.way
+        return "allgather" if 1 < ranks < self.router.top_k else "alltoall"
 
     @property
     def shared(self) -> MLPSpec | None:
@@ -124,6 +135,7 @@ class Experts(Part):
         self.auxiliary_losses: Collects | None = None
         self.tp, self.ep, self.sequence_parallel = build.tp, build.ep, build.sequence_parallel
         self.chunks = build.ep_chunks if build.ep.size > 1 else 1
+        self.way = spec.way_over(build.ep.size)
         experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
         self.router = Router(spec.router, width, build)
         first = StackedLinear(experts, width, rows, build)
@@ -172,7 +184,7 @@ class Experts(Part):
         mixed, of_all = even_experts if own.is_meta else mix_experts, []
         y = mixed(
             own, kept, choice.weights_TK, self.spec.router.experts, self.ep,
-            partial(self._compute, selective=selective), way=self.spec.way, chunks=self.chunks,
+            partial(self._compute, selective=selective), way=self.way, chunks=self.chunks,
             meanwhile=lambda: of_all.extend(self._shared(x, context)),
         )  # fmt: skip
         if cut:

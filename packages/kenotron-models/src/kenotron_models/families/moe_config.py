@@ -46,8 +46,10 @@ class MoEConfig(RoutingFields):
     """Layers that have experts, counted from 0; -1 alone: all; none: it is a dense model."""
     enable_shared_expert: bool = False
     """True: one expert sees every token; its result is multiplied by a sigmoid of the token."""
-    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts; the numbers are the same."""
+    token_dispatcher_type: Literal["alltoall", "allgather", "auto"] = "alltoall"
+    """How tokens travel to their experts: once for each of them, or to all ranks of ep. auto: to
+    all ranks where a token has more experts than ep has ranks, which sends fewer bytes. The numbers
+    are the same, gradients of gathered tokens to rounding."""
     norm_topk_prob: bool = False
     """True: the weights of a token's experts add up to 1."""
     router_z_loss_coef: float = 0.0
