@@ -41,6 +41,7 @@ def plan_of(config: Config) -> ModelPlan:
         dtype=getattr(torch, model.dtype),
         mode=parallelism.mode,
         cp_mode=cp_mode_of(config),
+        ep_chunks=parallelism.ep_chunks,
         schedule=parallelism.schedule,
         recompute=tuple(parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)),
         vocab_divisible_by=model.make_vocab_size_divisible_by,

@@ -79,6 +79,25 @@ def check_shown(folder: Path, steps: list[dict[str, Any]]) -> None:
     assert page.count('aria-label="layer_') == len(steps[-1]["experts"])
 
 
+ROUTING = {
+    "router_aux_loss_type": "micro_batch", "router_jitter_noise": 0.05,
+    "expert_capacity_factor": 1.0,
+}  # fmt: skip
+
+
+def test_drops_are_reported_and_the_same_on_every_layout(tmp_path: Path) -> None:
+    found = []
+    for i, ranks in enumerate([{"dp": 1, "ep": 1}, {"dp": 2, "ep": 2, "ep_chunks": 2}]):
+        (folder := tmp_path / str(i)).mkdir()
+        flags = [f"--set=model.model_config.moe_config.{key}={v}" for key, v in ROUTING.items()]
+        found.append(curve(folder, small(folder, **ranks), *flags))
+    for one, step in zip(*found, strict=True):
+        assert step["lm_loss"] == pytest.approx(one["lm_loss"], rel=1e-5)
+        assert step["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        for layer, load in step["experts"].items():
+            assert 0 < load["drops"] == one["experts"][layer]["drops"]
+
+
 def test_a_run_continues_with_other_ranks_for_its_experts(tmp_path: Path) -> None:
     (whole := tmp_path / "whole").mkdir()
     (cut := tmp_path / "cut").mkdir()

@@ -122,6 +122,7 @@ OVER_RANKS = [
         "tp rank, and divide its",
     ),
     (("parallelism.cp=0",), "parallelism.cp: 0 was given; it must be at least 1"),
+    (("parallelism.ep_chunks=0",), "parallelism.ep_chunks: 0 was given; it must be at least 1"),
     (("parallelism.cp_attention=star",), 'parallelism.cp_attention: "star" was given'),
     (("parallelism.cp_block=0",), "parallelism.cp_block: 0 was given; it must be at least 1"),
     (("parallelism.cp_stride=0",), "parallelism.cp_stride: 0 was given; it must be at least 1"),

@@ -358,6 +358,7 @@ def test_keys_of_another_loader_are_ignored_aloud():
 
 OLD_EP = "parallelism.expert_parallel_size"
 EXPERTS = QWEN | {"moe_config": {"num_experts": 8, "top_k": 2, "moe_intermediate_size": 16}}
+JOINT = QWEN | {"moe_config": {**EXPERTS["moe_config"], "router_aux_loss_type": "all_layers"}}
 
 
 def test_nanotrons_expert_parallelism_is_a_part_of_a_stages_ranks():
@@ -378,6 +379,15 @@ def test_nanotrons_expert_parallelism_is_a_part_of_a_stages_ranks():
         ({"model.model_config": LLAMOE | {"moe_capacity_factor": 2}}, "no token is dropped"),
         ({"model.model_config": EXPERTS | {"moe_config": {"top_k": 9}}}, "be above num_experts"),
         ({"model.model_config": EXPERTS | {"moe_config": {"layers": [7]}}}, "numbers from 0 to"),
+        (
+            {"model.model_config": JOINT, "parallelism.pp": 2},
+            r"model.model_config.moe_config.router_aux_loss_type: all_layers was given with "
+            r"parallelism.pp 2 and pp_engine \w+; this loss needs all layers in one part",
+        ),
+        (
+            {"model.model_config": EXPERTS | {"moe_config": {"expert_capacity_factor": 4}}},
+            r"expert_capacity_factor: 4.0 was given; from num_experts / top_k \(4\) on",
+        ),
     ],
 )
 def test_experts_that_do_not_fit_are_named(changes, sentence):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,8 @@ from kenotron_engine import (
 from kenotron_pp import schedule_named
 from kenotron_tp import TPMode
 
+assert EXPERTS.moe_config is not None
+MOE = EXPERTS.moe_config
 BIAS = "layers.1.experts.router.choice_bias"
 
 
@@ -31,7 +34,7 @@ def measured(
 ) -> tuple[list[float], list[ExpertLoad], list[Piece], list[Piece]]:
     """Three losses and norms; loads of the last step; first gradient; weights after the last."""
     schedule = schedule_named(options.get("schedule", "1f1b"))
-    chosen = plan(spec=EXPERTS.decoder, **{**options, "schedule": schedule})
+    chosen = plan(**{"spec": EXPERTS.decoder, **options, "schedule": schedule})
     training = training_of(mesh, chosen, zero_stage=zero)
     batches = batches_of(mesh, 3)
     loss, pieces = gradients_of(training, batches[0])
@@ -75,6 +78,50 @@ def test_every_layout_has_the_numbers_of_one_process(
     ours, theirs = join_pieces(r[3] for r in ranks), join_pieces([weights])
     assert ours.keys() == theirs.keys() and BIAS in ours
     assert all(abs(ours[name] - theirs[name]).max() < 1e-4 for name in theirs)
+
+
+LIMITED = replace(
+    EXPERTS,
+    moe_config=replace(
+        MOE, router_aux_loss_type="micro_batch", router_jitter_noise=0.1, expert_capacity_factor=0.9
+    ),
+).decoder
+FIXED: list[tuple[dict[str, int], dict[str, Any]]] = [  # micro-batches have a size of their own
+    ({"tp": 2, "ep": 2}, SP | {"recompute": "selective", "ep_chunks": 2}),
+    ({"cp": 2, "ep": 2}, {"recompute": "full"}),
+    ({"pp": 2, "tp": 2}, {"schedule": "zb-h1", "ep_chunks": 2}),
+]
+
+
+def test_drops_noise_and_losses_of_micro_batches_are_those_of_one_process() -> None:
+    ((numbers, loads, gradient, _),) = on_ranks(measured, {"spec": LIMITED})
+    assert loads[0].drops is not None and loads[0].drops > 20
+    for axes, options in FIXED:
+        ranks = on_ranks(measured, {"spec": LIMITED, **options}, **axes)
+        for found, spread, _, _ in ranks:
+            assert found == pytest.approx(numbers, rel=1e-5)
+            assert spread == loads
+        deviations = gradient_deviations(join_pieces(r[2] for r in ranks), join_pieces([gradient]))
+        assert max(deviations.values()) <= 1
+
+
+JOINT = replace(EXPERTS, moe_config=replace(MOE, router_aux_loss_type="all_layers")).decoder
+
+
+def assembled(mesh: Mesh, schedule: str) -> str:
+    """The message of the error, if there is one."""
+    try:
+        training_of(mesh, plan(spec=JOINT, schedule=schedule_named(schedule)))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_of_all_layers_is_refused_over_stages() -> None:
+    assert on_ranks(assembled, "zb-h1", tp=2) == ["", ""]
+    for message in on_ranks(assembled, "1f1b", pp=2):
+        assert message.startswith("balance all_layers was given with 2 parts of the model over pp")
+        assert message.endswith("choose micro_batch or sample, or pp = 1 with one chunk")
 
 
 def test_loads_say_how_tokens_are_spread() -> None:

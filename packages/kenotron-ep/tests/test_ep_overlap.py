@@ -115,3 +115,20 @@ def test_shared_experts_are_computed_during_the_dispatch():
         alone = Product.apply(x, PRODUCT)
         (combine(dispatch(x, exchange), exchange, weights) + alone).sum().backward()
         assert passed() == pytest.approx(2 * PRODUCT + 4 * DELAY)
+
+
+@pytest.mark.parametrize(("chunks", "messages"), [(1, 1), (3, 2)])
+def test_what_is_computed_meanwhile_hides_the_first_dispatch(chunks, messages):
+    """Of one chunk the results alone are waited for; of three also the other two messages."""
+    x, chosen, weights = inputs()
+    shared = []
+    with slowed() as passed:
+        out = mix_experts(
+            x, chosen, weights, 4, Axis.solo("ep"), lambda rows, _: rows * 3, chunks=chunks,
+            meanwhile=lambda: shared.append(Product.apply(x, PRODUCT)),
+        )  # fmt: skip
+        assert len(shared) == 1
+        assert passed() == pytest.approx(PRODUCT + DELAY * messages / chunks)
+        (out + shared[0]).sum().backward()
+        assert passed() == pytest.approx(PRODUCT + DELAY * messages / chunks)
+    assert x.grad.eq(5).all()

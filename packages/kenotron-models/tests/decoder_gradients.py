@@ -89,6 +89,13 @@ SPECS = {
             shared_gate=True,
         )
     ),
+    "capacity": routed(
+        ExpertsSpec(
+            router=RouterSpec(experts=4, top_k=2, balance_loss=0.2, balance="all_layers", layers=2),
+            features=12,
+            capacity_factor=0.75,
+        )
+    ),
     "latent": decoder(LATENT),
     "latent-direct": decoder(replace(LATENT, q_rank=None, rope=Rope(interleaved=True))),
     "sigmoid": routed(
@@ -101,6 +108,8 @@ SPECS = {
                 top_groups=2,
                 scale=2.5,
                 balance_loss=0.3,
+                balance="micro_batch",
+                jitter=0.2,
             ),
             features=12,
             gated=False,
@@ -134,10 +143,11 @@ def gradients(
     way: Way = "ring",
     recompute: Recompute = "none",
     compiled: bool = False,
+    chunks: int = 1,
 ) -> tuple[float, dict[str, Tensor], Parts]:
     """Loss; shapes by name; this rank's parts of all gradients, complete."""
     spec, cp = SPECS[name], mesh["cp"]
-    build = Build(mesh["tp"], MODES[mode], ep=mesh["ep"])
+    build = Build(mesh["tp"], MODES[mode], ep=mesh["ep"], ep_chunks=chunks)
     stack = LayerStack(build_decoder(spec, build, recompute=recompute))
     layouts = parameter_layouts(stack, mesh.axis_sizes)
     stack.to_empty(device="cpu")

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
+from kenotron_ep import ExchangeSize, Way, exchange_traffic
 from kenotron_models import (
     MLP,
     Build,
@@ -25,7 +26,9 @@ from kenotron_models import (
     StackedLinear,
     choose,
 )
-from kenotron_models.router_losses import balance, router_loss
+from kenotron_models.routed_tokens import routed_rows
+from kenotron_models.router_jitter import jitter_factors
+from kenotron_models.router_losses import balance, load_sums, router_loss
 from kenotron_models.stacked_linear import outer_products, stacked_product
 
 ALONE = Build(Axis.solo("tp"), device=None)
@@ -124,30 +127,32 @@ def test_padding_is_sent_to_no_expert_and_counts_in_no_loss() -> None:
 
 def losses(layer: Experts, x: Tensor, batch: int = 2, sequence: int = 9, **more: Any) -> float:
     """The router's loss, not divided."""
-    rows = layer._rows(context(batch, sequence, **more), batch * sequence)
+    rows = routed_rows(context(batch, sequence, **more), batch * sequence, ALONE.tp)
     if rows is None:
         rows = torch.arange(batch * sequence) // sequence
     spec = layer.spec.router
-    return router_loss(layer.router(x), spec, rows, batch, [ALONE.tp]).item()
+    return router_loss(layer.router(x), spec, rows, batch, [ALONE.tp])[0].item()
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_an_even_load_has_a_balance_loss_of_one_a_token(scoring: str) -> None:
     layer = experts(top_k=6, scoring=scoring)
     rows = torch.arange(18) // 9
-    loss = balance(layer.router(tokens()), layer.spec.router, rows, 2, [])
+    spec = layer.spec.router
+    loss = balance(load_sums(layer.router(tokens()), spec, rows, 2, []), spec)
     assert loss.item() == pytest.approx(18)
 
 
-def test_losses_have_the_gradients_of_finite_differences() -> None:
-    layer = experts(balance_loss=0.7, z_loss=0.2).double()
+@pytest.mark.parametrize("kind", ["sample", "micro_batch", "all_layers"])
+def test_losses_have_the_gradients_of_finite_differences(kind: str) -> None:
+    layer = experts(balance_loss=0.7, z_loss=0.2, balance=kind).double()
     x, rows = tokens().detach().double(), torch.arange(18) // 9
     weight = layer.router.weight
     spec = layer.spec.router
     chosen = layer.router(x).experts_TK
 
     def loss() -> Tensor:
-        return router_loss(layer.router(x, chosen), spec, rows, 2, [])
+        return router_loss(layer.router(x, chosen), spec, rows, 2, [])[0]
 
     (gradient,) = torch.autograd.grad(loss(), weight)
     for place in ((0, 0), (3, 5), (5, 9)):
@@ -178,6 +183,37 @@ def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
     for stack in (layer.first, layer.down):
         assert stack.weight.grad is not None
         assert stack.weight.grad[0].any() and not stack.weight.grad[1:].any()
+
+
+def test_noise_on_the_router_leaves_what_experts_read_alone() -> None:
+    layer, plain, x = experts(jitter=0.3, top_k=6), experts(top_k=6), tokens()
+    places = context(samples_B=torch.tensor([4, 9]), dropout_key=11)
+    factors = jitter_factors(x, 0.3, places, "layers.0.router", ALONE.tp)
+    assert factors is not None and 0.7 < factors.min() < 0.71 and 1.29 < factors.max() < 1.3
+    noisy, exact = layer.router(x, noise=factors), layer.router(x * factors)
+    assert torch.equal(noisy.logits_TE, exact.logits_TE)
+    changed = layer(x, places)
+    assert not torch.allclose(changed, plain(x, places), rtol=1e-3)
+    assert torch.equal(layer(x, context()), plain(x, context()))  # an evaluation has no key
+    every = torch.stack(
+        [F.linear(F.silu(gate) * up, down) for gate, up, down in by_expert(layer, x)]
+    )
+    torch.testing.assert_close(changed, (noisy.scores_TE.t()[..., None] * every).sum(0))
+
+
+def by_expert(layer: Experts, x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Gate and up of all tokens, and the matrix down, of each expert."""
+    pairs = zip(layer.first.weight, layer.down.weight, strict=True)
+    return [(*F.linear(x, first).chunk(2, -1), down) for first, down in pairs]
+
+
+def test_a_layer_computed_again_has_the_same_noise() -> None:
+    layer, x = experts(jitter=0.3), tokens()
+    places = context(samples_B=torch.tensor([4, 9]), dropout_key=11)
+    want = torch.autograd.grad(layer(x, places).sum(), [x, *layer.parameters()])
+    layer.computed_again = True
+    out = torch.utils.checkpoint.checkpoint(layer, x, places, use_reentrant=False)
+    assert all(map(torch.equal, torch.autograd.grad(out.sum(), [x, *layer.parameters()]), want))
 
 
 @cache
@@ -212,6 +248,17 @@ def test_every_gradient_is_that_of_one_process(
         assert (got[path] - tensor).abs().max() / tensor.abs().max() < 2e-5, path
 
 
+@pytest.mark.parametrize("mode", ["plain", "sequence"])
+def test_chunks_over_ep_change_no_result(mode: str) -> None:
+    (loss, _, _), *_ = on_ranks(gradients, "experts", mode, tp=2, ep=2)
+    chunked = on_ranks(gradients, "experts", mode, "ring", "selective", False, 3, tp=2, ep=2)
+    assert chunked[0][0] == loss
+    found = complete(chunked)
+    _, want = on_one("experts")
+    for path, tensor in want.items():
+        assert (found[path] - tensor).abs().max() / tensor.abs().max() < 2e-5, path
+
+
 def test_compiled_layers_have_the_same_gradients() -> None:
     loss, want = on_one("experts")
     ranks = on_ranks(gradients, "experts", "plain", "ring", "none", True, tp=2, ep=2)
@@ -235,6 +282,15 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
     monkeypatch.setattr("kenotron_models.stacked_linear._has_grouped_kernel", lambda x, n: True)
     for ours, wanted in zip(products(), plain, strict=True):
         torch.testing.assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+def test_auto_gathers_where_that_sends_fewer_bytes(ranks: int) -> None:
+    spec = ExpertsSpec(router=RouterSpec(experts=12, top_k=4), features=8, way="auto")
+    ways: list[Way] = ["alltoall", "allgather"]
+    size = ExchangeSize(tokens=24, top_k=4, features=16, experts=12)
+    sent = [exchange_traffic(size, ranks, way).forward for way in ways]
+    assert spec.way_over(ranks) == ways[sent[1] < sent[0]]
 
 
 def test_experts_that_ranks_do_not_divide_are_refused() -> None:

@@ -170,6 +170,8 @@ class Meter:
 def _load(load: ExpertLoad) -> dict[str, Any]:
     """Figures of one layer's experts."""
     found = {"max_over_mean": load.largest, "unused": load.unused, "entropy": load.entropy}
+    if load.drops is not None:
+        found["drops"] = load.drops
     if load.bias is None:
         return found
     return found | {"bias_min": load.bias[0], "bias_max": load.bias[1]}

@@ -90,9 +90,9 @@ def on_one_process(small: Config) -> Config:
     """
     parallelism = replace(
         small.parallelism,
-        dp=1, pp=1, cp=1, tp=1, ep=1, pp_engine="afab", pp_chunks=None, tp_mode="ALL_REDUCE",
-        tp_linear_async_communication=False, recompute="none", recompute_layer=False,
-        recompute_layers=None,
+        dp=1, pp=1, cp=1, tp=1, ep=1, ep_chunks=1, pp_engine="afab", pp_chunks=None,
+        tp_mode="ALL_REDUCE", tp_linear_async_communication=False, recompute="none",
+        recompute_layer=False, recompute_layers=None,
     )  # fmt: skip
     count = small.tokens.batch_accumulation_per_replica * small.parallelism.dp
     return replace(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict
 
+from kenotron_config.expert_checks import expert_problems
 from kenotron_config.sections import (
     CPAttention,
     ModelConfig,
@@ -57,7 +58,7 @@ def cross_problems(sections: Sections) -> list[str]:
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)
-        found += _experts_over_ep(model, parallelism)
+        found += expert_problems(model, parallelism)
         found += _stride(model, parallelism)
         found += _graphed(model, parallelism)
     if stages is not None:
@@ -246,27 +247,6 @@ def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
     has_section = getattr(sizes, "moe_config", None) is not None
     key = "moe_config.shared_expert_intermediate_size" if has_section else SHARED_EXPERTS
     return found | ({key: shared[0]} if shared else {})
-
-
-def _experts_over_ep(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
-    """Each rank of ep has as many experts."""
-    sizes, ep = model.model_config, parallelism.ep
-    if ep == 1:
-        return []
-    parts = [] if isinstance(sizes, MambaModelConfig) else [*sizes.decoder.blocks]
-    counts = {
-        block.feed_forward.router.experts
-        for block in parts
-        if isinstance(block.feed_forward, ExpertsSpec)
-    }
-    if not counts:
-        return [f"parallelism.ep: {ep} was given; the model has no experts: set it to 1"]
-    return [
-        f"parallelism.ep: {ep} was given; it must divide the {count} experts of a layer; change "
-        "one of them"
-        for count in sorted(counts)
-        if count % ep
-    ]
 
 
 def _largest_tp(sizes: AnyConfig, most: int) -> int:

@@ -86,6 +86,9 @@ class ParallelismConfig:
     """Ranks that share the experts (expert parallel): a part of the dp x cp x tp ranks of a
     pipeline stage, which it divides. Nanotron's name for it, expert_parallel_size, is understood;
     there it multiplies the number of processes."""
+    ep_chunks: int = 1
+    """Parts of a rank's tokens: one is sent over ep while another is computed. Gradients of experts
+    are equal to rounding. With ep 1 nothing is sent, and it has no effect."""
     cp: int = 1
     """Ranks that share the tokens of each sample (context parallel). Nanotron's name for it,
     context_parallel_size, is understood."""
@@ -107,7 +110,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []
-        for name in ("dp", "pp", "tp", "cp", "cp_block", "ep"):
+        for name in ("dp", "pp", "tp", "cp", "cp_block", "ep", "ep_chunks"):
             found += _below(name, getattr(self, name), 1)
         if self.cp_stride is not None:
             found += _below("cp_stride", self.cp_stride, 1)

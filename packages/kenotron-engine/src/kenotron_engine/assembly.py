@@ -19,7 +19,7 @@ from kenotron_dist import (
 )
 from kenotron_dist.init import Constant, initialize
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
-from kenotron_engine.model_plan import ModelPlan, one_f_one_b
+from kenotron_engine.model_plan import ModelPlan, check_balance, one_f_one_b
 from kenotron_engine.sequence import Share, check_cut, share_of
 from kenotron_models import (
     Build,
@@ -118,7 +118,7 @@ def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     """Return all layers of a plan by name, in order, their parameters on the meta device."""
     return build_decoder(
         plan.spec,
-        Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"]),
+        Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"], ep_chunks=plan.ep_chunks),
         recompute=plan.recompute,
         vocab_divisible_by=plan.vocab_divisible_by,
     )
@@ -182,6 +182,7 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
     check_cut(plan.cp_mode, plan.spec, layers, mesh)
+    check_balance(plan, mesh.sizes["pp"])
     # A step waits for its device itself, once.
     return assemble(layers, mesh, fill, costs=costs, schedule=plan.schedule, settles=False)
 

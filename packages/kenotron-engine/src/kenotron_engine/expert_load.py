@@ -6,7 +6,7 @@ L layers with experts in the whole model, E experts of a layer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +33,15 @@ class ExpertLoad:
     """Entropy of the shares over that of equal ones: from 0, one expert has all, to 1."""
     bias: tuple[float, float] | None = None
     """Smallest and largest choice bias after the update; None: there is none."""
+    drops: int | None = None
+    """Choices that were dropped beyond the capacity; None: there is no capacity."""
 
 
 def forget_loads(training: Training) -> None:
     """Begin to count the loads of this stage's experts at 0."""
     for router in _routers(training).values():
         router.take_load()
+        router.take_drops()
 
 
 def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
@@ -52,19 +55,21 @@ def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
         blocked: whether nothing may change in this step, a bool scalar.
 
     Returns:
-        Loads (L, E) and the ranges of biases (L, 2), fp64, the same on every rank; or nothing.
+        Loads (L, E + 1), whose last column counts dropped choices, and the ranges of biases
+        (L, 2), fp64, the same on every rank; or nothing.
     """
     layers = experts_by_layer(training)
     if not layers:
         return []
     mesh, routers = training.mesh, _routers(training)
     width = max(spec.router.experts for spec in layers.values())
-    loads = torch.zeros(len(layers), width, dtype=torch.float64, device=mesh.device)
+    loads = torch.zeros(len(layers), width + 1, dtype=torch.float64, device=mesh.device)
     ranges = torch.zeros(len(layers), 2, dtype=torch.float64, device=mesh.device)
     for row, number in enumerate(layers):
         if number in routers:
             own = routers[number].take_load()
             loads[row, : len(own)] = own
+            loads[row, -1] = routers[number].take_drops()
     loads = all_reduce(loads, mesh["dp", "cp", "tp"])
     for row, number in enumerate(layers):
         if number in routers:
@@ -90,7 +95,10 @@ def expert_loads(training: Training, read: list[list[float]]) -> tuple[ExpertLoa
     for row, (number, spec) in enumerate(layers.items()):
         counts = loads[row * width :][: spec.router.experts]
         low, high = ranges[2 * row : 2 * row + 2]
-        found.append(_figures(number, counts, (low, high) if spec.router.choice_bias else None))
+        load = _figures(number, counts, (low, high) if spec.router.choice_bias else None)
+        if spec.capacity_factor is not None:
+            load = replace(load, drops=int(loads[(row + 1) * width - 1]))
+        found.append(load)
     return tuple(found)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kenotron_engine.sequence import CPMode
-from kenotron_models import DecoderSpec, Recompute
+from kenotron_models import DecoderSpec, ExpertsSpec, Recompute
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
@@ -29,6 +29,8 @@ class ModelPlan:
     """How layers communicate over tp."""
     cp_mode: CPMode = CPMode()
     """How attention runs over cp."""
+    ep_chunks: int = 1
+    """Parts in which tokens are sent over ep, one while another is computed."""
     schedule: Schedule = field(default_factory=one_f_one_b)
     """Order of forwards and backwards over pp."""
     recompute: Recompute | tuple[Recompute, ...] = "none"
@@ -44,3 +46,14 @@ class ModelPlan:
     """True: torch.compile makes one program of each layer's work between communications."""
     cuda_graph: bool = False
     """True: forward and backward of a micro-batch are one CUDA graph. Needs pp, cp and tp 1."""
+
+
+def check_balance(plan: ModelPlan, stages: int) -> None:
+    """Raise ValueError for a balance loss of all layers in a model of several pipeline parts."""
+    blocks, parts = plan.spec.blocks, stages * plan.schedule.chunks
+    kinds = [b.feed_forward for b in blocks if isinstance(b.feed_forward, ExpertsSpec)]
+    if parts > 1 and any(kind.router.balances_all_layers for kind in kinds):
+        raise ValueError(
+            f"balance all_layers was given with {parts} parts of the model over pp: this loss "
+            "needs all layers in one part: choose micro_batch or sample, or pp = 1 with one chunk"
+        )

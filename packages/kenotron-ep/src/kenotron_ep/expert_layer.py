@@ -33,6 +33,7 @@ def mix_experts(
     way: Way = "alltoall",
     chunks: int = 1,
     pad_to: int | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return ``sum over k of weights[t, k] * expert[experts[t, k]](x[t])`` for each token t.
 
@@ -52,6 +53,10 @@ def mix_experts(
             the last one return, while one is computed; the same in backward. All ranks give the
             same number, whatever their T.
         pad_to: rows of each expert in each chunk, see ``plan_exchange``.
+        meanwhile: called once, after the tokens of the first chunk are sent and before they are
+            awaited: what it computes, such as a shared expert, overlaps with the communication. Its
+            backward overlaps with that of the gradients. Where it communicates, it must do so in
+            the same order on all ranks.
 
     Returns:
         (T, features of a result) in the dtype of the results. If each expert treats its rows
@@ -72,7 +77,8 @@ def mix_experts(
         )
     choices = _cut(experts_TK, chunks)
     exchanges = plan_chunks(choices, experts, axis, way, pad_to)
-    outs = _mix_chunks(_cut(x_TD, chunks), _cut(weights_TK, chunks), exchanges, compute)
+    tokens, weights = _cut(x_TD, chunks), _cut(weights_TK, chunks)
+    outs = _mix_chunks(tokens, weights, exchanges, compute, meanwhile)
     return outs[0] if chunks == 1 else torch.cat(outs)
 
 
@@ -81,11 +87,14 @@ def _mix_chunks(
     weights: Sequence[Tensor],
     exchanges: Sequence[Exchange],
     compute: Compute,
+    meanwhile: Callable[[], None] | None,
 ) -> list[Tensor]:
     """Return the results of every chunk; two of them are on their way at a time."""
     outs: list[Tensor] = []
     returning: Pending | None = None
     following = start_dispatch(tokens[0], exchanges[0])
+    if meanwhile is not None:
+        meanwhile()
     for i, exchange in enumerate(exchanges):
         arriving = following
         if i + 1 < len(exchanges):  # travels while this chunk is computed

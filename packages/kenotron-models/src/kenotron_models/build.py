@@ -37,6 +37,9 @@ class Build:
     """Number format of the parameters; None: torch's default."""
     ep: Axis = EP_ALONE
     """The axis that experts are cut over."""
+    ep_chunks: int = 1
+    """Parts in which tokens are sent over ep, one while another is computed; gradients of experts
+    are equal to rounding. No effect on an axis of one rank."""
     shapes_only: bool = False
     """Nothing will be computed: what computes need not be installed."""
 

@@ -15,20 +15,22 @@ from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Partial, Placements, Roles
 from kenotron_dist.autograd import all_to_all
 from kenotron_dist.weight_products import current_backward
-from kenotron_ep import mix_experts
+from kenotron_ep import Way, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
 from kenotron_models.mlp import MLP, Activation, MLPSpec, activated
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
+from kenotron_models.routed_tokens import routed_places, routed_rows
 from kenotron_models.router import Choice, Router, RouterSpec
-from kenotron_models.router_losses import router_loss
+from kenotron_models.router_jitter import jitter_factors
+from kenotron_models.router_losses import LoadSums, router_loss
 from kenotron_models.stacked_linear import StackedLinear
 from kenotron_tp import join_tokens, split_tokens
 
@@ -61,12 +63,26 @@ class ExpertsSpec:
     """Inner width of the shared expert; 0: there is none."""
     shared_gate: bool = False
     """The shared expert's result is multiplied by a sigmoid of each token."""
-    way: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts over ep; the numbers are the same."""
+    way: Literal["alltoall", "allgather", "auto"] = "alltoall"
+    """How tokens travel to their experts over ep; auto: see ``way_over``. The numbers are the same;
+    gradients of tokens that are gathered are equal to rounding."""
+    capacity_factor: float | None = None
+    """In a training an expert keeps ``ceil(capacity_factor * K * S / E)`` choices of each sample of
+    S tokens, and drops later ones (``expert_capacity``); None: all are kept."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Experts:
         """Make the module; see ``PartSpec``."""
         return Experts(self, width, build, layer=layer)
+
+    def way_over(self, ranks: int) -> Way:
+        """Return how tokens travel over so many ranks of ep.
+
+        ``auto`` gathers where a token has more experts than there are ranks: it is then sent fewer
+        times (``kenotron_ep.exchange_traffic``).
+        """
+        if self.way != "auto":
+            return self.way
+        return "allgather" if 1 < ranks < self.router.top_k else "alltoall"
 
     @property
     def shared(self) -> MLPSpec | None:
@@ -119,6 +135,8 @@ class Experts(Part):
         self.spec, self.layer = spec, layer
         self.auxiliary_losses: Collects | None = None
         self.tp, self.ep, self.sequence_parallel = build.tp, build.ep, build.sequence_parallel
+        self.chunks = build.ep_chunks if build.ep.size > 1 else 1
+        self.way = spec.way_over(build.ep.size)
         experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
         self.router = Router(spec.router, width, build)
         first = StackedLinear(experts, width, rows, build)
@@ -155,30 +173,34 @@ class Experts(Part):
         """What ``forward`` returns of normed tokens (T, D)."""
         cut = self.tp.size > 1 and not self.sequence_parallel
         own = split_tokens(x, self.tp) if cut else x  # (n, D)
-        rows = self._rows(context, len(own))
+        rows = routed_rows(context, len(own), self.tp)
         choice = self._choose(own, context)
         self._add_loss(choice, rows, context)
         batch, experts = len(context.positions_BS), choice.experts_TK
         if rows is not None:
             experts = experts.masked_fill(rows[:, None] == batch, -1)
+        kept = self._kept(experts, rows, context)
         if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
-            self.router.count(experts)
-        mixed = even_experts if own.is_meta else mix_experts
+            self.router.count(experts, kept)
+        mixed, of_all = even_experts if own.is_meta else mix_experts, []
         y = mixed(
-            own, experts, choice.weights_TK, self.spec.router.experts, self.ep,
-            partial(self._compute, selective=selective), way=self.spec.way,
+            own, kept, choice.weights_TK, self.spec.router.experts, self.ep,
+            partial(self._compute, selective=selective), way=self.way, chunks=self.chunks,
+            meanwhile=lambda: of_all.extend(self._shared(x, context)),
         )  # fmt: skip
         if cut:
             y = join_tokens(y, self.tp, context.tokens)
-        return y if self.shared is None else y + self._shared(self.shared, x, context)
+        return sum(of_all, y)
 
     def _choose(self, own: Tensor, context: Context) -> Choice:
         """Route this rank's tokens (n, D); as in the forward while the backward computes again."""
+        name, jitter = f"layers.{self.layer}.router", self.spec.router.jitter
+        noise = jitter_factors(own, jitter, context, name, self.tp)
         if not self.computed_again:
-            found: Choice = self.router(own)
+            found: Choice = self.router(own, noise=noise)
             return found
         key, again = ("experts", self.layer), current_backward() != -1
-        choice: Choice = self.router(own, context.kept[key].long() if again else None)
+        choice: Choice = self.router(own, context.kept[key].long() if again else None, noise)
         context.kept[key] = choice.experts_TK.int()
         return choice
 
@@ -191,24 +213,30 @@ class Experts(Part):
         if rows is None:
             rows = torch.arange(len(choice.experts_TK), device=weight.device) // sequence
         axes = [self.tp, *([] if context.cut is None else [context.cut.axis])]
-        loss = router_loss(choice, spec, rows, batch, axes) * weight
+        known: dict[int, LoadSums] = context.kept.setdefault("load sums", {})
+        earlier = [sums for layer, sums in known.items() if layer < self.layer]
+        loss, sums = router_loss(choice, spec, rows, batch, axes, earlier)
+        if sums is not None and spec.balances_all_layers and current_backward() == -1:
+            known[self.layer] = sums
+        loss = loss * weight
         collects.add(loss - loss.detach())
 
-    def _rows(self, context: Context, n: int) -> Tensor | None:
-        """Which of B rows each of this rank's tokens is of, (n,), and B for padding.
-
-        None: tp cuts no tokens, and none is padding.
-        """
-        batch, sequence = context.positions_BS.shape
-        if self.tp.size == 1 and context.padding_BS is None:
-            return None
-        device, first = context.positions_BS.device, self.tp.rank * n
-        token = torch.arange(first, first + n, device=device)
-        rows = (token // sequence).clamp(max=batch)  # beyond T the last ranks have padding
-        if context.padding_BS is None:
-            return rows
-        padding = F.pad(context.padding_BS.flatten(), (0, n * self.tp.size - context.tokens))
-        return rows.masked_fill(padding[first : first + n], batch)
+    def _kept(self, experts: Tensor, rows: Tensor | None, context: Context) -> Tensor:
+        """Return the choices (n, K), -1 for those of a training that are beyond the capacity."""
+        factor, (number, top_k) = (
+            self.spec.capacity_factor,
+            (self.spec.router.experts, experts.shape[1]),
+        )
+        if factor is None or context.loss_weight is None:
+            return experts
+        cut, sequence, n = context.cut, context.positions_BS.shape[1], len(experts)
+        if rows is None:
+            rows = torch.arange(n, device=experts.device) // sequence
+        return drop_beyond_capacity(
+            experts, rows, routed_places(context, n, self.tp), experts=number,
+            capacity=capacity_of(factor, top_k, cut.sequence if cut else sequence, number),
+            axes=[self.tp, *([] if cut is None else [cut.axis])],
+        )  # fmt: skip
 
     def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool) -> Tensor:
         """Rows (R, D), grouped by expert, through their experts -> (R, D)."""
@@ -217,14 +245,17 @@ class Experts(Part):
             return self.down(activate(y), counts)
         return between(activate, y, partial(self.down, counts=counts))
 
-    def _shared(self, shared: MLP, x: Tensor, context: Context) -> Tensor:
-        y = shared(x, context)
-        return y if self.shared_gate is None else y * self.shared_gate(x)
+    def _shared(self, x: Tensor, context: Context) -> list[Tensor]:
+        """Return the shared expert's result (T, D), if there is one, in a list."""
+        if self.shared is None:
+            return []
+        y = self.shared(x, context)
+        return [y if self.shared_gate is None else y * self.shared_gate(x)]
 
 
 def even_experts(
     own: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int, axis: Axis, compute: Compute,
-    *, way: str,
+    *, way: str, chunks: int, meanwhile: Callable[[], None],
 ) -> Tensor:  # fmt: skip
     """Stand for ``mix_experts`` on tensors without memory: its shapes, under an even load.
 
@@ -236,7 +267,10 @@ def even_experts(
         axis: that of experts, whose ranks are expected to send as much as this one.
         compute: experts of this rank.
         way: not read.
+        chunks: not read.
+        meanwhile: called before ``compute``.
     """
+    meanwhile()
     top_k = weights_TK.shape[1]
     rows = own[:, None].expand(-1, top_k, -1).reshape(-1, own.shape[1])
     even = rows.new_empty(-(-len(rows) // axis.size) * axis.size, rows.shape[1])

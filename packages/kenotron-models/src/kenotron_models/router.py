@@ -18,6 +18,8 @@ from kenotron_dist import Partial, Placements, Roles
 from kenotron_models.build import Build
 
 Scoring = Literal["softmax", "sigmoid"]
+Balance = Literal["sample", "micro_batch", "all_layers"]
+"""Which tokens a balance loss is computed over; see ``kenotron_models.router_losses.balance``."""
 TINY = 1e-20
 """Added to a sum of weights, which may be 0 where scores are sigmoids."""
 GROUP_BEST = 2
@@ -49,10 +51,23 @@ class RouterSpec:
     with too many; 0: nothing."""
     force_balance: bool = False
     """Experts are dealt to tokens in turn, for measurements; weights are still those of scores."""
+    jitter: float = 0.0
+    """In a training, the features that a router reads are multiplied by uniform random numbers from
+    1 - jitter to 1 + jitter; experts read them as they are."""
     balance_loss: float = 0.0
-    """Weight of the loss that spreads the tokens of each sample over experts (``balance``)."""
+    """Weight of the loss that spreads tokens over experts (``router_losses.balance``)."""
+    balance: Balance = "sample"
+    """Over which tokens: those of each sample, those of a micro-batch, or those of a micro-batch in
+    all layers together."""
+    layers: int = 1
+    """Layers of the model that have experts; ``all_layers`` divides by it."""
     z_loss: float = 0.0
     """Weight of the squared log of the sum of exponentials of a token's logits."""
+
+    @property
+    def balances_all_layers(self) -> bool:
+        """Whether there is a balance loss that needs the layers before this one."""
+        return self.balance == "all_layers" and self.balance_loss > 0
 
 
 class Choice(NamedTuple):
@@ -90,16 +105,22 @@ class Router(nn.Module):
             self.roles["choice_bias"] = "bias"
         self.load: Tensor | None = None
         """Choices of each expert (E,) that this rank made since ``take_load``, int64."""
+        self.drops: Tensor | None = None
+        """Choices that were dropped of them, int64, a scalar."""
 
-    def forward(self, x: Tensor, chosen: Tensor | None = None) -> Choice:
+    def forward(
+        self, x: Tensor, chosen: Tensor | None = None, noise: Tensor | None = None
+    ) -> Choice:
         """Choose the experts of each token.
 
         Args:
             x: tokens (T, D).
             chosen: experts (T, K) that were chosen before, where a layer is computed again.
+            noise: factors (T, D) of the tokens, fp32 (``router_jitter``); None: 1.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        logits = x.to(wide) @ self.weight.to(wide).t()
+        x = x.to(wide) if noise is None else x.to(wide) * noise
+        logits = x @ self.weight.to(wide).t()
         scores = logits.softmax(-1) if self.spec.scoring == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach()) if chosen is None else chosen
         weights = scores.gather(1, experts)
@@ -114,17 +135,29 @@ class Router(nn.Module):
         bias = self.choice_bias
         return choose(scores if bias is None else scores + bias, self.spec)
 
-    def count(self, experts: Tensor) -> None:
-        """Add choices (T, K) to the load; -1 is none."""
+    def count(self, experts: Tensor, kept: Tensor) -> None:
+        """Add choices to the load, and to the drops.
+
+        Args:
+            experts: (T, K); -1 is none.
+            kept: the same without those that were dropped.
+        """
         every = torch.arange(self.spec.experts, device=experts.device)
         own = (experts.flatten()[:, None] == every).sum(0)
         self.load = own if self.load is None else self.load + own
+        dropped = (experts != kept).sum()
+        self.drops = dropped if self.drops is None else self.drops + dropped
 
     def take_load(self) -> Tensor:
         """Return the load (E,), and begin again at 0."""
         load, self.load = self.load, None
         zeros = torch.zeros(self.spec.experts, dtype=torch.int64, device=self.weight.device)
         return zeros if load is None else load
+
+    def take_drops(self) -> Tensor:
+        """Return the number of dropped choices, a scalar, and begin again at 0."""
+        drops, self.drops = self.drops, None
+        return torch.zeros((), device=self.weight.device).long() if drops is None else drops
 
     @torch.no_grad()
     def move_bias(self, load: Tensor, blocked: Tensor) -> None:

@@ -1,14 +1,17 @@
 """Losses of a router: even load of the experts, and small logits.
 
-Both are sums over tokens and samples that are divided by the tokens of the global batch: they do
-not depend on how the batch is cut into micro-batches and over ranks.
+All are sums over tokens that are divided by the tokens of the global batch. The z-loss and the
+balance of samples do not depend on how the batch is cut. Other balance losses depend on the size of
+a micro-batch, as their definitions do, and on nothing else of the layout.
 
-Shapes: B rows of a micro-batch, n tokens of this rank, E experts, K experts of a token.
+Shapes: B rows of a micro-batch, G groups of tokens that are balanced, n tokens of this rank,
+E experts, K experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +22,29 @@ from kenotron_dist.autograd import reduce_from
 from kenotron_models.router import Choice, RouterSpec
 
 
-def router_loss(
-    choice: Choice, spec: RouterSpec, rows: Tensor, batch: int, axes: Sequence[Axis]
-) -> Tensor:
-    """Return the losses of this rank's tokens of a micro-batch: a scalar, fp32, not yet divided.
+class LoadSums(NamedTuple):
+    """How the tokens of each group fell on the experts of a layer, summed over ranks."""
 
-    Its value counts what all ranks of ``axes`` have; its gradient is that of this rank's tokens.
-    Collective over them.
+    counts_GE: Tensor
+    """Choices of each expert, without gradient."""
+    mass_GE: Tensor
+    """Sums of scores; the scores of a token add up to 1."""
+    tokens_G: Tensor
+    """Tokens."""
+
+
+def router_loss(
+    choice: Choice,
+    spec: RouterSpec,
+    rows: Tensor,
+    batch: int,
+    axes: Sequence[Axis],
+    earlier: Iterable[LoadSums] = (),
+) -> tuple[Tensor, LoadSums | None]:
+    """Return the losses of this rank's tokens of a micro-batch, and what was counted for them.
+
+    The losses are a scalar, fp32, not yet divided. Its value counts what all ranks of ``axes``
+    have; its gradient is that of this rank's tokens. Collective over them.
 
     Args:
         choice: what was decided for n tokens.
@@ -33,39 +52,71 @@ def router_loss(
         rows: which row each token belongs to, int64 (n,); ``batch`` for padding.
         batch: B.
         axes: those over which the tokens of a row are cut.
+        earlier: sums of the layers before this one, for ``all_layers``.
     """
-    total = choice.logits_TE.new_zeros(())
+    total, sums = choice.logits_TE.new_zeros(()), None
     if spec.balance_loss:
-        total = total + spec.balance_loss * balance(choice, spec, rows, batch, axes)
+        sums = load_sums(choice, spec, rows, batch, axes)
+        total = total + spec.balance_loss * balance(sums, spec, earlier)
     if spec.z_loss:
         squares = choice.logits_TE.logsumexp(-1).square()
         own = squares.masked_fill(rows == batch, 0.0).sum()
         for axis in axes:
             own = reduce_from(own, axis)
         total = total + spec.z_loss * own
-    return total
+    return total, sums
 
 
-def balance(
+def load_sums(
     choice: Choice, spec: RouterSpec, rows: Tensor, batch: int, axes: Sequence[Axis]
-) -> Tensor:
-    """Return the balance loss of a micro-batch's samples, each as often as it has tokens.
+) -> LoadSums:
+    """Count choices and scores of each sample, or of the micro-batch as one group.
 
-    Of one sample of N tokens it is ``E / K * sum_i f_i P_i``: f_i is the share of its N K choices
-    that fell on expert i times K, P_i the mean score, scores of a token adding up to 1. It is 1
-    where all experts are chosen equally often (DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20).
-
-    Arguments as in ``router_loss``.
+    Arguments as in ``router_loss``. Collective over ``axes``.
     """
+    if spec.balance != "sample":
+        rows, batch = (rows == batch).long(), 1
     scores = choice.scores_TE
     if spec.scoring == "sigmoid":
         scores = scores / scores.sum(-1, keepdim=True)
-    member = one_hot(rows, batch + 1)[:, :batch].to(scores.dtype)  # (n, B)
+    member = one_hot(rows, batch + 1)[:, :batch].to(scores.dtype)  # (n, G)
     chosen = torch.zeros_like(scores).scatter_(1, choice.experts_TK, 1.0)  # (n, E)
-    counts = torch.cat([member.t() @ chosen, member.sum(0)[:, None]], 1)  # (B, E + 1)
-    mass = member.t() @ scores  # (B, E)
+    counts = torch.cat([member.t() @ chosen, member.sum(0)[:, None]], 1)  # (G, E + 1)
+    mass = member.t() @ scores  # (G, E)
     for axis in axes:
         counts, mass = reduce_from(counts, axis), reduce_from(mass, axis)
-    tokens = counts[:, -1:].clamp(min=1)
-    each = (counts[:, :-1] / tokens * mass).sum(-1)  # N sum_i f_i P_i
-    return each.sum() * (spec.experts / spec.top_k)
+    return LoadSums(counts[:, :-1], mass, counts[:, -1])
+
+
+def balance(sums: LoadSums, spec: RouterSpec, earlier: Iterable[LoadSums] = ()) -> Tensor:
+    """Return the balance loss of a layer times the tokens that it is computed over, a scalar.
+
+    Of N tokens, f_i is the share of them that chose expert i, and P_i the mean of its scores; the
+    scores of a token add up to 1. Where all experts are chosen equally often, f_i is K / E.
+
+    * ``sample``: ``E / K * sum_i f_i P_i`` of each sample of N tokens; 1 at an even load. It is the
+      sequence-wise loss of DeepSeek-V3 (arXiv 2412.19437, eq. 17 to 20) and Megatron-LM's
+      ``seq_aux_loss``. It does not depend on the size of a micro-batch.
+    * ``micro_batch``: the same over all tokens of a micro-batch; it is Megatron-LM's ``aux_loss``.
+    * ``all_layers``: ``E * sum_i f_i P_i`` over all tokens of a micro-batch in all L layers with
+      experts, as one list of L N tokens; K at an even load. It is ``load_balancing_loss_func`` of
+      Hugging Face's transformers, and there is one such loss for the model instead of L. Each
+      layer returns what its tokens add to the loss of the layers before it.
+
+    The result is multiplied by N, because a caller divides by the tokens of the global batch: with
+    micro-batches of equal size their mean is what counts.
+
+    Args:
+        sums: those of this layer.
+        spec: E, K, L and the kind.
+        earlier: sums of the layers before this one, for ``all_layers``.
+    """
+    counts, mass, tokens = sums
+    tokens = tokens.clamp(min=1)
+    if spec.balance != "all_layers":
+        each = (counts / tokens[:, None] * mass).sum(-1)  # N sum_i f_i P_i
+        return each.sum() * (spec.experts / spec.top_k)
+    product = (counts * mass).sum()
+    for before in earlier:  # terms of pairs of layers, of which this one is the later
+        product = product + (counts * before.mass_GE + before.counts_GE * mass).sum()
+    return product / tokens.sum() * (spec.experts / spec.layers**2)

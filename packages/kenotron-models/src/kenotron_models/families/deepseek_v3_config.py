@@ -11,7 +11,7 @@ from kenotron_models.families.fields import (
     raise_all,
     size_problems,
 )
-from kenotron_models.families.sigmoid_experts import SigmoidExpertsFields, routing_problems
+from kenotron_models.families.sigmoid_experts import SigmoidExpertsFields, sigmoid_problems
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.rope import Rope
 from kenotron_models.small import SmallSizes
@@ -49,7 +49,7 @@ class DeepseekV3Config(SigmoidExpertsFields):
         found = [*size_problems(self), *marker_problems(self, "is_deepseek_v3_config")]
         found += at_least(1, {name: getattr(self, name) for name in names})
         found += at_least(0, {"qk_nope_head_dim": self.qk_nope_head_dim})
-        found += [*routing_problems(self), *choice_problems(self), *_unread(self)]
+        found += [*sigmoid_problems(self), *choice_problems(self), *_unread(self)]
         raise_all([*found, *_head_problems(self)])
 
     @property

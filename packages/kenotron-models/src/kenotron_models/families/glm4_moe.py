@@ -9,8 +9,8 @@ from kenotron_models.families.sigmoid_experts import (
     SIGMOID_EXPERTS,
     SigmoidExpertsFields,
     routing_from_hf,
-    routing_problems,
     routing_to_hf,
+    sigmoid_problems,
 )
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.hf_rope import share_from_hf
@@ -50,7 +50,7 @@ class Glm4MoEConfig(SigmoidExpertsFields):
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = [*check(self), *marker_problems(self, "is_glm4_moe_config")]
-        raise_all([*found, *routing_problems(self), *([] if found else _share_problems(self))])
+        raise_all([*found, *sigmoid_problems(self), *([] if found else _share_problems(self))])
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts and positions of a narrow copy."""

@@ -19,6 +19,7 @@ from kenotron_models.families.fields import (
     windowed,
 )
 from kenotron_models.families.hf_keys import experts_of, first_mixer, llama_from_hf, sparse_to_hf
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Stacked
 from kenotron_models.router import RouterSpec
@@ -29,7 +30,7 @@ EXPERTS = "block_sparse_moe.experts.{e}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(SharedFields):
+class MixtralConfig(RoutingFields, SharedFields):
     """Sizes and constants of a Mixtral decoder; ``intermediate_size`` is the width of an expert.
 
     Raises:
@@ -43,8 +44,8 @@ class MixtralConfig(SharedFields):
     num_experts_per_tok: int = 2
     """Experts that each token is sent to; their weights add up to 1."""
     router_aux_loss_coef: float = 0.001
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
     sliding_window_size: int | None = None
     """Tokens that a token sees, itself counted; None: all before it."""
 
@@ -60,6 +61,7 @@ class MixtralConfig(SharedFields):
                 *window_problems(self.sliding_window_size),
                 *expert_problems(sizes, *sizes),
                 *loss_problems(router_aux_loss_coef=self.router_aux_loss_coef),
+                *self.routing_problems(*sizes),
                 *marker_problems(self, "is_mixtral_config"),
             ]
         )
@@ -70,6 +72,7 @@ class MixtralConfig(SharedFields):
         return {
             "num_local_experts": experts,
             "num_experts_per_tok": top_k,
+            "expert_capacity_factor": self.small_capacity(experts, top_k),
             "sliding_window_size": sizes.window(self.sliding_window_size),
         }
 
@@ -85,7 +88,7 @@ class MixtralConfig(SharedFields):
         )
         experts = ExpertsSpec(router=router, features=self.intermediate_size)
         mixers = windowed(self.attention(), self.sliding_window_size, (), layers)
-        return self.decoder_of(mixers, dict.fromkeys(range(layers), experts))
+        return self.decoder_of(mixers, self.routed(experts, range(layers)))
 
 
 def _read(values: Values) -> MixtralConfig:
@@ -94,6 +97,7 @@ def _read(values: Values) -> MixtralConfig:
         num_local_experts=values["num_local_experts"],
         num_experts_per_tok=values["num_experts_per_tok"],
         router_aux_loss_coef=values["router_aux_loss_coef"],
+        router_jitter_noise=values.get("router_jitter_noise") or 0.0,
         sliding_window_size=values.get("sliding_window"),
     )
 
@@ -106,7 +110,7 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
         "num_local_experts": experts.router.experts,
         "num_experts_per_tok": experts.router.top_k,
         "router_aux_loss_coef": experts.router.balance_loss,
-        "router_jitter_noise": 0.0,
+        "router_jitter_noise": experts.router.jitter,
         "sliding_window": first_mixer(spec).window,
     }
 
@@ -130,7 +134,6 @@ MIXTRAL = Family(
         only={
             "hidden_act": ("silu",),
             "attention_dropout": (0, None),
-            "router_jitter_noise": (0, None),
         },
         read=_read,
         write=_write,

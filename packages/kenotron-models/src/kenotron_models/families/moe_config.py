@@ -15,6 +15,7 @@ from kenotron_models.families.expert_fields import (
     sparse_from_hf,
 )
 from kenotron_models.families.hf_keys import experts_of
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.router import RouterSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -23,7 +24,7 @@ ALL_LAYERS = (-1,)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(RoutingFields):
     """Experts of a feed-forward: each token is sent to a few of them.
 
     Raises:
@@ -39,14 +40,16 @@ class MoEConfig:
     shared_expert_intermediate_size: int = 5632
     """Width of the expert that all tokens are sent to, in features."""
     router_aux_loss_coef: float = 0.01
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly. Nanotron does not read it."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens. Nanotron does not read it."""
     layers: tuple[int, ...] = ALL_LAYERS
     """Layers that have experts, counted from 0; -1 alone: all; none: it is a dense model."""
     enable_shared_expert: bool = False
     """True: one expert sees every token; its result is multiplied by a sigmoid of the token."""
-    token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to their experts; the numbers are the same."""
+    token_dispatcher_type: Literal["alltoall", "allgather", "auto"] = "alltoall"
+    """How tokens travel to their experts: once for each of them, or to all ranks of ep. auto: to
+    all ranks where a token has more experts than ep has ranks, which sends fewer bytes. The numbers
+    are the same, gradients of gathered tokens to rounding."""
     norm_topk_prob: bool = False
     """True: the weights of a token's experts add up to 1."""
     router_z_loss_coef: float = 0.0
@@ -61,7 +64,9 @@ class MoEConfig:
         names += ["shared_expert_intermediate_size"] * self.enable_shared_expert
         found = expert_problems({n: getattr(self, n) for n in names}, "num_experts", "top_k")
         weights = ("router_aux_loss_coef", "router_z_loss_coef", "router_bias_rate")
-        found += loss_problems(**{n: getattr(self, n) for n in weights})
+        found += loss_problems(**{n: getattr(self, n) for n in weights}) + self.routing_problems(
+            "num_experts", "top_k"
+        )
         if found:
             raise ValueError("\n".join(found))
 
@@ -95,7 +100,7 @@ class MoEConfig:
             shared_gate=self.enable_shared_expert,
             way=self.token_dispatcher_type,
         )
-        return dict.fromkeys(chosen, experts)
+        return self.routed(experts, chosen)
 
     def small(self, sizes: SmallSizes, layers: int) -> MoEConfig:
         """Return a narrow copy, for a small copy of a model of so many layers."""
@@ -106,6 +111,7 @@ class MoEConfig:
             num_experts=experts,
             top_k=top_k,
             moe_intermediate_size=2 * sizes.head_dim,
+            expert_capacity_factor=self.small_capacity(experts, top_k),
             shared_expert_intermediate_size=sizes.tp * sizes.head_dim,
             layers=self.layers if every else sizes.some_layers(self.layers, layers),
         )

@@ -13,6 +13,7 @@ from kenotron_models.families.expert_fields import (
 )
 from kenotron_models.families.fields import SharedFields, check, marker_problems, raise_all
 from kenotron_models.families.hf_keys import experts_of, llama_from_hf, sparse_to_hf
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.norm import NormSpec
 from kenotron_models.router import RouterSpec
@@ -21,7 +22,7 @@ from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class OLMoEConfig(SharedFields):
+class OLMoEConfig(RoutingFields, SharedFields):
     """Sizes and constants of an OLMoE decoder; ``intermediate_size`` is the width of an expert.
 
     Queries are normed over all heads together, and so are keys.
@@ -39,8 +40,8 @@ class OLMoEConfig(SharedFields):
     norm_topk_prob: bool = False
     """True: the weights of a token's experts add up to 1."""
     router_aux_loss_coef: float = 0.01
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -50,12 +51,17 @@ class OLMoEConfig(SharedFields):
         }
         found = [*check(self), *expert_problems(sizes, *sizes)]
         found += loss_problems(router_aux_loss_coef=self.router_aux_loss_coef)
+        found += self.routing_problems(*sizes)
         raise_all([*found, *marker_problems(self, "is_olmoe_config")])
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts of a narrow copy."""
         experts, top_k = small_experts(self.num_experts, self.num_experts_per_tok, sizes.ep)
-        return {"num_experts": experts, "num_experts_per_tok": top_k}
+        return {
+            "num_experts": experts,
+            "num_experts_per_tok": top_k,
+            "expert_capacity_factor": self.small_capacity(experts, top_k),
+        }
 
     @property
     def decoder(self) -> DecoderSpec:
@@ -69,7 +75,7 @@ class OLMoEConfig(SharedFields):
             balance_loss=self.router_aux_loss_coef,
         )
         experts = ExpertsSpec(router=router, features=self.intermediate_size)
-        return self.decoder_of([mixer] * layers, dict.fromkeys(range(layers), experts))
+        return self.decoder_of([mixer] * layers, self.routed(experts, range(layers)))
 
 
 _SAME = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "router_aux_loss_coef")

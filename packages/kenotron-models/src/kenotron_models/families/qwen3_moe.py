@@ -15,6 +15,7 @@ from kenotron_models.families.expert_fields import (
 from kenotron_models.families.fields import SharedFields, check, marker_problems, raise_all
 from kenotron_models.families.hf_keys import llama_from_hf, sparse_to_hf
 from kenotron_models.families.moe_config import qwen_experts_to_hf
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.norm import NormSpec
 from kenotron_models.router import RouterSpec
@@ -23,7 +24,7 @@ from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEConfig(SharedFields):
+class Qwen3MoEConfig(RoutingFields, SharedFields):
     """Sizes and constants of a Qwen3 decoder with experts.
 
     Raises:
@@ -47,8 +48,8 @@ class Qwen3MoEConfig(SharedFields):
     decoder_sparse_step: int = 1
     """Every n-th layer has experts."""
     router_aux_loss_coef: float = 0.001
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -60,6 +61,7 @@ class Qwen3MoEConfig(SharedFields):
         }
         found = [*check(self), *expert_problems(sizes, "num_experts", "num_experts_per_tok")]
         found += loss_problems(router_aux_loss_coef=self.router_aux_loss_coef)
+        found += self.routing_problems("num_experts", "num_experts_per_tok")
         if self.decoder_sparse_step >= 1 and not self.layers_with_experts:
             found.append(
                 f"decoder_sparse_step: {self.decoder_sparse_step} was given, mlp_only_layers: "
@@ -80,6 +82,7 @@ class Qwen3MoEConfig(SharedFields):
         return {
             "num_experts": experts,
             "num_experts_per_tok": top_k,
+            "expert_capacity_factor": self.small_capacity(experts, top_k),
             "moe_intermediate_size": sizes.head_dim * 2,
             "mlp_only_layers": sizes.some_layers(without, self.num_hidden_layers),
             "decoder_sparse_step": 1,
@@ -97,7 +100,7 @@ class Qwen3MoEConfig(SharedFields):
         )
         experts = ExpertsSpec(router=router, features=self.moe_intermediate_size)
         mixers = [mixer] * self.num_hidden_layers
-        return self.decoder_of(mixers, dict.fromkeys(self.layers_with_experts, experts))
+        return self.decoder_of(mixers, self.routed(experts, self.layers_with_experts))
 
 
 def _read(values: Values) -> Qwen3MoEConfig:

@@ -15,6 +15,7 @@ from kenotron_models.families.expert_fields import (
 )
 from kenotron_models.families.fields import SharedFields, at_least
 from kenotron_models.families.hf_keys import experts_of
+from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.family import Values
 from kenotron_models.hf_tensors import Fused, Names, Stacked
 from kenotron_models.router import RouterSpec
@@ -40,7 +41,7 @@ _SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class SigmoidExpertsFields(SharedFields):
+class SigmoidExpertsFields(RoutingFields, SharedFields):
     """Keys of routed and shared experts, under DeepSeek-V3's names (arXiv 2412.19437)."""
 
     n_routed_experts: int = 256
@@ -62,8 +63,8 @@ class SigmoidExpertsFields(SharedFields):
     first_k_dense_replace: int = 3
     """Layers without experts, at the beginning."""
     router_aux_loss_coef: float = 0.0001
-    """Weight of the loss that spreads the tokens of each sample over experts; 1 is its value in
-    each layer where they are spread evenly."""
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
     router_bias_rate: float = 0.001
     """What each update adds to the choice bias of an expert with too few tokens, and takes from one
     with too many; 0: the bias stays."""
@@ -87,16 +88,17 @@ class SigmoidExpertsFields(SharedFields):
             features=self.moe_intermediate_size,
             shared_features=self.n_shared_experts * self.moe_intermediate_size,
         )
-        layers = range(self.first_k_dense_replace, self.num_hidden_layers)
-        return dict.fromkeys(layers, experts)
+        return self.routed(experts, range(self.first_k_dense_replace, self.num_hidden_layers))
 
     def small_routing(self, sizes: SmallSizes, width: int) -> dict[str, Any]:
         """Return these keys of a narrow copy whose experts have ``width`` features."""
         experts, top_k = small_experts(self.n_routed_experts, self.num_experts_per_tok, sizes.ep)
         groups = math.gcd(experts, min(self.n_group, 4))
+        few = min(top_k, experts // groups)
         return {
             "n_routed_experts": experts,
-            "num_experts_per_tok": min(top_k, experts // groups),
+            "num_experts_per_tok": few,
+            "expert_capacity_factor": self.small_capacity(experts, few),
             "moe_intermediate_size": width,
             "n_shared_experts": sizes.tp if self.n_shared_experts else 0,
             "n_group": groups,
@@ -105,13 +107,14 @@ class SigmoidExpertsFields(SharedFields):
         }
 
 
-def routing_problems(config: SigmoidExpertsFields) -> list[str]:
+def sigmoid_problems(config: SigmoidExpertsFields) -> list[str]:
     """Name keys of experts that are out of range or do not fit one another."""
     sizes = {name: getattr(config, name) for name in _SIZES}
     found = expert_problems(sizes, "n_routed_experts", "num_experts_per_tok")
     found += loss_problems(
         router_aux_loss_coef=config.router_aux_loss_coef, router_bias_rate=config.router_bias_rate
     )
+    found += config.routing_problems("n_routed_experts", "num_experts_per_tok")
     names = ("n_shared_experts", "first_k_dense_replace")
     found += at_least(0, {name: getattr(config, name) for name in names})
     if not 0 < config.routed_scaling_factor < float("inf"):

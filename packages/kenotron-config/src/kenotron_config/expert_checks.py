@@ -1,0 +1,41 @@
+"""Rules on experts that need the model and the ranks."""
+
+from kenotron_config.sections import ModelConfig, ParallelismConfig
+from kenotron_models import ExpertsSpec, MambaModelConfig
+
+
+def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+    """Name contradictions between a model's experts and the ranks."""
+    sizes = model.model_config
+    blocks = [] if isinstance(sizes, MambaModelConfig) else [*sizes.decoder.blocks]
+    kinds = [b.feed_forward for b in blocks if isinstance(b.feed_forward, ExpertsSpec)]
+    return [*_over_ep(kinds, parallelism), *_over_pp(model, kinds, parallelism)]
+
+
+def _over_ep(kinds: list[ExpertsSpec], parallelism: ParallelismConfig) -> list[str]:
+    """Each rank of ep has as many experts."""
+    if (ep := parallelism.ep) == 1:
+        return []
+    if not kinds:
+        return [f"parallelism.ep: {ep} was given; the model has no experts: set it to 1"]
+    return [
+        f"parallelism.ep: {ep} was given; it must divide the {count} experts of a layer; change "
+        "one of them"
+        for count in sorted({kind.router.experts for kind in kinds})
+        if count % ep
+    ]
+
+
+def _over_pp(
+    model: ModelConfig, kinds: list[ExpertsSpec], parallelism: ParallelismConfig
+) -> list[str]:
+    """A loss of all layers together needs them on one rank, in one part."""
+    stages = parallelism.pp * parallelism.schedule.chunks
+    if stages == 1 or not any(kind.router.balances_all_layers for kind in kinds):
+        return []
+    section = "" if getattr(model.model_config, "moe_config", None) is None else "moe_config."
+    return [
+        f"model.model_config.{section}router_aux_loss_type: all_layers was given with "
+        f"parallelism.pp {parallelism.pp} and pp_engine {parallelism.pp_engine}; this loss needs "
+        "all layers in one part of the model: choose micro_batch or sample, or pp 1 and 1f1b"
+    ]
