@@ -71,6 +71,9 @@ def _export(arguments: argparse.Namespace) -> str:
             "no tokenizer: the checkpoint names none that is here; give --tokenizer",
             file=sys.stderr,
         )
+    if done.not_carried:
+        fields = ", ".join(done.not_carried)
+        print(f"only training reads, and config.json does not have: {fields}", file=sys.stderr)
     compared = (
         "logits were not compared"
         if done.deviation is None

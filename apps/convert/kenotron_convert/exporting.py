@@ -36,6 +36,7 @@ from kenotron_models.hf import (
     config_to_hf,
     differences,
     hf_tensors,
+    not_carried,
     stays_fp32,
 )
 
@@ -56,6 +57,8 @@ class Exported:
     """Why each checkpoint that would have been preferred was not read; a sentence each."""
     tokenizer: bool
     """Whether a tokenizer is in the folder."""
+    not_carried: list[str]
+    """Fields that only a training reads, and config.json does not have."""
 
 
 def export_hf(
@@ -101,7 +104,12 @@ def export_hf(
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Exported(
-        folder, checkpoint.folder, deviation, checkpoint.passed_over, bool(tokenizer_files(folder))
+        folder,
+        checkpoint.folder,
+        deviation,
+        checkpoint.passed_over,
+        bool(tokenizer_files(folder)),
+        not_carried(config),
     )
 
 

@@ -23,7 +23,13 @@ from kenotron_models import (
     SmallSizes,
     upcycled_config,
 )
-from kenotron_models.hf import config_from_hf, config_to_hf, is_superfluous, stays_fp32
+from kenotron_models.hf import (
+    config_from_hf,
+    config_to_hf,
+    is_superfluous,
+    not_carried,
+    stays_fp32,
+)
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -172,3 +178,24 @@ def test_what_has_no_copies_with_experts_is_refused() -> None:
     dense = Qwen2Config(**SIZES, attention_bias=True)
     sparse = upcycled_config(dense, 4, 2)
     assert isinstance(sparse, Qwen2Config) and replace(sparse, moe_config=None) == dense
+
+
+@pytest.mark.parametrize(
+    ("keys", "lost"),
+    [
+        ({}, []),
+        ({"router_aux_loss_type": "micro_batch"}, ["experts.router.balance: 'micro_batch'"]),
+        ({"router_aux_loss_type": "all_layers"}, ["experts.router.balance: 'all_layers'"]),
+        ({"expert_capacity_factor": 1.0}, ["experts.capacity_factor: 1.0"]),
+        ({"router_jitter_noise": 0.1}, []),  # Mixtral has a key for it
+    ],
+)
+def test_what_a_training_alone_reads_keeps_no_model_from_its_export(
+    keys: dict[str, Any], lost: list[str]
+) -> None:
+    config = MixtralConfig(**SIZES, **keys)
+    assert config_to_hf(config)["model_type"] == "mixtral"
+    assert not_carried(config) == lost
+    assert not_carried(Qwen3MoEConfig(**SIZES, router_jitter_noise=0.1)) == [
+        "experts.router.jitter: 0.1"
+    ]

@@ -51,8 +51,10 @@ CONFIG = "config.json"
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """What old files hold next to the weights: it is computed again."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-OF_THE_RUN = ("backend", "separate_documents", "z_loss", "balance_loss", "bias_rate", "way")
-"""Fields of a spec that do not say what the weights mean: config.json has no word for them."""
+OF_THE_LOSS = ("z_loss", "balance_loss", "balance", "bias_rate", "jitter", "capacity_factor")
+"""Fields of a spec that only a training reads."""
+OF_THE_RUN = ("backend", "separate_documents", "way", "layers", *OF_THE_LOSS)
+"""Fields of a spec that do not say what the weights mean: config.json may have no word for them."""
 
 
 def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
@@ -197,6 +199,16 @@ def differences(
         equal = len(pairs) == len(ours.blocks) and all(each == pair for each in pairs.values())
         outside.append(_line(name if equal else f"layers.{first}.{name}", pair))
     return list(dict.fromkeys(outside))
+
+
+def not_carried(config: AnyConfig) -> list[str]:
+    """Name what a training reads and a config.json of the model does not say: ``name: value``."""
+    ours, theirs = config.decoder, config_from_hf(config_to_hf(config)).decoder
+    free = {*OF_THE_RUN, "interleaved", "tie_word_embeddings"} - {*OF_THE_LOSS}
+    changed = [_changed(ours, theirs, free | {"blocks"})]
+    changed += [_changed(a, b, free) for a, b in zip(ours.blocks, theirs.blocks, strict=True)]
+    lines = [f"{name}: {_said(pair[0])}" for found in changed for name, pair in found.items()]
+    return list(dict.fromkeys(lines))
 
 
 def turns_neighbours(spec: DecoderSpec) -> bool:
