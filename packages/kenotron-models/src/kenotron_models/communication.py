@@ -40,7 +40,7 @@ def sent_bytes(
     """Return the bytes that leave the first rank in forward and backward of a block, by axis.
 
     Counts of exchanges and the gradients of weights are left out. Experts are expected to have an
-    even load, and rows to be one document.
+    even load and to be reached by ``alltoall``, and rows to be one document.
 
     Args:
         block: what it is made of.
