@@ -52,12 +52,18 @@ def read(section: str) -> str:
     return TABLE.read_text().partition(begin)[2].partition(end)[0]
 
 
-def write(section: str, text: str) -> None:
-    """Put a text between the marks of a section, below when and where it was made."""
+def write(section: str, text: str, made: str | None = None) -> None:
+    """Put a text between the marks of a section.
+
+    Args:
+        section: its name.
+        text: the table.
+        made: the line above it; None: today, this commit and this machine.
+    """
     begin, end = _marks(section)
     before, _, rest = TABLE.read_text().partition(begin)
     after = rest.partition(end)[2]
-    TABLE.write_text(f"{before}{begin}\n{_made()}\n\n{text}\n{end}{after}")
+    TABLE.write_text(f"{before}{begin}\n{made or _made()}\n\n{text}\n{end}{after}")
 
 
 def _marks(section: str) -> tuple[str, str]:
@@ -68,13 +74,18 @@ def _made() -> str:
     """Day, commit and machine."""
     import torch
 
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=TABLE.parent, capture_output=True, text=True
-    ).stdout.strip()
     return (
-        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit or 'unknown'}, torch {torch.__version__}, "
+        f"{datetime.now(UTC):%Y-%m-%d}, commit {commit()}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {platform.machine()}, gloo."
     )
+
+
+def commit() -> str:
+    """Return the commit of the working tree, marked where files were changed."""
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=TABLE.parent, capture_output=True, text=True
+    )
+    return found.stdout.strip() or "unknown"
 
 
 def main(section: str, results: Path) -> int:

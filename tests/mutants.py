@@ -2,7 +2,9 @@
 
 ``python tests/mutants.py`` runs all, ``python tests/mutants.py NAME ...`` some. A bug is caught
 when an assertion of a test fails, or ``apps/train verify`` says that numbers depart; the table of
-all goes into ``GRID.md``. The status is 1 where one of all is not caught, or a test fails anyway.
+all goes into ``GRID.md``, below a line about the last run of all, and one with the bugs that were
+run after it and their commits. The status is 1 where one of all is not caught, or a test fails
+anyway.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ NOBODY = "NOBODY"
 HEAD = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
 FAILED = re.compile(r"^FAILED (.+?)(?: - (.*))?$", re.MULTILINE)
 DEPARTS = re.compile(r"^FAIL: .* departs from one process.*$", re.MULTILINE)
+LATER = "Run later: "
+RUN_LATER = re.compile(r"(?:^|; )(.+?) \(([\w-]+)\)(?=; |\.$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +154,27 @@ def main(names: list[str]) -> int:
     caught = sum(NOBODY not in row for row in listed)
     score = f"{caught} of {len(mutants())} are caught."
     print(score)
-    grid_table.write("mutants", "\n".join([score, "", HEAD, *listed]))
+    table = "\n".join([score, "", HEAD, *listed])
+    made = header(grid_table.read("mutants"), names, grid_table.commit()) if names else None
+    grid_table.write("mutants", table, made)
     return int(caught < len(mutants()))
+
+
+def header(section: str, names: list[str], commit: str) -> str:
+    """Return the lines above the table after a run of some bugs.
+
+    Args:
+        section: the section of ``GRID.md`` before the run.
+        names: the bugs that were run.
+        commit: where they were run.
+
+    Returns:
+        The line of the last run of all bugs, then those that were run after it and their commits.
+    """
+    made, *more = section.strip().splitlines() or ["All bugs were never run together."]
+    before = more[0].removeprefix(LATER) if more and more[0].startswith(LATER) else ""
+    later = dict(RUN_LATER.findall(before)) | dict.fromkeys(names, commit)
+    return f"{made}\n{LATER}" + "; ".join(f"{name} ({at})" for name, at in later.items()) + "."
 
 
 def _known() -> dict[str, str]:

@@ -26,3 +26,11 @@ def test_the_table_has_every_bug_and_who_caught_it() -> None:
     caught = dict(rows[1:])  # below the head
     assert {mutant.name for mutant in mutants.mutants()} == caught.keys()
     assert mutants.NOBODY not in caught.values()
+
+
+def test_a_run_of_some_bugs_keeps_the_line_of_the_run_of_all() -> None:
+    made = "2026-01-02, commit abc1234, gloo."
+    once = mutants.header(f"\n{made}\n\n2 of 2 are caught.\n", ["scaled by exp(a - b)", "b"], "c1")
+    assert once == f"{made}\nRun later: scaled by exp(a - b) (c1); b (c1)."
+    twice = mutants.header(f"\n{once}\n\n2 of 2 are caught.\n", ["b", "d"], "c2-dirty")
+    assert twice == f"{made}\nRun later: scaled by exp(a - b) (c1); b (c2-dirty); d (c2-dirty)."
