@@ -83,12 +83,12 @@ def test_the_program_goes_both_ways(hf):
 
 
 def test_an_export_says_what_a_training_alone_reads(hf, monkeypatch, capsys):
-    monkeypatch.setattr(exporting, "not_carried", lambda config: ["experts.capacity_factor: 1.0"])
+    monkeypatch.setattr(exporting, "not_carried", lambda config: ["expert_capacity_factor: 1.0"])
     monkeypatch.chdir(hf.parent)
     assert main(["hf-to-kenotron", "--hf", "hf", "--out", "run"]) == 0
     assert main(["kenotron-to-hf", "--ckpt", "run/0", "--out", "out"]) == 0
     said = capsys.readouterr().err
-    assert "config.json does not have: experts.capacity_factor: 1.0\n" in said
+    assert "config.json does not have: expert_capacity_factor: 1.0\n" in said
 
 
 def test_threads_are_those_of_the_environment_unless_given(hf, monkeypatch, capsys):

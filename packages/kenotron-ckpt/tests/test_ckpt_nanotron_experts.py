@@ -39,7 +39,11 @@ def test_a_qwen2_with_experts(tmp_path, layers, tp):
     check(tmp_path / "ours", ours)
     state = read_manifest(tmp_path / "ours").state["model_config"]
     assert state["is_qwen2_config"] is True and state["attention_bias"] is True
-    new = {"norm_topk_prob": False, "router_z_loss_coef": 0.0, "router_bias_rate": 0.0}
+    new = {
+        "norm_topk_prob": False, "router_z_loss_coef": 0.0, "router_bias_rate": 0.0,
+        "router_aux_loss_type": "sample", "router_jitter_noise": 0.0,
+        "expert_capacity_factor": None,
+    }  # fmt: skip
     assert state["moe_config"] == section | new
 
 
@@ -147,6 +151,25 @@ def test_experts_that_do_not_fit_are_named_and_nothing_is_written(tmp_path, dama
     harm(folder)
     with pytest.raises(ValueError, match=sentence):
         import_nanotron(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"layers": -1}, "moe_config.layers is -1"),
+        ({"layers": [7]}, "moe_config.layers is .7.; it must be .-1., or numbers from 0 to 1"),
+        ({"layers": [1, 1]}, "each once"),
+        ({"layers": ["1"]}, "moe_config.layers is"),
+        ({"top_k": 99}, "moe_config.top_k is 99; it must be from 1 to num_experts"),
+    ],
+)
+def test_a_choice_that_cannot_be_is_named(tmp_path, keys, said):
+    section = {"moe_config": experts.QWEN2["moe_config"] | keys}
+    tensors, _ = experts.qwen2()
+    cases.write(tmp_path / "theirs", tensors=tensors, **experts.QWEN2 | section)
+    with pytest.raises(ValueError, match=said):
+        import_nanotron(tmp_path / "theirs", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 

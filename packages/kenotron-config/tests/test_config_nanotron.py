@@ -379,6 +379,8 @@ def test_nanotrons_expert_parallelism_is_a_part_of_a_stages_ranks():
         ({"model.model_config": LLAMOE | {"moe_capacity_factor": 2}}, "no token is dropped"),
         ({"model.model_config": EXPERTS | {"moe_config": {"top_k": 9}}}, "be above num_experts"),
         ({"model.model_config": EXPERTS | {"moe_config": {"layers": [7]}}}, "numbers from 0 to"),
+        ({"model.model_config": EXPERTS | {"moe_config": {"layers": [1, 1]}}}, "each once"),
+        ({"parallelism.ep_chunks": 10**6}, "ep_chunks: 1000000 was given; a rank routes"),
         (
             {"model.model_config": JOINT, "parallelism.pp": 2},
             r"model.model_config.moe_config.router_aux_loss_type: all_layers was given with "

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TypedDict
 
-from kenotron_config.expert_checks import expert_problems
+from kenotron_config.expert_checks import chunk_problems, expert_problems
 from kenotron_config.sections import (
     CPAttention,
     ModelConfig,
@@ -68,6 +68,8 @@ def cross_problems(sections: Sections) -> list[str]:
         found += _ids_of_folders(model, stages)
     if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
         found += _profile(tokens, profiler)
+    if parallelism and tokens and stages is not None:
+        found += chunk_problems(parallelism, tokens, stages)
     return found
 
 

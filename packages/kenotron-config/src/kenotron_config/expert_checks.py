@@ -1,6 +1,9 @@
 """Rules on experts that need the model and the ranks."""
 
-from kenotron_config.sections import ModelConfig, ParallelismConfig
+from collections.abc import Sequence
+
+from kenotron_config.sections import ModelConfig, ParallelismConfig, TokensConfig
+from kenotron_data.config import DatasetStageConfig
 from kenotron_models import ExpertsSpec, MambaModelConfig
 
 
@@ -10,6 +13,21 @@ def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[
     blocks = [] if isinstance(sizes, MambaModelConfig) else [*sizes.decoder.blocks]
     kinds = [b.feed_forward for b in blocks if isinstance(b.feed_forward, ExpertsSpec)]
     return [*_over_ep(kinds, parallelism), *_over_pp(model, kinds, parallelism)]
+
+
+def chunk_problems(
+    parallelism: ParallelismConfig, tokens: TokensConfig, stages: Sequence[DatasetStageConfig]
+) -> list[str]:
+    """Name more parts of a rank's tokens than there are tokens."""
+    lengths = [stage.sequence_length or tokens.sequence_length for stage in stages]
+    shortest = min(lengths, default=tokens.sequence_length)
+    own = max(1, tokens.micro_batch_size * shortest // (parallelism.cp * parallelism.tp))
+    if parallelism.ep_chunks <= own:
+        return []
+    return [
+        f"parallelism.ep_chunks: {parallelism.ep_chunks} was given; a rank routes {own} tokens of "
+        "a micro-batch, which cannot be cut into more parts; 2 to 8 are enough"
+    ]
 
 
 def _over_ep(kinds: list[ExpertsSpec], parallelism: ParallelismConfig) -> list[str]:

@@ -26,8 +26,9 @@ def describe(config: Architecture) -> str:
     for name, layout in decoder_layouts(config).items():
         parts.setdefault(_part_of(name), []).append(layout)
     width = max(len(name.removeprefix(_part_of(name) + ".")) for name in decoder_layouts(config))
+    long = max(len(_shape(layout)) for layout in decoder_layouts(config).values())
     lines: list[str] = []
-    for first, last, rows in _runs(parts, width):
+    for first, last, rows in _runs(parts, width, long):
         lines += [first if first == last else f"{first} ... {last}", *rows]
     return "\n".join(lines)
 
@@ -38,11 +39,13 @@ def _part_of(name: str) -> str:
     return ".".join(words[:2] if name.startswith(_BLOCKS) else words[:1])
 
 
-def _runs(parts: dict[str, list[TensorLayout]], width: int) -> Iterator[tuple[str, str, list[str]]]:
+def _runs(
+    parts: dict[str, list[TensorLayout]], width: int, long: int
+) -> Iterator[tuple[str, str, list[str]]]:
     """Yield first and last part of each run of equal ones, and their lines."""
     run: tuple[str, str, list[str]] | None = None
     for part, layouts in parts.items():
-        rows = [_line(layout, part, width) for layout in layouts]
+        rows = [_line(layout, part, width, long) for layout in layouts]
         if run is not None and run[2] == rows and part.startswith(_BLOCKS):
             run = (run[0], part, rows)
             continue
@@ -53,14 +56,17 @@ def _runs(parts: dict[str, list[TensorLayout]], width: int) -> Iterator[tuple[st
         yield run
 
 
-def _line(layout: TensorLayout, part: str, width: int) -> str:
+def _shape(layout: TensorLayout) -> str:
+    return " x ".join(f"{size:,}" for size in layout.shape)
+
+
+def _line(layout: TensorLayout, part: str, width: int, long: int) -> str:
     own = next(name for name in layout.owners if name.startswith(f"{part}."))
-    shape = " x ".join(f"{size:,}" for size in layout.shape)
     cuts = "; ".join(filter(None, map(_said, layout.placement))) or "whole"
     if len(layout.owners) > 1:
         cuts += f"; one tensor: {' and '.join(layout.owners)}"
     name = own.removeprefix(f"{part}.")
-    return f"  {name:<{width}}  {shape:<18}  {layout.role:<9}  {cuts}"
+    return f"  {name:<{width}}  {_shape(layout):<{long}}  {layout.role:<9}  {cuts}"
 
 
 def _said(placement: Placement) -> str:

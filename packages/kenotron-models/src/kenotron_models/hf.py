@@ -51,10 +51,16 @@ CONFIG = "config.json"
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """What old files hold next to the weights: it is computed again."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-OF_THE_LOSS = ("z_loss", "balance_loss", "balance", "bias_rate", "jitter", "capacity_factor")
-"""Fields of a spec that only a training reads."""
-OF_THE_RUN = ("backend", "separate_documents", "way", "layers", *OF_THE_LOSS)
+OF_THE_RUN = (
+    "backend", "separate_documents", "z_loss", "balance_loss", "balance", "layers", "bias_rate",
+    "jitter", "capacity_factor", "way",
+)  # fmt: skip
 """Fields of a spec that do not say what the weights mean: config.json may have no word for them."""
+OF_A_TRAINING = (
+    "z_loss_enabled", "z_loss_coefficient", "router_aux_loss_coef", "router_aux_loss_type",
+    "router_z_loss_coef", "router_bias_rate", "router_jitter_noise", "expert_capacity_factor",
+)  # fmt: skip
+"""Keys of a config that only a training reads."""
 
 
 def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
@@ -202,13 +208,24 @@ def differences(
 
 
 def not_carried(config: AnyConfig) -> list[str]:
-    """Name what a training reads and a config.json of the model does not say: ``name: value``."""
-    ours, theirs = config.decoder, config_from_hf(config_to_hf(config)).decoder
-    free = {*OF_THE_RUN, "interleaved", "tie_word_embeddings"} - {*OF_THE_LOSS}
-    changed = [_changed(ours, theirs, free | {"blocks"})]
-    changed += [_changed(a, b, free) for a, b in zip(ours.blocks, theirs.blocks, strict=True)]
-    lines = [f"{name}: {_said(pair[0])}" for found in changed for name, pair in found.items()]
-    return list(dict.fromkeys(lines))
+    """Name what a training reads and a config.json of the model does not say: ``key: value``.
+
+    transformers has one balance loss, that of all layers, whatever was trained with.
+    """
+    ours, theirs = _training_keys(config), _training_keys(config_from_hf(config_to_hf(config)))
+    if ours.get("router_aux_loss_coef"):
+        theirs["router_aux_loss_type"] = "all_layers"
+    if not ours.get("z_loss_enabled"):
+        ours.pop("z_loss_coefficient", None)
+    return [f"{key}: {value}" for key, value in ours.items() if value != theirs.get(key)]
+
+
+def _training_keys(config: AnyConfig) -> dict[str, Any]:
+    """Values of the keys that only a training reads, of a config and of its experts."""
+    parts = [part for part in (config, getattr(config, "moe_config", None)) if part is not None]
+    return {
+        key: getattr(part, key) for part in parts for key in OF_A_TRAINING if hasattr(part, key)
+    }
 
 
 def turns_neighbours(spec: DecoderSpec) -> bool:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NEW_KEYS = {"norm_topk_prob": False, "router_z_loss_coef": 0.0, "router_bias_rate": 0.0}
+NEW_KEYS = {
+    "norm_topk_prob": False,
+    "router_z_loss_coef": 0.0,
+    "router_bias_rate": 0.0,
+    "router_aux_loss_type": "sample",
+    "router_jitter_noise": 0.0,
+    "expert_capacity_factor": None,
+}
 """Keys of ``moe_config`` that Nanotron has not, and what it computes."""
 
 
@@ -69,6 +76,27 @@ def section_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return section
 
 
+def _check_choice(
+    config: Mapping[str, Any], section: Mapping[str, Any], experts: int, where: str
+) -> None:
+    """Raise ValueError where ``layers`` or ``top_k`` name what the model has not."""
+    layers, top_k = section.get("layers", [-1]), section.get("top_k", 1)
+    known = range(config["num_hidden_layers"])
+    if layers != [-1] and not (
+        isinstance(layers, list)
+        and all(type(i) is int and i in known for i in layers)
+        and len({*layers}) == len(layers)
+    ):
+        raise ValueError(
+            f"{where}: moe_config.layers is {layers!r}; it must be [-1], or numbers from 0 to "
+            f"{len(known) - 1}, each once"
+        )
+    if type(top_k) is not int or not 1 <= top_k <= experts:
+        raise ValueError(
+            f"{where}: moe_config.top_k is {top_k!r}; it must be from 1 to num_experts ({experts})"
+        )
+
+
 def qwen2_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
     """Return the tensors of a Qwen2's layer with experts by their name in the layer.
 
@@ -77,11 +105,12 @@ def qwen2_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
         where: what errors begin with.
 
     Raises:
-        ValueError: a size is missing.
+        ValueError: a size is missing, or layers or top_k are out of range.
     """
     section, (hidden,) = config["moe_config"], whole_numbers(config, ("hidden_size",), where)
     names = ("num_experts", "moe_intermediate_size")
     experts, features = whole_numbers(section, names, f"{where}: moe_config")
+    _check_choice(config, section, experts, where)
     found = {
         "post_attention_layernorm.weight": Due("experts_norm.weight", (hidden,)),
         "mlp.router.weight": Due("experts.router.weight", (experts, hidden)),

@@ -45,6 +45,8 @@ def with_own_rows(name: str, shard: Shard, config: Mapping[str, Any]) -> Shard:
             "there Nanotron keeps other tensors under these names, which are not read: save again "
             "with a smaller expert_parallel_size"
         )
+    if len(shard.shape) != 2:
+        raise ValueError(f"{shard.path}: its shape is {list(shard.shape)}; it must have two dims")
     width = shard.shape[1]
     own, rows = experts // ranks, features // tp  # experts of this rank, rows of each
     if shard.shape[0] != own * rows or own * ranks != experts or rows * tp != features:

@@ -98,8 +98,8 @@ def _experts(config: Mapping[str, Any], where: str) -> dict[int, dict[str, Due]]
         return dict.fromkeys(range(layers), llamoe_tensors(config, where))
     if not has_experts(config):
         return {}
-    chosen = section_of(config)["layers"]
     tensors = qwen2_tensors(config, where)
+    chosen = section_of(config)["layers"]
     return dict.fromkeys(range(layers) if chosen == [-1] else chosen, tensors)
 
 

@@ -77,8 +77,8 @@ def _share_problems(config: Glm4MoEConfig) -> list[str]:
     if 0 < share <= 1 and int(width * share) >= 2 and int(width * share) % 2 == 0:
         return []
     return [
-        f"partial_rotary_factor: {share} was given; it must be above 0, at most 1, and an even "
-        f"number of the {width} features of a head"
+        f"partial_rotary_factor: {share} was given; of the {width} features of a head it makes "
+        f"{int(width * share)}, rounded down; it must be an even number from 2 to {width}"
     ]
 
 

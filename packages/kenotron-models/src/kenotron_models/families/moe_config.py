@@ -74,11 +74,12 @@ class MoEConfig(RoutingFields):
         """Name layers that a model of so many does not have, each with its key."""
         if self.layers == ALL_LAYERS:
             return []
-        if all(0 <= i < layers for i in self.layers):
+        once = len({*self.layers}) == len(self.layers)
+        if once and all(0 <= i < layers for i in self.layers):
             return []
         return [
             f"moe_config.layers: {list(self.layers)} was given; it must be numbers from 0 to "
-            f"{layers - 1}, or [-1] for all layers"
+            f"{layers - 1}, each once, or [-1] for all layers"
         ]
 
     def feed_forwards(self, layers: int) -> dict[int, ExpertsSpec]:

@@ -70,7 +70,7 @@ class RoutingFields:
 
     def routed(self, experts: ExpertsSpec, layers: Iterable[int]) -> dict[int, ExpertsSpec]:
         """Return ``experts`` with what these keys say, for each of the ``layers`` (from 0)."""
-        numbers = [*layers]
+        numbers = [*dict.fromkeys(layers)]
         router = replace(
             experts.router,
             balance=self.router_aux_loss_type,
