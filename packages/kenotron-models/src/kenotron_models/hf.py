@@ -40,6 +40,7 @@ __all__ = [
     "differences",
     "hf_tensors",
     "is_superfluous",
+    "not_carried",
     "read_hf_config",
     "stays_fp32",
     "turns_neighbours",
