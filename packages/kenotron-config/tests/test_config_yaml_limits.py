@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 import kenotron_config.yaml_loader as yaml_loader
 from kenotron_config import ConfigError, parse_config
@@ -99,6 +100,15 @@ def test_two_merges_into_one_mapping_are_named():
         "of aliases"
     )
     assert remarks == [words]
+
+
+def test_of_a_list_of_merged_mappings_the_first_counts():
+    text = "a: &a {name: 1, y: 1}\nb: &b {name: 2, z: 2}\nc:\n  <<: [*a, *b]\n  z: 3\n"
+    assert read_yaml(text, {})[0]["c"] == {"name": 1, "y": 1, "z": 3}
+    deep = text + "d:\n  <<: *b\n  name: 4\n  x: {<<: [*b, *a]}\n"
+    assert read_yaml(deep, {})[0]["d"] == {"name": 4, "z": 2, "x": {"name": 2, "y": 1, "z": 2}}
+    with pytest.raises(yaml.YAMLError, match="list of mappings for merging, but found scalar"):
+        read_yaml("a:\n  <<: [1]\n", {})
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])

@@ -14,6 +14,7 @@ LARGEST = 200_000
 LONGEST = 16 << 20
 """Characters of a text."""
 MERGE = "tag:yaml.org,2002:merge"
+VALUE = "tag:yaml.org,2002:value"
 
 
 class Loader(yaml.SafeLoader):
@@ -61,6 +62,38 @@ class Loader(yaml.SafeLoader):
                     )
                 lines[name] = line
         return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the pairs that are merged before a mapping's own; of equal keys the last one counts.
+
+        Of a list of mappings the first one counts, of two merges the second. It is said here
+        because PyYAML 6.0.3 and 6.0.4 disagree.
+        """
+        merged: list[Any] = []
+        own: list[Any] = []
+        for key, value in node.value:
+            if key.tag == MERGE:
+                merged += self._merged(node, value)
+                continue
+            if key.tag == VALUE:
+                key.tag = "tag:yaml.org,2002:str"
+            own.append((key, value))
+        node.value = merged + own
+
+    def _merged(self, node: yaml.MappingNode, value: Any) -> list[Any]:
+        """The pairs that `<<: value` brings into `node`, the ones that count last."""
+        given = value.value[::-1] if isinstance(value, yaml.SequenceNode) else [value]
+        pairs: list[Any] = []
+        for each in given:
+            if not isinstance(each, yaml.MappingNode):
+                raise yaml.constructor.ConstructorError(
+                    "while constructing a mapping", node.start_mark,
+                    f"expected a mapping or list of mappings for merging, but found {each.id}",
+                    each.start_mark,
+                )  # fmt: skip
+            self.flatten_mapping(each)
+            pairs += each.value
+        return pairs
 
 
 def read_yaml(text: str, environment: Mapping[str, str]) -> tuple[Any, list[str]]:
