@@ -22,11 +22,12 @@ def describe(config: Architecture) -> str:
     Args:
         config: sizes of a model.
     """
+    layouts = decoder_layouts(config)
     parts: dict[str, list[TensorLayout]] = {}
-    for name, layout in decoder_layouts(config).items():
+    for name, layout in layouts.items():
         parts.setdefault(_part_of(name), []).append(layout)
-    width = max(len(name.removeprefix(_part_of(name) + ".")) for name in decoder_layouts(config))
-    long = max(len(_shape(layout)) for layout in decoder_layouts(config).values())
+    width = max(len(name.removeprefix(_part_of(name) + ".")) for name in layouts)
+    long = max(len(_shape(layout)) for layout in layouts.values())
     lines: list[str] = []
     for first, last, rows in _runs(parts, width, long):
         lines += [first if first == last else f"{first} ... {last}", *rows]
