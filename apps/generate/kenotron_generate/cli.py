@@ -16,7 +16,7 @@ from kenotron_generate.batch_generation import Request, continue_prompts, tokeni
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
 from kenotron_generate.tokenizer_io import libraries
-from kenotron_models import ExpertsSpec, Sampling
+from kenotron_models import Sampling, expert_layers
 
 AXES = ("pp", "dp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
@@ -129,9 +129,8 @@ def _check_ep(described: Description, dp: int, tp: int, ep: int) -> None:
             f"--ep {ep}: it must divide dp x tp ({dp * tp}), the ranks of a pipeline stage; change "
             "--ep, --dp or --tp"
         )
-    for part in (block.feed_forward for block in described.model.blocks):
-        if isinstance(part, ExpertsSpec) and part.router.experts % ep:
-            count = part.router.experts
+    for part in expert_layers(described.model).values():
+        if (count := part.router.experts) % ep:
             raise ValueError(f"--ep {ep}: it must divide the {count} experts of a layer; change it")
 
 

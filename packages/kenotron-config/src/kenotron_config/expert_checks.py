@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 from kenotron_config.sections import ModelConfig, ParallelismConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import ExpertsSpec, MambaModelConfig
+from kenotron_models import ExpertsSpec, MambaModelConfig, expert_layers
 
 
 def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     """Name contradictions between a model's experts and the ranks."""
     sizes = model.model_config
-    blocks = [] if isinstance(sizes, MambaModelConfig) else [*sizes.decoder.blocks]
-    kinds = [b.feed_forward for b in blocks if isinstance(b.feed_forward, ExpertsSpec)]
+    known = {} if isinstance(sizes, MambaModelConfig) else expert_layers(sizes.decoder)
+    kinds = [*known.values()]
     return [*_over_ep(kinds, parallelism), *_over_pp(model, kinds, parallelism)]
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import all_reduce
-from kenotron_models import Experts, ExpertsSpec, Router
+from kenotron_models import Experts, ExpertsSpec, Router, expert_layers
 
 if TYPE_CHECKING:
     from kenotron_engine.assembly import Training
@@ -104,8 +104,7 @@ def expert_loads(training: Training, read: list[list[float]]) -> tuple[ExpertLoa
 
 def experts_by_layer(training: Training) -> dict[int, ExpertsSpec]:
     """Return the experts of the whole model by layer, from 0."""
-    kinds = {i: block.feed_forward for i, block in enumerate(training.plan.spec.blocks)}
-    return {i: kind for i, kind in kinds.items() if isinstance(kind, ExpertsSpec)}
+    return expert_layers(training.plan.spec)
 
 
 def _routers(training: Training) -> dict[int, Router]:

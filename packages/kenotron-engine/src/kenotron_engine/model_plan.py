@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kenotron_engine.sequence import CPMode
-from kenotron_models import DecoderSpec, ExpertsSpec, Recompute
+from kenotron_models import DecoderSpec, Recompute, expert_layers
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
@@ -50,8 +50,7 @@ class ModelPlan:
 
 def check_balance(plan: ModelPlan, stages: int) -> None:
     """Raise ValueError for a balance loss of all layers in a model of several pipeline parts."""
-    blocks, parts = plan.spec.blocks, stages * plan.schedule.chunks
-    kinds = [b.feed_forward for b in blocks if isinstance(b.feed_forward, ExpertsSpec)]
+    kinds, parts = expert_layers(plan.spec).values(), stages * plan.schedule.chunks
     if parts > 1 and any(kind.router.balances_all_layers for kind in kinds):
         raise ValueError(
             f"balance all_layers was given with {parts} parts of the model over pp: this loss "

@@ -10,6 +10,7 @@ from kenotron_models.decoder import Head, LayerStack, build_decoder
 from kenotron_models.describe import describe
 from kenotron_models.device_flops import peak_bf16_flops
 from kenotron_models.embedding import Embedding
+from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import Experts, ExpertsSpec
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.fields import ATTENTIONS
@@ -117,6 +118,7 @@ __all__ = [
     "components",
     "config_from_json",
     "describe",
+    "expert_layers",
     "expert_parameters",
     "family_of",
     "forward_flops",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kenotron_models.attention import AttentionSpec
+from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import ExpertsSpec
 from kenotron_models.family import FamilyConfig, HuggingFace, Values
 from kenotron_models.hf_rope import rope_from_hf, rope_to_hf, share_from_hf
@@ -66,8 +67,7 @@ def first_mlp(spec: DecoderSpec) -> MLPSpec:
 
 def experts_of(spec: DecoderSpec) -> dict[int, ExpertsSpec]:
     """Return the experts of the layers (from 0) that have some. Raises ValueError for no layer."""
-    kinds = {i: block.feed_forward for i, block in enumerate(spec.blocks)}
-    found = {i: kind for i, kind in kinds.items() if isinstance(kind, ExpertsSpec)}
+    found = expert_layers(spec)
     if not found:
         raise ValueError("Hugging Face's families of these keys have experts")
     return found
