@@ -39,6 +39,13 @@ def test_kinds_and_patterns_exclude_from_weight_decay() -> None:
     assert free(exclude=["head.*"], exclude_kinds=["biases"]) == {"head.weight", "a.bias"}
 
 
+def test_constants_of_a_state_space_layer_never_decay() -> None:
+    layouts = LAYOUTS | {"a.A_log": TensorLayout("a.A_log", (2, 4), role="state")}
+    decaying, free = parameter_groups([*NAMES, "a.A_log"], 0.1, layouts=layouts)
+    assert (free.names, free.weight_decay) == (("a.A_log",), 0.0)
+    assert decaying.names == tuple(NAMES)
+
+
 def test_kinds_are_roles_that_modules_declare() -> None:
     model = nn.Sequential(nn.Embedding(4, 2), nn.LayerNorm(2), nn.Linear(2, 3), nn.Linear(2, 4))
     declare_roles(model[3], weight="output")

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,12 +26,15 @@ from kenotron_dist.hashing import key
 from kenotron_dist.placement import TensorLayout, named_parameters, tie_storages
 
 __all__ = [
+    "Computed",
     "Constant",
     "Initializer",
     "Normal",
+    "Uniform",
     "fill_",
     "initialize",
     "normal_block",
+    "uniform_block",
 ]
 
 TILE = 256
@@ -50,7 +54,22 @@ class Constant:
     value: float
 
 
-Initializer = Normal | Constant
+@dataclass(frozen=True)
+class Uniform:
+    """Independent draws between -bound and bound."""
+
+    bound: float
+
+
+class Computed(Protocol):
+    """Any other rule, by which values depend on their place in the logical tensor only."""
+
+    def block(self, layout: TensorLayout, box: Box, *, seed: int) -> Tensor:
+        """Return the values (fp32, CPU) of one block of a logical tensor, of ``box.shape``."""
+        ...
+
+
+Initializer = Normal | Constant | Uniform | Computed
 """A rule for the first values of one parameter."""
 
 
@@ -100,12 +119,30 @@ def fill_(
         if isinstance(how, Constant):
             box.of_local(local).fill_(how.value)
         else:
-            draws = normal_block(layout.name, layout.shape, box, seed=seed).mul_(how.std)
-            box.of_local(local).copy_(draws)
+            box.of_local(local).copy_(_values(how, layout, box, seed))
+
+
+def _values(how: Normal | Uniform | Computed, layout: TensorLayout, box: Box, seed: int) -> Tensor:
+    if isinstance(how, Normal):
+        return normal_block(layout.name, layout.shape, box, seed=seed).mul_(how.std)
+    if isinstance(how, Uniform):
+        draws = uniform_block(layout.name, layout.shape, box, seed=seed)
+        return draws.mul_(2 * how.bound).sub_(how.bound)
+    return how.block(layout, box, seed=seed)
 
 
 def normal_block(name: str, shape: Shape, box: Box, *, seed: int) -> Tensor:
     """Standard normal values (fp32, CPU) of one block of logical tensor ``name`` of ``shape``."""
+    return _block(name, shape, box, seed, np.random.Generator.standard_normal)
+
+
+def uniform_block(name: str, shape: Shape, box: Box, *, seed: int) -> Tensor:
+    """Values from 0 to below 1 (fp32, CPU) of one block of logical tensor ``name`` of ``shape``."""
+    return _block(name, shape, box, seed, np.random.Generator.random)
+
+
+def _block(name: str, shape: Shape, box: Box, seed: int, draw: Callable[..., Any]) -> Tensor:
+    """Draws of the tiles that a block touches; each tile has a generator of its own."""
     rows_cols = _matrix(shape)
     start, extent = _matrix_block(box)
     out = torch.empty(box.shape)
@@ -117,7 +154,7 @@ def normal_block(name: str, shape: Shape, box: Box, *, seed: int) -> Tensor:
             generator = np.random.Generator(
                 np.random.Philox(key=key(seed, name, *stacked, *tile.index))
             )
-            values = generator.standard_normal(tile.shape, dtype=np.float32)
+            values = draw(generator, tile.shape, dtype=np.float32)
             view[target] = torch.from_numpy(values)[inside]
     return out
 

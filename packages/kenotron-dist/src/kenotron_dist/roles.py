@@ -22,6 +22,7 @@ Role = Literal[
     "norm_bias",
     "bias",
     "router",
+    "convolution",
     "state",
     "other",
 ]
@@ -35,7 +36,8 @@ Role = Literal[
 - ``norm_offset``: scale of a norm, stored as its difference from 1.
 - ``bias``: the bias of a matrix product.
 - ``router``: the matrix that makes the scores of experts.
-- ``state``: decay and step constants of a state-space layer.
+- ``convolution``: the taps of a convolution of each channel by itself.
+- ``state``: decay, step and skip constants of a state-space layer, which never decay.
 - ``other``: none of these.
 """
 Roles = dict[str, Role]

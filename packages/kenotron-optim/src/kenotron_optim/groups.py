@@ -21,6 +21,8 @@ KIND_ROLES: dict[Kind, frozenset[Role]] = {
     "embeddings": frozenset({"embedding"}),
 }
 """Roles of the parameters that a kind stands for."""
+NEVER_DECAYED: frozenset[Role] = frozenset({"state"})
+"""Roles without weight decay: 0 is no neutral value of the constants of a state-space layer."""
 SHOWN_NAMES = 4
 """Names of a group that a report shows, where numbers are left out."""
 
@@ -48,7 +50,8 @@ def parameter_groups(
 
     Arguments:
         names: logical names of the whole model (``GradAccumulator.names``).
-        weight_decay: of all parameters but the excluded ones, which have none.
+        weight_decay: of all parameters but the excluded ones, which have none. With ``layouts`` the
+            roles of ``NEVER_DECAYED`` have none either.
         exclude: regular expressions for whole names without weight decay.
         exclude_kinds: kinds without weight decay, by the roles that modules declare. A kind that no
             parameter has excludes nothing.
@@ -77,7 +80,7 @@ def parameter_groups(
     for pattern in exclude:
         _matches(pattern, names, "which shall have no weight decay (exclude)")
     factors = _first_matches(names, lr_multipliers)
-    plain = frozenset[Role]().union(*(KIND_ROLES[kind] for kind in exclude_kinds))
+    plain = NEVER_DECAYED.union(*(KIND_ROLES[kind] for kind in exclude_kinds))
     free = {layout.name for layout in (layouts or {}).values() if layout.role in plain}
     free |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in exclude)}
     order = dict.fromkeys([1.0, *(rule.multiplier for rule in lr_multipliers)])
