@@ -22,8 +22,11 @@ from kenotron_models import (
     ExpertsSpec,
     LatentAttentionSpec,
     LayerStack,
+    Mamba2Spec,
+    MambaSpec,
     MLPSpec,
     NormSpec,
+    PartSpec,
     Recompute,
     Rope,
     RopeScaling,
@@ -46,6 +49,23 @@ LATENT = LatentAttentionSpec(
     heads=8, kv_heads=8, head_dim=10, turned=4, value_features=6, kv_rank=12, q_rank=14,
     separate_documents=True, backend="sdpa",
 )  # fmt: skip
+
+
+MAMBA = MambaSpec(channels=16, state=6, step_rank=3, bias=True, separate_documents=True)
+
+
+MAMBA2 = Mamba2Spec(
+    heads=8, head_dim=4, groups=2, state=6, bias=True, separate_documents=True, chunk=4,
+    step_limits=(0.01, 0.9),
+)  # fmt: skip
+
+
+def recurrent(mixer: PartSpec) -> DecoderSpec:
+    """Three blocks of a mixer and no feed-forward."""
+    return DecoderSpec(
+        hidden_size=24, vocab_size=32, max_position_embeddings=128,
+        blocks=(BlockSpec(mixer=mixer, feed_forward=None),) * 3,
+    )  # fmt: skip
 
 
 def decoder(mixer: AttentionSpec) -> DecoderSpec:
@@ -117,6 +137,11 @@ SPECS = {
             way="allgather",
         )
     ),
+    "mamba": recurrent(MAMBA),
+    "mamba-one-text": recurrent(replace(MAMBA, separate_documents=False, conv_bias=False)),
+    "mamba2": recurrent(MAMBA2),
+    "mamba2-groups": recurrent(replace(MAMBA2, groups=4, separate_documents=False)),
+    "mamba2-one-group": recurrent(replace(MAMBA2, groups=1, bias=False, conv_bias=False)),
     "places": replace(
         decoder(AttentionSpec(heads=8, kv_heads=8, head_dim=8, rope=None)),
         learned_positions=True,

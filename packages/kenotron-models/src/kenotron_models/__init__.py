@@ -17,6 +17,8 @@ from kenotron_models.families.fields import ATTENTIONS
 from kenotron_models.families.glm4_moe import Glm4MoEConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
+from kenotron_models.families.mamba2 import Mamba2ModelConfig
+from kenotron_models.families.mamba_config import MambaModelConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
@@ -25,7 +27,6 @@ from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.families.starcoder2 import Starcoder2Config
-from kenotron_models.families.unbuilt import MambaModelConfig
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
@@ -38,6 +39,8 @@ from kenotron_models.flops import (
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
 from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
+from kenotron_models.mamba import Mamba, MambaSpec
+from kenotron_models.mamba2 import Mamba2, Mamba2Spec
 from kenotron_models.memory import kept_bytes
 from kenotron_models.mlp import MLP, MLPSpec
 from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
@@ -85,7 +88,12 @@ __all__ = [
     "LlamaConfig",
     "MLP",
     "MLPSpec",
+    "Mamba",
+    "Mamba2",
+    "Mamba2ModelConfig",
+    "Mamba2Spec",
     "MambaModelConfig",
+    "MambaSpec",
     "MistralConfig",
     "MixtralConfig",
     "MoEConfig",

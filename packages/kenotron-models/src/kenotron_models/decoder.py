@@ -26,6 +26,9 @@ from kenotron_tp import ColumnParallelLinear, vocabulary_chunk
 class Head(ColumnParallelLinear):
     """(T, D) -> logits (T, V/t); columns beyond V are padding."""
 
+    narrows = False
+    """Whether tokens of a wider residual stream are cast to the dtype of the weight first."""
+
     def forward(
         self,
         x: Tensor,
@@ -38,6 +41,8 @@ class Head(ColumnParallelLinear):
 
         A context with ``to_loss`` gets x itself, for ``linear_cross_entropy`` and the like.
         """
+        if self.narrows:
+            x = x.to(self.weight.dtype)
         if context is not None and context.to_loss:
             return x
         if tokens is None and context is not None:
@@ -116,6 +121,7 @@ def build_decoder(
     head = Head(
         spec.hidden_size, vocab, build.tp, chunks=(chunk,), **build.mode.column, **build.storage
     )
+    head.narrows = spec.residual_in_fp32
     declare_roles(head, weight="output")
     if spec.tie_word_embeddings:
         _tie(embedding, head)

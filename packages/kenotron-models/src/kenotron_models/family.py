@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
-from kenotron_models.hf_tensors import LLAMA_NAMES, Names
+from kenotron_models.hf_tensors import LLAMA_NAMES, Names, Outside
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -82,6 +82,10 @@ class HuggingFace:
     """Its own keys, next to those that all have. Raises ValueError for other parts than it has."""
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     """Modules of a block, and those of Hugging Face's that each is made of."""
+    outside: Outside = Outside()
+    """What their tensors outside of blocks are called."""
+    shared: Callable[[HuggingFace, FamilyConfig], dict[str, Any]] | None = None
+    """The keys of config.json next to its own; None: those of ``hf_keys.shared_to_hf``."""
     further_layers: bool = False
     """Files have layers beyond the last one, which predict further tokens: they are left out."""
 

@@ -18,8 +18,6 @@ from kenotron_models.family import HuggingFace
 from kenotron_models.hf_tensors import (
     EMBEDDING,
     HEAD,
-    HF_EMBEDDING,
-    HF_HEAD,
     Part,
     Whole,
     tensors_of,
@@ -54,7 +52,7 @@ _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 OF_THE_RUN = (
     "backend", "separate_documents", "z_loss", "balance_loss", "balance", "layers", "bias_rate",
-    "jitter", "capacity_factor", "way",
+    "jitter", "capacity_factor", "way", "chunk",
 )  # fmt: skip
 """Fields of a spec that do not say what the weights mean: config.json may have no word for them."""
 OF_A_TRAINING = (
@@ -115,7 +113,7 @@ def with_its_head(config: AnyConfig, same: Callable[[str, str], bool | None]) ->
     transformers does not tie such a model either, whatever its config.json says. ``same``: whether
     two tensors of the folder are equal; None when one is not there.
     """
-    if not config.decoder.tie_word_embeddings or same(HF_EMBEDDING, HF_HEAD) is not False:
+    if not config.decoder.tie_word_embeddings or same(*_ends(config)) is not False:
         return config
     return replace(config, tie_word_embeddings=False)
 
@@ -130,7 +128,7 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     reasons = []
     for family in (own, *others, *_known()):
         try:
-            values = shared_to_hf(family, config) | family.write(config.decoder)
+            values = (family.shared or shared_to_hf)(family, config) | family.write(config.decoder)
         except ValueError as error:  # other parts than the family's
             reasons.append(str(error).splitlines())
             continue
@@ -165,7 +163,13 @@ def hf_tensors(config: AnyConfig, *, interleaved: bool | None = None) -> dict[st
         config: the model; its family names the tensors.
         interleaved: whether our rotary positions turn neighbouring features; None: as it says.
     """
-    return tensors_of(config, _names_of(config).names, interleaved=interleaved)
+    own = _names_of(config)
+    return tensors_of(config, own.names, own.outside, interleaved=interleaved)
+
+
+def _ends(config: AnyConfig) -> tuple[str, str]:
+    """What Hugging Face calls the embedding and the head."""
+    return (own := _names_of(config).outside).embedding, own.head
 
 
 def is_superfluous(name: str, config: AnyConfig) -> bool:
@@ -173,7 +177,7 @@ def is_superfluous(name: str, config: AnyConfig) -> bool:
     spec, layer = config.decoder, _LAYER.match(name)
     beyond = layer is not None and int(layer[1]) >= spec.num_hidden_layers
     further = beyond and _names_of(config).further_layers
-    tied = spec.tie_word_embeddings and name == HF_HEAD
+    tied = spec.tie_word_embeddings and name == _ends(config)[1]
     return bool(_BUFFERS.fullmatch(name)) or tied or further
 
 

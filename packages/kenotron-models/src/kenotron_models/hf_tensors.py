@@ -27,7 +27,30 @@ EMBEDDING = "embedding.weight"
 """Logical name of the token embedding."""
 HEAD = "head.weight"
 """Logical name of the output projection."""
-HF_EMBEDDING, HF_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outside:
+    """What a family of Hugging Face calls its tensors outside of blocks, and the list of blocks."""
+
+    blocks: str = "model.layers"
+    """Followed by the number of a block."""
+    embedding: str = "model.embed_tokens.weight"
+    """The token embedding."""
+    norm: str = "model.norm"
+    """The norm after the last block."""
+    head: str = "lm_head.weight"
+    """The output projection."""
+
+    def of(self, path: str) -> str:
+        """Return their name of a tensor. Raises ValueError for one that they have not."""
+        folder, _, kind = path.rpartition(".")
+        if folder == "norm":
+            return f"{self.norm}.{kind}"
+        known = {EMBEDDING: self.embedding, HEAD: self.head}
+        if path not in known:
+            raise ValueError(f"{path} has no name in Hugging Face's format of this family")
+        return known[path]
 
 
 @dataclass(frozen=True)
@@ -139,13 +162,18 @@ class Whole:
 
 
 def tensors_of(
-    config: Architecture, names: Names, *, interleaved: bool | None = None
+    config: Architecture,
+    names: Names,
+    outside: Outside = Outside(),
+    *,
+    interleaved: bool | None = None,
 ) -> dict[str, Whole]:
     """Return our tensors by name, in the order of the model.
 
     Args:
         config: the model.
         names: modules of a block and those of theirs that each is made of.
+        outside: names of tensors outside of blocks.
         interleaved: whether neighbouring features are turned in ours; None: as the model says.
 
     Raises:
@@ -157,39 +185,28 @@ def tensors_of(
             continue
         folder, _, kind = path.rpartition(".")
         if not folder.startswith("layers."):
-            found[path] = _plain(_outside(folder, kind), layout.shape)
+            found[path] = _plain(outside.of(path), layout.shape)
             continue
         _, number, module = folder.split(".", 2)
+        before = f"{outside.blocks}.{number}."
         if module not in names:
             raise ValueError(f"{path} has no name in Hugging Face's format of this family")
         mixer, fused = spec.blocks[int(number)].mixer, names[module]
         if isinstance(fused, Stacked):
-            found[path] = _stacked(f"model.layers.{number}.", fused, kind, layout.shape)
+            found[path] = _stacked(before, fused, kind, layout.shape)
             continue
         rope: Rope | None = getattr(mixer, "rope", None)
         pairs = rope is not None and (rope.interleaved if interleaved is None else interleaved)
         heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
         turned = rope.features(width) if rope is not None else 0
-        outs, kind = _chunks(layout), fused.kinds.get(kind, kind)
+        outs = _chunks(layout) if len(fused.names) > 1 else [layout.shape[0]]
+        kind = fused.kinds.get(kind, kind)
         found[path] = _fused(
-            [f"model.layers.{number}.{name}.{kind}" for name in fused.names],
+            [f"{before}{name}.{kind}" for name in fused.names],
             [(rows, *layout.shape[1:]) for rows in outs],
             [(width, turned) if at < heads else (0, 0) for at in range(len(outs))],
         )
     return found
-
-
-_OUTSIDE = {EMBEDDING: HF_EMBEDDING, HEAD: HF_HEAD}
-
-
-def _outside(folder: str, kind: str) -> str:
-    """Their name of a tensor outside of blocks."""
-    if folder == "norm":
-        return f"model.norm.{kind}"
-    path = f"{folder}.{kind}"
-    if path not in _OUTSIDE:
-        raise ValueError(f"{path} has no name in Hugging Face's format of this family")
-    return _OUTSIDE[path]
 
 
 def _chunks(layout: TensorLayout) -> list[int]:

@@ -1,10 +1,12 @@
-"""Key-value cache of a text that is continued, in memory of fixed size.
+"""Cache of a text that is continued, in memory of fixed size: keys, values and states of layers.
 
-Shapes: B texts, S new tokens of each, L the longest text, G kv heads, K features of a head; ``/t``
-is divided by tp size.
+Shapes: B texts, S new tokens of each, L the longest text, G kv heads, K features of a head, C
+channels; ``/t`` is divided by tp size.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,10 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of all layers of this rank, slot i of a text for its token i.
+    """Keys and values of all layers of this rank, slot i of a text for its token i, and states.
+
+    A mixer that has one state for all earlier tokens keeps it under a key of its own (``state``,
+    ``keep``, ``tokens_before``).
 
     Each layer's memory is made when it first comes: 2 (B, G/t, L, K). What lies in slots after a
     token's place is never read, so shorter texts of a batch may be padded on their right.
@@ -27,6 +32,7 @@ class KVCache:
         self.equal_lengths = True
         """Whether all texts of the batch are equally long."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._states: dict[Hashable, Tensor] = {}
 
     def begin(self, used: int, *, equal_lengths: bool) -> None:
         """Say how many slots are in use after the coming tokens. Raises ValueError beyond L."""
@@ -76,3 +82,39 @@ class KVCache:
         place = positions_BS[:, None, :, None]
         mask = slots <= place
         return mask if window is None else mask & (slots > place - window)
+
+    def state(self, key: Hashable) -> Tensor | None:
+        """Return what was kept under a key, such as (layer, name); None: nothing yet."""
+        return self._states.get(key)
+
+    def keep(self, key: Hashable, state: Tensor) -> None:
+        """Keep a state of all texts, (B, ...), after their last real token, under a key."""
+        self._states[key] = state.detach()
+
+    def tokens_before(
+        self, key: Hashable, x_BSC: Tensor, width: int, padding_BS: Tensor | None
+    ) -> Tensor:
+        """Return the ``width`` features before the new ones, and keep the last that are real.
+
+        Args:
+            key: of the features.
+            x_BSC: the new ones (B, S, C/t).
+            width: tokens.
+            padding_BS: which of the new tokens are padding, on the right of their texts, bool;
+                None: none are.
+
+        Returns:
+            (B, width, C/t), zeros before the begin of a text.
+        """
+        batch, new, channels = x_BSC.shape
+        before = self._states.get(key)
+        if before is None:
+            before = x_BSC.new_zeros(batch, width, channels)
+        row = torch.cat([before, x_BSC], 1)
+        ends = torch.full((batch,), new, device=row.device)
+        if padding_BS is not None:
+            ends = (~padding_BS).sum(1)
+        places = ends[:, None] + torch.arange(width, device=row.device)
+        rows = torch.arange(batch, device=row.device)[:, None]
+        self.keep(key, row[rows, places])
+        return before

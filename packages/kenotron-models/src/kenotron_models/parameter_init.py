@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Callable
 
-from kenotron_dist import Role, TensorLayout
-from kenotron_dist.init import Constant, Initializer, Normal
+from kenotron_dist import MATRICES, Role, TensorLayout
+from kenotron_dist.init import Constant, Initializer, Normal, Uniform
+from kenotron_models.part import HasFirstValues
 from kenotron_models.spec import Architecture
 
 DRAWN: frozenset[Role] = frozenset({"embedding", "hidden", "residual", "output", "router"})
@@ -15,32 +16,43 @@ DRAWN: frozenset[Role] = frozenset({"embedding", "hidden", "residual", "output",
 
 
 def standard_init(
-    config: Architecture, std: float, scaling: str = "NUM_LAYERS"
+    config: Architecture, std: float, scaling: str = "NUM_LAYERS", residuals: int = 0
 ) -> Callable[[TensorLayout], Initializer]:
     """Return the rule from a tensor's role to its first values, for ``kenotron_dist.init``.
 
     Norms are 1 (offsets from 1: 0), biases 0, matrices and tables N(0, std^2). Matrices that write
     to the residual stream have a smaller std: it is divided by the root of twice the number of
     layers (NUM_LAYERS, as in GPT-2, Radford et al., 2019), of twice the layer's own number from 1
-    (LAYER_INDEX), or by nothing (NONE).
+    (LAYER_INDEX), or by nothing (NONE). With FAN_IN, matrices are drawn evenly between
+    -1/sqrt(inputs) and 1/sqrt(inputs), and ``residuals`` divides, as in Mamba's first code.
+
+    A part may say itself how parameters begin (``HasFirstValues``): then nothing else counts.
 
     Args:
-        config: the decoder, of which the number of layers is read.
-        std: standard deviation of matrices and tables.
-        scaling: NUM_LAYERS, LAYER_INDEX or NONE.
+        config: the decoder, of which blocks are read.
+        std: standard deviation of matrices and tables; with FAN_IN of tables alone.
+        scaling: NUM_LAYERS, LAYER_INDEX, NONE or FAN_IN.
+        residuals: with FAN_IN, additions of a layer to the residual stream: draws of matrices that
+            write to it are divided by the root of that many times the number of layers. 0: by 1.
 
     Raises:
         ValueError: there is no such scaling. The rule raises it for a role without first values.
     """
-    if scaling not in ("NONE", "NUM_LAYERS", "LAYER_INDEX"):
-        raise ValueError(f"scaling {scaling!r}: it is NONE, NUM_LAYERS or LAYER_INDEX")
+    if scaling not in ("NONE", "NUM_LAYERS", "LAYER_INDEX", "FAN_IN"):
+        raise ValueError(f"scaling {scaling!r}: it is NONE, NUM_LAYERS, LAYER_INDEX or FAN_IN")
 
     def rule(layout: TensorLayout) -> Initializer:
+        if (own := _of_part(layout, config)) is not None:
+            return own
         if layout.role == "norm":
             return Constant(1.0)
         if layout.role in ("bias", "norm_bias", "norm_offset"):
             return Constant(0.0)
-        if layout.role == "residual" and scaling != "NONE":
+        if scaling == "FAN_IN" and layout.role in MATRICES:
+            depth = residuals * config.decoder.num_hidden_layers
+            divided = layout.role == "residual" and depth > 0
+            return Uniform(layout.shape[-1] ** -0.5 / (math.sqrt(depth) if divided else 1))
+        if layout.role == "residual" and scaling in ("NUM_LAYERS", "LAYER_INDEX"):
             by_layer = scaling == "LAYER_INDEX"
             depth = _number(layout) if by_layer else config.decoder.num_hidden_layers
             return Normal(std / math.sqrt(2 * depth))
@@ -53,6 +65,18 @@ def standard_init(
         )
 
     return rule
+
+
+def _of_part(layout: TensorLayout, config: Architecture) -> Initializer | None:
+    """What the part that has a tensor says of its first values; None: nothing."""
+    found = re.match(r"layers\.(\d+)\.(\w+)\.(.+)", layout.name)
+    blocks = config.decoder.blocks
+    if not found or int(found[1]) >= len(blocks):
+        return None
+    for part in blocks[int(found[1])].parts:
+        if part.name == found[2] and isinstance(part, HasFirstValues):
+            return part.first_values(found[3])
+    return None
 
 
 def _number(layout: TensorLayout) -> int:

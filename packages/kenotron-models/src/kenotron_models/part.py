@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_cp import Cut, Way
+from kenotron_dist.init import Initializer
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 
@@ -90,4 +91,13 @@ class Sparse(Protocol):
 
     def idle(self, width: int) -> int:
         """Count the elements of the matrices that a token does not use."""
+        ...
+
+
+@runtime_checkable
+class HasFirstValues(Protocol):
+    """What else the config of a kind says of how its parameters begin."""
+
+    def first_values(self, name: str) -> Initializer | None:
+        """Return the first values of a parameter, by its name in the module; None: by its role."""
         ...

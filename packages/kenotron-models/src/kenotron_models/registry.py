@@ -12,6 +12,8 @@ from kenotron_models.families.deepseek_v3 import DEEPSEEK_V3
 from kenotron_models.families.glm4_moe import GLM4_MOE
 from kenotron_models.families.llama import LLAMA
 from kenotron_models.families.llamoe import LLAMOE
+from kenotron_models.families.mamba import MAMBA
+from kenotron_models.families.mamba2 import MAMBA2
 from kenotron_models.families.mistral import MISTRAL
 from kenotron_models.families.mixtral import MIXTRAL
 from kenotron_models.families.olmoe import OLMOE
@@ -33,6 +35,8 @@ FAMILIES: tuple[Family, ...] = (
     LLAMOE,
     OLMOE,
     GLM4_MOE,
+    MAMBA,
+    MAMBA2,
 )
 """YAML without a marker is of the family that knows most of its keys, the first of equals;
 config.json is written by the config's own family, else by the first that can say it."""

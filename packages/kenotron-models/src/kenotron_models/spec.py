@@ -36,6 +36,8 @@ class DecoderSpec:
     """Share of embedded features that is dropped in training."""
     z_loss: float = 0.0
     """Weight of the squared log of the softmax's sum in the loss (PaLM, arXiv 2204.02311)."""
+    residual_in_fp32: bool = False
+    """The residual stream is fp32, also where parameters and what layers compute are narrower."""
     bos_token_id: int | None = None
     """Token number of the beginning of a text; no layer reads it."""
     eos_token_id: int | None = None

@@ -1,0 +1,175 @@
+"""Mamba's mixer (Gu and Dao, arXiv 2312.00752): a convolution and a selective scan, gated.
+
+Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden, C channels, N features of a
+channel's state, R rank of the steps, W width of the convolution; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kenotron_cp import Cut, Way
+from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
+from kenotron_dist.autograd import copy_to
+from kenotron_dist.init import Constant, Initializer, Uniform
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.part import Normed
+from kenotron_models.recompute import between
+from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.selective_scan import Constants, selective_scan
+from kenotron_models.short_convolution import ShortConvolution, convolution_init, local_size
+from kenotron_models.state_init import FirstSteps, LogOfPlace
+from kenotron_tp import RowParallelLinear
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec:
+    """A selective state space; the config of a family has checked its sizes."""
+
+    name: ClassVar[str] = "mamba"
+    channels: int
+    """C."""
+    state: int = 16
+    """N."""
+    step_rank: int
+    """R."""
+    width: int = 4
+    """W, in tokens."""
+    conv_bias: bool = True
+    """The convolution has a bias."""
+    bias: bool = False
+    """Input and output projection have one."""
+    separate_documents: bool = False
+    """State and convolution begin again where positions do not increase by one."""
+    steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
+    """How biases of steps begin."""
+    step_scale: float = 1.0
+    """Factor of the first weights of the projection to steps, next to 1/sqrt(R)."""
+    step_init: Literal["random", "constant"] = "random"
+    """Whether these are drawn, or all the same."""
+
+    def build(self, width: int, build: Build, layer: int = 0) -> Mamba:
+        """Make the module; see ``PartSpec``."""
+        return Mamba(self, width, build, layer=layer)
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count operations of convolution, scan and gate: 9 for each feature of a state."""
+        return batch * sequence * self.channels * (2 * self.width + 9 * self.state + 8)
+
+    def cost(self, width: int) -> int:
+        """Count projections, convolution and scan."""
+        made = 2 * self.step_rank + 2 * self.state
+        return self.channels * (3 * width + made + self.width + 5 * self.state)
+
+    def first_values(self, name: str) -> Initializer | None:
+        """Return how a parameter of the module begins; None: by its role."""
+        bound = self.step_scale * self.step_rank**-0.5
+        found: dict[str, Initializer] = {
+            "A_log": LogOfPlace(),
+            "D": Constant(1.0),
+            "dt_proj.bias": self.steps,
+            "dt_proj.weight": Uniform(bound) if self.step_init == "random" else Constant(bound),
+            "conv.weight": convolution_init(self.width, name),
+        }
+        return found.get(name)
+
+    def sent_over_sequence(
+        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Return the bytes of states and of tokens that leave a rank; see ``SendsOverSequence``."""
+        channels = self.channels // tp
+        floats = 2 * channels * self.state
+        sent = sent_by_states(rows, cut, floats, (self.width - 1, channels), dtype)
+        return sent, sent
+
+
+class StepProjection(nn.Module):
+    """From steps of rank R to steps of channels; the bias is added in the scan, in fp32.
+
+    ``weight`` (C/t, R), ``bias`` (C/t,) in fp32. Inputs are the same on all tp ranks; who makes
+    them sums their gradient.
+    """
+
+    def __init__(self, spec: MambaSpec, build: Build) -> None:
+        super().__init__()
+        own = local_size(Chunk(spec.channels), build.tp.size, "channels")
+        self.weight = nn.Parameter(torch.empty(own, spec.step_rank, **build.storage))
+        self.bias = nn.Parameter(torch.zeros(own, device=build.device, dtype=state_dtype(build)))
+        self.roles: Roles = {"weight": "hidden", "bias": "state"}
+        cut = Shard(build.tp.name, 0)
+        self.placements: Placements = {"weight": cut, "bias": cut}
+        if not self.weight.is_meta:
+            nn.init.uniform_(self.weight, -(spec.step_rank**-0.5), spec.step_rank**-0.5)
+
+    def forward(self, steps: Tensor) -> Tensor:
+        """(..., R) -> (..., C/t), without the bias."""
+        return F.linear(steps, self.weight)
+
+
+class Mamba(Recurrent):
+    """Channels are cut over tp: ``in_proj`` (2C, D) is x, then z; ``x_proj`` sums over tp.
+
+    Args:
+        spec: what it is made of.
+        width: D.
+        build: how and where.
+        layer: its number in the model, from 0.
+
+    Raises:
+        ValueError: the axis does not divide C.
+    """
+
+    def __init__(self, spec: MambaSpec, width: int, build: Build, *, layer: int = 0) -> None:
+        channels, documents = spec.channels, spec.separate_documents
+        conv = ShortConvolution(channels, spec.width, build, bias=spec.conv_bias)
+        super().__init__(conv, layer, separate_documents=documents)
+        self.spec, self.axis = spec, build.tp
+        both = (Chunk(channels), Chunk(channels))
+        self.in_proj = build.column(width, 2 * channels, bias=spec.bias, chunks=both)
+        made = spec.step_rank + 2 * spec.state
+        self.x_proj = RowParallelLinear(channels, made, build.tp, **build.storage)
+        self.dt_proj = StepProjection(spec, build)
+        own = local_size(Chunk(channels), build.tp.size, "channels")
+        where = {"device": build.device, "dtype": state_dtype(build)}
+        self.A_log = nn.Parameter(torch.zeros(own, spec.state, **where))  # (C/t, N)
+        self.D = nn.Parameter(torch.ones(own, **where))  # (C/t,)
+        self.out_proj = build.row(channels, width, bias=spec.bias)
+        cut = Shard(build.tp.name, 0)
+        self.placements: Placements = {"A_log": cut, "D": cut}
+        self.roles: Roles = {"A_log": "state", "D": "state"}
+        declare_roles(self.out_proj, weight="residual")
+
+    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
+
+        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
+        gated output is kept for the backward. x may be wider than the weights.
+        """
+        batch, sequence = context.positions_BS.shape
+        xz = project(self.in_proj, x, batch * sequence, norm)
+        x, z = xz.view(batch, sequence, -1).chunk(2, -1)
+        y = self.mix(x, context, again=norm is not None).flatten(0, 1)
+
+        def gated(y: Tensor) -> Tensor:
+            return y * F.silu(z.flatten(0, 1))
+
+        return self.out_proj(gated(y)) if norm is None else between(gated, y, self.out_proj)
+
+    def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
+        """Return the selective scan of x (R, L, C/t). Collective over tp: the sum of ``x_proj``."""
+        rank, state = self.spec.step_rank, self.spec.state
+        made = copy_to(self.x_proj(x), self.axis)  # each rank's channels use all of it
+        low, b, c = made.split((rank, state, state), -1)
+        constants = Constants(-torch.exp(self.A_log), self.D, self.dt_proj.bias)
+        return partial(selective_scan, x, self.dt_proj(low), b, c, constants)
+
+    def decay(self, elapsed: Tensor) -> Tensor:
+        """Return the factor of a state (R, C/t, N), of ``elapsed`` (R, C/t)."""
+        return torch.exp(elapsed[..., None] * -torch.exp(self.A_log))

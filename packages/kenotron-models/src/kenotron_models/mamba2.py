@@ -1,0 +1,203 @@
+"""Mamba-2's mixer (Dao and Gu, arXiv 2405.21060): a convolution and a scan of heads, gated.
+
+Shapes: B batch, S sequence, T = B * S flattened tokens, D hidden, H heads of P features, G groups
+of heads that share B and C, N features of a state, W width of the convolution; ``/t`` is divided by
+tp size, where a group that several ranks share is whole on each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_cp import Cut, Way
+from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
+from kenotron_dist.init import Constant, Initializer
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.gated_norm import GatedGroupNorm
+from kenotron_models.part import Normed
+from kenotron_models.recompute import between
+from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.selective_scan import Constants
+from kenotron_models.short_convolution import ShortConvolution, convolution_init
+from kenotron_models.ssd import CHUNK, structured_scan
+from kenotron_models.state_init import FirstSteps, LogOfPlace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Spec:
+    """A state space of heads; the config of a family has checked its sizes."""
+
+    name: ClassVar[str] = "mamba2"
+    heads: int
+    """H."""
+    head_dim: int
+    """P, features of a head."""
+    groups: int = 1
+    """G; divides H."""
+    state: int = 128
+    """N."""
+    width: int = 4
+    """W, in tokens."""
+    conv_bias: bool = True
+    """The convolution has a bias."""
+    bias: bool = False
+    """Input and output projection have one."""
+    separate_documents: bool = False
+    """State and convolution begin again where positions do not increase by one."""
+    steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
+    """How biases of steps begin."""
+    step_limits: tuple[float, float] = (0.0, float("inf"))
+    """Smallest and largest step."""
+    eps: float = 1e-5
+    """Added to the mean square inside the gated norm."""
+    chunk: int = CHUNK
+    """Tokens that are computed as one; the numbers differ by rounding only."""
+
+    def build(self, width: int, build: Build, layer: int = 0) -> Mamba2:
+        """Make the module; see ``PartSpec``."""
+        return Mamba2(self, width, build, layer=layer)
+
+    @property
+    def features(self) -> int:
+        """H P, features of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: x, B and C."""
+        return self.features + 2 * self.groups * self.state
+
+    def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
+        """Count operations of convolution, gate and scan: scores within chunks, and states."""
+        seen = min(self.chunk, sequence)
+        seen = (seen + 1) // 2 if causal else seen
+        scores = 2 * self.groups * self.state * seen + 2 * self.features * seen
+        token = scores + 4 * self.features * self.state + 8 * self.features
+        return batch * sequence * (token + 2 * self.width * self.convolved)
+
+    def cost(self, width: int) -> int:
+        """Count projections, convolution and scan."""
+        made = 2 * self.features + 2 * self.groups * self.state + self.heads
+        scan = self.features * (2 * self.state + self.chunk // 2)
+        return width * (made + self.features) + self.width * self.convolved + scan
+
+    def first_values(self, name: str) -> Initializer | None:
+        """Return how a parameter of the module begins; None: by its role."""
+        found: dict[str, Initializer] = {
+            "A_log": LogOfPlace(),
+            "D": Constant(1.0),
+            "dt_bias": self.steps,
+            "conv.weight": convolution_init(self.width, name),
+        }
+        return found.get(name)
+
+    def sent_over_sequence(
+        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+    ) -> tuple[int, int]:
+        """Return the bytes of states and of tokens that leave a rank; see ``SendsOverSequence``."""
+        heads, groups = self.heads // tp, max(self.groups // tp, 1)
+        channels = heads * self.head_dim + 2 * groups * self.state
+        floats = heads * (self.head_dim * self.state + 1)
+        sent = sent_by_states(rows, cut, floats, (self.width - 1, channels), dtype)
+        return sent, sent
+
+
+class Mamba2(Recurrent):
+    """Heads are cut over tp; with more ranks than groups, each group's B and C live on several.
+
+    ``in_proj`` is z, x, B, C and the steps, one after the other.
+
+    Args:
+        spec: what it is made of.
+        width: D.
+        build: how and where.
+        layer: its number in the model, from 0.
+
+    Raises:
+        ValueError: the axis does not divide H, or groups and axis do not divide one another.
+    """
+
+    def __init__(self, spec: Mamba2Spec, width: int, build: Build, *, layer: int = 0) -> None:
+        check_heads(spec, build)
+        shared = Chunk(spec.groups * spec.state, parts=spec.groups)
+        chunks = (Chunk(spec.features), shared, shared)
+        conv = ShortConvolution(
+            spec.convolved, spec.width, build, bias=spec.conv_bias, chunks=chunks
+        )
+        super().__init__(conv, layer, separate_documents=spec.separate_documents)
+        self.spec = spec
+        self.heads = spec.heads // build.tp.size  # H/t
+        self.groups = max(spec.groups // build.tp.size, 1)  # G/t
+        rows = spec.features + spec.convolved + spec.heads
+        every = (Chunk(spec.features), *chunks, Chunk(spec.heads))
+        self.in_proj = build.column(width, rows, bias=spec.bias, chunks=every)
+        where = {"device": build.device, "dtype": state_dtype(build)}
+        self.A_log = nn.Parameter(torch.zeros(self.heads, **where))  # (H/t,)
+        self.D = nn.Parameter(torch.ones(self.heads, **where))  # (H/t,)
+        self.dt_bias = nn.Parameter(torch.zeros(self.heads, **where))  # (H/t,)
+        self.norm = GatedGroupNorm(spec.features, spec.groups, spec.eps, build)
+        self.out_proj = build.row(spec.features, width, bias=spec.bias)
+        cut = Shard(build.tp.name, 0)
+        self.placements: Placements = {"A_log": cut, "D": cut, "dt_bias": cut}
+        self.roles: Roles = {"A_log": "state", "D": "state", "dt_bias": "state"}
+        declare_roles(self.out_proj, weight="residual")
+
+    def leave_out_of_programs(self) -> None:
+        """Loops over chunks, which a compiler would unroll, and other ranks."""
+        super().leave_out_of_programs()
+        if self.norm.axis.size > self.norm.all_groups:
+            self.norm.means = torch.compiler.disable(self.norm.means)
+
+    def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
+        """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
+
+        ``norm`` is applied to x first; then neither its result, nor the convolution's, nor the
+        gated output is kept for the backward. x may be wider than the weights.
+        """
+        batch, sequence = context.positions_BS.shape
+        again, features = norm is not None, self.heads * self.spec.head_dim
+        made = project(self.in_proj, x, batch * sequence, norm).view(batch, sequence, -1)
+        sizes = (features, made.shape[-1] - features - self.heads, self.heads)
+        z, convolved, steps = made.split(sizes, -1)
+        y = self.mix(convolved, context, steps, again=again).flatten(0, 1)
+        z = z.flatten(0, 1)
+        # Means over tp are kept: what is computed again must not communicate.
+        normed = partial(self.norm, z=z, means=self.norm.means(y, z, again=again))
+        return between(normed, y, self.out_proj) if again else self.out_proj(normed(y))
+
+    def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
+        """Return the scan of x, B and C (R, L, C/t) with steps (R, L, H/t)."""
+        assert steps is not None  # ``forward`` gives them
+        spec, shared = self.spec, self.groups * self.spec.state
+        x, b, c = x.split((self.heads * spec.head_dim, shared, shared), -1)
+        b, c = (each.unflatten(-1, (self.groups, -1)) for each in (b, c))
+        constants = Constants(-torch.exp(self.A_log), self.D, self.dt_bias)
+        x = x.unflatten(-1, (self.heads, -1))
+        return partial(
+            structured_scan, x, steps, b, c, constants, limits=spec.step_limits, chunk=spec.chunk
+        )
+
+    def decay(self, elapsed: Tensor) -> Tensor:
+        """Return the factor of a state (R, H/t, 1, 1), of ``elapsed`` (R, H/t)."""
+        return torch.exp(elapsed * -torch.exp(self.A_log))[..., None, None]
+
+
+def check_heads(spec: Mamba2Spec, build: Build) -> None:
+    """Raise ValueError where tp cannot cut heads or groups."""
+    size, name = build.tp.size, build.tp.name
+    if spec.heads % size:
+        raise ValueError(
+            f"cannot split {spec.heads} heads over {size} {name} ranks: choose a tensor-parallel "
+            "size that divides num_heads"
+        )
+    if spec.groups % size and size % spec.groups:
+        raise ValueError(
+            f"cannot split {spec.groups} groups over {size} {name} ranks: n_groups and the "
+            "tensor-parallel size must divide one another"
+        )

@@ -1,0 +1,172 @@
+"""What mixers with a state share: convolution, documents, cut rows, and the cache of a text.
+
+Shapes: B batch, S sequence, R pieces of rows of L tokens each (B rows, or two pieces of each), C
+channels of the convolution; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kenotron_cp import Cut
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.part import Normed, Part
+from kenotron_models.recompute import between
+from kenotron_models.segments import Segments, segments_of, tokens_since_start
+from kenotron_models.selective_scan import Scanned
+from kenotron_models.short_convolution import ShortConvolution, tokens_before
+from kenotron_models.state_passing import entering_states
+from kenotron_tp import ColumnParallelLinear
+
+Scan = Callable[..., Scanned]
+"""Scan pieces, by ``first``, ``goes_on`` and ``real`` as those of ``selective_scan``."""
+
+
+class Recurrent(Part, ABC):
+    """A convolution, then a scan whose state passes from token to token.
+
+    Args:
+        convolution: over the channels that are scanned.
+        layer: its number in the model, from 0: the cache depends on it.
+        separate_documents: whether both begin again where positions do not increase by one.
+    """
+
+    reads_cache: ClassVar[bool] = True
+    cuts_sequence: ClassVar[bool] = True
+
+    def __init__(
+        self, convolution: ShortConvolution, layer: int, *, separate_documents: bool
+    ) -> None:
+        super().__init__()
+        self.conv, self.layer, self.separate_documents = convolution, layer, separate_documents
+
+    @abstractmethod
+    def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
+        """Return the scan of pieces: x (R, L, C/t), and steps (R, L, ...) where ``mix`` had some.
+
+        Collective over tp where the module says so.
+        """
+        ...
+
+    @abstractmethod
+    def decay(self, elapsed: Tensor) -> Tensor:
+        """Return the factor of a state after steps that add up to ``elapsed``, (R, ...)."""
+        ...
+
+    def prepare(self, context: Context) -> None:
+        """Make what all layers read of the micro-batch, before a compiled ``forward``."""
+        tokens_since_start(context, documents=self.separate_documents)
+
+    def leave_out_of_programs(self) -> None:
+        """Loops over chunks, which a compiler would unroll, and other ranks."""
+        self.mix = torch.compiler.disable(self.mix)
+
+    def mix(
+        self, x: Tensor, context: Context, steps: Tensor | None = None, *, again: bool
+    ) -> Tensor:
+        """Convolve and scan the tokens of a micro-batch.
+
+        Collective over tp as ``scan`` is, and over the axis of the cut.
+
+        Args:
+            x: (B, S, C/t).
+            context: the micro-batch.
+            steps: what else ``scan`` reads, (B, S, ...).
+            again: whether the convolution's result is computed again in the backward.
+
+        Returns:
+            (B, S, ...) of the scan.
+        """
+        segments, width = segments_of(context), self.conv.width - 1
+        since = tokens_since_start(context, documents=self.separate_documents)
+        if context.cache is None:
+            before = tokens_before(x, width, segments)
+        else:
+            key = self.layer, "convolution"
+            before = context.cache.tokens_before(key, x, width, context.padding_BS)
+        cut = partial(_pieces, count=1 if segments is None else segments.pieces)
+        places = None if since is None else cut(since.expand(x.shape[:2]))
+
+        def convolve(x: Tensor) -> Tensor:
+            return F.silu(self.conv(cut(x), before, places))
+
+        rows = None if steps is None else cut(steps)
+        scan = partial(self._scan, steps=rows, context=context, segments=segments, places=places)
+        y = between(convolve, x, scan) if again else scan(convolve(x))
+        return y.reshape(*x.shape[:2], -1)
+
+    def _scan(
+        self,
+        x: Tensor,
+        steps: Tensor | None,
+        context: Context,
+        segments: Segments | None,
+        places: Tensor | None,
+    ) -> Tensor:
+        """Scan pieces (R, L, C/t), from the states before them."""
+        goes_on = None if places is None else places > 0
+        run, cache = partial(self.scan(x, steps), goes_on=goes_on), context.cache
+        if cache is not None:
+            key, padding = (self.layer, "state"), context.padding_BS
+            done = run(first=cache.state(key), real=None if padding is None else ~padding)
+            cache.keep(key, done.state)
+            return done.y
+        if segments is None:
+            return run().y
+        alone = run()
+        decay = self.decay(alone.elapsed)
+        if goes_on is not None:
+            decay = decay * goes_on.all(1).view(-1, *(1 for _ in decay.shape[1:]))
+        return run(first=entering_states(alone.state, decay, segments)).y
+
+
+def _pieces(x: Tensor, count: int) -> Tensor:
+    """(B, S, ...) -> (B count, S / count, ...)."""
+    return x.unflatten(1, (count, -1)).flatten(0, 1)
+
+
+def project(linear: ColumnParallelLinear, x: Tensor, tokens: int, norm: Normed | None) -> Tensor:
+    """Return the product of a part's first matrix: (T, D) -> (T, O/t).
+
+    Args:
+        linear: the matrix.
+        x: (T, D), (T/t, D) under sequence parallelism; it may be wider than the weight.
+        tokens: T.
+        norm: applied to x first; then its result is not kept for the backward.
+    """
+    dtype, read = linear.weight.dtype, partial(linear, tokens=tokens)
+    if norm is None:
+        return read(x.to(dtype))
+    return between(lambda x: norm(x).to(dtype), x, read)
+
+
+def sent_by_states(
+    rows: int, cut: Cut, floats: int, convolved: tuple[int, int], dtype: torch.dtype
+) -> int:
+    """Return the bytes that leave a rank of cp forward, and as many backward.
+
+    Args:
+        rows: B.
+        cut: how rows are cut.
+        floats: fp32 numbers of a state and its factor.
+        convolved: W - 1, and the channels of the convolution on a tp rank.
+        dtype: of activations.
+    """
+    tokens, channels = min(convolved[0], cut.chunk_length), convolved[1]
+    each = tokens * channels * dtype.itemsize + floats * torch.float32.itemsize
+    return rows * cut.per_rank * (cut.ranks - 1) * each
+
+
+def state_dtype(build: Build) -> torch.dtype | None:
+    """Return the dtype of the constants of a state-space layer: fp32, or a wider one."""
+    if build.dtype is None:
+        return None
+    return torch.promote_types(build.dtype, torch.float32)

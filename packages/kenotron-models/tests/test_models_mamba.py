@@ -1,0 +1,176 @@
+"""Mamba's mixer: every layout has one process's gradients, documents, cache, and its parameters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from decoder_gradients import MAMBA, complete, gradients, recurrent
+from torch import Tensor
+
+from kenotron_cp import Cut, Layout
+from kenotron_dist import Axis, parameter_layouts, spawn
+from kenotron_dist.grid_view import GridView
+from kenotron_dist.init import initialize
+from kenotron_models import (
+    BlockSpec,
+    Build,
+    Context,
+    KVCache,
+    LayerStack,
+    build_decoder,
+    kept_bytes,
+    sent_bytes,
+    standard_init,
+)
+from kenotron_models.state_init import FirstSteps
+
+ONE = Build(Axis.solo("tp"))
+
+
+@cache
+def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
+    ranks = spawn(gradients, name, "plain")
+    return ranks[0][0], complete(ranks)
+
+
+LAYOUTS = [
+    ("mamba", "plain", "none", {"tp": 2}),
+    ("mamba", "sequence", "selective", {"tp": 2}),
+    ("mamba", "sequence", "full", {"tp": 4}),
+    ("mamba", "plain", "selective", {}),
+    ("mamba", "plain", "none", {"cp": 2}),
+    ("mamba", "plain", "selective", {"cp": 4}),
+    ("mamba", "sequence", "full", {"cp": 2, "tp": 2}),
+    ("mamba-one-text", "plain", "none", {"tp": 4}),
+    ("mamba-one-text", "plain", "none", {"cp": 4}),
+    ("mamba-one-text", "sequence", "selective", {"cp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "again", "axes"), LAYOUTS, ids=str)
+def test_every_gradient_is_that_of_one_process(
+    name: str, mode: str, again: str, axes: dict[str, int]
+) -> None:
+    loss, want = on_one(name)
+    ranks = spawn(gradients, name, mode, "ring", again, **axes)
+    assert all(rank[0] == pytest.approx(loss, rel=1e-5) for rank in ranks)
+    got = complete(ranks)
+    assert set(got) == set(want)
+    for path, tensor in want.items():
+        deviation = (got[path] - tensor).abs().max() / tensor.abs().max()
+        assert deviation < 2e-5, path
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"cp": 2}], ids=str)
+def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
+    loss, want = on_one("mamba")
+    ranks = spawn(gradients, "mamba", "plain", "ring", "none", True, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path
+
+
+def stack_of(**changes: object) -> LayerStack:
+    spec = recurrent(replace(MAMBA, **changes))
+    stack = LayerStack(build_decoder(spec, replace(ONE, dtype=torch.float64)))
+    layouts = parameter_layouts(stack, {"tp": 1})
+    stack.to_empty(device="cpu")
+    view = GridView.at({"pp": 1, "dp": 1, "cp": 1, "tp": 1}, 0)
+    rule = standard_init(spec, 0.4)
+    initialize(stack, layouts, lambda _: view, seed=1, initializer=rule)
+    return stack
+
+
+def test_nothing_passes_from_one_document_to_another() -> None:
+    stack = stack_of()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    x = torch.randn(9, 24, dtype=torch.float64, requires_grad=True)
+    y = stack.get_submodule("layers.0")(x, Context(positions))
+    y[5:].sum().backward()
+    assert x.grad is not None
+    assert x.grad[:5].count_nonzero() == 0 and x.grad[5:].count_nonzero() == 4 * 24
+    alone = stack.get_submodule("layers.0")(x[5:], Context(positions[:, 5:]))
+    torch.testing.assert_close(y[5:], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_a_text_runs_on_unless_documents_are_separate() -> None:
+    stack = stack_of(separate_documents=False)
+    x = torch.randn(9, 24, dtype=torch.float64)
+    positions = [torch.tensor([row]) for row in ([0, 1, 2, 3, 4, 0, 1, 2, 3], [*range(9)])]
+    y, z = (stack.get_submodule("layers.0")(x, Context(each)) for each in positions)
+    assert torch.equal(y, z)
+
+
+def test_512_tokens_one_by_one_are_the_parallel_form() -> None:
+    """Texts of different lengths are read at once, then go on token by token."""
+    stack, lengths, total = stack_of(), [3, 1, 7], 512
+    tokens = torch.arange(3 * total) * 13 % 32
+    tokens = tokens.view(3, total)
+    with torch.no_grad():
+        whole = stack(tokens.flatten(), Context(torch.arange(total).expand(3, -1)))
+        whole = whole.view(3, total, -1)
+        kept = KVCache(total)
+        first = max(lengths)
+        places = torch.arange(first).expand(3, -1)
+        padding = places >= torch.tensor(lengths)[:, None]
+        kept.begin(first, equal_lengths=False)
+        read = torch.where(padding, 31, tokens[:, :first]).flatten()
+        stack(read, Context(places, cache=kept, padding_BS=padding))
+        for step in range(total - first):
+            at = torch.tensor(lengths)[:, None] + step
+            kept.begin(first + step + 1, equal_lengths=False)
+            got = stack(tokens.gather(1, at).flatten(), Context(at, cache=kept))
+            want = whole[torch.arange(3), at[:, 0]]
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_several_tokens_at_once_go_on_from_a_state() -> None:
+    stack, tokens = stack_of(), torch.arange(40) * 13 % 32
+    with torch.no_grad():
+        whole = stack(tokens, Context(torch.arange(40)[None]))
+        kept, found = KVCache(40), []
+        for part in torch.arange(40).split((5, 2, 1, 32)):
+            kept.begin(int(part[-1]) + 1, equal_lengths=True)
+            found.append(stack(tokens[part], Context(part[None], cache=kept)))
+    torch.testing.assert_close(torch.cat(found), whole, rtol=1e-9, atol=1e-9)
+
+
+def test_constants_are_fp32_in_a_bf16_model_and_begin_as_the_paper_says() -> None:
+    spec = recurrent(replace(MAMBA, steps=FirstSteps(0.01, 0.5, 0.02)))
+    stack = LayerStack(build_decoder(spec, replace(ONE, dtype=torch.bfloat16)))
+    layouts = parameter_layouts(stack, {"tp": 1})
+    wide = {"A_log", "D", "dt_proj.bias"}
+    own = {name.split("mamba.")[1]: p for name, p in stack.named_parameters() if "mamba." in name}
+    assert {name for name, p in own.items() if p.dtype == torch.float32} == wide
+    roles = {n.split("mamba.")[1]: each.role for n, each in layouts.items() if "mamba." in n}
+    assert {name for name, role in roles.items() if role == "state"} == wide
+    assert roles["out_proj.weight"] == "residual" and roles["conv.weight"] == "convolution"
+    values = dict(stack_of(steps=FirstSteps(0.01, 0.5, 0.02)).named_parameters())
+    log = torch.arange(1, 7, dtype=torch.float32).log().expand(16, 6)
+    assert torch.equal(values["layers.1.mamba.A_log"].float(), log)
+    assert torch.equal(values["layers.1.mamba.D"], torch.ones(16, dtype=torch.float64))
+    steps = torch.nn.functional.softplus(values["layers.1.mamba.dt_proj.bias"])
+    assert steps.min() >= 0.02 - 1e-6 and steps.max() <= 0.5 and steps.std() > 0.02
+    assert values["layers.1.mamba.conv.weight"].abs().max() <= 0.5
+    assert values["layers.1.mamba.dt_proj.weight"].abs().max() <= 3**-0.5
+
+
+def test_it_is_measured_on_meta() -> None:
+    block = BlockSpec(mixer=MAMBA, feed_forward=None)
+    kept = [kept_bytes(block, 24, 2, size, recompute="none") for size in (256, 512)]
+    assert kept[1] <= 2 * kept[0]
+    assert kept_bytes(block, 24, 2, 512, recompute="selective") < kept[1]
+    cut = Cut(64, 4, Layout())
+    sent = sent_bytes(block, 24, 2, 16, tp=2, cut=cut)
+    once = 2 * 2 * 3 * 8 * (3 * 4 + 2 * 6 * 4)  # rows, pieces, peers, channels
+    assert sent["cp"] == 2 * once
+    assert sent_bytes(block, 24, 2, 160, tp=2, cut=Cut(640, 4, Layout()))["cp"] == sent["cp"]
+
+
+def test_channels_that_do_not_divide_are_named() -> None:
+    axis = Axis("tp", 0, (0, 1, 2), backend="nccl")
+    with pytest.raises(ValueError, match="cannot split 16 channels over 3 tp ranks: choose a tens"):
+        build_decoder(recurrent(MAMBA), Build(axis))
