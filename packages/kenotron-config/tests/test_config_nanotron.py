@@ -89,10 +89,7 @@ def test_models_are_told_apart_by_their_marker(sizes, kind):
     config = parse({"model.model_config": sizes})
     assert type(config.model.model_config) is kind
     assert parse_config(dump_config(config), "again") == config
-    problems = unavailable(config)
-    missing = kind is MambaModelConfig
-    assert any("model_config" in line for line in problems) == missing
-    assert all(line.count("\n") == 0 for line in problems)
+    assert not any("model_config" in line for line in unavailable(config))
 
 
 def test_keys_with_an_underscore_mean_those_without():

@@ -6,14 +6,11 @@ from collections.abc import Iterator
 
 from kenotron_config.config import Config
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
-from kenotron_config.init_sections import MambaInitConfig, SpectralMupInitConfig
+from kenotron_config.init_sections import SpectralMupInitConfig
 from kenotron_config.sections import ModelConfig, ParallelismConfig
-from kenotron_models import MambaModelConfig
 
 NOT_YET: tuple[type, ...] = (
-    MambaModelConfig,
     SpectralMupInitConfig,
-    MambaInitConfig,
     LightEvalConfig,
     DoReMiConfig,
 )
@@ -45,10 +42,6 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
 
 
 def _model(section: ModelConfig) -> _Lines:
-    sizes, path = section.model_config, "model.model_config"
-    if isinstance(sizes, NOT_YET):
-        name = type(sizes).__name__.removesuffix("Config")
-        yield path, f"a {name} was given; that is", "write the keys of a Llama (is_llama_config)"
     if isinstance(section.init_method, NOT_YET):
         yield "model.init_method", "weights that are not drawn normally are", "give std or path"
 

@@ -19,7 +19,7 @@ from kenotron_data.config import (
     PretrainDatasetsConfig,
     SFTDatasetsConfig,
 )
-from kenotron_models import AnyConfig, ExpertsSpec, MambaModelConfig, MLPSpec
+from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
@@ -75,8 +75,6 @@ def cross_problems(sections: Sections) -> list[str]:
 
 def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
-    if isinstance(sizes, MambaModelConfig):
-        return []  # its channels are cut, and there are no heads
     advice = f"set tp to {_largest_tp(sizes, tp)}"
     found = [
         f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
@@ -155,7 +153,7 @@ def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
         for name, size in parallelism.grid.items()
         if size > 1 and name != "dp"
     ]
-    if not isinstance(model.model_config, MambaModelConfig) and model.model_config.decoder.routes:
+    if model.model_config.decoder.routes:
         found.append(
             "model.cuda_graph: true was given with experts, whose numbers of rows are known on the "
             "host alone: set cuda_graph to false"
@@ -240,6 +238,8 @@ def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
 
 def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
     """What tp cuts, by its key: heads, and the feed-forwards that every token goes through."""
+    if (own := getattr(sizes, "cut_sizes", None)) is not None:
+        return own
     parts = [block.feed_forward for block in sizes.decoder.blocks]
     plain = any(isinstance(part, MLPSpec) for part in parts)
     shared = [p.shared_features for p in parts if isinstance(p, ExpertsSpec) and p.shared_features]

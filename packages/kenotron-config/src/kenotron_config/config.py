@@ -8,7 +8,11 @@ from typing import Any
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
 from kenotron_config.checks import Sections, cross_problems, way_over_cp
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
-from kenotron_config.init_sections import ExistingCheckpointInitConfig, RandomInitConfig
+from kenotron_config.init_sections import (
+    ExistingCheckpointInitConfig,
+    MambaInitConfig,
+    RandomInitConfig,
+)
 from kenotron_config.sections import (
     CPAttention,
     GeneralConfig,
@@ -20,13 +24,17 @@ from kenotron_config.sections import (
 )
 from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
 from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
-from kenotron_models import DecoderSpec, MambaModelConfig
+from kenotron_models import DecoderSpec
 from kenotron_optim import OptimizerConfig
 
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint has its own step",
     "general.consumed_train_samples": "a checkpoint has the number of samples it has seen",
     "model.model_config.pad_token_id": "padded positions carry no label",
+    "model.model_config.dtype": "model.dtype decides",
+    "model.model_config.fused_add_norm": "it chose a kernel",
+    "model.model_config.pad_vocab_size_multiple": "model.make_vocab_size_divisible_by decides",
+    "model.model_config.ssm_cfg.use_fast_path": "it chose a kernel",
     "model.model_config.pretraining_tp": "parallelism.tp decides",
     "model.model_config.use_cache": "training keeps no cache",
     "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
@@ -100,18 +108,18 @@ class Config:
 
     @cached_property
     def decoder(self) -> DecoderSpec:
-        """What the model is made of. Raises ValueError for one that cannot be built."""
-        sizes = self.model.model_config
-        if isinstance(sizes, MambaModelConfig):
-            raise ValueError(f"model.model_config: {type(sizes).__name__} cannot be built yet")
-        return sizes.decoder
+        """What the model is made of."""
+        return self.model.model_config.decoder
 
     @property
-    def draws(self) -> tuple[float, str] | None:
-        """Standard deviation of the initial weights, and what scales those of residual outputs;
-        None: weights are read.
+    def draws(self) -> tuple[float, str] | tuple[float, str, int] | None:
+        """Standard deviation of the initial weights, and what scales those of residual outputs, as
+        ``kenotron_models.standard_init`` takes them; None: weights are read.
         """
         method = self.model.init_method
+        if isinstance(method, MambaInitConfig):
+            added = method.n_residuals_per_layer if method.rescale_prenorm_residual else 0
+            return method.initializer_range, "FAN_IN", added
         if isinstance(method, ExistingCheckpointInitConfig):
             return None
         if not isinstance(method, RandomInitConfig):
@@ -203,8 +211,8 @@ def _ignored(root: object, path: str, why: str) -> Iterator[str]:
     *parents, name = path.split(".")
     owner: Any = root
     for parent in parents:
-        owner = getattr(owner, parent)
-    if owner is None:  # a stage without dataset, a training without upload
+        owner = getattr(owner, parent, None)
+    if owner is None:  # a stage without dataset, a training without upload, another model
         return
     defaults = {each.name: each.default for each in fields(owner)}
     if name not in defaults:  # another kind of dataset

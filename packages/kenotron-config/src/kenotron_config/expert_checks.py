@@ -4,13 +4,12 @@ from collections.abc import Sequence
 
 from kenotron_config.sections import ModelConfig, ParallelismConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import ExpertsSpec, MambaModelConfig, expert_layers
+from kenotron_models import ExpertsSpec, expert_layers
 
 
 def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     """Name contradictions between a model's experts and the ranks."""
-    sizes = model.model_config
-    known = {} if isinstance(sizes, MambaModelConfig) else expert_layers(sizes.decoder)
+    known = expert_layers(model.model_config.decoder)
     kinds = [*known.values()]
     return [*_over_ep(kinds, parallelism), *_over_pp(model, kinds, parallelism)]
 

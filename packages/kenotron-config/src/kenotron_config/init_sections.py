@@ -59,14 +59,35 @@ class ExistingCheckpointInitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MambaInitConfig:
-    """Draws for the weights of a Mamba model."""
+    """Draws of a Mamba model: matrices evenly between -1/sqrt(inputs) and 1/sqrt(inputs).
+
+    Raises:
+        ValueError: a field is out of its bounds.
+    """
 
     initializer_range: float = 0.02
     """Standard deviation of the embedding's draws."""
     rescale_prenorm_residual: bool = True
-    """True: draws of layers that add to the residual stream are divided."""
+    """True: draws of matrices that add to the residual stream are divided by the root of the number
+    of its additions."""
     n_residuals_per_layer: int = 1
     """Additions of one layer to the residual stream."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        if not 0 <= self.initializer_range < INFINITY:
+            found.append(
+                f"initializer_range: {self.initializer_range} was given; it must be finite and not "
+                "negative"
+            )
+        if self.n_residuals_per_layer < 1:
+            found.append(
+                f"n_residuals_per_layer: {self.n_residuals_per_layer} was given; it must be at "
+                "least 1"
+            )
+        if found:
+            raise ValueError("\n".join(found))
 
 
 InitMethod = (

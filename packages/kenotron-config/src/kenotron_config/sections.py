@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_config.init_sections import InitMethod
-from kenotron_models import AnyConfig, MambaModelConfig, Recompute
+from kenotron_models import AnyConfig, Recompute
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
 DType = Literal["float32", "bfloat16", "float16"]
-AnyModelConfig = AnyConfig | MambaModelConfig
 TrackerName = Literal["tensorboard", "wandb"]
 Device = Literal["auto", "cpu", "cuda"]
 """What ranks compute on."""
@@ -174,7 +173,7 @@ class ParallelismConfig:
 class ModelConfig:
     """The model, its initial weights and its number format."""
 
-    model_config: AnyModelConfig
+    model_config: AnyConfig
     """Sizes of the model; its `is_*_config` names the family."""
     init_method: InitMethod
     """How weights begin: drawn, or read."""

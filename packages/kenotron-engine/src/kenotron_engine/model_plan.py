@@ -39,7 +39,7 @@ class ModelPlan:
     """The vocabulary is padded to a multiple of this times tp."""
     seed: int = 42
     """Of first weights and dropout."""
-    draws: tuple[float, str] | None = (0.02, "NUM_LAYERS")
+    draws: tuple[float, str] | tuple[float, str, int] | None = (0.02, "NUM_LAYERS")
     """Standard deviation of the first weights, and what scales those of residual outputs (see
     ``kenotron_models.standard_init``); None: zeros, for weights that are read later."""
     compile: bool = False

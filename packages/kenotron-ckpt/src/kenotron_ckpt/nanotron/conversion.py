@@ -38,7 +38,7 @@ def import_nanotron(
         source: a step folder, or a run folder (``latest.txt`` names the step).
         folder: the run folder to write to.
         rename: Nanotron's name of every tensor -> its name here, None to leave it out; for models
-            other than Llama, Qwen2 and LlaMoE, whose names are known.
+            other than Llama, Qwen2, LlaMoE and Mamba, whose names are known.
         optimizer: also convert Adam's state, and fp32 masters where there are some. Its files are
             pickles: they are opened by torch's ``weights_only`` loader.
 
@@ -170,7 +170,7 @@ def _notes(checkpoint: NanotronCheckpoint, optimizer: bool) -> list[str]:
     metadata = checkpoint.metadata
     if metadata.consumed_tokens_total is None and not _sequence_length(checkpoint):
         notes.append("the length of samples is not known: tokens are counted from 0")
-    told = {"rope_interleaved", "interleaved_rotary", "is_llamoe_config"}
+    told = {"rope_interleaved", "interleaved_rotary", "is_llamoe_config", "is_mamba_config"}
     if not told & set(checkpoint.model_config):
         notes.append(
             f"{MODEL_CONFIG} has no rope_interleaved: it does not say whether rotary positions "

@@ -19,11 +19,12 @@ from kenotron_ckpt.nanotron.expert_names import (
     section_of,
     whole_numbers,
 )
+from kenotron_ckpt.nanotron.mamba_names import mamba_config, mamba_layer
 
 EMBEDDING = "model.token_position_embeddings.pp_block.token_embedding.weight"
 HEAD = "model.lm_head.pp_block.weight"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
-FAMILIES = ("is_llama_config", "is_qwen2_config", "is_llamoe_config")
+FAMILIES = ("is_llama_config", "is_qwen2_config", "is_llamoe_config", "is_mamba_config")
 """Markers of the configurations whose tensors have known names."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "is_qwen2_config": (True,),
@@ -45,7 +46,7 @@ _UNREAD = {"tie_word_embeddings": False, "rope_scaling": None, "moe_capacity_fac
 
 
 def model_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
-    """Return the tensors of a Llama, Qwen2 or LlaMoE by Nanotron's name, in the model's order.
+    """Return the tensors of a Llama, Qwen2, LlaMoE or Mamba by Nanotron's name, in order.
 
     Args:
         config: the values of ``model_config.json``.
@@ -57,25 +58,38 @@ def model_tensors(config: Mapping[str, Any], where: str) -> dict[str, Due]:
     if not any(config.get(marker) for marker in FAMILIES):
         markers = sorted(name for name in config if name.startswith("is_") and config[name])
         raise ValueError(
-            f"{where}: only the tensors of Llama, Qwen2 and LlaMoE have known names, not those of "
-            f"{', '.join(markers) or 'an unmarked model'}: give rename, a name for every tensor"
+            f"{where}: only the tensors of Llama, Qwen2, LlaMoE and Mamba have known names, not "
+            f"those of {', '.join(markers) or 'an unmarked model'}: give rename, a name for every "
+            "tensor"
         )
-    hidden, wide, heads, layers, rows = whole_numbers(config, (*_SIZES, "vocab_size"), where)
+    recurrent = bool(config.get("is_mamba_config"))
+    sizes = ("d_model" if recurrent else "hidden_size", "num_hidden_layers", "vocab_size")
+    hidden, layers, rows = whole_numbers(config, sizes, where)
+    if recurrent:
+        blocks = [mamba_layer(config, where)] * layers
+    else:
+        blocks = _transformer(config, where)
+    found = {EMBEDDING: Due("embedding.weight", (rows, hidden))}
+    for i, layer in enumerate(blocks):
+        for name, due in layer.items():
+            found[f"model.decoder.{i}.pp_block.{name}"] = due.within(f"layers.{i}")
+    found["model.final_layer_norm.pp_block.weight"] = Due("norm.weight", (hidden,))
+    tied = recurrent or (config.get("tie_word_embeddings") and not config.get("is_llamoe_config"))
+    if not tied:
+        found[HEAD] = Due("head.weight", (rows, hidden))
+    return found
+
+
+def _transformer(config: Mapping[str, Any], where: str) -> list[dict[str, Due]]:
+    """Tensors of each layer of a model with attention."""
+    hidden, wide, heads, layers = whole_numbers(config, _SIZES, where)
     experts = _experts(config, where)
     dense = {
         "post_attention_layernorm.weight": Due("mlp_norm.weight", (hidden,)),
         "mlp.gate_up_proj.weight": Due("mlp.gate_up.weight", (2 * wide, hidden)),
         "mlp.down_proj.weight": Due("mlp.down.weight", (hidden, wide)),
     }
-    found = {EMBEDDING: Due("embedding.weight", (rows, hidden))}
-    for i in range(layers):
-        layer = _attention(config, hidden, heads) | experts.get(i, dense)
-        for name, due in layer.items():
-            found[f"model.decoder.{i}.pp_block.{name}"] = due.within(f"layers.{i}")
-    found["model.final_layer_norm.pp_block.weight"] = Due("norm.weight", (hidden,))
-    if config.get("is_llamoe_config") or not config.get("tie_word_embeddings"):
-        found[HEAD] = Due("head.weight", (rows, hidden))
-    return found
+    return [_attention(config, hidden, heads) | experts.get(i, dense) for i in range(layers)]
 
 
 def _attention(config: Mapping[str, Any], hidden: int, heads: int) -> dict[str, Due]:
@@ -110,6 +124,8 @@ def model_config(config: Mapping[str, Any], config_text: str) -> dict[str, Any]:
     plain Llama has not, stays: a program that does not know it refuses the checkpoint by its name.
     A Qwen2 without experts is a Llama, with biases or not.
     """
+    if config.get("is_mamba_config"):
+        return mamba_config(config)
     found = {
         name: value
         for name, value in config.items()
