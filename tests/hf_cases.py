@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -35,6 +37,12 @@ SIZES = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+RECURRENT = {
+    **{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    "state_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+"""Sizes of the models without attention."""
+HEADS = {"num_heads": 8, "head_dim": 16, "chunk_size": 8}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -91,6 +99,31 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
         Qwen3MoeConfig,
         {**TIED, **EXPERTS, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
+    "mamba": (MambaConfig, {}),
+    "mamba-untied-bias": (
+        MambaConfig,
+        {
+            "tie_word_embeddings": False,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "time_step_rank": 5,
+            "expand": 1,
+            "time_step_scale": 0.5,
+        },
+    ),
+    "mamba2": (Mamba2Config, {**HEADS, "n_groups": 4}),
+    "mamba2-one-group-tied": (
+        Mamba2Config,
+        {
+            **HEADS,
+            **TIED,
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "time_step_limit": (0.3, 0.7),
+        },
+    ),
     "deepseek-v3": (DeepseekV3Config, LATENT),
     "deepseek-v3-yarn": (
         DeepseekV3Config,
@@ -126,7 +159,8 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 def make(case: str, **more: Any) -> PreTrainedModel:
     """A model of a case whose every weight, bias and norm is random."""
     kind, changes = CASES[case]
-    model = AutoModelForCausalLM.from_config(kind(**{**SIZES, **changes, **more}))
+    sizes = RECURRENT if kind in (MambaConfig, Mamba2Config) else SIZES
+    model = AutoModelForCausalLM.from_config(kind(**{**sizes, **changes, **more}))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -155,7 +155,7 @@ def test_logits_equal_transformers(case, measured):
     _, ranks = measured
     parts = [rank[case][0] for rank in ranks if rank[case][0] is not None]
     model = hf_cases.make(case)
-    ours = torch.cat(parts, -1)[:, : model.vocab_size]
+    ours = torch.cat(parts, -1)[:, : model.config.vocab_size]
     with torch.no_grad():
         theirs = model(TOKENS).logits.flatten(0, 1)
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()

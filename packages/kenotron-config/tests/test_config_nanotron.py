@@ -252,7 +252,6 @@ SECTIONS = [
     ),
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
     ("model.init_method", {"use_mup": True}),
-    ("model.init_method", {"initializer_range": 0.02, "n_residuals_per_layer": 1}),
     ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 

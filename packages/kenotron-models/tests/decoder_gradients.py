@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from attention_cases import positions
@@ -214,6 +215,12 @@ def gradients(
             for box in local_boxes(layouts[path], mesh.view(layouts[path]))
         ]
     return loss.item(), wholes, parts
+
+
+def gradients_fp64(mesh: Mesh, *how: Any) -> tuple[float, dict[str, Tensor], Parts]:
+    """The same in fp64, so that a layout's rounding hides no fault."""
+    torch.set_default_dtype(torch.float64)
+    return gradients(mesh, *how)
 
 
 def complete(ranks: list[tuple[float, dict[str, Tensor], Parts]]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Mamba's mixer: every layout has one process's gradients, documents, cache, and its parameters."""
+"""Mamba's mixer: layouts have one process's gradients, documents, cache, and parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from decoder_gradients import MAMBA, complete, gradients, recurrent
+from decoder_gradients import MAMBA, complete, gradients_fp64, recurrent
 from torch import Tensor
 
 from kenotron_cp import Cut, Layout
@@ -32,7 +32,7 @@ ONE = Build(Axis.solo("tp"))
 
 @cache
 def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
-    ranks = spawn(gradients, name, "plain")
+    ranks = spawn(gradients_fp64, name, "plain")
     return ranks[0][0], complete(ranks)
 
 
@@ -55,22 +55,22 @@ def test_every_gradient_is_that_of_one_process(
     name: str, mode: str, again: str, axes: dict[str, int]
 ) -> None:
     loss, want = on_one(name)
-    ranks = spawn(gradients, name, mode, "ring", again, **axes)
-    assert all(rank[0] == pytest.approx(loss, rel=1e-5) for rank in ranks)
+    ranks = spawn(gradients_fp64, name, mode, "ring", again, **axes)
+    assert all(rank[0] == pytest.approx(loss, rel=1e-12) for rank in ranks)
     got = complete(ranks)
     assert set(got) == set(want)
     for path, tensor in want.items():
         deviation = (got[path] - tensor).abs().max() / tensor.abs().max()
-        assert deviation < 2e-5, path
+        assert deviation < 1e-11, path
 
 
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
     loss, want = on_one("mamba")
-    ranks = spawn(gradients, "mamba", "plain", "ring", "none", True, **axes)
-    assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
+    ranks = spawn(gradients_fp64, "mamba", "plain", "ring", "none", True, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
     for path, tensor in complete(ranks).items():
-        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
 
 
 def stack_of(**changes: object) -> LayerStack:

@@ -1,0 +1,166 @@
+"""Mamba-2's mixer: every layout has one process's gradients, documents, cache, and its norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from decoder_gradients import MAMBA2, complete, gradients_fp64, recurrent
+from torch import Tensor
+
+from kenotron_cp import Cut, Layout
+from kenotron_dist import Axis, GridView, parameter_layouts, spawn
+from kenotron_dist.init import initialize
+from kenotron_models import (
+    BlockSpec,
+    Build,
+    Context,
+    KVCache,
+    LayerStack,
+    build_decoder,
+    kept_bytes,
+    sent_bytes,
+    standard_init,
+)
+from kenotron_models.gated_norm import GatedGroupNorm
+
+ONE = Build(Axis.solo("tp"))
+
+
+@cache
+def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
+    ranks = spawn(gradients_fp64, name, "plain")
+    return ranks[0][0], complete(ranks)
+
+
+LAYOUTS = [
+    ("mamba2", "plain", "none", {"tp": 2}),
+    ("mamba2", "sequence", "selective", {"tp": 4}),  # two ranks share a group
+    ("mamba2", "plain", "full", {"tp": 4}),
+    ("mamba2", "plain", "selective", {}),
+    ("mamba2", "plain", "none", {"cp": 2}),
+    ("mamba2", "plain", "selective", {"cp": 4}),
+    ("mamba2", "sequence", "full", {"cp": 2, "tp": 2}),
+    ("mamba2-groups", "plain", "none", {"tp": 4}),
+    ("mamba2-groups", "plain", "none", {"cp": 4}),
+    ("mamba2-one-group", "sequence", "none", {"tp": 4}),
+    ("mamba2-one-group", "plain", "selective", {"cp": 2, "tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "again", "axes"), LAYOUTS, ids=str)
+def test_every_gradient_is_that_of_one_process(
+    name: str, mode: str, again: str, axes: dict[str, int]
+) -> None:
+    loss, want = on_one(name)
+    ranks = spawn(gradients_fp64, name, mode, "ring", again, **axes)
+    assert all(rank[0] == pytest.approx(loss, rel=1e-12) for rank in ranks)
+    got = complete(ranks)
+    assert set(got) == set(want)
+    for path, tensor in want.items():
+        deviation = (got[path] - tensor).abs().max() / tensor.abs().max()
+        assert deviation < 1e-11, path
+
+
+@pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"cp": 2}], ids=str)
+def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
+    loss, want = on_one("mamba2")
+    ranks = spawn(gradients_fp64, "mamba2", "plain", "ring", "none", True, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
+
+
+def stack_of(**changes: object) -> LayerStack:
+    spec = recurrent(replace(MAMBA2, **changes))
+    stack = LayerStack(build_decoder(spec, replace(ONE, dtype=torch.float64)))
+    layouts = parameter_layouts(stack, {"tp": 1})
+    stack.to_empty(device="cpu")
+    view = GridView.at({"pp": 1, "dp": 1, "cp": 1, "tp": 1}, 0)
+    rule = standard_init(spec, 0.4)
+    initialize(stack, layouts, lambda _: view, seed=1, initializer=rule)
+    return stack
+
+
+def test_nothing_passes_from_one_document_to_another() -> None:
+    stack = stack_of()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
+    x = torch.randn(9, 24, dtype=torch.float64, requires_grad=True)
+    y = stack.get_submodule("layers.0")(x, Context(positions))
+    y[5:].sum().backward()
+    assert x.grad is not None
+    assert x.grad[:5].count_nonzero() == 0 and x.grad[5:].count_nonzero() == 4 * 24
+    alone = stack.get_submodule("layers.0")(x[5:], Context(positions[:, 5:]))
+    torch.testing.assert_close(y[5:], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_512_tokens_one_by_one_are_the_parallel_form() -> None:
+    """Texts of different lengths are read at once, then go on token by token."""
+    stack, lengths, total = stack_of(), [3, 1, 7], 512
+    tokens = (torch.arange(3 * total) * 13 % 32).view(3, total)
+    with torch.no_grad():
+        whole = stack(tokens.flatten(), Context(torch.arange(total).expand(3, -1)))
+        whole = whole.view(3, total, -1)
+        kept, first = KVCache(total), max(lengths)
+        places = torch.arange(first).expand(3, -1)
+        padding = places >= torch.tensor(lengths)[:, None]
+        kept.begin(first, equal_lengths=False)
+        read = torch.where(padding, 31, tokens[:, :first]).flatten()
+        stack(read, Context(places, cache=kept, padding_BS=padding))
+        for step in range(total - first):
+            at = torch.tensor(lengths)[:, None] + step
+            kept.begin(first + step + 1, equal_lengths=False)
+            got = stack(tokens.gather(1, at).flatten(), Context(at, cache=kept))
+            want = whole[torch.arange(3), at[:, 0]]
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_constants_are_fp32_in_a_bf16_model_and_begin_by_head() -> None:
+    stack = LayerStack(build_decoder(recurrent(MAMBA2), replace(ONE, dtype=torch.bfloat16)))
+    wide = {"A_log", "D", "dt_bias"}
+    own = {n.split("mamba2.")[1]: p for n, p in stack.named_parameters() if "mamba2." in n}
+    assert {name for name, p in own.items() if p.dtype == torch.float32} == wide
+    layouts = parameter_layouts(stack, {"tp": 1})
+    roles = {n.split("mamba2.")[1]: each.role for n, each in layouts.items() if "mamba2." in n}
+    assert {name for name, role in roles.items() if role == "state"} == wide
+    values = dict(stack_of().named_parameters())
+    log = torch.arange(1, 9, dtype=torch.float32).log()
+    assert torch.equal(values["layers.2.mamba2.A_log"].float(), log)
+    steps = F.softplus(values["layers.2.mamba2.dt_bias"])
+    assert steps.min() >= 0.001 - 1e-6 and steps.max() <= 0.1 and steps.std() > 0
+
+
+def test_the_norm_is_over_groups_of_gated_features() -> None:
+    build = Build(Axis.solo("tp"), device=None, dtype=torch.float64)
+    norm = GatedGroupNorm(12, 3, 1e-3, build)
+    norm.weight.data.normal_()
+    y, z = torch.randn(2, 5, 12, dtype=torch.float64).unbind()
+    parts = [F.rms_norm(v, (4,), eps=1e-3) for v in (y * F.silu(z)).split(4, -1)]
+    want = torch.cat(parts, -1) * norm.weight
+    torch.testing.assert_close(norm(y, z, norm.means(y, z)), want, rtol=1e-12, atol=1e-12)
+
+
+def test_it_is_measured_on_meta() -> None:
+    block = BlockSpec(mixer=MAMBA2, feed_forward=None)
+    kept = [kept_bytes(block, 24, 2, size, recompute="none") for size in (256, 512)]
+    assert kept[1] <= 2 * kept[0]
+    assert kept_bytes(block, 24, 2, 512, recompute="selective") < kept[1]
+    sent = sent_bytes(block, 24, 2, 16, tp=4, cut=Cut(64, 4, Layout()))
+    channels, state = 2 * 4 + 2 * 6, 2 * (4 * 6 + 1)  # two heads and one group
+    assert sent["cp"] == 2 * 2 * 2 * 3 * (3 * channels + state) * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "cannot split 8 heads over 3 tp ranks: choose a tensor-parallel size that divides"),
+        ({"heads": 9, "groups": 2}, "cannot split 2 groups over 3 tp ranks: n_groups and the"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_named(changes: dict[str, int], message: str) -> None:
+    axis = Axis("tp", 0, (0, 1, 2), backend="nccl")
+    with pytest.raises(ValueError, match=message):
+        build_decoder(recurrent(replace(MAMBA2, **changes)), Build(axis))
