@@ -14,6 +14,8 @@ from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
     LlamaConfig,
+    Mamba2Config,
+    MambaConfig,
     MistralConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -37,6 +39,11 @@ LATENT: dict[str, Any] = {
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "n_group": 4, "topk_group": 2,
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
+}  # fmt: skip
+RECURRENT: dict[str, Any] = {
+    **{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers")},
+    "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None, "initializer_range": 0.4,
+    "state_size": 8,
 }  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
@@ -62,6 +69,8 @@ def configs() -> dict[str, PretrainedConfig]:
         "qwen2": Qwen2Config(**SIZES),
         "qwen3": Qwen3Config(**SIZES, head_dim=16),
         "starcoder2": Starcoder2Config(**SIZES, sliding_window=6),
+        "mamba": MambaConfig(**RECURRENT),
+        "mamba2": Mamba2Config(**RECURRENT, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),
         "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
         "glm4_moe": Glm4MoeConfig(
             **SIZES,

@@ -15,7 +15,7 @@ from kenotron_dist import Chunk, GridView, MeshConfig, Shard, TensorLayout, Tie,
 from kenotron_dist.boxes import Box, gather_into, local_shape, scatter
 from kenotron_dist.grid_view import views_of
 from kenotron_dist.hashing import key
-from kenotron_dist.init import TILE, Constant, Normal, fill_, initialize, normal_block
+from kenotron_dist.init import TILE, Constant, Normal, Uniform, fill_, initialize, normal_block
 
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 GRIDS = [
@@ -191,3 +191,31 @@ def test_keys_tell_types_and_lengths_apart():
     assert max(key(i, bits=64) for i in range(100)).bit_length() in (63, 64)
     digest = hashlib.sha256(b"int:1:7str:15:layers.0.weightint:2:-1").digest()
     assert key(7, "layers.0.weight", -1, bits=48) == int.from_bytes(digest[:6], "little")
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_even_draws_are_the_same_on_every_grid(name):
+    layout = LAYOUTS[name]
+    whole = torch.empty(layout.shape)
+    bare = TensorLayout(layout.name, layout.shape)
+    fill_(whole, bare, GridView.at(ONE, 0), Uniform(0.3), seed=1)
+    assert whole.abs().max() <= 0.3
+    if whole.numel() > 500:
+        assert abs(whole.mean()) < 0.02 and whole.std() == pytest.approx(0.3 / 3**0.5, rel=0.05)
+    for view in every_rank(GRIDS[3]):
+        local = torch.full(local_shape(layout, view), 99.0)
+        fill_(local, layout, view, Uniform(0.3), seed=1)
+        assert torch.equal(local, scatter(whole, layout, view))
+
+
+def test_computed_values_are_those_of_their_places():
+    class Places:
+        def block(self, layout, box, *, seed):
+            return torch.arange(box.start[0], box.start[0] + box.shape[0], dtype=torch.float32)
+
+    layout = LAYOUTS["bias"]
+    for rank in range(8):
+        view = GridView.at({"pp": 1, "dp": 1, "cp": 1, "tp": 8}, rank)
+        local = torch.zeros(125)
+        fill_(local, layout, view, Places(), seed=1)
+        assert torch.equal(local, torch.arange(125.0) + 125 * rank)

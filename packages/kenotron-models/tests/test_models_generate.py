@@ -16,6 +16,8 @@ from kenotron_models import (
     KVCache,
     LayerStack,
     LlamaConfig,
+    Mamba2ModelConfig,
+    MambaModelConfig,
     MistralConfig,
     Qwen3Config,
     Sampling,
@@ -36,6 +38,17 @@ FAMILIES = {
     "mistral": MistralConfig(**SIZES, num_key_value_heads=4, sliding_window_size=3),
     "qwen3": Qwen3Config(**SIZES, num_key_value_heads=2, head_dim=8),
     "starcoder2": Starcoder2Config(**SIZES, sliding_window_size=4),
+    "mamba": MambaModelConfig(d_model=32, num_hidden_layers=2, vocab_size=V),
+    "mamba2": Mamba2ModelConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        vocab_size=V,
+        num_heads=8,
+        head_dim=8,
+        n_groups=2,
+        state_size=8,
+        chunk_size=4,
+    ),
 }
 TEXTS = [[1, 2, 3], [7], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -90,7 +103,7 @@ def test_a_text_does_not_see_those_beside_it(name: str) -> None:
         assert alone == [together[number]]
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2"])
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "mamba", "mamba2"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_texts_are_the_same_on_every_layout(name: str, sequence: bool, tp: int) -> None:

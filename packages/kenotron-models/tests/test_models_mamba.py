@@ -147,7 +147,7 @@ def test_constants_are_fp32_in_a_bf16_model_and_begin_as_the_paper_says() -> Non
     assert {name for name, p in own.items() if p.dtype == torch.float32} == wide
     roles = {n.split("mamba.")[1]: each.role for n, each in layouts.items() if "mamba." in n}
     assert {name for name, role in roles.items() if role == "state"} == wide
-    assert roles["out_proj.weight"] == "residual" and roles["conv.weight"] == "convolution"
+    assert roles["out_proj.weight"] == "residual" and roles["conv.weight"] == "filter"
     values = dict(stack_of(steps=FirstSteps(0.01, 0.5, 0.02)).named_parameters())
     log = torch.arange(1, 7, dtype=torch.float32).log().expand(16, 6)
     assert torch.equal(values["layers.1.mamba.A_log"].float(), log)

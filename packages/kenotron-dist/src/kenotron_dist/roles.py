@@ -22,7 +22,7 @@ Role = Literal[
     "norm_bias",
     "bias",
     "router",
-    "convolution",
+    "filter",
     "state",
     "other",
 ]
@@ -36,7 +36,7 @@ Role = Literal[
 - ``norm_offset``: scale of a norm, stored as its difference from 1.
 - ``bias``: the bias of a matrix product.
 - ``router``: the matrix that makes the scores of experts.
-- ``convolution``: the taps of a convolution of each channel by itself.
+- ``filter``: the taps of a convolution of each channel by itself.
 - ``state``: decay, step and skip constants of a state-space layer, which never decay.
 - ``other``: none of these.
 """

@@ -17,7 +17,7 @@ from kenotron_dist import (
     named_parameters,
     parameter_layouts,
 )
-from kenotron_dist.init import Constant, initialize
+from kenotron_dist.init import Constant, Initializer, initialize
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.model_plan import ModelPlan, check_balance, one_f_one_b
 from kenotron_engine.sequence import Share, check_cut, share_of
@@ -174,7 +174,10 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
     """
 
     def fill(stack: LayerStack, layouts: Layouts) -> None:
-        draw = standard_init(plan.spec, *plan.draws) if plan.draws else lambda _: Constant(0.0)
+        draw: Callable[[TensorLayout], Initializer] = lambda _: Constant(0.0)  # noqa: E731
+        if plan.draws is not None:
+            std, scaling, *residuals = plan.draws
+            draw = standard_init(plan.spec, std, scaling, *residuals)
         initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
         if plan.compile:
             compile_layers(stack)

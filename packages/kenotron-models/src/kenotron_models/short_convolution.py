@@ -56,7 +56,7 @@ class ShortConvolution(nn.Module):
         cut = Shard(build.tp.name, 0, pieces)
         self.weight = nn.Parameter(torch.empty(own, 1, width, **build.storage))  # (C/t, 1, W)
         self.placements: Placements = {"weight": cut}
-        self.roles: Roles = {"weight": "convolution"}
+        self.roles: Roles = {"weight": "filter"}
         self.bias: nn.Parameter | None = None
         if bias:
             self.bias = nn.Parameter(torch.zeros(own, **build.storage))  # (C/t,)

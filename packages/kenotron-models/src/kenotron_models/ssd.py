@@ -11,6 +11,7 @@ heads that share B and C, N features of a state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,11 +81,11 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, how: Any, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         (masks, limits, size), tokens, constants, state = how, given[:4], given[4:7], given[7]
-        y, elapsed, begins = torch.empty_like(given[0]), 0, []
+        y, elapsed, begins = torch.empty_like(given[0]), torch.zeros_like(state[..., 0, 0]), []
         for span in spans_of(y.shape[1], size):
             begins.append(state)
             parts = [each[:, span] for each in tokens]
-            y[:, span], state, time = _chunk(*parts, *constants, state, masks.of(span), limits)
+            y[:, span], state, time = _chunk((*parts, *constants, state), masks.of(span), limits)
             elapsed = elapsed + time
         ctx.save_for_backward(*given[:7], *begins, *(m for m in masks if m is not None))
         ctx.there = [mask is not None for mask in masks]
@@ -106,7 +107,7 @@ class _Chunks(torch.autograd.Function):
             parts = [each[:, span] for each in tokens]
             leaves = [x.detach().requires_grad_() for x in (*parts, *constants, begin)]
             with torch.enable_grad():
-                made = _chunk(*leaves, masks.of(span), ctx.limits)
+                made = _chunk(leaves, masks.of(span), ctx.limits)
             back = torch.autograd.grad(made, leaves, (of_y[:, span], of_state, of_elapsed))
             for out, grad in zip(outs, back[:4], strict=True):
                 out[:, span] = grad
@@ -117,18 +118,13 @@ class _Chunks(torch.autograd.Function):
 
 
 def _chunk(
-    x: Tensor,
-    step: Tensor,
-    b: Tensor,
-    c: Tensor,
-    a: Tensor,
-    skip: Tensor,
-    bias: Tensor,
-    state: Tensor,
-    masks: Masks,
-    limits: tuple[float, float],
+    given: Sequence[Tensor], masks: Masks, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One chunk: y (R, Q, H, P), the state after it, and the sum of d (R, H)."""
+    """One chunk: y (R, Q, H, P), the state after it, and the sum of d (R, H).
+
+    ``given``: x, steps, B and C of the chunk, a, D, the bias of steps, and the state before it.
+    """
+    x, step, b, c, a, skip, bias, state = given
     wide, groups, dtype = state.dtype, b.shape[2], x.dtype
     x, b, c = x.to(wide), b.to(wide), c.to(wide)
     d = F.softplus(step.to(wide) + bias.to(wide)).clamp(*limits)
