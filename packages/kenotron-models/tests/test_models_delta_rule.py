@@ -68,11 +68,12 @@ def test_gradients_are_finite_differences(documents: bool) -> None:
     assert torch.autograd.gradcheck(run, leaves)
 
 
-def test_no_document_sees_another() -> None:
+@pytest.mark.parametrize("chunk", [4, 64])
+def test_no_document_sees_another(chunk: int) -> None:
     x = drawn(12)
     x = x._replace(goes_on=(torch.arange(12) != 7).expand(ROWS, -1))
     leaves = [part.requires_grad_() for part in x[:5]]
-    y, _ = delta_rule(x, torch.ones(ROWS, HEADS, KEY, VALUE).double(), chunk=4)
+    y, _ = delta_rule(x, torch.ones(ROWS, HEADS, KEY, VALUE).double(), chunk=chunk)
     y[:, 7:].sum().backward()
     for leaf in leaves:
         assert leaf.grad is not None

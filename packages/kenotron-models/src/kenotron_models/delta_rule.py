@@ -117,17 +117,19 @@ def _chunks(x: Delta, chunk: int) -> _Chunks:
     size = min(chunk, x.k.shape[1])
     q, k, v = (_cut(part.to(wide), size) for part in x[:3])  # (R, H, n, Q, .)
     decay, share = (_cut(part.to(wide)[..., None], size)[..., 0] for part in x[3:5])  # (R, H, n, Q)
-    passed = decay.cumsum(-1)
     both = torch.ones(size, size, dtype=torch.bool, device=k.device).tril()
-    since_begin, until_end = passed, passed[..., -1:] - passed
-    kept = passed[..., -1:]
-    if x.goes_on is not None:
+    if x.goes_on is None:
+        passed = decay.cumsum(-1)
+        since_begin, until_end, kept = passed, passed[..., -1:] - passed, passed[..., -1:]
+    else:
         document = _documents(x.goes_on, size)  # (R, 1, n, Q)
         before = F.pad(document[..., -1].flatten(2), (1, -1))[..., None]  # of the state before
         both = both & (document[..., :, None] == document[..., None, :])
-        since_begin = since_begin.masked_fill(document != before, -torch.inf)
+        passed = (both.to(wide) @ decay[..., None])[..., 0]  # since the document's first token
+        since_begin = passed.masked_fill(document != before, -torch.inf)
+        until_end = passed[..., -1:] - passed
         until_end = until_end.masked_fill(document != document[..., -1:], -torch.inf)
-        kept = kept.masked_fill(document[..., -1:] != before, -torch.inf)
+        kept = passed[..., -1:].masked_fill(document[..., -1:] != before, -torch.inf)
     between = (passed[..., :, None] - passed[..., None, :]).masked_fill(~both, -torch.inf).exp()
     system = share[..., None] * (k @ k.transpose(-1, -2)) * between
     wanted = torch.cat([v, k * since_begin.exp()[..., None]], -1) * share[..., None]
