@@ -60,6 +60,8 @@ class Row:
     """Tokens of a sample."""
     ep: int = 1
     """Ranks that share the experts, of those along dp, cp and tp."""
+    chunks: int = 1
+    """Parts in which tokens are sent over ep."""
 
     @property
     def ranks(self) -> int:
@@ -91,9 +93,10 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
-        words[-5:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
+        words[-6:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
         words += [f"s{self.sequence}"] if self.sequence != Row.sequence else []
         words += [f"ep{self.ep}"] if self.ep > 1 else []
+        words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
         return "-".join(words)
 
 
@@ -190,8 +193,10 @@ EXPERTS_BY_HAND = (
     Row(sizes=(2, 2, 2), ep=2, mode="sp+overlap", engine="interleaved", arch="deepseek",
         recompute="full"),
     Row(sizes=(1, 4, 2), ep=8, arch="deepseek", zero=0, accumulate="own", recompute="selective"),
+    Row(sizes=(1, 2, 2), ep=4, chunks=2, arch="qwen2_moe_limited", mode="sp", documents="separate",
+        recompute="full"),
 )  # fmt: skip
-"""Rows of eight ranks with experts."""
+"""Rows of eight ranks with experts, and one whose router is noisy and whose experts are full."""
 
 
 def experts() -> list[Row]:

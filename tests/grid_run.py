@@ -34,6 +34,18 @@ PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 Weights = dict[str, np.ndarray]
 YARN = RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=8)
+QWEN2_EXPERTS = MoEConfig(
+    num_experts=8,
+    top_k=3,
+    moe_intermediate_size=24,
+    enable_shared_expert=True,
+    shared_expert_intermediate_size=32,
+    layers=(1, 2, 4),
+    norm_topk_prob=True,
+    router_aux_loss_coef=0.02,
+    router_z_loss_coef=0.001,
+    router_bias_rate=0.01,
+)
 FAMILIES = {
     "llama": (
         LlamaConfig,
@@ -52,21 +64,13 @@ FAMILIES = {
             "rope_seq_len_interpolation_factor": 2.0,
         },
     ),
-    "qwen2_moe": (
+    "qwen2_moe": (Qwen2Config, {"attention_bias": True, "moe_config": QWEN2_EXPERTS}),
+    "qwen2_moe_limited": (
         Qwen2Config,
         {
             "attention_bias": True,
-            "moe_config": MoEConfig(
-                num_experts=8,
-                top_k=3,
-                moe_intermediate_size=24,
-                enable_shared_expert=True,
-                shared_expert_intermediate_size=32,
-                layers=(1, 2, 4),
-                norm_topk_prob=True,
-                router_aux_loss_coef=0.02,
-                router_z_loss_coef=0.001,
-                router_bias_rate=0.01,
+            "moe_config": replace(
+                QWEN2_EXPERTS, expert_capacity_factor=1.0, router_jitter_noise=0.05
             ),
         },
     ),
@@ -166,7 +170,8 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
     flags = [f"{key}={value}" for key, value in overrides.items()]
     config = parse_config(parity.YAML, "grid", flags)
     model = replace(config.model, model_config=model_of(row))
-    return replace(config, model=model, parallelism=replace(config.parallelism, ep=row.ep))
+    parallelism = replace(config.parallelism, ep=row.ep, ep_chunks=row.chunks)
+    return replace(config, model=model, parallelism=parallelism)
 
 
 def saved_after(steps: int) -> int:

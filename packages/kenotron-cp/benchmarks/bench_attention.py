@@ -12,9 +12,9 @@ depends less on what else the machine does.
 difference is an error.
 
 **Memory.** The largest number of bytes that a rank's forward and backward hold beyond the inputs,
-by number of ranks: of one attention, or (``--layers 8``) of a small model. The kernel makes its
-results and computes nothing, so that long sequences take seconds. ``share`` is that of one rank,
-ideally 1/c.
+by way and number of ranks: of one attention, or (``--layers 8``) of a small model. The kernel makes
+its results and computes nothing, so that long sequences take seconds. ``share`` is that of one
+rank, ideally 1/c.
 
 The defaults take four minutes on two quiet cores. Time grows with the square of S: 32,768 tokens
 take ten minutes more (``--sequences 32768``), and 65,536 forty, or twelve with ``--rounds 1``.
@@ -103,8 +103,8 @@ def alone(mesh: Mesh, sizes: Sizes) -> Step:
     return step
 
 
-def small_model(mesh: Mesh, sizes: Sizes, layers: int) -> Step:
-    """Forward and backward of layers of attention by ring and of a feed-forward of twice the width.
+def small_model(mesh: Mesh, sizes: Sizes, way: Any, layers: int) -> Step:
+    """Forward and backward of layers of attention and of a feed-forward of twice the width.
 
     Parameters count as inputs, their gradients do not.
     """
@@ -120,7 +120,7 @@ def small_model(mesh: Mesh, sizes: Sizes, layers: int) -> Step:
         h = x
         for inner, outer, up, down in parameters:
             q, k, v = (h @ inner).unflatten(-1, (3, sizes.heads, sizes.depth)).unbind(2)
-            h = h + attend(q, k, v, axis, sight, kernel=HOLLOW).flatten(2) @ outer
+            h = h + attend(q, k, v, axis, sight, way=way, kernel=HOLLOW).flatten(2) @ outer
             h = h + (h @ up).relu() @ down
         between()
         h.backward(grad)
@@ -170,9 +170,9 @@ def measure(mesh: Mesh, sizes: Sizes, rounds: int) -> dict[str, Found]:
     return found
 
 
-def peak(mesh: Mesh, sizes: Sizes, layers: int) -> int:
-    """Bytes that a step by ring holds at most, beyond its inputs. 0 layers: of attention alone."""
-    step = small_model(mesh, sizes, layers) if layers else ours(mesh, sizes, "ring", HOLLOW)
+def peak(mesh: Mesh, sizes: Sizes, way: str, layers: int) -> int:
+    """Bytes that a step holds at most, beyond its inputs. 0 layers: of attention alone."""
+    step = small_model(mesh, sizes, way, layers) if layers else ours(mesh, sizes, way, HOLLOW)
     with HeldBytes() as held:
         step(lambda: None)
     return held.most
@@ -208,13 +208,14 @@ def show_times(sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def show_memory(sizes: Sizes, ranks: list[int], layers: int) -> list[dict[str, Any]]:
+def show_memory(sizes: Sizes, way: str, ranks: list[int], layers: int) -> list[dict[str, Any]]:
     """Print and return the peak of a rank by number of ranks."""
     rows: list[dict[str, Any]] = []
     what = f"{layers} layers" if layers else "attention"
-    print(f"\npeak of a rank, {what}, S {sizes.sequence}, {sizes.heads} heads of {sizes.depth}")
+    shape = f"{sizes.heads} heads of {sizes.depth}"
+    print(f"\npeak of a rank, {way}, {what}, S {sizes.sequence}, {shape}")
     for c in ranks:
-        most = max(spawn(peak, sizes, layers, cp=c))
+        most = max(spawn(peak, sizes, way, layers, cp=c))
         share = most / rows[0]["peak_bytes"] if rows else 1.0
         rows.append({"cp": c, "peak_bytes": most, "share": share})
         print(f"cp {c}: {most / 2**20:>8.1f} MB, share {share:.3f}, 1/c {1 / c:.3f}")
@@ -253,9 +254,10 @@ def main() -> None:
         sizes = Sizes(sequence, options.heads, options.kv_heads, options.depth, dtype)
         figures[f"S {sequence}"] = show_times(sizes, options.rounds)
     if options.memory:
-        sizes = Sizes(options.memory, 2, 2, 32, dtype)
-        name = f"memory {options.memory}, {options.layers} layers"
-        figures[name] = show_memory(sizes, options.memory_ranks, options.layers)
+        sizes = Sizes(options.memory, 8, 8, 32, dtype)
+        for way in WAYS:
+            name = f"memory {options.memory}, {way}, {options.layers} layers"
+            figures[name] = show_memory(sizes, way, options.memory_ranks, options.layers)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -25,7 +25,7 @@ from kenotron_dist import (
     named_parameters,
     parameter_layouts,
 )
-from kenotron_optim import GradAccumulator, Slices
+from kenotron_optim import GradAccumulator, Reduce, Slices
 
 SHAPES = {
     "embed": (10, 4),
@@ -107,7 +107,12 @@ def expected(dp: int, t: int) -> dict[str, Tensor]:
     return found
 
 
-def hold(mesh: Mesh, forget: str = "", dtype: torch.dtype = torch.float32) -> Held:
+def hold(
+    mesh: Mesh,
+    forget: str = "",
+    dtype: torch.dtype = torch.float32,
+    reduce: Reduce = "step",
+) -> Held:
     """This stage's part, with layouts of the whole; ``forget`` plants a bug in these."""
     model = Pieces(mesh["tp"].size, dtype)
     last = mesh["pp"].size - 1
@@ -118,7 +123,7 @@ def hold(mesh: Mesh, forget: str = "", dtype: torch.dtype = torch.float32) -> He
         if last == 0 or (path in FIRST_STAGE) == (mesh["pp"].rank == 0)
     }
     wrong = {path: _without(layout, forget) for path, layout in layouts.items()}
-    return Held(own, GradAccumulator(own, wrong, mesh))
+    return Held(own, GradAccumulator(own, wrong, mesh, reduce=reduce))
 
 
 def backward(

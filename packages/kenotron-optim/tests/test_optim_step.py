@@ -212,7 +212,7 @@ def no_group(mesh: Mesh) -> None:
 
 
 def bad_stage(mesh: Mesh) -> None:
-    sliced(mesh, 3, 1, adamw)
+    sliced(mesh, 4, 1, adamw)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def bad_stage(mesh: Mesh) -> None:
     [
         (no_layout, "no layout for parameters .*first.weight"),
         (no_group, "parameters .*first.bias.* are in no group"),
-        (bad_stage, "ZeRO stage 3 is not available: choose 0 or 1"),
+        (bad_stage, "ZeRO stage 4 is not available: choose 0, 1, 2 or 3"),
     ],
 )
 def test_errors_are_sentences(function, message: str) -> None:

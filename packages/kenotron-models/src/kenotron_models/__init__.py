@@ -36,6 +36,7 @@ from kenotron_models.flops import (
     parameter_count,
     training_flops,
 )
+from kenotron_models.gated_delta import GatedDelta, GatedDeltaSpec
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
 from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
@@ -76,6 +77,8 @@ __all__ = [
     "FAMILIES",
     "Family",
     "FamilyConfig",
+    "GatedDelta",
+    "GatedDeltaSpec",
     "Glm4MoEConfig",
     "Head",
     "HuggingFace",

@@ -75,10 +75,14 @@ def bytes_alive(block: Block, x: Tensor, context: Context) -> int:
     for part in block.children():
         if isinstance(part, Part):
             part.prepare(context)
-    with _Storages() as made:
-        y = block(x.clone(), context)  # a clone, which lives on only where the backward reads it
-    gc.collect()
-    return made.alive(without=y)
+    gc.freeze()  # so that only what is made from here on is looked through
+    try:
+        with _Storages() as made:
+            y = block(x.clone(), context)  # a clone, which lives on only where backward reads it
+        gc.collect()
+        return made.alive(without=y)
+    finally:
+        gc.unfreeze()
 
 
 class _Storages(TorchDispatchMode):

@@ -41,6 +41,8 @@ class Recurrent(Part, ABC):
 
     reads_cache: ClassVar[bool] = True
     cuts_sequence: ClassVar[bool] = True
+    passes: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.mul)
+    """What makes a state of a factor and the state before."""
 
     def __init__(
         self, convolution: ShortConvolution, layer: int, *, separate_documents: bool
@@ -56,10 +58,9 @@ class Recurrent(Part, ABC):
         """
         ...
 
-    @abstractmethod
     def decay(self, elapsed: Tensor) -> Tensor:
         """Return the factor of a state after steps that add up to ``elapsed``, (R, ...)."""
-        ...
+        raise AssertionError(f"{type(self).__name__} has neither a decay nor a state_map")
 
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, before a compiled ``forward``."""
@@ -121,11 +122,18 @@ class Recurrent(Part, ABC):
             return done.y
         if segments is None:
             return run().y
-        alone = run()
+        state, factor = self.state_map(x, steps, goes_on)
+        return run(first=entering_states(state, factor, segments, apply=self.passes)).y
+
+    def state_map(
+        self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the states after pieces (R, ...) when those before are 0, and their factors."""
+        alone = self.scan(x, steps)(goes_on=goes_on)
         decay = self.decay(alone.elapsed)
         if goes_on is not None:
             decay = decay * goes_on.all(1).view(-1, *(1 for _ in decay.shape[1:]))
-        return run(first=entering_states(alone.state, decay, segments)).y
+        return alone.state, decay
 
 
 def _pieces(x: Tensor, count: int) -> Tensor:

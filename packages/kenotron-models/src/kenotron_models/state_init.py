@@ -27,6 +27,21 @@ class LogOfPlace:
 
 
 @dataclass(frozen=True)
+class LogOfDraw:
+    """Logarithms of values drawn evenly between two bounds above 0."""
+
+    low: float
+    """Smallest value."""
+    high: float
+    """Largest value."""
+
+    def block(self, layout: TensorLayout, box: Box, *, seed: int) -> Tensor:
+        """Return the values of a block; see ``kenotron_dist.init.Computed``."""
+        draws = uniform_block(layout.name, layout.shape, box, seed=seed)
+        return (draws * (self.high - self.low) + self.low).log()
+
+
+@dataclass(frozen=True)
 class FirstSteps:
     """Biases whose softplus is a step, drawn between two bounds, evenly in its logarithm."""
 

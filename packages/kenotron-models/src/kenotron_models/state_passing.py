@@ -1,6 +1,6 @@
 """States that enter the pieces of a row which is cut over ranks.
 
-Each piece is an affine map of the state before it: ``h -> decay h + last``. All ranks get the maps
+Each piece is an affine map of the state before it: ``h -> factor h + last``. All ranks get the maps
 of all pieces in one all-gather, whose size does not depend on the number of tokens, and apply those
 of earlier pieces in order.
 
@@ -9,6 +9,8 @@ Shapes: B rows, P pieces of a row on this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -16,27 +18,33 @@ from kenotron_dist.autograd import all_gather_from
 from kenotron_models.segments import Segments
 
 
-def entering_states(last: Tensor, decay: Tensor, segments: Segments) -> Tensor:
+def entering_states(
+    last: Tensor,
+    factor: Tensor,
+    segments: Segments,
+    *,
+    apply: Callable[[Tensor, Tensor], Tensor] = torch.mul,
+) -> Tensor:
     """Return the state before each of this rank's pieces. Collective over the axis of the cut.
 
     Args:
         last: state after each piece when that before it is 0, (B P, ...), fp32.
-        decay: factor of the state before a piece in the one after it, (B P, ...), broadcast to
-            ``last``.
+        factor: what becomes of the state before a piece in the one after it, (B P, ...), fp32.
         segments: how rows are cut.
+        apply: makes a state of a factor and a state: by elements, or ``torch.matmul``.
 
     Returns:
         (B P, ...), of the shape of ``last``.
     """
     width = last[0].numel()
-    flat = torch.cat([last.flatten(1), decay.flatten(1)], 1)
+    flat = torch.cat([last.flatten(1), factor.flatten(1)], 1)
     own = flat.unflatten(0, (-1, segments.pieces)).movedim(1, 0)  # (P, B, ...)
     every = all_gather_from(own.contiguous(), segments.axis)[segments.order]
     lasts = every[..., :width].unflatten(-1, last.shape[1:])
-    decays = every[..., width:].unflatten(-1, decay.shape[1:])
+    factors = every[..., width:].unflatten(-1, factor.shape[1:])
     state = torch.zeros_like(lasts[0])
     before = []
-    for each, factor in zip(lasts, decays, strict=True):
+    for each, of_piece in zip(lasts, factors, strict=True):
         before.append(state)
-        state = factor * state + each
+        state = apply(of_piece, state) + each
     return torch.stack([before[piece] for piece in segments.held], 1).flatten(0, 1)

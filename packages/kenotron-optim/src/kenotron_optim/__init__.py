@@ -11,12 +11,14 @@ from kenotron_optim.config import (
     OptimizerConfig,
     SGDConfig,
 )
+from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
 from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
 from kenotron_optim.muon_params import whole_matrices
 from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
+from kenotron_optim.parameter_shards import Regather
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.update_rule import update_rule
 
@@ -35,6 +37,8 @@ __all__ = [
     "NonFiniteStep",
     "OptimizerConfig",
     "ParameterGroup",
+    "Reduce",
+    "Regather",
     "SGDConfig",
     "SlicedOptimizer",
     "Slices",

@@ -7,27 +7,33 @@ placements ask for in ``finish``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kenotron_dist import DATA_AXES, Axis, Mesh, TensorLayout
-from kenotron_dist.weight_products import Factors, add_product, adds_in_fp32, current_backward
+from kenotron_dist.weight_products import Factors, adds_in_fp32, current_backward
 from kenotron_optim.bucket_order import order_buckets
 from kenotron_optim.checks import (
     check_alike,
+    check_backwards,
+    check_count,
     check_known,
     check_parameters,
     first_owners,
     frozen_ties,
 )
+from kenotron_optim.gradient_buffers import Reduce, make_buffers
 from kenotron_optim.gradient_hooks import GradientHooks
 from kenotron_optim.partition import (
     Bucket,
     Place,
     Span,
     add,
+    add_products,
     blocks,
     copy,
     matrices,
@@ -35,7 +41,6 @@ from kenotron_optim.partition import (
     shaped,
     write,
 )
-from kenotron_optim.reduction import Reduction
 from kenotron_optim.sync import GradientSync
 
 Slices = dict[str, Tensor]
@@ -58,6 +63,10 @@ class GradAccumulator:
         irregular: logical names of tensors that may get no gradient on some ranks. Their sums start
             in ``finish``, so that ranks communicate in one order; during the backward one rank
             would wait for others that wait for it. None: all tensors of the expert grid.
+        reduce: step: gradients of all micro-batches are added first, in buffers of their full size.
+            micro_batch: those of each are reduced, and only this rank's slices are kept (ZeRO-2);
+            with several micro-batches sums are in another order. Tied, partial and ``irregular``
+            tensors keep full buffers.
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
     made later over the same parameters takes their gradients; the hooks do not keep it alive, and
@@ -76,6 +85,7 @@ class GradAccumulator:
         bucket_mb: float | None = None,
         whole: Collection[str] = (),
         irregular: Collection[str] | None = None,
+        reduce: Reduce = "step",
     ) -> None:
         check_parameters(parameters, layouts, mesh)
         frozen = frozen_ties(parameters, layouts, mesh)
@@ -98,15 +108,12 @@ class GradAccumulator:
         self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
         """Ranks that must accumulate the same tensors: with experts the whole stage."""
         check_alike([(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()], self.peers)
-        self.buffers = [
-            each.buffer(torch.float32 if fp32 else each.dtype, mesh.device) for each in self.buckets
-        ]
-        """For each bucket (d, width): after ``finish`` this rank's row has the sums."""
-        self._places = {
-            span.name: (buffer, span)
-            for bucket, buffer in zip(self.buckets, self.buffers, strict=True)
-            for span in bucket.spans
-        }
+        made = make_buffers(self.buckets, mesh, late, reduce, fp32=fp32)
+        self._sums, self._reduction, self._bucket_of = made.sums, made.reduction, made.number
+        self.buffers, self._places = made.buffers, made.places
+        """For each bucket (d, width): after ``finish`` this rank's row has the sums. On meta where
+        only slices are kept, in ``slice_sums`` (width,)."""
+        self.slice_sums = made.sums.sums
         self._owned = {name: self._owned_view(name) for name in self.logical}
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         self._blocks: dict[str, list[Place]] = {}
@@ -115,11 +122,8 @@ class GradAccumulator:
         """Where products are added, of parameters that are taken."""
         self._taken_in: dict[str, int] = {}
         """The backward pass in which a parameter's product was taken last."""
-        early = [late.isdisjoint(span.name for span in b.spans) for b in self.buckets]
-        axes = [mesh[bucket.axes] for bucket in self.buckets]
-        self._reduction = Reduction(self.buffers, axes, sum(early))
-        self._bucket_of = {s.name: i for i, b in enumerate(self.buckets) for s in b.spans}
         self._open = False
+        self._watchers: list[weakref.WeakMethod[Callable[[str], None]]] = []
         for path in self.parameters:
             self._find_blocks(path, layouts[path], fp32)
         self._hooks = GradientHooks(self, self.parameters)
@@ -136,8 +140,7 @@ class GradAccumulator:
         start in ``finish``. Collective over the data axes after a step that was begun so and not
         finished. Raises ValueError unless it is a number from 1.
         """
-        if backwards is not None and (not isinstance(backwards, int) or backwards < 1):
-            raise ValueError(f"backwards is {backwards!r}: give the number of backwards, from 1")
+        check_backwards(backwards)
         if self._open and self._backwards is not None:
             self._reduction.finish()  # some ranks may have started sums that others have not
         for parameter in self.parameters.values():
@@ -146,8 +149,11 @@ class GradAccumulator:
         """Gradients that each parameter got in this step."""
         self._backwards, self._open, self._zeroed = backwards, True, zeroed
         if zeroed:
+            if self._sums.sums:
+                raise ValueError("zeroed=True keeps whole gradients: make it with reduce='step'")
             torch._foreach_zero_([*self.buffers, *self._seconds.values()])
-        self._missing = [len(bucket.spans) for bucket in self.buckets]
+        self._missing = Counter(self._bucket_of.values())
+        self._sums.start()
         self._reduction.start()
 
     def replayed(self, times: int) -> None:
@@ -169,10 +175,15 @@ class GradAccumulator:
             if not count:
                 for view, _ in self._blocks[path]:
                     view.zero_()
+        self._sums.finish()
         self._reduction.start_early()  # before other sums, on ranks whose hooks did not fire, too
         self._sync.run(self._read, self._write)
         self._reduction.finish()
         return {name: view.float() for name, view in self._owned.items()}
+
+    def watch(self, told: weakref.WeakMethod[Callable[[str], None]]) -> None:
+        """Call a method with the path of every parameter whose gradient was added."""
+        self._watchers.append(told)
 
     def spans(self) -> list[tuple[Bucket, Span]]:
         """Every logical tensor of this stage with its bucket."""
@@ -190,8 +201,9 @@ class GradAccumulator:
 
     def _owned_view(self, name: str) -> Tensor:
         """What this data rank owns of a logical tensor, in its row of the buffer."""
-        buffer, span = self._places[name]
-        own = self.axis_of(name).rank
+        if name in self._sums:
+            return self._sums.owned(name)
+        (buffer, span), own = self._places[name], self.axis_of(name).rank
         start, stop = span.owned(own)
         return buffer[own, span.offset : span.offset + stop - start]
 
@@ -208,8 +220,11 @@ class GradAccumulator:
 
     def receive_gradient(self, path: str, gradient: Tensor) -> None:
         """Add a gradient, of the parameter's own shape, to its buffer (for its hook)."""
-        count, places = self._count(path), self._blocks[path]
-        (add if count or self._zeroed else copy)(places, gradient)
+        count, name = self._count(path), self.name_of[path]
+        if name in self._sums:
+            copy(self._sums.places(name, count), gradient)
+        else:
+            (add if count or self._zeroed else copy)(self._blocks[path], gradient)
         self._counted(path, count)
 
     def take_products(self, paths: Iterable[str], *, anywhere: bool = False) -> list[str]:
@@ -246,41 +261,31 @@ class GradAccumulator:
     @torch.no_grad()
     def receive_products(self, path: str, products: Sequence[Factors]) -> None:
         """Add the products of a backward pass to a parameter's buffer (for its taker)."""
-        count = self._count(path)
-        for i, (dy, x) in enumerate(products):
-            replaces = not (count or self._zeroed or i)
-            for view, rows in self._matrices[path]:
-                add_product(view, dy[:, rows].t(), x, replaces=replaces)
+        count, name, places = self._count(path), self.name_of[path], self._matrices[path]
+        leaves = name in self._sums
+        if leaves:
+            places = matrices(self._sums.places(name, count), self.parameters[path])
+        add_products(places, products, replaces=leaves or not (count or self._zeroed))
         self._taken_in[path] = current_backward()
         self._counted(path, count)
 
     def _count(self, path: str) -> int:
         """How many gradients a parameter has got. Raises RuntimeError where one more is wrong."""
-        if not self._open:
-            raise RuntimeError(
-                f"parameter {path!r} got a gradient after finish(): a step begins with start()"
-            )
-        count = self._counts[path]
-        backward = current_backward()
-        if self._backwards is not None and backward >= 0 and self._taken_in.get(path) == backward:
-            raise RuntimeError(
-                f"parameter {path!r}: the product of its gradient was already taken in this "
-                "backward pass, in which it is used more than once: leave it out of take_products, "
-                "or call start() without backwards"
-            )
-        if self._backwards is not None and count >= self._backwards:
-            raise RuntimeError(
-                f"parameter {path!r} got gradient number {count + 1}, but "
-                f"start(backwards={self._backwards}) promised at most {self._backwards}: its "
-                "sum may be under way; give the number of backward passes, or none"
-            )
+        count, backward = self._counts[path], current_backward()
+        taken = backward >= 0 and self._taken_in.get(path) == backward
+        check_count(path, count, self._backwards, is_open=self._open, taken=taken)
         return count
 
     def _counted(self, path: str, before: int) -> None:
         """Count a gradient that was added; a bucket that has all of its own may be reduced."""
-        self._counts[path] = before + 1
-        if before + 1 == self._backwards:
-            bucket = self._bucket_of[self.name_of[path]]
+        self._counts[path], name = before + 1, self.name_of[path]
+        for watcher in self._watchers:
+            if (told := watcher()) is not None:
+                told(path)
+        if name in self._sums:
+            self._sums.arrived(name, before)
+        elif before + 1 == self._backwards:
+            bucket = self._bucket_of[name]
             self._missing[bucket] -= 1
             if not self._missing[bucket]:
                 self._reduction.ready(bucket)
@@ -289,10 +294,7 @@ class GradAccumulator:
         """The accumulated gradient of one owner, in the parameter's shape."""
         if path in self._seconds:
             return self._seconds[path]
-        buffer, span = self._places[layout.name]
-        out = torch.empty_like(self.parameters[path], dtype=buffer.dtype)
-        read(buffer, span, out)
-        return out
+        return read(*self._places[layout.name], self.parameters[path])
 
     def _write(self, name: str, gradient: Tensor) -> None:
         write(*self._places[name], gradient)

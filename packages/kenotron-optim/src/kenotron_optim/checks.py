@@ -86,3 +86,41 @@ def first_owners(
         name = layouts[path].name
         found[name] = min(found.get(name, path), path)
     return found
+
+
+def check_backwards(backwards: int | None) -> None:
+    """Raise ValueError for a number of backward passes that is none."""
+    if backwards is not None and (not isinstance(backwards, int) or backwards < 1):
+        raise ValueError(f"backwards is {backwards!r}: give the number of backwards, from 1")
+
+
+def check_count(
+    path: str, count: int, backwards: int | None, *, is_open: bool, taken: bool
+) -> None:
+    """Raise RuntimeError where a parameter must get no further gradient.
+
+    Args:
+        path: name of the parameter.
+        count: gradients that it got in this step.
+        backwards: how many it may get; None: any number.
+        is_open: whether a step has begun that is not finished.
+        taken: whether the product of this backward pass was taken before.
+    """
+    if not is_open:
+        raise RuntimeError(
+            f"parameter {path!r} got a gradient after finish(): a step begins with start()"
+        )
+    if backwards is None:
+        return
+    if taken:
+        raise RuntimeError(
+            f"parameter {path!r}: the product of its gradient was already taken in this "
+            "backward pass, in which it is used more than once: leave it out of take_products, "
+            "or call start() without backwards"
+        )
+    if count >= backwards:
+        raise RuntimeError(
+            f"parameter {path!r} got gradient number {count + 1}, but "
+            f"start(backwards={backwards}) promised at most {backwards}: its "
+            "sum may be under way; give the number of backward passes, or none"
+        )

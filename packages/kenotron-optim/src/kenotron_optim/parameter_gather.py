@@ -35,6 +35,9 @@ class ParameterGathers:
         gathers: whether data ranks have slices to gather (stage 1).
     """
 
+    by_module = False
+    """Whether parameters of different modules are never gathered together."""
+
     def __init__(self, accumulator: GradAccumulator, *, gathers: bool) -> None:
         self._accumulator, self._gathers = accumulator, gathers
         self.groups: list[Group] = [bucket.spans for bucket in accumulator.buckets]
@@ -62,7 +65,11 @@ class ParameterGathers:
                 f"parameters {', '.join(missing)} belong to none of the {len(modules)} modules "
                 "given: give every module that reads parameters, in the order of the forward"
             )
-        cut = [group for bucket in self._accumulator.buckets for group in _cut(bucket, first)]
+        cut = [
+            group
+            for bucket in self._accumulator.buckets
+            for group in _cut(bucket, first, by_module=self.by_module)
+        ]
         self.groups = sorted(cut, key=lambda group: min(first[span.name] for span in group))
         check_alike([[span.name for span in group] for group in self.groups], accumulator.peers)
         held = [{span.name for span in group} for group in self.groups]
@@ -93,8 +100,17 @@ class ParameterGathers:
         self._hook_readers()
 
     def wait(self) -> None:
-        """Wait for everything in flight; no-op where nothing is."""
+        """Wait until all parameters are complete; no-op where nothing is in flight."""
         self.land(list(self._flying))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parameters have memory."""
+        return True
+
+    def settle(self) -> None:
+        """Wait for everything in flight, before masters change."""
+        self.wait()
 
     def _hook_readers(self) -> None:
         """All gathers have started: let modules wait for them.
@@ -116,13 +132,15 @@ class ParameterGathers:
         """Those of each group; found again where parameters have moved."""
         places = [p.data_ptr() for p in self._accumulator.parameters.values()], self.groups
         if self._found is None or self._found[0] != places:
-            axes = [self._accumulator.axis_of(group[0].name) for group in self.groups]
-            found = [
-                (axis, [self._ranges(group, rank) for rank in range(axis.size)])
-                for axis, group in zip(axes, self.groups, strict=True)
-            ]
-            self._found = places, found
+            self._found = places, self._find_pieces()
         return self._found[1]
+
+    def _find_pieces(self) -> list[Pieces]:
+        axes = [self._accumulator.axis_of(group[0].name) for group in self.groups]
+        return [
+            (axis, [self._ranges(group, rank) for rank in range(axis.size)])
+            for axis, group in zip(axes, self.groups, strict=True)
+        ]
 
     def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
         """What a data rank owns of the parameters of a group, where they are; may be empty."""
@@ -136,14 +154,15 @@ class ParameterGathers:
 
     def land(self, groups: Iterable[int]) -> None:
         """Wait for some groups, in the order of their start; without any left, remove all hooks."""
-        self._wait_for(groups)
+        self.wait_for(groups)
         if not self._flying:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
 
-    def _wait_for(self, groups: Iterable[int]) -> None:
-        for group in groups:
+    def wait_for(self, groups: Iterable[int]) -> None:
+        """Wait for those of some groups that are in flight."""
+        for group in list(groups):
             if group in self._flying:
                 self._flying.pop(group).wait()
 
@@ -156,7 +175,7 @@ class ParameterGathers:
         Args:
             memo: that of ``copy.deepcopy``, which has made copies of some parameters before.
         """
-        self._wait_for(list(self._flying))
+        self.wait_for(list(self._flying))
         for parameter in self._accumulator.parameters.values():
             if (copied := memo.get(id(parameter))) is not None:
                 copied.copy_(parameter)
@@ -192,9 +211,9 @@ def _remove_from_copy(module: nn.Module, _: Any) -> None:
         del hooks[key]
 
 
-def _cut(bucket: Bucket, first: dict[str, int]) -> list[Group]:
+def _cut(bucket: Bucket, first: dict[str, int], *, by_module: bool) -> list[Group]:
     """A bucket as one group; one of whole tensors, of any size, as a group for each module."""
-    if all(span.owner is None for span in bucket.spans):
+    if not by_module and all(span.owner is None for span in bucket.spans):
         return [bucket.spans]
     groups: dict[int, list[Span]] = {}
     for span in bucket.spans:

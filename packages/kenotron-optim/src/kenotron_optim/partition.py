@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from kenotron_dist.weight_products import Factors, add_product
+
 HOST_BUCKET_BYTES = 25 * 2**20
 """Bytes of a bucket on a CPU."""
 BUCKET_ELEMENTS, RANK_ELEMENTS = 40_000_000, 1_000_000
@@ -225,11 +227,26 @@ def matrices(places: Sequence[Place], parameter: Tensor) -> list[Place]:
     return [] if few else found
 
 
-def read(buffer: Tensor, span: Span, out: Tensor) -> None:
-    """Copy a parameter from its place in a bucket into ``out`` (contiguous), casting."""
+def add_products(places: Sequence[Place], products: Sequence[Factors], *, replaces: bool) -> None:
+    """Add products dy^T x to the ``matrices`` of a parameter.
+
+    Args:
+        places: the matrices, and the rows that they hold.
+        products: dy (T, O) and x (T, I) of each.
+        replaces: whether the first one overwrites what is there.
+    """
+    for i, (dy, x) in enumerate(products):
+        for view, rows in places:
+            add_product(view, dy[:, rows].t(), x, replaces=replaces and not i)
+
+
+def read(buffer: Tensor, span: Span, like: Tensor) -> Tensor:
+    """Return a copy of a parameter from its place in a bucket, of the shape of ``like``."""
+    out = torch.empty_like(like, dtype=buffer.dtype, memory_format=torch.contiguous_format)
     flat = out.view(-1)
     for view, part in blocks(buffer, span):
         flat[part].view_as(view).copy_(view)
+    return out
 
 
 def _bucket(ranks: int, dtype: torch.dtype | None, spans: Sequence[Span]) -> Bucket:

@@ -1,0 +1,261 @@
+"""Parameters that exist where they are used (ZeRO-3; Rajbhandari et al., arXiv 1910.02054).
+
+Between uses a parameter has no memory: its storage is empty, and what a rank owns is in its
+masters. A unit, a module of the forward, gathers its parameters before its forward and again
+before its backward, while the unit before it computes, and frees them after it. Views, autograd's
+saved tensors and tied leaves refer to the storage, which is filled with the same values again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from kenotron_dist import gather_pieces
+from kenotron_optim.accumulate import GradAccumulator
+from kenotron_optim.parameter_gather import ParameterGathers, Pieces
+
+Regather = Literal["layer", "step"]
+"""layer: a unit is freed after its forward and gathered again for its backward; step: it is kept
+until the update."""
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A module, and what it needs."""
+
+    place: int
+    """In the order of the forward."""
+    groups: list[int]
+    """Groups of parameters that it reads."""
+    paths: frozenset[str]
+    """Its own parameters that learn."""
+    left: set[str] = field(default_factory=set)
+    """Those without a gradient in the backward that runs."""
+    waiting: int = 0
+    """Backwards for which it was gathered and is not freed."""
+
+
+class ParameterShards(ParameterGathers):
+    """The parameters of one stage: whole until ``overlap_forward`` names the units.
+
+    Args:
+        accumulator: has the parameters and their buckets; tells which gradients have come.
+        regather: when units are freed.
+        masters: fp32 values of what this rank owns, by (logical name, data rank).
+    """
+
+    by_module = True
+
+    def __init__(
+        self,
+        accumulator: GradAccumulator,
+        regather: Regather,
+        masters: Mapping[tuple[str, int], Tensor],
+    ) -> None:
+        super().__init__(accumulator, gathers=True)
+        self._regather, self._masters = regather, masters
+        self._units: list[_Unit] = []
+        self._held: list[int] = []
+        """Uses of each group that are not over."""
+        self._there: set[int] = set()
+        """Groups that have memory; those that fly are among them."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters have no memory between uses."""
+        return bool(self._units)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parameters have memory now."""
+        return len(self._there) == len(self._held)
+
+    def overlap_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Make units of the modules and free all parameters; see ``SlicedOptimizer``."""
+        modules = list(modules)
+        for module in modules:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                raise ValueError(
+                    f"{type(module).__name__}.compile() makes hooks a part of the program, and "
+                    "ZeRO stage 3 gathers in hooks: compile its submodules, or choose stage 2"
+                )
+        for path, parameter in self._accumulator.parameters.items():
+            if parameter.untyped_storage().nbytes() != parameter.nbytes:
+                raise ValueError(
+                    f"parameter {path!r} is a part of a larger memory, which ZeRO stage 3 cannot "
+                    "free: give it memory of its own, or choose stage 2"
+                )
+        super().overlap_forward(modules)
+        self._found = None  # of other groups
+        self._pieces()  # while parameters have memory
+        self._held, self._there = [0] * len(self.groups), set(range(len(self.groups)))
+        paths = self._accumulator.parameters
+        for place, (module, groups) in enumerate(self._readers):
+            own = {id(parameter) for parameter in module.parameters()}
+            unit = _Unit(place, groups, frozenset(p for p, x in paths.items() if id(x) in own))
+            self._units.append(unit)
+            module.register_forward_pre_hook(_Hook(self._before_forward, unit))
+            module.register_forward_hook(_Hook(self._after_forward, unit))
+        self._accumulator.watch(weakref.WeakMethod(self._got_gradient))
+        self.publish(self._masters)
+
+    def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
+        """Take other masters, by (logical name, data rank); the next uses gather them."""
+        self._masters = masters
+        if self.sharded:
+            self.free()
+        else:
+            super().publish(masters)
+
+    def free(self) -> None:
+        """Free all parameters and forget uses that are not over."""
+        self.wait_for(self._flying)
+        self._held = [0] * len(self.groups)
+        for unit in self._units:
+            unit.left, unit.waiting = set(), 0
+        for group in list(self._there):
+            self._empty(group)
+
+    def settle(self) -> None:
+        """Wait for what is in flight; parameters that have no memory stay so."""
+        self.wait_for(self._flying)
+
+    def wait(self) -> None:
+        """Make all parameters whole, until the next use of each is over or ``publish``."""
+        for group in range(len(self.groups)) if self.sharded else ():
+            self._start(group)
+        self.wait_for(self._flying)
+
+    def _before_forward(self, unit: _Unit, module: nn.Module, args: Any) -> None:
+        self._enter(unit, unit.place + 1)
+
+    def _after_forward(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> None:
+        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+        differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        # Who hands on what it was given leaves its work, and its parameters, to a later reader.
+        reads_later = any(x is y for x in tensors for y in tree_leaves(args))
+        if reads_later:
+            self._await_gradients(unit) if differentiates else None
+            return
+        if differentiates:
+            once = _Once(partial(self._before_backward, unit))
+            for x in tensors:
+                if x.requires_grad:
+                    x.register_hook(once)
+        self._leave(unit)
+
+    def _before_backward(self, unit: _Unit) -> None:
+        if unit.paths:
+            self._await_gradients(unit)
+            self._enter(unit, unit.place - 1)
+
+    def _await_gradients(self, unit: _Unit) -> None:
+        unit.left = unit.left or set(unit.paths)
+        unit.waiting += 1
+
+    def _got_gradient(self, path: str) -> None:
+        """A unit whose parameters all have a gradient is done with its backward."""
+        for unit in self._units:
+            if unit.waiting and path in unit.left:
+                unit.left.discard(path)
+                if not unit.left:
+                    unit.waiting -= 1
+                    unit.left = set(unit.paths) if unit.waiting else set()
+                    self._leave(unit)
+
+    def _enter(self, unit: _Unit, following: int) -> None:
+        """Wait for a unit's parameters, and start gathering those of the next one."""
+        for group in unit.groups:
+            self._held[group] += 1
+            self._start(group)
+        self.wait_for(unit.groups)
+        if 0 <= following < len(self._units):
+            for group in self._units[following].groups:
+                self._start(group)
+
+    def _leave(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            self._held[group] = max(self._held[group] - 1, 0)
+            if not self._held[group] and self._regather == "layer":
+                self._empty(group)
+
+    @torch.no_grad()
+    def _start(self, group: int) -> None:
+        """Give a group memory, write what this rank owns of it and start the all-gather."""
+        if group in self._there:
+            return
+        self._there.add(group)
+        for span in self.groups[group]:
+            parameter = self._parameter(span.name)
+            parameter.untyped_storage().resize_(parameter.nbytes)
+        data, pieces = self._pieces()[group]
+        for name, own in pieces[data.rank].items():
+            if (master := self._masters.get((name, data.rank))) is not None:
+                own.copy_(master.view(-1))
+        if data.size > 1:
+            self._flying[group] = gather_pieces([list(each.values()) for each in pieces], data)
+
+    def _empty(self, group: int) -> None:
+        self.wait_for([group])
+        self._there.discard(group)
+        for span in self.groups[group]:
+            self._parameter(span.name).untyped_storage().resize_(0)
+
+    def _pieces(self) -> list[Pieces]:
+        """Ranges of storages, which stay the same when their memory goes and comes."""
+        if self._found is None or self._found[0] is not self.groups:
+            self._found = self.groups, self._find_pieces()
+        return self._found[1]
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self._accumulator.parameters[self._accumulator.logical[name]]
+
+
+def check_whole(whole: bool) -> None:
+    """Raise RuntimeError where values are to be read that have no memory."""
+    if not whole:
+        raise RuntimeError(
+            "reload() with ZeRO stage 3: parameters have no memory; write into "
+            "parameter_slices(), or call wait_for_parameters() and change them"
+        )
+
+
+class _Hook:
+    """A hook of a module for one unit, which does not keep the parameters' owner alive.
+
+    A deep copy of the module, which has other parameters, has a hook that does nothing.
+    """
+
+    def __init__(self, function: Callable[..., None], unit: _Unit) -> None:
+        self._function, self._unit = weakref.WeakMethod(function), unit
+
+    def __call__(self, *args: Any) -> None:
+        if (function := self._function()) is not None:
+            function(self._unit, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+class _Once:
+    """A hook of tensors that runs with the first of their gradients."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self, gradient: Tensor) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()
