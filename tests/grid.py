@@ -208,6 +208,18 @@ def experts() -> list[Row]:
     return [*covering(sizes, familiar=3, among=EXPERTS), *EXPERTS_BY_HAND]
 
 
+RECURRENT = (
+    Row(sizes=(2, 1, 2), mode="sp", tied=True, engine="zb-v", arch="mamba", layers=6,
+        documents="separate", recompute="selective"),
+    Row(sizes=(1, 1, 2), cp=2, arch="mamba", mode="sp+overlap", recompute="full",
+        documents="separate", sequence=CUT_LENGTH),
+    Row(sizes=(2, 1, 1), cp=2, arch="mamba2", order="contiguous", engine="zb-h1", tied=True,
+        documents="separate", sequence=CUT_LENGTH),
+    Row(sizes=(1, 2, 4), arch="mamba2", mode="sp", zero=0, recompute="selective", micro=2),
+)  # fmt: skip
+"""Rows of state-space models: tp 4 has more ranks than Mamba-2's groups."""
+
+
 CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 1 and engine != "1f1b"),
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 8 and engine in ("interleaved", "zb-v")),

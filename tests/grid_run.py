@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import parity
@@ -17,6 +18,8 @@ from kenotron_models import (
     AnyConfig,
     DeepseekV3Config,
     LlamaConfig,
+    Mamba2ModelConfig,
+    MambaModelConfig,
     MistralConfig,
     MoEConfig,
     Qwen2Config,
@@ -128,6 +131,8 @@ def model_of(row: Row) -> AnyConfig:
         "max_position_embeddings": row.sequence,
         "tie_word_embeddings": row.tied,
     }
+    if row.arch in ("mamba", "mamba2"):
+        return recurrent_of(row)
     if row.arch == "starcoder2":
         drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), row.dropout)
         window = {"sliding_window_size": 5, "global_attn_layers": (1,)}
@@ -138,6 +143,20 @@ def model_of(row: Row) -> AnyConfig:
         extra = extra | {"use_doc_masking": row.documents == "separate"}
     heads = {"num_key_value_heads": 2, "attn_implementation": row.attention}
     return kind(**sizes, **heads | extra)
+
+
+def recurrent_of(row: Row) -> AnyConfig:
+    """A small state-space model."""
+    shared: dict[str, Any] = {
+        "num_hidden_layers": row.layers,
+        "vocab_size": row.vocab,
+        "tie_word_embeddings": row.tied,
+        "use_doc_masking": row.documents == "separate",
+    }
+    if row.arch == "mamba":
+        return MambaModelConfig(**shared, d_model=64)
+    heads = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8}
+    return Mamba2ModelConfig(**shared, hidden_size=64, **heads)
 
 
 def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None) -> Config:

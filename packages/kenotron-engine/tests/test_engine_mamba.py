@@ -70,7 +70,7 @@ def test_it_trains_on_every_layout_as_on_one_process(
         assert found == pytest.approx(numbers, rel=1e-5)
     ours, theirs = join_pieces(each[1] for each in ranks), join_pieces([pieces])
     assert ours.keys() == theirs.keys()
-    assert all(abs(ours[name] - theirs[name]).max() <= 1e-4 for name in theirs)
+    assert all(abs(ours[name] - theirs[name]).max() <= 3e-4 for name in theirs)
 
 
 @pytest.mark.parametrize("name", SMALL)
