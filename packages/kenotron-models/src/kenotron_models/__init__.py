@@ -14,16 +14,21 @@ from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import Experts, ExpertsSpec
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.fields import ATTENTIONS
+from kenotron_models.families.gemma import Gemma2Config, Gemma3Config
 from kenotron_models.families.glm4_moe import Glm4MoEConfig
+from kenotron_models.families.gpt_oss import GptOssConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
+from kenotron_models.families.olmo2 import OLMo2Config, OLMo3Config
 from kenotron_models.families.olmoe import OLMoEConfig
+from kenotron_models.families.phi3 import Phi3Config
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
+from kenotron_models.families.smollm3 import SmolLM3Config
 from kenotron_models.families.starcoder2 import Starcoder2Config
 from kenotron_models.families.unbuilt import MambaModelConfig
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
@@ -39,7 +44,7 @@ from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
 from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
 from kenotron_models.memory import kept_bytes
-from kenotron_models.mlp import MLP, MLPSpec
+from kenotron_models.mlp import MLP, ClampedSwiGLU, MLPSpec
 from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.part import Normed, Part, PartSpec, Sparse
@@ -64,6 +69,7 @@ __all__ = [
     "BlockSpec",
     "Build",
     "Choice",
+    "ClampedSwiGLU",
     "Context",
     "DecoderSpec",
     "DeepseekV3Config",
@@ -73,7 +79,10 @@ __all__ = [
     "FAMILIES",
     "Family",
     "FamilyConfig",
+    "Gemma2Config",
+    "Gemma3Config",
     "Glm4MoEConfig",
+    "GptOssConfig",
     "Head",
     "HuggingFace",
     "KVCache",
@@ -91,10 +100,13 @@ __all__ = [
     "MoEConfig",
     "NormSpec",
     "Normed",
+    "OLMo2Config",
+    "OLMo3Config",
     "OLMoEConfig",
     "OffsetRMSNorm",
     "Part",
     "PartSpec",
+    "Phi3Config",
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoEConfig",
@@ -108,6 +120,7 @@ __all__ = [
     "SequenceCut",
     "SizedConfig",
     "SmallSizes",
+    "SmolLM3Config",
     "Sparse",
     "StackedLinear",
     "Starcoder2Config",

@@ -29,7 +29,7 @@ class Embedding(VocabParallelEmbedding):
             spec.vocab_size, spec.hidden_size, build.tp, divisible_by=divisible_by,
             **build.mode.embedding, **build.storage,
         )  # fmt: skip
-        self.dropout = spec.embedding_dropout
+        self.dropout, self.scale = spec.embedding_dropout, spec.embedding_scale
         self.positions: nn.Parameter | None = None
         if spec.learned_positions:
             shape = spec.max_position_embeddings, spec.hidden_size
@@ -51,6 +51,8 @@ class Embedding(VocabParallelEmbedding):
         Raises IndexError for a position outside the table of learned ones.
         """
         x = super().forward(ids, sequence_parallel=sequence_parallel)
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=self.weight.dtype).item()
         if context is None:
             return x
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
