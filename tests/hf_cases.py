@@ -10,18 +10,25 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OlmoeConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
     Starcoder2Config,
 )
 
@@ -70,6 +77,18 @@ LATENT = {
 EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
     "router_aux_loss_coef": 0.0,  # theirs is part of no loss unless a call asks for it
+}  # fmt: skip
+UNPADDED = {"pad_token_id": None}  # theirs is outside of a small vocabulary
+PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}
+TYPES = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 5,
+}
+LOCAL = {"rope_type": "default", "rope_theta": 500.0}
+GEMMA = {**TYPES, "head_dim": 12, "query_pre_attn_scalar": 20, "tie_word_embeddings": True}
+GPT_OSS = {
+    **TYPES, "head_dim": 12, "num_local_experts": 6, "num_experts_per_tok": 3,
+    "router_aux_loss_coef": 0.0,
 }  # fmt: skip
 ROUTED = {"num_experts": 6, "num_experts_per_tok": 3, "router_aux_loss_coef": 0.0}
 
@@ -137,6 +156,58 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "olmoe": (OlmoeConfig, {**ROUTED, "num_key_value_heads": None}),
     "olmoe-tied-gqa": (OlmoeConfig, {**TIED, **ROUTED, "norm_topk_prob": True}),
     "olmoe-mqa": (OlmoeConfig, {**ROUTED, "num_key_value_heads": 1}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 2, **UNPADDED}),
+    "smollm3-tied-window": (
+        SmolLM3Config,
+        {
+            **TIED,
+            **TYPES,
+            **UNPADDED,
+            "use_sliding_window": True,
+            "no_rope_layers": [0, 1, 1],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN | {"rope_theta": 3000.0},
+        },
+    ),  # fmt: skip
+    "phi3": (Phi3Config, {"num_key_value_heads": None, **UNPADDED}),
+    "phi3-tied-partial-window": (
+        Phi3Config,
+        {**TIED, **UNPADDED, "rope_parameters": PARTIAL, "sliding_window": 5},
+    ),
+    "olmo2": (Olmo2Config, {}),
+    "olmo2-tied-bias": (Olmo2Config, {**TIED, "attention_bias": True}),
+    "olmo3": (
+        Olmo3Config,
+        {
+            **TYPES,
+            "rope_parameters": {"sliding_attention": LOCAL, "full_attention": YARN},
+        },
+    ),
+    "gemma2": (
+        Gemma2Config,
+        {**GEMMA, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5},
+    ),
+    "gemma2-untied-uncapped": (
+        Gemma2Config,
+        {
+            **GEMMA,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_word_embeddings": False,
+            "attention_bias": True,
+        },
+    ),  # fmt: skip
+    "gemma3": (
+        Gemma3TextConfig,
+        {**GEMMA, "rope_parameters": {"sliding_attention": LOCAL, "full_attention": LINEAR}},
+    ),
+    "gemma3-capped": (Gemma3TextConfig, {**GEMMA, "final_logit_softcapping": 2.5}),
+    "gpt-oss": (GptOssConfig, {**GPT_OSS, "rope_parameters": {**YARN, "truncate": False}}),
+    "gpt-oss-tied-clamped": (
+        GptOssConfig,
+        {**GPT_OSS, **TIED, "swiglu_limit": 0.05, "swiglu_alpha": 1.5, "attention_bias": False},
+    ),
     "glm4-moe": (
         Glm4MoeConfig,
         {**SIGMOID, "head_dim": 12, "attention_bias": True, "partial_rotary_factor": 0.5},

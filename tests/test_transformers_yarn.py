@@ -20,6 +20,11 @@ from kenotron_models import RopeScaling, rotary_angles
         (500.0, 8, {"factor": 16.0, "original_max_position_embeddings": 16}),
         (1e4, 32, {"factor": 0.5, "original_max_position_embeddings": 512}),
         (
+            3e4,
+            64,
+            {"factor": 8.0, "original_max_position_embeddings": 512, "truncate": False},
+        ),
+        (
             1e4,
             64,
             {

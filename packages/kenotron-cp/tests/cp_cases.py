@@ -8,6 +8,7 @@ from cp_dense import dense, inputs, whole
 from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Sight
 from kenotron_dist.rng import uniform
 
+SINKS = torch.linspace(-1, 3, 8)
 WAYS = ("ring", "gather", "ulysses")
 
 
@@ -32,7 +33,8 @@ class Case(NamedTuple):
         """Output and gradients in fp64."""
         factors = self.factors() if "dropout" in self.options else None
         mask = self.sight.dense_mask()
-        return dense(*self.tensors(), mask, self.options.get("scale"), factors)
+        more = {name: self.options[name] for name in ("cap", "sinks") if name in self.options}
+        return dense(*self.tensors(), mask, self.options.get("scale"), factors, **more)
 
     def factors(self):
         """Dropout's factors of all probabilities."""
@@ -64,6 +66,11 @@ def cases():
         "several blocks a strip": Case(Sight(200, 60), 8, 4, {"layout": Layout(block=4)}),
         "contiguous": Case(Sight.of_lengths([30, 34]), 8, 4, {"layout": Layout("contiguous")}),
         "scale, wide values": Case(Sight(48), 8, 4, {"scale": 0.2, "stride": 3}, 2, 8, 24),
+        "cap": Case(Sight(96), options={"cap": 0.8, "scale": 0.7}),
+        "cap in a window of documents": Case(Sight(64, 9, ids), 8, 2, {"cap": 1.5}, 2),
+        "sinks": Case(Sight(96, 40), 8, 4, {"sinks": SINKS, "stride": 3}),
+        "sinks of tokens that see nothing": Case(Sight(40, 5, unseen), options={"sinks": SINKS}),
+        "cap and sinks": Case(Sight(37), 8, 1, {"cap": 1.0, "sinks": SINKS}),
         "dropout": Case(Sight(48, 20), 8, 2, {"dropout": Dropout(0.3, keep)}, 2),
         "bf16": Case(Sight(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
         "fp64": Case(Sight(50, 30), 8, 4, dtype=torch.float64),

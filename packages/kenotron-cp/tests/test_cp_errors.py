@@ -29,6 +29,9 @@ def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None
             "documents of 3 rows and q has 1 rows: give one row",
         ),
         ({"way": "star"}, "way 'star' is not ring, gather or ulysses"),
+        ({"cap": 0.0}, "cap is 0.0, it must be a finite number above 0"),
+        ({"cap": 1.0, "kernel": FLASH_CPU}, "kernel flash_cpu has no cap: leave out kernel, or"),
+        ({"sinks": torch.zeros(2)}, r"sinks \(2,\) for 4 query heads: give a score each"),
         ({"stride": 0}, "stride is 0, it must be at least 1"),
         ({"dropout": Dropout(1.0, keep)}, r"p is 1.0, it must be within \[0, 1\)"),
         (

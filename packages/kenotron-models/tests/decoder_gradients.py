@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -12,13 +13,21 @@ from attention_cases import positions
 from torch import Tensor
 
 from kenotron_cp import Way, cut_sequence
-from kenotron_dist import Mesh, all_reduce, local_boxes, parameter_layouts, sum_gradients
-from kenotron_dist.init import initialize
+from kenotron_dist import (
+    Mesh,
+    TensorLayout,
+    all_reduce,
+    local_boxes,
+    parameter_layouts,
+    sum_gradients,
+)
+from kenotron_dist.init import Initializer, Normal, initialize
 from kenotron_dist.rng import counter_key
 from kenotron_models import (
     AttentionSpec,
     BlockSpec,
     Build,
+    ClampedSwiGLU,
     Context,
     DecoderSpec,
     Experts,
@@ -42,6 +51,7 @@ from kenotron_models import (
 )
 from kenotron_tp import TPMode, vocab_parallel_cross_entropy
 
+NormKind = Literal["rms_norm", "offset_rms_norm"]
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 MIXER = AttentionSpec(
     heads=8, kv_heads=2, head_dim=8, qk_norm=NormSpec(), qkv_bias=True, out_bias=True, scale=0.3,
@@ -93,6 +103,13 @@ def routed(experts: ExpertsSpec) -> DecoderSpec:
     return replace(whole, blocks=(first, whole.blocks[1], last))
 
 
+def normed(whole: DecoderSpec, norms: Literal["after", "both"], kind: NormKind) -> DecoderSpec:
+    """The same with other norms, as OLMo-2 and Gemma-2 have them."""
+    norm = NormSpec(kind=kind)
+    blocks = (replace(block, norms=norms, norm=norm) for block in whole.blocks)
+    return replace(whole, blocks=tuple(blocks), norm=norm)
+
+
 SPECS = {
     "all": decoder(MIXER),
     "blocked": decoder(replace(MIXER, backend="blocked", dropout=0.0)),
@@ -121,6 +138,26 @@ SPECS = {
             router=RouterSpec(experts=4, top_k=2, balance_loss=0.2, balance="all_layers", layers=2),
             features=12,
             capacity_factor=0.75,
+        )
+    ),
+    "capped": replace(
+        normed(decoder(replace(MIXER, cap=0.7, dropout=0.0)), "both", "offset_rms_norm"),
+        embedding_scale=24**0.5,
+        logit_cap=1.5,
+    ),
+    "sinks": normed(
+        decoder(replace(MIXER, sinks=True, gate=True, dropout=0.0)), "after", "rms_norm"
+    ),
+    "all-variants": normed(
+        decoder(replace(MIXER, cap=0.7, sinks=True, gate=True, kv_heads=1)), "both", "rms_norm"
+    ),
+    "gpt-oss": routed(
+        ExpertsSpec(
+            router=RouterSpec(experts=8, top_k=3, normalize=True, bias=True, balance_loss=0.3),
+            features=12,
+            activation=ClampedSwiGLU(1.5, 0.3),
+            bias=True,
+            transposed=True,
         )
     ),
     "latent": decoder(LATENT),
@@ -167,6 +204,12 @@ class Sink(list[Tensor]):
         self.add = added.append
 
 
+def drawn(spec: DecoderSpec) -> Callable[[TensorLayout], Initializer]:
+    """First values, of which no bias and no sink is 0."""
+    rule = standard_init(spec, 0.4)
+    return lambda layout: Normal(0.4) if layout.role == "bias" else rule(layout)
+
+
 Parts = dict[str, list[tuple[tuple[slice, ...], Tensor]]]
 
 
@@ -185,7 +228,7 @@ def gradients(
     stack = LayerStack(build_decoder(spec, build, recompute=recompute))
     layouts = parameter_layouts(stack, mesh.axis_sizes)
     stack.to_empty(device="cpu")
-    initialize(stack, layouts, mesh.view, seed=1, initializer=standard_init(spec, 0.4))
+    initialize(stack, layouts, mesh.view, seed=1, initializer=drawn(spec))
     if compiled:  # as the compiler reads them; what it makes of C++ is tested with whole trainings
         with mock.patch("torch.compile", partial(torch.compile, backend="aot_eager")):
             compile_layers(stack)

@@ -36,6 +36,13 @@ CASES = [
     ("mqa", "sequence", "ulysses", "none", {"cp": 2, "tp": 2}),
     ("mqa", "plain", "gather", "full", {"cp": 4}),
     ("width", "sequence", "ulysses", "selective", {"cp": 2, "tp": 2}),
+    ("capped", "plain", "ring", "none", {"cp": 2}),
+    ("capped", "sequence", "gather", "full", {"cp": 2, "tp": 2}),
+    ("capped", "plain", "ulysses", "selective", {"cp": 4}),
+    ("sinks", "plain", "ring", "selective", {"cp": 3}),
+    ("sinks", "sequence", "gather", "none", {"cp": 2, "tp": 2}),
+    ("sinks", "plain", "ulysses", "full", {"cp": 4}),
+    ("all-variants", "sequence", "ulysses", "selective", {"cp": 2, "tp": 2}),
     ("places", "plain", "ring", "none", {"cp": 2}),
     ("places", "sequence", "ulysses", "selective", {"cp": 2, "tp": 2}),
 ]

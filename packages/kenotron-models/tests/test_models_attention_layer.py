@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from attention_cases import formula, positions, seen
 from torch import Tensor
 
-import kenotron_models.attention as attention_module
+import kenotron_models.attention_mix as attention_module
 from kenotron_dist import Axis, Chunk, Shard
 from kenotron_models import (
     Attention,

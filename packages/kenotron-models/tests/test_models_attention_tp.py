@@ -9,7 +9,9 @@ from torch import Tensor
 from kenotron_dist import spawn
 
 
-@pytest.fixture(scope="module", params=["all", "blocked", "mqa", "width"])
+@pytest.fixture(
+    scope="module", params=["all", "blocked", "mqa", "width", "capped", "sinks", "all-variants"]
+)
 def one(request: pytest.FixtureRequest) -> tuple[str, float, dict[str, Tensor]]:
     ranks = spawn(gradients, request.param, "plain")
     return request.param, ranks[0][0], complete(ranks)

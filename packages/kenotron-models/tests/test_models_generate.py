@@ -13,14 +13,19 @@ from kenotron_dist.init import initialize
 from kenotron_models import (
     Build,
     Context,
+    Gemma2Config,
+    Gemma3Config,
+    GptOssConfig,
     KVCache,
     LayerStack,
     LlamaConfig,
     Mamba2ModelConfig,
     MambaModelConfig,
     MistralConfig,
+    OLMo2Config,
     Qwen3Config,
     Sampling,
+    SmolLM3Config,
     Starcoder2Config,
     build_decoder,
     generate,
@@ -49,6 +54,33 @@ FAMILIES = {
         state_size=8,
         chunk_size=4,
     ),
+    "smollm3": SmolLM3Config(
+        **SIZES,
+        num_key_value_heads=2,
+        no_rope_layers=(0, 1),
+        use_sliding_window=True,
+        sliding_window=4,
+    ),
+    "olmo2": OLMo2Config(**SIZES, num_key_value_heads=2),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=3,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=4.0,
+    ),
+    "gemma3": Gemma3Config(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=3, sliding_window_pattern=2
+    ),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=3,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
 }
 TEXTS = [[1, 2, 3], [7], [11, 12, 13, 14, 15, 16, 17]]
 
@@ -62,8 +94,8 @@ def continued(
 ) -> tuple[list[list[int]], list[list[float]]]:
     """New tokens of each text, and the logits of the last step, this rank's columns."""
     config = FAMILIES[name]
-    stack = LayerStack(build_decoder(config, Build(mesh["tp"], mode or TPMode())))
-    layouts = parameter_layouts(stack, mesh.sizes)
+    stack = LayerStack(build_decoder(config, Build(mesh["tp"], mode or TPMode(), ep=mesh["ep"])))
+    layouts = parameter_layouts(stack, mesh.axis_sizes)
     stack.to_empty(device="cpu")
     rule = standard_init(config, 0.5)
     initialize(stack, layouts, mesh.view, seed=1, initializer=rule)
@@ -103,7 +135,7 @@ def test_a_text_does_not_see_those_beside_it(name: str) -> None:
         assert alone == [together[number]]
 
 
-@pytest.mark.parametrize("name", ["llama", "starcoder2", "mamba", "mamba2"])
+@pytest.mark.parametrize("name", ["llama", "starcoder2", "mamba", "mamba2", "gemma2", "gpt-oss"])
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
 def test_texts_are_the_same_on_every_layout(name: str, sequence: bool, tp: int) -> None:

@@ -77,6 +77,7 @@ def test_what_is_written_is_read_as_the_same_model(config):
         (Qwen2Config(**OURS), "llama"),
         (Qwen2Config(**OURS, sliding_window_size=5), "mistral"),
         (Qwen2Config(**OURS, full_attention_layers=(0,)), "llama"),
+        (Qwen2Config(**OURS, no_rope_layer=2), "smollm3"),
     ],
 )
 def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
@@ -87,7 +88,7 @@ def test_another_architecture_is_taken_where_it_says_the_same(config, kind):
     ("config", "field"),
     [
         (
-            Qwen2Config(**OURS, no_rope_layer=2),
+            Qwen2Config(**OURS, no_rope_layer=2, attention_bias=True),
             "layers.1.attention.rope: null and {theta: 10000.0, interleaved: False, share: 1.0}",
         ),
         (
@@ -140,6 +141,16 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field
                 attention_factor=1.0,
             ),
         ),
+        (
+            {"rope_scaling": {**YARN, "truncate": False}},
+            "attention.rope.scaling",
+            RopeScaling(
+                factor=4.0,
+                rope_type="yarn",
+                original_max_position_embeddings=64,
+                truncate=False,
+            ),
+        ),
         ({"model_type": "mistral"}, "attention.window", 4096),
         ({"model_type": "mistral", "sliding_window": None}, "attention.window", None),
         (
@@ -186,7 +197,6 @@ def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.rope_type: 'dynamic'"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor: nothing"),
-        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling.truncate: false"),
         ({"rope_scaling": {**YARN, "short_factor": [1]}}, "rope_scaling.short_factor"),
         ({"rope_parameters": {"full_attention": {}}}, "rope_parameters: .* one mapping"),
         (

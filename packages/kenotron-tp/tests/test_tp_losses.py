@@ -13,6 +13,7 @@ from tp_ranks import normal, own_rows, part
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import (
+    capped_logits,
     linear_cross_entropy,
     linear_cross_entropy_sum,
     vocab_parallel_cross_entropy,
@@ -28,6 +29,9 @@ TERMS = [
 ]
 
 
+CAPPED = [{"cap": 1.5}, {"cap": 0.8, "z_loss": 1e-2}, {"cap": 3.0, "label_smoothing": 0.1}]
+
+
 def labels_of(vocab=VOCAB, tokens=TOKENS, ignored=3):
     labels = torch.arange(tokens) * 7 % vocab
     labels[0], labels[1], labels[ignored] = 0, vocab - 1, -100
@@ -39,6 +43,14 @@ def reference(logits, labels, z_loss=0.0, label_smoothing=0.0):
     loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
     z = z_loss * torch.logsumexp(logits, -1).square() * (labels != -100)
     return loss + z, z
+
+
+def capped(logits, terms):
+    """fp32 logits as the terms cap them, and the other terms."""
+    others = {name: value for name, value in terms.items() if name != "cap"}
+    cap = terms.get("cap")
+    logits = logits.float()
+    return logits if cap is None else cap * torch.tanh(logits / cap), others
 
 
 def columns(whole, mesh, dim):
@@ -80,8 +92,8 @@ def check_head(mesh, dtype, sequence, chunk, terms):
     loss.backward(weight)
     x.requires_grad_()
     w.requires_grad_()
-    logits = x @ w.t()
-    expected, expected_z = reference(logits.float(), labels, **terms)
+    logits, others = capped(x @ w.t(), terms)
+    expected, expected_z = reference(logits, labels, **others)
     expected.backward(weight)
     close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     assert_close(loss.detach(), expected.detach(), **close)
@@ -103,7 +115,8 @@ def check_sum(mesh, dtype, sequence, chunk, terms):
     (loss * 0.5).backward()
     x.requires_grad_()
     w.requires_grad_()
-    expected, expected_z = reference((x @ w.t()).float(), labels, **terms)
+    logits, others = capped(x @ w.t(), terms)
+    expected, expected_z = reference(logits, labels, **others)
     (expected.sum() * 0.5).backward()
     close = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     assert_close(loss.detach(), expected.sum().detach(), **close)
@@ -113,9 +126,9 @@ def check_sum(mesh, dtype, sequence, chunk, terms):
 
 
 def check_all(mesh):
-    for terms in TERMS:
+    for terms in [*TERMS, *CAPPED]:
         for dtype in (torch.float32, torch.bfloat16):
-            for in_place in (False, True):
+            for in_place in (False, True) if terms in TERMS else ():
                 check_terms(mesh, dtype, in_place, terms)
             for sequence, chunk in ((False, 1), (True, 5), (False, 64)):
                 check_head(mesh, dtype, sequence, chunk, terms)
@@ -125,6 +138,34 @@ def check_all(mesh):
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_losses_are_those_of_whole_logits(tp):
     on_ranks(check_all, tp=tp)
+
+
+def bits_of_capped(mesh):
+    """Capped logits of this rank, a loss of every token, and the same from logits."""
+    axis, labels = mesh["tp"], labels_of()
+    x, w = normal(TOKENS, WIDTH, seed=3), normal(VOCAB, WIDTH, seed=4)
+    own = columns(w, mesh, 0)
+    logits = capped_logits(x @ own.t(), 0.9)
+    fused = linear_cross_entropy(x, own, labels, axis, vocab_size=VOCAB, cap=0.9, chunk=4)
+    return logits, fused, vocab_parallel_cross_entropy(logits, labels, axis, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_cap_is_the_same_on_every_rank_and_with_logits(tp):
+    [(want, _, _)] = on_ranks(bits_of_capped)
+    ranks = on_ranks(bits_of_capped, tp=tp)
+    assert_close(torch.cat([logits for logits, _, _ in ranks], -1)[:, :VOCAB], want)
+    for _, fused, plain in ranks:
+        assert torch.equal(fused, ranks[0][1])
+        assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("loss", [linear_cross_entropy, linear_cross_entropy_sum])
+def test_a_cap_that_caps_nothing_is_refused(loss):
+    x, w = normal(TOKENS, WIDTH, seed=3), normal(VOCAB, WIDTH, seed=4)
+    for cap in (0.0, -1.0, float("inf")):
+        with pytest.raises(ValueError, match="is not a finite number above 0: None caps nothing"):
+            loss(x, w, labels_of(), Axis.solo("tp"), cap=cap)
 
 
 def gradients(mesh):

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_tp_losses import TERMS, check_sum
+from test_tp_losses import CAPPED, TERMS, check_sum
 from torch.testing import assert_close
 from tp_ranks import normal
 
@@ -32,7 +32,7 @@ def as_on_an_accelerator():
 
 def check_all(mesh):
     with as_on_an_accelerator() as shares:
-        for terms, dtype in itertools.product(TERMS, (torch.float32, torch.bfloat16)):
+        for terms, dtype in itertools.product([*TERMS, *CAPPED], (torch.float32, torch.bfloat16)):
             for sequence, chunk in ((False, 1), (True, 5), (False, 64)):
                 check_sum(mesh, dtype, sequence, chunk, terms)
         assert shares.called

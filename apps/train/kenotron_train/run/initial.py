@@ -30,7 +30,9 @@ FREE = (
 
 KEYS = {
     "norm.eps": "rms_norm_eps (of a starcoder2: layer_norm_epsilon)",
-    "window": "sliding_window_size",
+    "window": "sliding_window_size (or sliding_window and layer_types)",
+    "cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
     "rope.theta": "rope_theta",
     "rope.scaling": "rope_scaling",
     "rope.interleaved": "rope_interleaved",

@@ -20,6 +20,7 @@ from kenotron_cp.kernels import PLAIN, Kernel, default_kernel
 from kenotron_cp.layout import Cut, Layout
 from kenotron_cp.problem import Dropout, Problem
 from kenotron_cp.ring import ring_backward, ring_forward
+from kenotron_cp.sinks import gradient_of_sinks, with_sinks
 from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
 from kenotron_cp.visibility import Sight
 from kenotron_dist import Axis
@@ -60,23 +61,29 @@ class _Run(NamedTuple):
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: _Run) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, run: _Run
+    ) -> Tensor:
         q = q.transpose(1, 2).contiguous()
         # By chunk, so that chunks are sent without a copy: (chunks, B, K, tokens, D + V).
         chunks = (run.p.cut.per_rank, run.p.cut.chunk_length)
         kv = torch.cat([k, v], -1).unflatten(1, chunks).permute(1, 0, 3, 2, 4).contiguous()
         out, lse = run.forward(q, kv)
-        ctx.save_for_backward(q, kv, out, lse)
+        if sinks is not None:  # once, when all keys are in
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, kv, out, lse, sinks)
         ctx.run = run
         return out.transpose(1, 2)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].transpose(1, 2).contiguous()
-        dq, dkv = ctx.run.backward(*ctx.saved_tensors, grad)
+        q, kv, out, lse, sinks = ctx.saved_tensors
+        dq, dkv = ctx.run.backward(q, kv, out, lse, grad)
+        dsinks = None if sinks is None else gradient_of_sinks(out, lse, grad, sinks)
         depth = ctx.run.p.depth
         dk, dv = dkv.transpose(1, 2).split([depth, dkv.shape[-1] - depth], -1)
-        return dq.transpose(1, 2), dk, dv, None
+        return dq.transpose(1, 2), dk, dv, dsinks, None
 
 
 def attend(
@@ -92,6 +99,8 @@ def attend(
     scale: float | None = None,
     dropout: Dropout | None = None,
     stride: int = 1,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over a sequence that is cut over the ranks of an axis.
 
@@ -107,10 +116,13 @@ def attend(
         way: ``ring``, ``gather`` or ``ulysses``: which collectives run over ``axis``; see there.
         layout: that of ``cut_sequence``.
         kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` with
-            dropout and for dtypes and features that torch's does not take.
+            dropout, with a cap, and for dtypes and features that torch's does not take.
         scale: factor of the scores; None: 1 / sqrt(D).
         dropout: of the probabilities, by global coordinates.
         stride: key heads that the way ``gather`` has at a time.
+        cap: scores s become cap * tanh(s / cap) (Gemma-2, arXiv 2408.00118); None: they stay.
+        sinks: a score (H,) for each query head, which takes its share of every softmax and has no
+            value (gpt-oss); None: none. The gradient is that of this rank's queries: sum it.
 
     Returns:
         (B, n, H, V) in the dtype of ``q``. Partial results are added in fp32 (fp64 for fp64).
@@ -119,21 +131,23 @@ def attend(
         ValueError: shapes, dtypes or options that do not fit; heads that Ulysses cannot divide.
     """
     cut = Cut(sight.sequence, axis.size, layout)
-    _check(q, k, v, axis, sight, cut)
-    kernel = _kernel(kernel, q, v, dropout)
+    _check(q, k, v, sinks, axis, sight, cut)
+    kernel = _kernel(kernel, q, v, dropout, cap)
     if way not in ("ring", "gather", "ulysses"):
         raise ValueError(f"attend: way {way!r} is not ring, gather or ulysses")
     if stride < 1:
         raise ValueError(f"attend: stride is {stride}, it must be at least 1")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     heads = torch.arange(q.shape[2], device="cpu")
-    p = Problem(sight.over(cut), axis.rank, kernel, scale, dropout, heads, q.shape[-1])
+    p = Problem(sight.over(cut), axis.rank, kernel, scale, dropout, heads, q.shape[-1], cap)
     if axis.size > 1 and way != "ulysses":
-        return _Attend.apply(q, k, v, _Run(p, axis, way, stride))
-    return _whole_sequence(q, k, v, axis, p)
+        return _Attend.apply(q, k, v, sinks, _Run(p, axis, way, stride))
+    return _whole_sequence(q, k, v, sinks, axis, p)
 
 
-def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> Tensor:
+def _whole_sequence(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, axis: Axis, p: Problem
+) -> Tensor:
     """Attention of some heads, or of all, over the whole sequence, as one rank computes it."""
     cut = p.cut
     alone = Cut(cut.sequence, 1, replace(cut.layout, strips=cut.strips))
@@ -142,9 +156,11 @@ def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> 
     run = _Run(p, solo, "ring", 1)
     if axis.size == 1:
         missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
-        return _Attend.apply(*(pad(x, missing) for x in (q, k, v)), run)[:, : cut.sequence]
+        padded = (pad(x, missing) for x in (q, k, v))
+        return _Attend.apply(*padded, sinks, run)[:, : cut.sequence]
     check_heads(q.shape[2], k.shape[2], axis)
-    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), run), axis, cut)
+    own = None if sinks is None else sinks.chunk(axis.size)[axis.rank]
+    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own, run), axis, cut)
 
 
 def ring_attention(
@@ -182,21 +198,31 @@ def ulysses_attention(
     return attend(q, k, v, axis, sight, way="ulysses", **options)
 
 
-def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, dropout: Dropout | None) -> Kernel:
+def _kernel(
+    kernel: Kernel | None, q: Tensor, v: Tensor, dropout: Dropout | None, cap: float | None
+) -> Kernel:
+    if cap is not None and not 0 < cap < float("inf"):
+        raise ValueError(f"attend: cap is {cap}, it must be a finite number above 0")
     if dropout is not None and not 0 <= dropout.p < 1:
         raise ValueError(f"attend: dropout p is {dropout.p}, it must be within [0, 1)")
     if kernel is None:
-        if dropout is not None:
+        if dropout is not None or cap is not None:
             return PLAIN
         return default_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
     if dropout is not None and not kernel.dropout:
         raise ValueError(
             f"attend: the kernel {kernel.name} has no dropout: leave out kernel, or give PLAIN"
         )
+    if cap is not None and not kernel.caps:
+        raise ValueError(
+            f"attend: the kernel {kernel.name} has no cap: leave out kernel, or give PLAIN"
+        )
     return kernel
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, cut: Cut) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, axis: Axis, sight: Sight, cut: Cut
+) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if {x.ndim for x in (q, k, v)} != {4}:
@@ -212,6 +238,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, cut: Cut) 
         raise ValueError(
             f"attend: {q.shape[2]} query heads and {k.shape[2]} key heads: each key head must "
             "serve equally many query heads"
+        )
+    if sinks is not None and sinks.shape != q.shape[2:3]:
+        raise ValueError(
+            f"attend: sinks {tuple(sinks.shape)} for {q.shape[2]} query heads: give a score each"
         )
     if q.shape[1] != cut.local:
         raise ValueError(

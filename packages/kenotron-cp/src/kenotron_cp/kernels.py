@@ -29,6 +29,8 @@ class Tile(NamedTuple):
     """True where a query sees a key, (1 or B, 1, Q, K); None: everywhere."""
     kept: Tensor | None = None
     """Dropout: factor of each probability, 0 or 1 / (1 - p), (B, H, Q, K); None: no dropout."""
+    cap: float | None = None
+    """Scores s become cap * tanh(s / cap) before some are hidden; None: they stay."""
 
 
 class Forward(Protocol):
@@ -63,6 +65,8 @@ class Kernel:
     """The dtype in which it takes tensors, of that of the inputs."""
     dropout: bool = False
     """Whether it applies ``Tile.kept``."""
+    caps: bool = False
+    """Whether it applies ``Tile.cap``."""
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -76,14 +80,18 @@ def _mask(tile: Tile, queries: int, device: torch.device) -> Tensor | None:
     return tile.mask
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile) -> Tensor:
-    scores = (q @ k.mT).mul_(tile.scale)
+def _scores(q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
+    """Scores, and the derivative of capped ones."""
+    scores, slope = (q @ k.mT).mul_(tile.scale), None
+    if tile.cap is not None:
+        bent = scores.div_(tile.cap).tanh_()
+        slope, scores = 1 - bent.square(), bent * tile.cap
     mask = _mask(tile, q.shape[-2], q.device)
-    return scores if mask is None else scores.masked_fill_(~mask, -torch.inf)
+    return scores if mask is None else scores.masked_fill_(~mask, -torch.inf), slope
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
-    scores = _scores(q, k, tile)
+    scores, _ = _scores(q, k, tile)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(finite(lse)[..., None]).exp_()
     if tile.kept is not None:
@@ -94,13 +102,16 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
-    weights = _scores(q, k, tile).sub_(lse[..., None]).exp_()
+    scores, slope = _scores(q, k, tile)
+    weights = scores.sub_(lse[..., None]).exp_()
     dropped, dweights = weights, grad @ v.mT
     if tile.kept is not None:
         dropped, dweights = weights * tile.kept, dweights.mul_(tile.kept)
     dv = dropped.mT @ grad
     delta = (grad * out).sum(-1, keepdim=True)
     dscores = dweights.sub_(delta).mul_(weights).mul_(tile.scale)
+    if slope is not None:
+        dscores.mul_(slope)
     return dscores @ k, dscores.mT @ q, dv
 
 
@@ -180,8 +191,9 @@ def _efficient_backward(
     return dq, dk, dv
 
 
-PLAIN = Kernel("plain", _plain_forward, _plain_backward, accumulated, dropout=True)
-"""Products and a softmax, in fp32 (fp64 for fp64); on any device. The only one with dropout."""
+PLAIN = Kernel("plain", _plain_forward, _plain_backward, accumulated, dropout=True, caps=True)
+"""Products and a softmax, in fp32 (fp64 for fp64); on any device. The only one with dropout and
+caps."""
 FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward, accumulated)
 """torch's flash attention on CPUs, in fp32 (fp64 for fp64): its half-precision one is slower."""
 EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, lambda dtype: dtype)

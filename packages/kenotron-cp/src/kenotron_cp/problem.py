@@ -45,6 +45,8 @@ class Problem:
     """Global numbers of the query heads, (H,)."""
     depth: int
     """D."""
+    cap: float | None = None
+    """Of the scores; None: there is none."""
 
     @property
     def cut(self) -> Cut:
@@ -71,11 +73,11 @@ class Problem:
             kept = self.dropout.keep(row, self.heads.to(device), *places)
             kept = kept * (1 / (1 - self.dropout.p))
         if table.causal(queries, keys):
-            return Tile(self.scale, True, None, kept)
+            return Tile(self.scale, True, None, kept, self.cap)
         if table.whole(queries, keys):
-            return Tile(self.scale, False, None, kept)
+            return Tile(self.scale, False, None, kept, self.cap)
         mask = table.sight.mask(queries, keys, self.cut.padded, device)
-        return Tile(self.scale, False, mask, kept)
+        return Tile(self.scale, False, mask, kept, self.cap)
 
 
 class Keys(NamedTuple):

@@ -44,7 +44,7 @@ def token_losses(training: Training, x: Tensor, labels: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(x, labels.flatten(), tp, vocab_size=vocab_size)
     return linear_cross_entropy(
         x, head.weight, labels.flatten(), tp, vocab_size=vocab_size,
-        sequence_parallel=head.sequence_parallel,
+        sequence_parallel=head.sequence_parallel, cap=head.cap,
     )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def loss_fn(
         else:
             total, z = linear_cross_entropy_sum(
                 x, head.weight, labels, tp, **options, times=times,
-                sequence_parallel=head.sequence_parallel,
+                sequence_parallel=head.sequence_parallel, cap=head.cap,
             )  # fmt: skip
         if extra is not None and z_loss:
             extra.append(z)

@@ -14,7 +14,9 @@ from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import Experts, ExpertsSpec
 from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
 from kenotron_models.families.fields import ATTENTIONS
+from kenotron_models.families.gemma import Gemma2Config, Gemma3Config
 from kenotron_models.families.glm4_moe import Glm4MoEConfig
+from kenotron_models.families.gpt_oss import GptOssConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
 from kenotron_models.families.mamba2 import Mamba2ModelConfig
@@ -22,10 +24,13 @@ from kenotron_models.families.mamba_config import MambaModelConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
+from kenotron_models.families.olmo2 import OLMo2Config, OLMo3Config
 from kenotron_models.families.olmoe import OLMoEConfig
+from kenotron_models.families.phi3 import Phi3Config
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
+from kenotron_models.families.smollm3 import SmolLM3Config
 from kenotron_models.families.starcoder2 import Starcoder2Config
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
@@ -43,7 +48,7 @@ from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpe
 from kenotron_models.mamba import Mamba, MambaSpec
 from kenotron_models.mamba2 import Mamba2, Mamba2Spec
 from kenotron_models.memory import kept_bytes
-from kenotron_models.mlp import MLP, MLPSpec
+from kenotron_models.mlp import MLP, ClampedSwiGLU, MLPSpec
 from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.part import Normed, Part, PartSpec, Sparse
@@ -68,6 +73,7 @@ __all__ = [
     "BlockSpec",
     "Build",
     "Choice",
+    "ClampedSwiGLU",
     "Context",
     "DecoderSpec",
     "DeepseekV3Config",
@@ -79,7 +85,10 @@ __all__ = [
     "FamilyConfig",
     "GatedDelta",
     "GatedDeltaSpec",
+    "Gemma2Config",
+    "Gemma3Config",
     "Glm4MoEConfig",
+    "GptOssConfig",
     "Head",
     "HuggingFace",
     "KVCache",
@@ -102,10 +111,13 @@ __all__ = [
     "MoEConfig",
     "NormSpec",
     "Normed",
+    "OLMo2Config",
+    "OLMo3Config",
     "OLMoEConfig",
     "OffsetRMSNorm",
     "Part",
     "PartSpec",
+    "Phi3Config",
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoEConfig",
@@ -119,6 +131,7 @@ __all__ = [
     "SequenceCut",
     "SizedConfig",
     "SmallSizes",
+    "SmolLM3Config",
     "Sparse",
     "StackedLinear",
     "Starcoder2Config",

@@ -16,31 +16,20 @@ from torch import Tensor, nn
 from kenotron_cp import AttentionSize, Cut, Way, attention_traffic
 from kenotron_cp import Sight as SightOfRow
 from kenotron_dist import Chunk, declare_roles
-from kenotron_models.attention_backends import AttentionBackend, attend, check_backend, prepare
-from kenotron_models.attention_cp import attend_cut, sight_of_rows
-from kenotron_models.attention_mask import Sight
-from kenotron_models.attention_reference import Dropout, dropout_of
+from kenotron_models.attention_mix import Mixing, MixingSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.norm import HeadsRMSNorm, NormSpec, mean_squares
-from kenotron_models.part import Normed, Part
+from kenotron_models.part import Normed
 from kenotron_models.recompute import between
-from kenotron_models.rope import Rope, rotary_angles, rotate
+from kenotron_models.rope import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+class AttentionSpec(MixingSpec):
     """Grouped-query attention; the config of a family has checked its sizes."""
 
     name: ClassVar[str] = "attention"
-    heads: int
-    """H, query heads."""
-    kv_heads: int
-    """G, key and value heads; divides H."""
-    head_dim: int
-    """K, features of a head."""
-    scale: float | None = None
-    """What scores are multiplied with; None: 1/sqrt(K)."""
     qkv_bias: bool = False
     """Queries, keys and values have a bias."""
     out_bias: bool = False
@@ -49,27 +38,12 @@ class AttentionSpec:
     """Queries and keys are normed before they are turned; None: they are not."""
     qk_norm_over: Literal["head", "width"] = "head"
     """What that norm is over: the features of each head, or those of all heads of all tp ranks."""
-    rope: Rope | None = Rope()
-    """How positions turn queries and keys; None: they do not."""
-    window: int | None = None
-    """Tokens that a token sees, itself counted; None: all before it."""
-    separate_documents: bool = False
-    """A token sees its own document only: they begin where positions do not increase by one."""
-    backend: AttentionBackend = "auto"
-    """What computes attention; the numbers differ by rounding only. auto: flash_attn where it is
-    installed and can run, varlen on CUDA where more than the future is hidden, blocked on the CPU
-    where it is faster, else sdpa."""
-    dropout: float = 0.0
-    """Share of attention's probabilities that is dropped in training."""
+    gate: bool = False
+    """What heads mix is multiplied by a sigmoid of further query features (Qwen3-Next)."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Attention:
         """Make the module; see ``PartSpec``."""
         return Attention(self, width, build, layer=layer)
-
-    @property
-    def factor(self) -> float:
-        """What scores are multiplied with."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     def mixing_flops(self, batch: int, sequence: int, *, causal: bool) -> int:
         """Count operations of scores and of mixing values.
@@ -92,11 +66,11 @@ class AttentionSpec:
         return attention_traffic(way, size, SightOfRow(cut.sequence, self.window), cut, 0)
 
     def cost(self, width: int) -> int:
-        """Count four projections as if all heads had their own keys and values; no scores."""
-        return 4 * self.heads * self.head_dim * width
+        """Count the projections as if all heads had their own keys and values; no scores."""
+        return (4 + self.gate) * self.heads * self.head_dim * width
 
 
-class Attention(Part):
+class Attention(Mixing[AttentionSpec]):
     """Heads are cut over tp; with more ranks than kv heads, each kv head lives on several.
 
     Args:
@@ -110,15 +84,13 @@ class Attention(Part):
             another, a norm over the width is no RMSNorm, or the ordered back end is not installed.
     """
 
-    reads_cache = True
-    cuts_sequence = True
-
     def __init__(self, spec: AttentionSpec, width: int, build: Build, *, layer: int = 0) -> None:
         super().__init__()
         self.prepare_heads(spec, build, layer)
         heads, kv_heads, features = spec.heads, spec.kv_heads, spec.head_dim
         kv = Chunk(kv_heads * features, parts=kv_heads)
-        chunks, rows = (Chunk(heads * features), kv, kv), (heads + 2 * kv_heads) * features
+        asked = heads * features * (1 + spec.gate)  # of a head: its query, then its gate
+        chunks, rows = (Chunk(asked), kv, kv), asked + 2 * kv_heads * features
         self.qkv = build.column(width, rows, bias=spec.qkv_bias, chunks=chunks)
         self.out = build.row(heads * features, width, bias=spec.out_bias)
         declare_roles(self.out, weight="residual")
@@ -136,42 +108,6 @@ class Attention(Part):
             )
         return HeadsRMSNorm(heads, features, norm.eps, build)
 
-    def prepare_heads(self, spec: AttentionSpec, build: Build, layer: int) -> None:
-        """Check what it is made of, and say which heads this rank has."""
-        axis, heads = build.tp, spec.heads
-        if heads % axis.size:
-            raise ValueError(
-                f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
-                "choose a tensor-parallel size that divides num_attention_heads"
-            )
-        if not build.shapes_only:
-            check_backend(spec.backend)
-        self.spec, self.layer, self.axis = spec, layer, axis
-        rope, features = spec.rope, spec.head_dim
-        self.turned = features if rope is None else rope.features(features)  # by positions
-        self.heads = heads // axis.size  # H/t
-        self.kv_heads = max(spec.kv_heads // axis.size, 1)  # G/t
-
-    def prepare(self, context: Context) -> None:
-        """Make what all layers read of the micro-batch, unless it is there; ``forward`` does it.
-
-        To be called before a compiled ``forward``, which is then the same code for all layers.
-        """
-        if self.spec.rope is not None:
-            self._angles(context, self.spec.rope)
-        if context.cut is None:
-            prepare(self._sight(context), self.spec.backend)
-        else:
-            sight_of_rows(self._sight(context))
-
-    def leave_out_of_programs(self) -> None:
-        """Dropout, whose keys would make a program for each layer and step, and other ranks."""
-        self.attend_over_ranks = torch.compiler.disable(self.attend_over_ranks)
-        if self.axis.size > 1:
-            self._mean_squares = torch.compiler.disable(self._mean_squares)
-        if self.spec.dropout:
-            self.attend_with_dropout = torch.compiler.disable(self.attend_with_dropout)
-
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones that it may.
 
@@ -181,13 +117,21 @@ class Attention(Part):
         batch, sequence = context.positions_BS.shape
         read = partial(self.qkv, tokens=batch * sequence)
         qkv = read(x) if norm is None else between(norm, x, read)
-        qkv = qkv.view(batch, sequence, self.heads + 2 * self.kv_heads, -1)
+        qkv = qkv.view(batch, sequence, -1, self.spec.head_dim)
+        qkv, gate = self._gate(qkv) if self.spec.gate else (qkv, None)
         # Means over tp are kept: what is computed again must not communicate.
         means = self._mean_squares(qkv) if self.norms_width else None
         turn = partial(self._turn, means=means, context=context)
         mix = partial(self._mix, qkv, context=context)
         mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
         return self.out(mixed.reshape(batch * sequence, -1))
+
+    def _gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries, keys and values (B, S, H/t + 2 G/t, K), and gates (B, S, H/t, K)."""
+        asked = 2 * self.heads
+        q, gate = qkv[:, :, :asked].unflatten(2, (-1, 2)).unbind(3)
+        return torch.cat([q, qkv[:, :, asked:]], 2), gate
 
     @property
     def norms_width(self) -> bool:
@@ -214,67 +158,3 @@ class Attention(Part):
         """Values (B, S, H/t, K), mixed as queries and keys say."""
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         return self.mix(q, k, qkv[:, :, self.heads + self.kv_heads :], context)
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """Values of the tokens that each token sees, mixed by their scores.
-
-        Args:
-            q: turned queries (B, S, H/t, K).
-            k: turned keys (B, S, G/t, K).
-            v: values (B, S, G/t, K).
-            context: the micro-batch.
-
-        Returns:
-            (B, S, H/t, K).
-        """
-        spec, cache = self.spec, context.cache
-        if cache is not None:
-            cache.extend(self.layer, k, v, context.positions_BS)
-            if cache.used > q.shape[1]:
-                window, places = spec.window, context.positions_BS
-                seen = context.once(("seen", window), lambda: cache.seen(places, window))
-                return cache.attend(self.layer, q, seen, spec.factor)
-        if context.cut is not None:
-            return self.attend_over_ranks(q, k, v, context)
-        if spec.dropout:
-            return self.attend_with_dropout(q, k, v, context)
-        return attend(q, k, v, self._sight(context), scale=spec.factor, backend=spec.backend)
-
-    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend_cut`` with this layer's dropout: (B, S, H/t, K).
-
-        Args:
-            q: (B, S, H/t, K), normed and turned.
-            k: (B, S, G/t, K), the same.
-            v: (B, S, G/t, K).
-            context: the micro-batch, whose rows are cut. Collective over the axis that cuts them.
-        """
-        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
-        plain = spec.backend == "plain"
-        return attend_cut(q, k, v, sight, spec.factor, plain=plain, dropout=dropout)
-
-    def attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend`` with this layer's dropout, in a step that has any: (B, S, H/t, K).
-
-        Args:
-            q: (B, S, H/t, K), normed and turned.
-            k: (B, S, G/t, K), the same.
-            v: (B, S, G/t, K).
-            context: the micro-batch.
-        """
-        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
-        return attend(q, k, v, sight, scale=spec.factor, backend=spec.backend, dropout=dropout)
-
-    def _dropout(self, context: Context) -> Dropout | None:
-        first_head = self.axis.rank * self.heads
-        return dropout_of(context, self.spec.dropout, self.layer, first_head)
-
-    def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
-        width, theta, scaling = self.turned, rope.theta, rope.scaling
-        return context.once(
-            ("angles", width, theta, scaling),
-            lambda: rotary_angles(context.positions_BS, width, theta, scaling),
-        )
-
-    def _sight(self, context: Context) -> Sight:
-        return Sight(context, self.spec.window, self.spec.separate_documents)

@@ -39,8 +39,15 @@ CUDNN_FIRST = [
 ]
 """Order of torch's kernels on devices of HOPPER and later, where cuDNN's uses their own units."""
 HOPPER = (9, 0)
-Attend = Callable[[Tensor, Tensor, Tensor, Sight, float], Tensor]
-"""(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K)."""
+CAPS: tuple[AttentionBackend, ...] = ("plain", "blocked", "flash_attn")
+"""Back ends that can cap scores."""
+SINKS: tuple[AttentionBackend, ...] = ("plain", "blocked")
+"""Those that can have sinks."""
+
+
+Attend = Callable[..., Tensor]
+"""(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K); ``cap`` and
+``sinks`` by keyword for those that have them."""
 
 
 def attend(
@@ -52,21 +59,38 @@ def attend(
     scale: float,
     backend: AttentionBackend = "auto",
     dropout: Dropout | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` over the keys that each query sees: (B, S, H, K).
 
-    With ``dropout`` the plain back end computes, whatever was chosen. Raises ValueError when an
-    ordered back end cannot run on these tensors.
+    ``cap`` and ``sinks`` (H,): as ``attention_reference.shares_of`` has them. With ``dropout`` the
+    plain back end computes, whatever was chosen. Raises ValueError when an ordered back end cannot
+    run on these tensors, or has no caps or sinks.
     """
     if dropout is not None:
-        return attend_plain(q_BSHK, k_BSGK, v_BSGK, sight, scale, dropout)
+        return attend_plain(q_BSHK, k_BSGK, v_BSGK, sight, scale, dropout, cap=cap, sinks=sinks)
+    if cap is None and sinks is None:
+        name = chosen(q_BSHK, sight) if backend == "auto" else backend
+        return BACKENDS[name](q_BSHK, k_BSGK, v_BSGK, sight, scale)
+    if q_BSHK.is_meta and backend != "plain":  # what a kernel would keep; numbers do not matter
+        return attend_sdpa(q_BSHK, k_BSGK, v_BSGK, sight, scale)
+    check_backend(backend, cap=cap is not None, sinks=sinks is not None)
+    name = backend
     if backend == "auto":
-        return BACKENDS[chosen(q_BSHK, sight)](q_BSHK, k_BSGK, v_BSGK, sight, scale)
-    return BACKENDS[backend](q_BSHK, k_BSGK, v_BSGK, sight, scale)
+        name = "flash_attn" if sinks is None and flash_runs(q_BSHK) else "blocked"
+    more = {"cap": cap} if sinks is None else {"cap": cap, "sinks": sinks}
+    return BACKENDS[name](q_BSHK, k_BSGK, v_BSGK, sight, scale, **more)
 
 
-def check_backend(backend: AttentionBackend) -> None:
-    """Raise ValueError for a back end that is not installed."""
+def check_backend(backend: AttentionBackend, *, cap: bool = False, sinks: bool = False) -> None:
+    """Raise ValueError for a back end that is not installed, or has no caps or sinks."""
+    for wanted, able, what in ((cap, CAPS, "caps of scores"), (sinks, SINKS, "attention sinks")):
+        if wanted and backend not in ("auto", *able):
+            raise ValueError(
+                f"attention back end {backend}: it has no {what}; choose auto or "
+                f"{' or '.join(able)}"
+            )
     if backend == "flash_attn":
         check_installed()
 

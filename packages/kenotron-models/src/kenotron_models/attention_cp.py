@@ -23,6 +23,8 @@ def attend_cut(
     *,
     plain: bool = False,
     dropout: Dropout | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` over the keys that each query sees, wherever they are.
 
@@ -36,6 +38,9 @@ def attend_cut(
         scale: factor of the scores.
         plain: compute as the formula has it, without torch's own attention.
         dropout: what is dropped of the probabilities.
+        cap: scores s become cap * tanh(s / cap); None: they stay.
+        sinks: a score (H,) that takes its share of every softmax; None: none. Its gradient is that
+            of this rank's queries.
 
     Returns:
         (B, n, H, K); padding and rows that see nothing give 0.
@@ -57,6 +62,8 @@ def attend_cut(
         scale=scale,
         dropout=None if dropout is None else _global_dropout(dropout),
         stride=cut.stride,
+        cap=cap,
+        sinks=sinks,
     )
 
 

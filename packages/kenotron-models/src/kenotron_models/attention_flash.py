@@ -56,9 +56,17 @@ def flash_runs(q_BSHK: Tensor) -> bool:
 
 
 def attend_flash(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
+    q_BSHK: Tensor,
+    k_BSGK: Tensor,
+    v_BSGK: Tensor,
+    sight: Sight,
+    scale: float,
+    *,
+    cap: float | None = None,
 ) -> Tensor:
     """Documents become sequences of their own lengths; windows are flash-attn's own: (B, S, H, K).
+
+    ``cap``: of the scores; flash-attn has it from version 2.6 on.
 
     Raises ValueError when it is not installed, or for another device, dtype or width of heads.
     """
@@ -68,6 +76,8 @@ def attend_flash(
     flash: Any = importlib.import_module("flash_attn")
     left = -1 if sight.window is None else sight.window - 1  # tokens before the own one
     how = {"softmax_scale": scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1)}
+    if cap is not None:
+        how["softcap"] = cap
     how["deterministic"] = torch.are_deterministic_algorithms_enabled()  # of the backward
     if not sight.documents:
         return flash.flash_attn_func(q_BSHK, k_BSGK, v_BSGK, **how)

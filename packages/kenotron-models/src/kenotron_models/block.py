@@ -1,4 +1,4 @@
-"""One block of a decoder: a mixer and a feed-forward, each behind a norm and added to its input.
+"""One block of a decoder: a mixer and a feed-forward, each normed and added to its input.
 
 Shapes: T flattened tokens, D hidden; T/t under sequence parallelism.
 """
@@ -6,7 +6,7 @@ Shapes: T flattened tokens, D hidden; T/t under sequence parallelism.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +22,20 @@ from kenotron_models.recompute import Recompute, whole
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSpec:
-    """``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``; one of the two may be missing."""
+    """``x + mixer(norm(x))``, then ``x + feed_forward(norm(x))``; one of the two may be missing.
+
+    With norms ``after``: ``x + norm(mixer(x))`` (OLMo-2, arXiv 2501.00656), with ``both``:
+    ``x + norm(mixer(norm(x)))`` (Gemma-2, arXiv 2408.00118).
+    """
 
     mixer: PartSpec | None
     """What lets tokens see one another."""
     feed_forward: PartSpec | None
     """What works on each token alone."""
     norm: NormSpec = NormSpec()
-    """Kind of the norm before each of them."""
+    """Kind of their norms."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where the norms of mixer and feed-forward are."""
     dropout: float = 0.0
     """Share of what each of them adds that is dropped in training."""
 
@@ -40,7 +46,9 @@ class BlockSpec:
 
 
 class Block(nn.Module):
-    """Modules ``{name}_norm`` and ``{name}`` for each part: (T, D) -> (T, D).
+    """Modules ``{name}_norm``, ``{name}`` and ``{name}_post_norm`` of each part: (T, D) -> (T, D).
+
+    A norm that the spec does not have is an identity.
 
     Args:
         spec: what it is made of.
@@ -67,8 +75,13 @@ class Block(nn.Module):
         self.mixer = None if spec.mixer is None else spec.mixer.name
         self.feed_forward = None if spec.feed_forward is None else spec.feed_forward.name
         for part in spec.parts:
-            self.add_module(f"{part.name}_norm", spec.norm.build(width, build))
+            before, after = (
+                spec.norm.build(width, build) if spec.norms in (place, "both") else nn.Identity()
+                for place in ("before", "after")
+            )
+            self.add_module(f"{part.name}_norm", before)
             self.add_module(part.name, part.build(width, build, layer))
+            self.add_module(f"{part.name}_post_norm", after)
             self._part(part.name).computed_again = recompute == "full"
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -134,14 +147,16 @@ class Block(nn.Module):
         selective = self.recompute == "selective"
         if (mixer := self.mixer) is not None:
             part, norm = self._modules[mixer], self._modules[f"{mixer}_norm"]
-            assert part is not None and norm is not None
+            after = self._modules[f"{mixer}_post_norm"]
+            assert part is not None and norm is not None and after is not None
             y = part(x, context, norm=norm) if selective else part(norm(x), context)
-            x = x + self._drop(y, context, mixer)
+            x = x + self._drop(after(y), context, mixer)
         if (feed_forward := self.feed_forward) is not None:
             part, norm = self._modules[feed_forward], self._modules[f"{feed_forward}_norm"]
-            assert part is not None and norm is not None
+            after = self._modules[f"{feed_forward}_post_norm"]
+            assert part is not None and norm is not None and after is not None
             y = part(x, context, norm=norm) if selective else part(norm(x), context)
-            x = x + self._drop(y, context, feed_forward)
+            x = x + self._drop(after(y), context, feed_forward)
         return x
 
     def _drop(self, x: Tensor, context: Context, part: str) -> Tensor:

@@ -20,7 +20,7 @@ from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
-from kenotron_tp import ColumnParallelLinear, vocabulary_chunk
+from kenotron_tp import ColumnParallelLinear, capped_logits, vocabulary_chunk
 
 
 class Head(ColumnParallelLinear):
@@ -28,6 +28,8 @@ class Head(ColumnParallelLinear):
 
     narrows = False
     """Whether tokens of a wider residual stream are cast to the dtype of the weight first."""
+    cap: float | None = None
+    """Logits l become cap * tanh(l / cap); None: they stay."""
 
     def forward(
         self,
@@ -50,9 +52,9 @@ class Head(ColumnParallelLinear):
         outputs = None if context is None else context.outputs
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         if outputs is not None and not cut:
-            return super().forward(x[outputs], sequence_parallel=False)
+            return capped_logits(super().forward(x[outputs], sequence_parallel=False), self.cap)
         logits = super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
-        return logits if outputs is None else logits[outputs]
+        return capped_logits(logits if outputs is None else logits[outputs], self.cap)
 
 
 class LayerStack(nn.Module):
@@ -122,6 +124,7 @@ def build_decoder(
         spec.hidden_size, vocab, build.tp, chunks=(chunk,), **build.mode.column, **build.storage
     )
     head.narrows = spec.residual_in_fp32
+    head.cap = spec.logit_cap
     declare_roles(head, weight="output")
     if spec.tie_word_embeddings:
         _tie(embedding, head)

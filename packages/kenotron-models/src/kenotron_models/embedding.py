@@ -30,6 +30,7 @@ class Embedding(VocabParallelEmbedding):
             **build.mode.embedding, **build.storage,
         )  # fmt: skip
         self.dropout, self.in_fp32 = spec.embedding_dropout, spec.residual_in_fp32
+        self.dropout, self.scale = spec.embedding_dropout, spec.embedding_scale
         self.positions: nn.Parameter | None = None
         if spec.learned_positions:
             shape = spec.max_position_embeddings, spec.hidden_size
@@ -53,6 +54,8 @@ class Embedding(VocabParallelEmbedding):
         x = super().forward(ids, sequence_parallel=sequence_parallel)
         if self.in_fp32:  # what is added to it is fp32, too
             x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.scale is not None:
+            x = x * torch.tensor(self.scale, dtype=self.weight.dtype).item()
         if context is None:
             return x
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel

@@ -9,33 +9,29 @@ an expert, R rows of this rank's experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kenotron_dist import Axis, Partial, Placements, Roles
-from kenotron_dist.autograd import all_to_all
 from kenotron_dist.weight_products import current_backward
 from kenotron_ep import Way, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.even_experts import even_experts
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
-from kenotron_models.mlp import MLP, Activation, MLPSpec, activated
+from kenotron_models.mlp import MLP, Activation, ClampedSwiGLU, MLPSpec, activated
 from kenotron_models.part import Normed, Part
 from kenotron_models.recompute import between
 from kenotron_models.routed_tokens import routed_places, routed_rows
 from kenotron_models.router import Choice, Router, RouterSpec
 from kenotron_models.router_jitter import jitter_factors
 from kenotron_models.router_losses import LoadSums, router_loss
+from kenotron_models.shared_gate import SharedGate
 from kenotron_models.stacked_linear import StackedLinear
 from kenotron_tp import join_tokens, split_tokens
-
-Compute = Callable[[Tensor, Tensor], Tensor]
-"""Rows (R, D), grouped by expert, and rows of each expert (e,) -> (R, D)."""
 
 
 class Collects(Protocol):
@@ -57,8 +53,13 @@ class ExpertsSpec:
     """F, inner width of each."""
     gated: bool = True
     """Whether they have a gate."""
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiGLU = "silu"
     """Their activation."""
+    bias: bool = False
+    """Their matrices have biases."""
+    transposed: bool = False
+    """Matrices are stored with input features first, and features of gate and up alternate, as in
+    gpt-oss."""
     shared_features: int = 0
     """Inner width of the shared expert; 0: there is none."""
     shared_gate: bool = False
@@ -139,9 +140,10 @@ class Experts(Part):
         self.way = spec.way_over(build.ep.size)
         experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
         self.router = Router(spec.router, width, build)
-        first = StackedLinear(experts, width, rows, build)
+        how = {"bias": spec.bias, "transposed": spec.transposed}
+        first = StackedLinear(experts, width, rows, build, **how)
         self.add_module("gate_up" if spec.gated else "up", first)
-        self.down = StackedLinear(experts, spec.features, width, build, role="residual")
+        self.down = StackedLinear(experts, spec.features, width, build, role="residual", **how)
         self.shared = None if spec.shared is None else MLP(spec.shared, width, build)
         self.shared_gate = SharedGate(width, build) if spec.shared_gate else None
 
@@ -240,7 +242,8 @@ class Experts(Part):
 
     def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool) -> Tensor:
         """Rows (R, D), grouped by expert, through their experts -> (R, D)."""
-        y, activate = self.first(rows, counts), partial(activated, self.spec)
+        activate = partial(activated, self.spec, alternating=self.spec.transposed)
+        y = self.first(rows, counts)
         if not selective:
             return self.down(activate(y), counts)
         return between(activate, y, partial(self.down, counts=counts))
@@ -251,48 +254,3 @@ class Experts(Part):
             return []
         y = self.shared(x, context)
         return [y if self.shared_gate is None else y * self.shared_gate(x)]
-
-
-def even_experts(
-    own: Tensor, experts_TK: Tensor, weights_TK: Tensor, experts: int, axis: Axis, compute: Compute,
-    *, way: str, chunks: int, meanwhile: Callable[[], None],
-) -> Tensor:  # fmt: skip
-    """Stand for ``mix_experts`` on tensors without memory: its shapes, under an even load.
-
-    Args:
-        own: tokens (n, D).
-        experts_TK: chosen experts (n, K); not read.
-        weights_TK: their weights (n, K).
-        experts: E.
-        axis: that of experts, whose ranks are expected to send as much as this one.
-        compute: experts of this rank.
-        way: not read.
-        chunks: not read.
-        meanwhile: called before ``compute``.
-    """
-    meanwhile()
-    top_k = weights_TK.shape[1]
-    rows = own[:, None].expand(-1, top_k, -1).reshape(-1, own.shape[1])
-    even = rows.new_empty(-(-len(rows) // axis.size) * axis.size, rows.shape[1])
-    even = all_to_all(torch.cat([rows, even[len(rows) :]]), axis)
-    y = compute(even, torch.empty(experts // axis.size, dtype=torch.int64, device=own.device))
-    y = all_to_all(y, axis)[: len(rows)]
-    added = y.view(len(own), top_k, -1) * weights_TK[..., None]
-    return added.sum(1).to(y.dtype)
-
-
-class SharedGate(nn.Module):
-    """A sigmoid of each token, (T, D) -> (T, 1); ``weight`` (1, D) is replicated over tp."""
-
-    def __init__(self, width: int, build: Build) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(1, width, **build.storage))
-        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
-        self.roles: Roles = {"weight": "router"}
-        self.placements: Placements = {}
-        if build.sequence_parallel:  # each rank sees its own tokens
-            self.placements["weight"] = Partial(build.tp.name)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(T, D) -> (T, 1)."""
-        return (x @ self.weight.t()).sigmoid()

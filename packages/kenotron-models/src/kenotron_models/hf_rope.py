@@ -9,18 +9,21 @@ from typing import Any
 from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Types of layers, with a window and without."""
 THETA = 10000.0
 """The base where a config.json says none."""
 _OWN = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings"
+        "factor", "beta_fast", "beta_slow", "attention_factor", "original_max_position_embeddings",
+        "truncate",
     ),
 }  # fmt: skip
 """What each kind reads, under the same names as ours."""
 _KIND = ("rope_type", "type", "rope_theta")
-_READ = {*_KIND, "partial_rotary_factor", "truncate", "mscale", "mscale_all_dim"}
+_READ = {*_KIND, "partial_rotary_factor", "mscale", "mscale_all_dim"}
 
 
 def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -46,7 +49,6 @@ def rope_from_hf(values: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     if "original_max_position_embeddings" in _OWN[kind]:
         own.setdefault("original_max_position_embeddings", _first_length(values))
     if kind == "yarn":
-        _check_yarn(given, where)
         own |= _scores(given, float(own["factor"]))
     unknown = [
         name
@@ -66,6 +68,39 @@ def share_from_hf(values: Mapping[str, Any]) -> float:
     return float(inner or values.get("partial_rotary_factor") or 1.0)
 
 
+def ropes_by_type(values: Mapping[str, Any], full: float, sliding: float) -> dict[str, Any]:
+    """Keys of a config.json that has rotary positions for each type of layer, as others have them.
+
+    Those of full layers become ``rope_parameters``, the base of sliding ones
+    ``rope_local_base_freq``.
+
+    Args:
+        values: all keys, in either spelling.
+        full: the base of full layers where nothing is said.
+        sliding: that of sliding layers.
+
+    Raises:
+        ValueError: one mapping for all layers, or sliding layers whose positions are stretched.
+    """
+    given = values.get("rope_parameters") or {}
+    if given and not {*given} <= {FULL, SLIDING}:
+        raise ValueError(
+            f"rope_parameters: {given!r} was given; it must be a mapping with {FULL} and {SLIDING}"
+        )
+    own, local = dict(given.get(FULL) or {}), given.get(SLIDING) or {}
+    own |= values.get("rope_scaling") or {}
+    kind = local.get("rope_type") or "default"
+    if kind != "default":
+        raise ValueError(
+            f"rope_parameters.{SLIDING}.rope_type: {kind!r} was given; positions of sliding layers "
+            "are not stretched here, so it must be 'default'"
+        )
+    own.setdefault("rope_theta", values.get("rope_theta") or full)
+    base = local.get("rope_theta") or values.get("rope_local_base_freq") or sliding
+    known = {**values, "rope_parameters": own, "rope_local_base_freq": float(base)}
+    return known | {"rope_scaling": None}
+
+
 def _mapping(values: Mapping[str, Any]) -> tuple[str, Any]:
     """Key of the mapping of rotary positions, and what it is."""
     where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
@@ -79,7 +114,7 @@ def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
     if scaling is not None:
         found = {name: getattr(scaling, name) for name in _OWN[scaling.rope_type]}
         own = {"rope_type": scaling.rope_type}
-        own |= {name: value for name, value in found.items() if value is not None}
+        own |= {name: value for name, value in found.items() if value not in (None, True)}
     part = {} if rope is None or rope.share == 1 else {"partial_rotary_factor": rope.share}
     return {
         "rope_parameters": {"rope_theta": theta, **own, **part},
@@ -92,14 +127,6 @@ def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
 def _first_length(values: Mapping[str, Any]) -> Any:
     """Longest text of the first training, where the mapping itself does not say."""
     return values.get("original_max_position_embeddings") or values["max_position_embeddings"]
-
-
-def _check_yarn(given: Mapping[str, Any], where: str) -> None:
-    if given.get("truncate") is False:
-        raise ValueError(
-            f"{where}.truncate: false was given; the bounds of yarn are whole numbers here, so it "
-            "must be true, or be left out"
-        )
 
 
 def _scores(given: Mapping[str, Any], factor: float) -> dict[str, float]:

@@ -107,16 +107,18 @@ class Part:
     """Features of its heads when halves of theirs are neighbours of ours; 0: none are."""
     turned: int = 0
     """How many of these are turned, the first ones; the others are in the same places."""
+    paired: int = 0
+    """Rows of its heads of this kind, the first ones; 0: all."""
 
     def runs(self) -> Iterator[Run]:
         """Rows that are consecutive in both."""
         if not self.head_dim:
             yield self.name, 0, self.start, self.shape[0]
             return
-        half = self.turned // 2
+        half, paired = self.turned // 2, self.paired or self.shape[0]
         for row in range(self.shape[0]):
             place, inner = row, row % self.head_dim
-            if inner < self.turned:
+            if inner < self.turned and row < paired:
                 place += 2 * (inner % half) + inner // half - inner
             yield self.name, row, (self.start[0] + place, *self.start[1:]), 1
 
@@ -139,9 +141,11 @@ class Part:
         rows = block.reshape(self.shape)
         if not self.head_dim:
             return rows
-        heads = rows.unflatten(0, (-1, self.head_dim))
+        paired = self.paired or self.shape[0]
+        heads = rows[:paired].unflatten(0, (-1, self.head_dim))
         by_pair = heads[:, : self.turned].unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
-        return torch.cat([by_pair, heads[:, self.turned :]], 1).reshape(self.shape)
+        halves = torch.cat([by_pair, heads[:, self.turned :]], 1).flatten(0, 1)
+        return torch.cat([halves, rows[paired:]]).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -199,12 +203,16 @@ def tensors_of(
         pairs = rope is not None and (rope.interleaved if interleaved is None else interleaved)
         heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
         turned = rope.features(width) if rope is not None else 0
+        gated = getattr(mixer, "gate", False) and len(fused.names) > 1  # rows of q alone
         outs = _chunks(layout) if len(fused.names) > 1 else [layout.shape[0]]
         kind = fused.kinds.get(kind, kind)
         found[path] = _fused(
             [f"{before}{name}.{kind}" for name in fused.names],
             [(rows, *layout.shape[1:]) for rows in outs],
-            [(width, turned) if at < heads else (0, 0) for at in range(len(outs))],
+            [
+                (width * (1 + (gated and at == 0)), turned) if at < heads else (0, 0)
+                for at in range(len(outs))
+            ],
         )
     return found
 
@@ -234,9 +242,15 @@ def _stacked(before: str, stacked: Stacked, kind: str, shape: Shape) -> Whole:
 
 
 def _fused(names: list[str], shapes: list[Shape], turned: list[tuple[int, int]]) -> Whole:
-    firsts = accumulate((shape[0] for shape in shapes), initial=0)
+    rows, columns = [shape[0] for shape in shapes], shapes[0][1:]
+    if len(names) == 1 and len(shapes) > 1:  # theirs is fused, too
+        paired = sum(n for n, (width, _) in zip(rows, turned, strict=True) if width)
+        whole = (sum(rows), *columns)
+        part = Part(names[0], whole, (0,) * len(whole), *turned[0], paired=paired)
+        return Whole(whole, (part,))
+    firsts = accumulate(rows, initial=0)
     parts = [
         Part(name, shape, (first, *(0 for _ in shape[1:])), *head)
         for name, shape, first, head in zip(names, shapes, firsts, turned, strict=False)
     ]
-    return Whole((sum(shape[0] for shape in shapes), *shapes[0][1:]), tuple(parts))
+    return Whole((sum(rows), *columns), tuple(parts))

@@ -56,6 +56,11 @@ class KVCache:
                 rows = torch.arange(batch, device=coming.device)[:, None]
                 kept.transpose(1, 2)[rows, positions_BS] = coming
 
+    def kept(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that are in use: 2 (B, G/t, used, K)."""
+        keys, values = (each[:, :, : self.used] for each in self._layers[layer])
+        return keys, values
+
     def attend(self, layer: int, q_BSHK: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """``softmax(scale * q k^T) v`` over what is kept and ``seen``: (B, S, H, K)."""
         keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])

@@ -28,6 +28,21 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped features (gpt-oss)."""
+
+    alpha: float = 1.702
+    """What the gate is multiplied with inside the sigmoid."""
+    limit: float = 7.0
+    """The gate is at most this, and up between this and its negative."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """(..., F) and (..., F) -> (..., F)."""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * (gate * self.alpha).sigmoid())
+
+
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
     """``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without gate."""
@@ -37,7 +52,7 @@ class MLPSpec:
     """F, inner width."""
     gated: bool = True
     """Whether there is a gate."""
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiGLU = "silu"
     """Its act."""
     bias: bool = False
     """Its matrices have biases."""
@@ -64,18 +79,22 @@ class Activated(Protocol):
         ...
 
     @property
-    def activation(self) -> Activation:
+    def activation(self) -> Activation | ClampedSwiGLU:
         """Name of the activation."""
         ...
 
 
-def activated(spec: Activated, y: Tensor) -> Tensor:
-    """(..., 2F), or (..., F) without gate -> (..., F)."""
-    act = ACTIVATIONS[spec.activation]
+def activated(spec: Activated, y: Tensor, *, alternating: bool = False) -> Tensor:
+    """(..., 2F), or (..., F) without gate -> (..., F).
+
+    ``alternating``: features of gate and up follow one another in turn, not all of the gate first.
+    """
+    act = spec.activation
     if not spec.gated:
-        return act(y)
-    gate, up = y.chunk(2, -1)
-    return act(gate) * up
+        assert isinstance(act, str)
+        return ACTIVATIONS[act](y)
+    gate, up = (y[..., 0::2], y[..., 1::2]) if alternating else y.chunk(2, -1)
+    return act(gate, up) if isinstance(act, ClampedSwiGLU) else ACTIVATIONS[act](gate) * up
 
 
 class MLP(Part):

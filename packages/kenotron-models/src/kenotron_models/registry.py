@@ -9,17 +9,22 @@ from operator import or_
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from kenotron_models.families.deepseek_v3 import DEEPSEEK_V3
+from kenotron_models.families.gemma import GEMMA2, GEMMA3
 from kenotron_models.families.glm4_moe import GLM4_MOE
+from kenotron_models.families.gpt_oss import GPT_OSS
 from kenotron_models.families.llama import LLAMA
 from kenotron_models.families.llamoe import LLAMOE
 from kenotron_models.families.mamba import MAMBA
 from kenotron_models.families.mamba2 import MAMBA2
 from kenotron_models.families.mistral import MISTRAL
 from kenotron_models.families.mixtral import MIXTRAL
+from kenotron_models.families.olmo2 import OLMO2, OLMO3
 from kenotron_models.families.olmoe import OLMOE
+from kenotron_models.families.phi3 import PHI3
 from kenotron_models.families.qwen2 import QWEN2
 from kenotron_models.families.qwen3 import QWEN3
 from kenotron_models.families.qwen3_moe import QWEN3_MOE
+from kenotron_models.families.smollm3 import SMOLLM3
 from kenotron_models.families.starcoder2 import STARCODER2
 from kenotron_models.family import Family, FamilyConfig
 
@@ -37,6 +42,13 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     MAMBA,
     MAMBA2,
+    SMOLLM3,
+    PHI3,
+    OLMO2,
+    OLMO3,
+    GEMMA2,
+    GEMMA3,
+    GPT_OSS,
 )
 """YAML without a marker is of the family that knows most of its keys, the first of equals;
 config.json is written by the config's own family, else by the first that can say it."""

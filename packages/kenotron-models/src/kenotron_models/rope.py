@@ -83,7 +83,7 @@ def stretched(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor
 
 
 def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """Shares (K/2,) of the frequencies that stay, falling from 1 to 0 between two whole numbers."""
+    """Shares (K/2,) of the frequencies that stay, falling from 1 to 0 between two numbers."""
     features = 2 * len(frequencies)
     length = scaling.original_max_position_embeddings
 
@@ -91,8 +91,10 @@ def _kept_by_yarn(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Te
         """Of the frequency that turns so often over the original text."""
         return features * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(number(scaling.beta_fast)), 0)
-    last = min(math.ceil(number(scaling.beta_slow)), features - 1)
+    first, last = number(scaling.beta_fast), number(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, features - 1)
     numbers = torch.arange(len(frequencies), device=frequencies.device)
     return 1 - ((numbers - first) / ((last - first) or 0.001)).clamp(0, 1)
 

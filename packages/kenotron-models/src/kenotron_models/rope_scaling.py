@@ -32,6 +32,8 @@ class RopeScaling:
     """Of yarn: waves that turn more often than this over that length stay."""
     beta_slow: float = 1.0
     """Of yarn: waves that turn less often than this over that length grow by the whole factor."""
+    truncate: bool = True
+    """Of yarn: the numbers of the waves at these two bounds are rounded outwards."""
     attention_factor: float | None = None
     """Of yarn: what queries and keys are multiplied with; None: 0.1 ln(factor) + 1."""
 

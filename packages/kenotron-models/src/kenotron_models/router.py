@@ -44,6 +44,8 @@ class RouterSpec:
     """N, groups of neighbouring experts; divides E."""
     top_groups: int = 1
     """Groups that the experts of a token are chosen from."""
+    bias: bool = False
+    """Logits have a bias, which is trained as the weight is."""
     choice_bias: bool = False
     """Experts have a bias that is added to their scores for the choice alone."""
     bias_rate: float = 0.0
@@ -86,6 +88,8 @@ class Choice(NamedTuple):
 class Router(nn.Module):
     """``weight`` (E, D): each rank routes its own tokens, so the gradient is partial over tp.
 
+    With ``bias`` there is a ``bias`` (E,), which is added to the logits.
+
     With ``choice_bias`` there is a ``choice_bias`` (E,), fp32 and without gradient: it is added to
     the scores for the choice alone, and moved after an update by ``move_bias`` (loss-free
     balancing: Wang et al., arXiv 2408.15664).
@@ -98,6 +102,11 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
         self.placements: Placements = {"weight": Partial(build.tp.name)}
         self.roles: Roles = {"weight": "router"}
+        self.bias: nn.Parameter | None = None
+        if spec.bias:
+            self.bias = nn.Parameter(torch.zeros(spec.experts, **build.storage))  # (E,)
+            self.placements["bias"] = Partial(build.tp.name)
+            self.roles["bias"] = "bias"
         self.choice_bias: nn.Parameter | None = None
         if spec.choice_bias:
             zeros = torch.zeros(spec.experts, device=build.device)
@@ -121,6 +130,8 @@ class Router(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide) if noise is None else x.to(wide) * noise
         logits = x @ self.weight.to(wide).t()
+        if self.bias is not None:
+            logits = logits + self.bias.to(wide)
         scores = logits.softmax(-1) if self.spec.scoring == "softmax" else logits.sigmoid()
         experts = self._choose(scores.detach()) if chosen is None else chosen
         weights = scores.gather(1, experts)

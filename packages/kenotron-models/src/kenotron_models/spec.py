@@ -34,6 +34,10 @@ class DecoderSpec:
     """Positions have learned embeddings, added to the tokens'."""
     embedding_dropout: float = 0.0
     """Share of embedded features that is dropped in training."""
+    embedding_scale: float | None = None
+    """What embedded tokens are multiplied with, rounded to the table's number format; None: 1."""
+    logit_cap: float | None = None
+    """Logits l become cap * tanh(l / cap); None: they stay."""
     z_loss: float = 0.0
     """Weight of the squared log of the softmax's sum in the loss (PaLM, arXiv 2204.02311)."""
     residual_in_fp32: bool = False

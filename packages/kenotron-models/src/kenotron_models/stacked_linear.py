@@ -22,12 +22,16 @@ from kenotron_models.build import Build
 class StackedLinear(nn.Module):
     """``y = x W_e^T`` for the rows of each expert e; ``weight`` (E/n, O, I) of this rank's experts.
 
+    With ``bias`` there is a ``bias`` (E/n, O), which is added.
+
     Args:
         experts: E, experts of the layer.
         inputs: I.
         outputs: O.
         build: how and where; ``build.ep`` cuts the experts.
         role: role of the weight.
+        bias: whether each expert has a bias.
+        transposed: whether the weight is (E/n, I, O).
 
     Raises:
         ValueError: ep does not divide E.
@@ -36,7 +40,15 @@ class StackedLinear(nn.Module):
     defers_weight_grad = True
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, build: Build, role: Role = "hidden"
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        build: Build,
+        role: Role = "hidden",
+        *,
+        bias: bool = False,
+        transposed: bool = False,
     ) -> None:
         super().__init__()
         axis = build.ep
@@ -46,20 +58,30 @@ class StackedLinear(nn.Module):
                 "expert-parallel size that divides num_experts"
             )
         self.weight_queue: WeightQueue | None = None
-        whole = torch.empty(experts, outputs, inputs, **build.storage)
+        self.transposed = transposed
+        sizes = (inputs, outputs) if transposed else (outputs, inputs)
+        whole = torch.empty(experts, *sizes, **build.storage)
         nn.init.uniform_(whole, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear; nothing on meta
         self.weight = nn.Parameter(whole.chunk(axis.size)[axis.rank].clone())  # (E/n, O, I)
         self.placements: Placements = {"weight": Shard(axis.name, 0)}
         self.roles: Roles = {"weight": role}
+        self.bias: nn.Parameter | None = None
+        if bias:
+            zeros = torch.zeros(experts // axis.size, outputs, **build.storage)
+            self.bias = nn.Parameter(zeros)  # (E/n, O)
+            self.placements["bias"] = Shard(axis.name, 0)
+            self.roles["bias"] = "bias"
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64."""
         product: Tensor = _StackedProduct.apply(x, self.weight, counts, self)
-        return product
+        if self.bias is None:
+            return product
+        return product + self.bias[_expert_of_rows(product, counts)]
 
     def extra_repr(self) -> str:
         """Local sizes."""
-        experts, outputs, inputs = self.weight.shape
+        experts, outputs, inputs = by_output(self.weight, self.transposed).shape
         return f"experts={experts}, in_features={inputs}, out_features={outputs}"
 
 
@@ -70,23 +92,38 @@ class _StackedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts, ctx.queue, ctx.parameter = counts, layer.weight_queue, layer.weight
-        return stacked_product(x, weight, counts)
+        ctx.transposed = layer.transposed
+        return stacked_product(x, by_output(weight, ctx.transposed), counts)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (dy,), (x, weight), counts = grads, ctx.saved_tensors, ctx.counts
-        dx = (
-            stacked_product(dy, weight.transpose(1, 2), counts) if ctx.needs_input_grad[0] else None
-        )
+        by_input, dx = by_output(weight, not ctx.transposed), None
+        if ctx.needs_input_grad[0]:
+            dx = stacked_product(dy, by_input, counts)
         dw = None
         if ctx.needs_input_grad[1]:
-            product = partial(outer_products, dy, x, counts)
+            pair = (x, dy) if ctx.transposed else (dy, x)
+            product = partial(outer_products, *pair, counts)
             if ctx.queue is None:
                 dw = product()
             else:
                 ctx.queue.push(ctx.parameter, product)
         return dx, dw, None, None
+
+
+def by_output(weight: Tensor, transposed: bool) -> Tensor:
+    """Return a weight, of which ``transposed`` says how it is stored, as (E, O, I)."""
+    return weight.transpose(1, 2) if transposed else weight
+
+
+def _expert_of_rows(y: Tensor, counts: Tensor) -> Tensor:
+    """Number of the expert of each row of y (R, O), int64 (R,)."""
+    experts = torch.arange(len(counts), device=y.device)
+    if y.is_meta:  # where no count can be read
+        return experts[:1].expand(len(y))
+    return experts.repeat_interleave(counts)
 
 
 def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

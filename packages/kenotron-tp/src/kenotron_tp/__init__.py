@@ -5,6 +5,7 @@ from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.fused_cross_entropy import linear_cross_entropy
 from kenotron_tp.fused_cross_entropy_sum import linear_cross_entropy_sum, tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp.logit_cap import capped_logits
 from kenotron_tp.logits import check_sampling, choose_tokens
 from kenotron_tp.mode import TPMode
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
@@ -14,6 +15,7 @@ __all__ = [
     "RowParallelLinear",
     "TPMode",
     "VocabParallelEmbedding",
+    "capped_logits",
     "check_sampling",
     "choose_tokens",
     "join_tokens",

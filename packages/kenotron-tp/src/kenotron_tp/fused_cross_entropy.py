@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Axis, Handle, all_reduce
 from kenotron_dist.autograd import all_gather_from
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
+from kenotron_tp.logit_cap import cap_slope, capped_logits, check_cap
 from kenotron_tp.sequence import check_tokens, rows_of_rank
 from kenotron_tp.softmax import (
     Statistics,
@@ -33,6 +34,8 @@ class Chunked(NamedTuple):
     chunk: int
     whole: bool
     """Whether x is the same on all ranks: then its gradient is summed here."""
+    cap: float | None = None
+    """Of the logits; see ``logit_cap``."""
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -41,7 +44,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            local_statistics(tokens @ weight.t(), own, how.terms)
+            local_statistics(capped_logits(tokens @ weight.t(), how.cap), own, how.terms)
             for tokens, own in zip(x.split(how.chunk), labels.split(how.chunk), strict=True)
         ]
         found = whole_statistics(torch.cat(parts, 1), len(weight), how.terms)
@@ -62,9 +65,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         flight: tuple[slice, Handle] | None = None
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
-            logits = x[rows] @ weight.t()
+            logits = capped_logits(x[rows] @ weight.t(), how.cap)
+            slope = None if how.cap is None else cap_slope(logits, how.cap)
             of = Statistics(*(each[rows] for each in found))
             write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
+            if slope is not None:
+                logits.mul_(slope)
             handle = _start_sum(logits @ weight, how) if needs_x else None
             if needs_weight:
                 dw = added(dw, logits, x[rows], last=rows.stop >= len(x))
@@ -111,6 +117,7 @@ def linear_cross_entropy(
     chunk: int = ...,
     sequence_parallel: bool = ...,
     return_z_loss: Literal[False] = ...,
+    cap: float | None = ...,
 ) -> Tensor: ...
 @overload
 def linear_cross_entropy(
@@ -126,6 +133,7 @@ def linear_cross_entropy(
     chunk: int = ...,
     sequence_parallel: bool = ...,
     return_z_loss: Literal[True],
+    cap: float | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def linear_cross_entropy(
     x: Tensor,
@@ -140,6 +148,7 @@ def linear_cross_entropy(
     chunk: int = 1024,
     sequence_parallel: bool = False,
     return_z_loss: bool = False,
+    cap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``vocab_parallel_cross_entropy`` of ``x W^T`` whose logits never exist at once.
 
@@ -150,18 +159,20 @@ def linear_cross_entropy(
         axis, vocab_size, ignore_index, z_loss, label_smoothing, return_z_loss: as there.
         chunk: tokens whose logits, (chunk, V/t), exist at a time.
         sequence_parallel: x is this rank's tokens (see ``sequence``); they are gathered here.
+        cap: logits l are cap * tanh(l / cap), computed in fp32; None: they stay.
 
     Returns fp32 (...). Backward computes the logits once more: a third of the head's time for
     T/chunk of the memory. One all-gather of five numbers a position in forward, and an all-reduce
     of every chunk's gradient in backward, hidden behind the next products; under sequence
     parallelism an all-gather and a reduce-scatter. Raises ValueError when shapes do not fit or
-    ``chunk`` is not positive, IndexError as ``vocab_parallel_cross_entropy``.
+    ``chunk`` or ``cap`` is not positive, IndexError as ``vocab_parallel_cross_entropy``.
     """
+    check_cap(cap)
     x = head_inputs(x, weight, labels, axis, chunk, sequence_parallel=sequence_parallel)
     width = weight.shape[0]
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
-    rows, how = x.reshape(-1, x.shape[-1]), Chunked(terms, chunk, not sequence_parallel)
+    rows, how = x.reshape(-1, x.shape[-1]), Chunked(terms, chunk, not sequence_parallel, cap)
     loss, z = _LinearCrossEntropy.apply(rows, weight, labels.reshape(-1), how)
     if return_z_loss:
         return loss.view(labels.shape), z.view(labels.shape)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Axis, all_reduce
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
 from kenotron_tp.fused_cross_entropy import Chunked, added, head_inputs
+from kenotron_tp.logit_cap import cap_slope, capped_logits, check_cap
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -66,11 +67,14 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
             tokens, own = x[rows], labels[rows]
-            logits = tokens @ weight.t()
+            logits = capped_logits(tokens @ weight.t(), how.cap)
+            slope = None if how.cap is None else cap_slope(logits, how.cap)
             each, z_each = _losses_and_gradient(
                 logits, own, how.terms, times if needs_x or needs_weight else None
             )
             loss, z = loss + each.sum(), z + z_each.sum()
+            if slope is not None:
+                logits.mul_(slope)
             if dx is not None:
                 part = logits @ weight
                 dx[rows] = all_reduce(part, how.terms.axis) if how.whole else part
@@ -130,6 +134,7 @@ def linear_cross_entropy_sum(
     times: Tensor | float = 1.0,
     chunk: int | None = None,
     sequence_parallel: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sum over the labels of the cross entropy of ``x W^T``, and of the z-loss in it: fp32 scalars.
 
@@ -142,6 +147,7 @@ def linear_cross_entropy_sum(
     numbers a position and an all-reduce of every chunk's gradient; under sequence parallelism an
     all-gather, and in backward a reduce-scatter. Raises as ``linear_cross_entropy``.
     """
+    check_cap(cap)
     width = weight.shape[0]
     size = chunk
     if size is None:
@@ -149,7 +155,7 @@ def linear_cross_entropy_sum(
     x = head_inputs(x, weight, labels, axis, size, sequence_parallel=sequence_parallel)
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
     x, weight, _ = cast_for_autocast(x, weight, None)
-    how = Chunked(terms, size, not sequence_parallel)
+    how = Chunked(terms, size, not sequence_parallel, cap)
     rows = x.reshape(-1, x.shape[-1])
     scale = torch.full((), times) if isinstance(times, float) else times
     scale = scale.to(x.device, torch.promote_types(x.dtype, torch.float32))

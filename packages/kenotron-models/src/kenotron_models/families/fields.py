@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from kenotron_models.attention import AttentionSpec
 from kenotron_models.attention_backends import AttentionBackend
@@ -37,6 +37,8 @@ class SharedFields:
     The config of each family adds its own keys and its marker.
     """
 
+    activation: ClassVar[str] = "silu"
+    """What hidden_act must be."""
     bos_token_id: int | None = 1
     """Token number of the beginning of a text; recorded for export, no layer reads it."""
     eos_token_id: int | None = 2
@@ -268,8 +270,8 @@ def head_problems(config: SharedFields) -> list[str]:
 def choice_problems(config: SharedFields) -> list[str]:
     """Name an activation or a back end that there is not, and a z-loss with a wrong weight."""
     found = []
-    if config.hidden_act != "silu":
-        found.append(f"hidden_act: {config.hidden_act!r} was given; it must be 'silu'")
+    if config.hidden_act != (known := config.activation):
+        found.append(f"hidden_act: {config.hidden_act!r} was given; it must be {known!r}")
     if config.attn_implementation not in ATTENTIONS:
         found.append(
             f"attn_implementation: {config.attn_implementation!r} was given; it must be one of "

@@ -5,6 +5,7 @@ from typing import Any
 
 from kenotron_models.families.fields import check, marker_problems, raise_all
 from kenotron_models.families.hf_keys import first_mixer, llama_from_hf, sparse_to_hf
+from kenotron_models.families.partial_rope import share_problems, small_share
 from kenotron_models.families.sigmoid_experts import (
     SIGMOID_EXPERTS,
     SigmoidExpertsFields,
@@ -50,13 +51,14 @@ class Glm4MoEConfig(SigmoidExpertsFields):
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = [*check(self), *marker_problems(self, "is_glm4_moe_config")]
-        raise_all([*found, *sigmoid_problems(self), *([] if found else _share_problems(self))])
+        share, width = self.partial_rotary_factor, self.features_of_head
+        whole = [] if found else share_problems(share, width)
+        raise_all([*found, *sigmoid_problems(self), *whole])
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of experts and positions of a narrow copy."""
         width = min(sizes.head_dim, self.features_of_head)
-        turned = max(2, int(width * self.partial_rotary_factor) // 2 * 2)
-        share = {"partial_rotary_factor": turned / width}
+        share = {"partial_rotary_factor": small_share(self.partial_rotary_factor, width)}
         return self.small_routing(sizes, 2 * sizes.head_dim) | share
 
     @property
@@ -70,16 +72,6 @@ class Glm4MoEConfig(SigmoidExpertsFields):
             qk_norm=NormSpec(eps=self.rms_norm_eps) if self.use_qk_norm else None,
         )
         return self.decoder_of([mixer] * self.num_hidden_layers, self.experts())
-
-
-def _share_problems(config: Glm4MoEConfig) -> list[str]:
-    share, width = config.partial_rotary_factor, config.features_of_head
-    if 0 < share <= 1 and int(width * share) >= 2 and int(width * share) % 2 == 0:
-        return []
-    return [
-        f"partial_rotary_factor: {share} was given; of the {width} features of a head it makes "
-        f"{int(width * share)}, rounded down; it must be an even number from 2 to {width}"
-    ]
 
 
 def _read(values: Values) -> Glm4MoEConfig:

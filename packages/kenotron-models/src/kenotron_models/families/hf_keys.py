@@ -8,11 +8,10 @@ from kenotron_models.attention import AttentionSpec
 from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import ExpertsSpec
 from kenotron_models.family import FamilyConfig, HuggingFace, Values
-from kenotron_models.hf_rope import rope_from_hf, rope_to_hf, share_from_hf
+from kenotron_models.hf_rope import FULL, SLIDING, rope_from_hf, rope_to_hf, share_from_hf
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.spec import DecoderSpec
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",

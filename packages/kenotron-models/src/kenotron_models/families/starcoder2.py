@@ -199,7 +199,7 @@ class Starcoder2Config:
         return found
 
 
-_ACTIVATION = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
+_ACTIVATION: dict[Any, str] = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
 """Our activations, and the first of transformers' names for each."""
 
 
