@@ -64,6 +64,17 @@ def test_every_gradient_is_that_of_one_process(
         assert deviation < 1e-11, path
 
 
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 4, "tp": 2}], ids=str)
+def test_runs_of_tokens_one_after_another_have_the_same_gradients(axes: dict[str, int]) -> None:
+    """The first rank's state is 0 for certain, and it takes part in the backward all the same."""
+    loss, want = on_one("mamba")
+    how = "plain", "ring", "none", False, 1, "contiguous"
+    ranks = spawn(gradients_fp64, "mamba", *how, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
     loss, want = on_one("mamba")

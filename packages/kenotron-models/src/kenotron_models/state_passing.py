@@ -10,6 +10,7 @@ Shapes: B rows, P pieces of a row on this rank.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron_dist.autograd import all_gather_from
@@ -32,11 +33,12 @@ def entering_states(last: Tensor, decay: Tensor, segments: Segments) -> Tensor:
     flat = torch.cat([last.flatten(1), decay.flatten(1)], 1)
     own = flat.unflatten(0, (-1, segments.pieces)).movedim(1, 0)  # (P, B, ...)
     every = all_gather_from(own.contiguous(), segments.axis)[segments.order]
+    # A piece of zeros before the first, which is part of the graph: a rank that holds the first
+    # piece alone must take part in the backward's exchange as well.
+    every = F.pad(every, (0, 0, 0, 0, 1, 0))
     lasts = every[..., :width].unflatten(-1, last.shape[1:])
     decays = every[..., width:].unflatten(-1, decay.shape[1:])
-    state = torch.zeros_like(lasts[0])
-    before = []
-    for each, factor in zip(lasts, decays, strict=True):
-        before.append(state)
-        state = factor * state + each
+    before = [lasts[0]]
+    for each, factor in zip(lasts[1:-1], decays[1:-1], strict=True):
+        before.append(factor * before[-1] + each)
     return torch.stack([before[piece] for piece in segments.held], 1).flatten(0, 1)
