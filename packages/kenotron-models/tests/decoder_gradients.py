@@ -12,7 +12,7 @@ import torch
 from attention_cases import positions
 from torch import Tensor
 
-from kenotron_cp import Way, cut_sequence
+from kenotron_cp import Layout, Way, cut_sequence
 from kenotron_dist import (
     Mesh,
     TensorLayout,
@@ -221,6 +221,7 @@ def gradients(
     recompute: Recompute = "none",
     compiled: bool = False,
     chunks: int = 1,
+    order: Literal["zigzag", "contiguous"] = "zigzag",
 ) -> tuple[float, dict[str, Tensor], Parts]:
     """Loss; shapes by name; this rank's parts of all gradients, complete."""
     spec, cp = SPECS[name], mesh["cp"]
@@ -235,19 +236,20 @@ def gradients(
     whole, samples, key = positions(15), torch.tensor([5, 17, 3]), counter_key(0, 7)
     tokens = (torch.arange(45) * 7 % 32).view(3, 15)
     labels = tokens.flatten().roll(-1).view(3, 15)
-    cut = SequenceCut(cp, whole, way) if cp.size > 1 else None
-    own = [cut_sequence(x, cp) for x in (whole, tokens)]
+    layout = Layout(order=order)
+    cut = SequenceCut(cp, whole, way, layout) if cp.size > 1 else None
+    own = [cut_sequence(x, cp, layout=layout) for x in (whole, tokens)]
     added: list[Tensor] = []
     for module in stack.modules():
         if isinstance(module, Experts):
             module.auxiliary_losses = Sink(added)
     padding = None
     if spec.routes:
-        padding = cut_sequence(whole * 0, cp, fill=1).bool()
+        padding = cut_sequence(whole * 0, cp, layout=layout, fill=1).bool()
     weight = torch.tensor(1 / 45)
     context = Context(own[0], samples, key, cut=cut, padding_BS=padding, loss_weight=weight)
     logits = stack(own[1].flatten(), context)
-    targets = cut_sequence(labels, cp, fill=-100).flatten()
+    targets = cut_sequence(labels, cp, layout=layout, fill=-100).flatten()
     each = vocab_parallel_cross_entropy(logits, targets, mesh["tp"], vocab_size=32)
     loss = each.sum() / 45 + sum(added)
     loss.backward()

@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from decoder_gradients import MAMBA, complete, gradients_fp64, recurrent
 from torch import Tensor
 
@@ -64,6 +65,17 @@ def test_every_gradient_is_that_of_one_process(
         assert deviation < 1e-11, path
 
 
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 4, "tp": 2}], ids=str)
+def test_runs_of_tokens_one_after_another_have_the_same_gradients(axes: dict[str, int]) -> None:
+    """The first rank's state is 0 for certain, and it takes part in the backward all the same."""
+    loss, want = on_one("mamba")
+    how = "plain", "ring", "none", False, 1, "contiguous"
+    ranks = spawn(gradients_fp64, "mamba", *how, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp": 2}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
     loss, want = on_one("mamba")
@@ -82,6 +94,26 @@ def stack_of(**changes: object) -> LayerStack:
     rule = standard_init(spec, 0.4)
     initialize(stack, layouts, lambda _: view, seed=1, initializer=rule)
     return stack
+
+
+def test_a_mixer_computes_the_formula_of_the_paper() -> None:
+    mixer = stack_of(separate_documents=False).get_submodule("layers.0.mamba")
+    own = dict(mixer.named_parameters())
+    u = torch.randn(7, 24, dtype=torch.float64)
+    x, z = F.linear(u, own["in_proj.weight"], own["in_proj.bias"]).chunk(2, -1)
+    row = F.pad(x.mT[None], (3, 0))
+    x = F.silu(F.conv1d(row, own["conv.weight"], own["conv.bias"], groups=16)[0].mT)
+    low, b, c = (x @ own["x_proj.weight"].mT).split((3, 6, 6), -1)
+    d = F.softplus(low @ own["dt_proj.weight"].mT + own["dt_proj.bias"])
+    state, outs = torch.zeros(16, 6, dtype=torch.float64), []
+    for t in range(7):
+        state = torch.exp(-d[t, :, None] * own["A_log"].exp()) * state
+        state = state + (d[t] * x[t])[:, None] * b[t]
+        outs.append(state @ c[t] + own["D"] * x[t])
+    gated = torch.stack(outs) * F.silu(z)
+    want = F.linear(gated, own["out_proj.weight"], own["out_proj.bias"])
+    got = mixer(u, Context(torch.arange(7)[None]))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_nothing_passes_from_one_document_to_another() -> None:
@@ -152,7 +184,7 @@ def test_constants_are_fp32_in_a_bf16_model_and_begin_as_the_paper_says() -> Non
     log = torch.arange(1, 7, dtype=torch.float32).log().expand(16, 6)
     assert torch.equal(values["layers.1.mamba.A_log"].float(), log)
     assert torch.equal(values["layers.1.mamba.D"], torch.ones(16, dtype=torch.float64))
-    steps = torch.nn.functional.softplus(values["layers.1.mamba.dt_proj.bias"])
+    steps = F.softplus(values["layers.1.mamba.dt_proj.bias"])
     assert steps.min() >= 0.02 - 1e-6 and steps.max() <= 0.5 and steps.std() > 0.02
     assert values["layers.1.mamba.conv.weight"].abs().max() <= 0.5
     assert values["layers.1.mamba.dt_proj.weight"].abs().max() <= 3**-0.5

@@ -65,6 +65,17 @@ def test_every_gradient_is_that_of_one_process(
         assert deviation < 1e-11, path
 
 
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 4, "tp": 2}], ids=str)
+def test_runs_of_tokens_one_after_another_have_the_same_gradients(axes: dict[str, int]) -> None:
+    """The first rank's state is 0 for certain, and it takes part in the backward all the same."""
+    loss, want = on_one("mamba2")
+    how = "plain", "ring", "none", False, 1, "contiguous"
+    ranks = spawn(gradients_fp64, "mamba2", *how, **axes)
+    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
+    for path, tensor in complete(ranks).items():
+        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
+
+
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
     loss, want = on_one("mamba2")
@@ -83,6 +94,32 @@ def stack_of(**changes: object) -> LayerStack:
     rule = standard_init(spec, 0.4)
     initialize(stack, layouts, lambda _: view, seed=1, initializer=rule)
     return stack
+
+
+def test_a_mixer_computes_the_formula_of_the_paper() -> None:
+    mixer = stack_of(separate_documents=False).get_submodule("layers.0.mamba2")
+    own = dict(mixer.named_parameters())
+    u = torch.randn(7, 24, dtype=torch.float64)
+    made = F.linear(u, own["in_proj.weight"], own["in_proj.bias"])
+    z, convolved, steps = made.split((32, 32 + 2 * 12, 8), -1)
+    row = F.pad(convolved.mT[None], (3, 0))
+    convolved = F.silu(F.conv1d(row, own["conv.weight"], own["conv.bias"], groups=56)[0].mT)
+    x, b, c = convolved.split((32, 12, 12), -1)
+    x, b, c = x.view(7, 8, 4), b.view(7, 2, 6), c.view(7, 2, 6)
+    d = F.softplus(steps + own["dt_bias"]).clamp(0.01, 0.9)
+    state, outs = torch.zeros(8, 4, 6, dtype=torch.float64), []
+    for t in range(7):
+        state = torch.exp(-d[t] * own["A_log"].exp())[:, None, None] * state
+        wide = b[t].repeat_interleave(4, 0)[:, None]
+        state = state + (d[t, :, None] * x[t])[..., None] * wide
+        outs.append(
+            (state * c[t].repeat_interleave(4, 0)[:, None]).sum(-1) + own["D"][:, None] * x[t]
+        )
+    gated = torch.stack(outs).flatten(1) * F.silu(z)
+    normed = F.rms_norm(gated.view(7, 2, 16), (16,), eps=MAMBA2.eps).flatten(1)
+    want = F.linear(normed * own["norm.weight"], own["out_proj.weight"], own["out_proj.bias"])
+    got = mixer(u, Context(torch.arange(7)[None]))
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-11)
 
 
 def test_nothing_passes_from_one_document_to_another() -> None:

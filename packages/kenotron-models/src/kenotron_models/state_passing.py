@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kenotron_dist.autograd import all_gather_from
@@ -40,11 +41,12 @@ def entering_states(
     flat = torch.cat([last.flatten(1), factor.flatten(1)], 1)
     own = flat.unflatten(0, (-1, segments.pieces)).movedim(1, 0)  # (P, B, ...)
     every = all_gather_from(own.contiguous(), segments.axis)[segments.order]
+    # A piece of zeros before the first, which is part of the graph: a rank that holds the first
+    # piece alone must take part in the backward's exchange as well.
+    every = F.pad(every, (0, 0, 0, 0, 1, 0))
     lasts = every[..., :width].unflatten(-1, last.shape[1:])
     factors = every[..., width:].unflatten(-1, factor.shape[1:])
-    state = torch.zeros_like(lasts[0])
-    before = []
-    for each, of_piece in zip(lasts, factors, strict=True):
-        before.append(state)
-        state = apply(of_piece, state) + each
+    before = [lasts[0]]
+    for each, of_piece in zip(lasts[1:-1], factors[1:-1], strict=True):
+        before.append(apply(of_piece, before[-1]) + each)
     return torch.stack([before[piece] for piece in segments.held], 1).flatten(0, 1)
