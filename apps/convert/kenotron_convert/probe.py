@@ -61,6 +61,9 @@ def our_logits(checkpoint: Checkpoint, spec: DecoderSpec, tokens: Tensor) -> Ten
     stack = LayerStack(build_decoder(spec, Build(mesh["tp"], dtype=torch.float32)))
     layouts = parameter_layouts(stack, mesh.axis_sizes)
     materialize(stack, "cpu")
+    for layer in stack:
+        if hasattr(layer, "fill_buffers"):  # of transformers
+            layer.fill_buffers(torch.device("cpu"))
     wanted = {
         path: (p.detach().zero_(), layouts[path]) for path, p in named_parameters(stack).items()
     }

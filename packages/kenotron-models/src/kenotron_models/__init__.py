@@ -25,6 +25,7 @@ from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.families.starcoder2 import Starcoder2Config
+from kenotron_models.families.transformers_config import TransformersConfig
 from kenotron_models.families.unbuilt import MambaModelConfig
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
@@ -53,6 +54,8 @@ from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_models.stacked_linear import StackedLinear
+from kenotron_models.transformers_layers import transformers_layers
+from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
     "ATTENTIONS",
@@ -111,6 +114,8 @@ __all__ = [
     "Sparse",
     "StackedLinear",
     "Starcoder2Config",
+    "TransformersConfig",
+    "TransformersSpec",
     "build_decoder",
     "choose",
     "compile_layers",
@@ -134,6 +139,7 @@ __all__ = [
     "sent_bytes",
     "standard_init",
     "training_flops",
+    "transformers_layers",
     "upcycled_config",
     "upcycled_name",
 ]

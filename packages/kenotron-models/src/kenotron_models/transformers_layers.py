@@ -1,0 +1,333 @@
+"""A causal model of transformers as an ordered list of layers, which pipeline stages can share.
+
+transformers' own ``forward`` makes everything: what is done to embeddings before the first layer,
+the masks and rotary angles that each layer is called with, and what follows the last layer. It is
+run with recorders in the place of layers; nothing of a family is written down here.
+
+Shapes: B rows, S tokens of a row, T = B * S, D hidden, V vocabulary; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.recompute import Recompute, whole
+from kenotron_models.transformers_model import (
+    check_buffers,
+    cut_model,
+    empty_model,
+    fill_buffers,
+    path_of,
+)
+from kenotron_models.transformers_spec import TransformersSpec
+
+
+class Call(NamedTuple):
+    """What a layer is called with, next to its hidden features."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _LayerReached(Exception):
+    """The layer where a run of ``forward`` ends."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class _Recorder(nn.Module):
+    """Stands in the place of a layer in ``forward``; has the layer's attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._of = (layer,)  # not a submodule
+        self.calls: list[Call] | None = None
+        self.ends = False
+        self.result: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"][0], name)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Note the call, and hand on the hidden features or ``result``."""
+        hidden = args[0] if args else options.pop("hidden_states")
+        if self.calls is not None:
+            self.calls.append(Call(args[1:], options))
+        if self.ends:
+            raise _LayerReached(hidden)
+        return hidden if self.result is None else self.result
+
+
+class Skeleton:
+    """A model whose layers are recorders. All its layers share one; it is no module of theirs."""
+
+    def __init__(self, model: Any, layers: nn.ModuleList, documents: bool) -> None:
+        self.model, self.base, self.documents = model, model.base_model, documents
+        self.recorders = [_Recorder(layer) for layer in layers]
+        setattr(self.base, path_of(self.base, layers), nn.ModuleList(self.recorders))
+        self._filled: torch.device | None = None
+        self._checked = not documents
+
+    def embed(self, tokens_BS: Tensor, context: Context) -> Tensor:
+        """Return the hidden features (B, S, D) that the first layer is called with."""
+        self._reset()
+        self.recorders[0].ends = True
+        return self._reach(input_ids=tokens_BS, **_places(self.documents, context))
+
+    def calls(self, x_BSD: Tensor, context: Context) -> list[Call]:
+        """Return what each layer is called with; made once a micro-batch."""
+        return context.once(("transformers", id(self)), partial(self._record, x_BSD, context))
+
+    def finish(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """Return the logits (B, S, V/t) of the last layer's output."""
+        self._reset()
+        self.recorders[-1].result = x_BSD
+        places = _places(self.documents, context)
+        logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
+        return logits
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the buffers that all layers share their values, the first time."""
+        if self._filled != device:
+            fill_buffers(self.model, self.model, device)
+            self._filled = device
+
+    def _record(self, x_BSD: Tensor, context: Context) -> list[Call]:
+        self._reset()
+        found: list[Call] = []
+        for recorder in self.recorders:
+            recorder.calls = found
+        self.recorders[-1].ends = True
+        with torch.no_grad():
+            self._reach(inputs_embeds=torch.zeros_like(x_BSD), **_places(self.documents, context))
+        if not self._checked and not context.positions_BS.is_meta:
+            kind = self.model.config.model_type
+            self._checked = check_documents(found, context.positions_BS, kind)
+        return found
+
+    def _reach(self, **options: Any) -> Tensor:
+        """Run the base model up to the recorder that ends it."""
+        try:
+            self.base(**options)
+        except _LayerReached as reached:
+            return reached.hidden
+        raise RuntimeError(f"{type(self.base).__name__}.forward did not call its layers")
+
+    def _reset(self) -> None:
+        for recorder in self.recorders:
+            recorder.calls, recorder.ends, recorder.result = None, False, None
+
+
+def check_documents(calls: Sequence[Call], positions_BS: Tensor, kind: str) -> bool:
+    """Whether positions start again anywhere, so that the masks of all layers could be compared.
+
+    Raises:
+        ValueError: a layer's mask lets a token see another document.
+    """
+    first = positions_BS[:, :1] - 1
+    documents = (torch.diff(positions_BS, prepend=first, dim=-1) != 1).cumsum(-1)
+    if not bool(documents.any()):
+        return False
+    others = documents[:, :, None] != documents[:, None, :]
+    for i, call in enumerate(calls):
+        mask = call.options.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 4:
+            seen = True
+        else:
+            seen = bool(((mask if mask.dtype == torch.bool else mask == 0)[:, 0] & others).any())
+        if seen:
+            raise ValueError(
+                f"separate_documents: true was given, but layer {i} of a {kind} sees tokens of "
+                "other documents in transformers: set it to false"
+            )
+    return True
+
+
+def _places(documents: bool, context: Context) -> dict[str, Any]:
+    """Positions, and which tokens see one another, as transformers takes them."""
+    positions = context.positions_BS
+    places: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    if not documents:  # without a mask positions that start again would separate documents
+        places["attention_mask"] = torch.ones_like(positions)
+    return places
+
+
+class _Outside(nn.Module):
+    """What is before or after the layers of a model."""
+
+    def __init__(self, skeleton: Skeleton, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self._skeleton = (skeleton,)  # not a submodule
+        self.hf_names = _adopt(self, modules)
+        """Names of its parameters, and those in transformers."""
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The model that this is a part of."""
+        return self._skeleton[0]
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the buffers that all layers share their values."""
+        self.skeleton.fill_buffers(device)
+
+
+class EmbeddingEntry(_Outside):
+    """Tokens (T,) -> hidden features (T, D)."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """Do all that transformers does before its first layer."""
+        tokens_BS = tokens.view_as(context.positions_BS)
+        return self.skeleton.embed(tokens_BS, context).flatten(0, 1)
+
+
+class HeadEntry(_Outside):
+    """Hidden features (T, D) -> logits (T, V/t): the last norm and the product with the head."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Do all that transformers does after its last layer."""
+        x_BSD = x.view(*context.positions_BS.shape, -1)
+        return self.skeleton.finish(x_BSD, context).flatten(0, 1)
+
+
+class LayerEntry(nn.Module):
+    """A layer of transformers: hidden features (T, D) -> (T, D)."""
+
+    def __init__(
+        self, skeleton: Skeleton, path: str, layer: nn.Module, number: int, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        self._skeleton = (skeleton,)
+        self.block, self.number, self.recompute = layer, number, recompute
+        self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
+        """Names of its parameters, and those in transformers."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Call the layer as transformers would."""
+        x_BSD = x.view(*context.positions_BS.shape, -1)
+        call = self._skeleton[0].calls(x_BSD.detach(), context)[self.number]
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return whole(self._layer, x_BSD, call)
+        return self._layer(x_BSD, call)
+
+    def _layer(self, x_BSD: Tensor, call: Call) -> Tensor:
+        y = self.block(x_BSD, *call.args, **call.options)
+        return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the layer's own buffers, and those that all layers share, their values."""
+        self._skeleton[0].fill_buffers(device)
+        fill_buffers(self._skeleton[0].model, self.block, device)
+
+
+class WholeEntry(nn.Module):
+    """A model that is not split: tokens (T,) -> logits (T, V/t)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.whole = model
+        self.hf_names = {f"whole.{name}": name for name in _parameters(model)}
+        """Names of its parameters, and those in transformers."""
+        self._takes = {*inspect.signature(model.forward).parameters}
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """Call the model."""
+        places = _places(False, context)
+        given = {name: value for name, value in places.items() if name in self._takes}
+        logits = self.whole(input_ids=tokens.view_as(context.positions_BS), **given).logits
+        return logits.flatten(0, 1)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give all buffers of the model their values."""
+        fill_buffers(self.whole, self.whole, device)
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def _adopt(owner: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Register modules of a model below an entry by their paths there; names are the same."""
+    for path, module in modules:
+        parent = owner
+        *folders, last = path.split(".")
+        for folder in folders:
+            if folder not in parent._modules:
+                parent.add_module(folder, nn.Module())
+            parent = parent.get_submodule(folder)
+        parent.add_module(last, module)
+    return {name: name for name in _parameters(owner)}
+
+
+def transformers_layers(
+    spec: TransformersSpec, build: Build, recompute: Sequence[Recompute]
+) -> list[tuple[str, nn.Module]]:
+    """Make the layers of a model of transformers by name: embedding, layers.i, head.
+
+    A model without ``base_model_pp_plan``, or with parameters in other places, is one layer:
+    ``model``. Each layer has ``hf_names``: its parameters' names, and those in transformers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the model cannot be cut over tp, or has dropout or unknown buffers.
+    """
+    model = empty_model(spec, build.dtype)
+    check_buffers(model)
+    cut_model(model, build)
+    split = _split(model)
+    if split is None and spec.documents:
+        raise ValueError(
+            f"separate_documents: true was given, but a {model.config.model_type} is not split "
+            "into layers, so that its masks are not known: set it to false"
+        )
+    if split is None:
+        return [("model", WholeEntry(model))]
+    before, layers, after = split
+    prefix = path_of(model, layers)
+    skeleton = Skeleton(model, layers, spec.documents)
+    entries: list[tuple[str, nn.Module]] = [("embedding", EmbeddingEntry(skeleton, before))]
+    for i, layer in enumerate(layers):
+        entry = LayerEntry(skeleton, f"{prefix}.{i}", layer, i, recompute[i])
+        entries.append((f"layers.{i}", entry))
+    return [*entries, ("head", HeadEntry(skeleton, after))]
+
+
+Modules = list[tuple[str, nn.Module]]
+
+
+def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
+    """What comes before the layers, these, and what comes after; None: the model is one piece."""
+    plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None)
+    base = model.base_model
+    if not plan or base is model:
+        return None
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1:
+        return None
+    layers = getattr(base, lists[0])
+    names = list(plan)
+    last = {id(getattr(base, n)) for n in names[names.index(lists[0]) + 1 :] if hasattr(base, n)}
+    before, after = [], []
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        owner = model.get_submodule(parent)
+        if not path or owner not in (model, base) or module in (base, layers):
+            continue
+        (after if owner is model or id(module) in last else before).append((path, module))
+    before = [(path, module) for path, module in before if [*module.parameters()]]
+    after = [(path, module) for path, module in after if [*module.parameters()]]
+    owned = {id(p) for _, m in (*before, *after, ("", layers)) for p in m.parameters()}
+    if len(before) != 1 or {id(p) for p in model.parameters()} != owned:
+        return None
+    return before, layers, after

@@ -1,0 +1,37 @@
+"""Names of a model's tensors in transformers, and what is saved under them."""
+
+from __future__ import annotations
+
+from kenotron_dist import Axis, parameter_layouts
+from kenotron_models.build import Build
+from kenotron_models.decoder import LayerStack, build_decoder
+from kenotron_models.hf_tensors import Part, Whole
+from kenotron_models.transformers_spec import TransformersSpec
+
+
+def transformers_names(spec: TransformersSpec) -> dict[str, tuple[str, ...]]:
+    """Return the names in transformers of each logical tensor; several where it is tied."""
+    layers = build_decoder(spec, Build(Axis.solo("tp")))
+    theirs = {
+        f"{entry}.{own}": name
+        for entry, layer in layers
+        for own, name in layer.hf_names.items()  # type: ignore[operator, union-attr]
+    }
+    layouts = parameter_layouts(LayerStack(layers), {"tp": 1, "ep": 1})
+    found: dict[str, tuple[str, ...]] = {}
+    for path, layout in layouts.items():
+        found[layout.name] = (*found.get(layout.name, ()), theirs[path])
+    return found
+
+
+def transformers_tensors(spec: TransformersSpec) -> dict[str, Whole]:
+    """Return our tensors by logical name; each is one of transformers'."""
+    layers = build_decoder(spec, Build(Axis.solo("tp")))
+    shapes = {
+        each.name: each.shape
+        for each in parameter_layouts(LayerStack(layers), {"tp": 1, "ep": 1}).values()
+    }
+    return {
+        name: Whole(shapes[name], (Part(theirs[0], shapes[name], (0,) * len(shapes[name])),))
+        for name, theirs in transformers_names(spec).items()
+    }
