@@ -79,14 +79,11 @@ def cut_on(mesh, changes):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_roles_placements_and_devices(overlap):
-    def check(mesh):
-        model = Model(True).to("meta")
-        model.layers[0].up.weight.requires_grad_(False)
-        parallelize(model, PLAN | TIED, mesh["tp"], overlap=overlap)
-        return model
-
     mesh = Mesh.connect()
-    model = check(mesh)
+    with torch.device("meta"):
+        model = Model(True)
+    model.layers[0].up.weight.requires_grad_(False)
+    parallelize(model, PLAN | TIED, mesh["tp"], overlap=overlap)
     layouts = parameter_layouts(model, mesh.sizes)
     assert model.layers[0].up.weight.is_meta and not model.layers[0].up.weight.requires_grad
     assert isinstance(model.layers[0].attention.q_proj, ColumnParallelLinear)

@@ -28,7 +28,11 @@ from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
-from kenotron_models.transformers_names import transformers_names, transformers_tensors
+from kenotron_models.transformers_names import (
+    is_tied_copy,
+    transformers_names,
+    transformers_tensors,
+)
 from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
@@ -177,7 +181,7 @@ def is_superfluous(name: str, config: AnyConfig) -> bool:
     """Whether a tensor of a file is none that the model has, and may be there all the same."""
     spec, layer = config.decoder, _LAYER.match(name)
     if isinstance(spec, TransformersSpec):
-        return any(name in names[1:] for names in transformers_names(spec).values())
+        return is_tied_copy(name, spec)
     beyond = layer is not None and int(layer[1]) >= spec.num_hidden_layers
     further = beyond and _names_of(config).further_layers
     tied = spec.tie_word_embeddings and name == HF_HEAD

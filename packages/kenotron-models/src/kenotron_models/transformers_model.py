@@ -6,6 +6,7 @@ The only file that imports transformers, and only when a model of it is built.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 from collections.abc import Iterator
 from functools import lru_cache
@@ -37,7 +38,7 @@ def _transformers() -> Any:
 
 
 @lru_cache(maxsize=16)
-def spec_of(config_json: str, attention: str, documents: bool) -> TransformersSpec:
+def spec_of(config_json: str, attention: str | None, documents: bool) -> TransformersSpec:
     """Return what a config.json says of a causal model.
 
     Args:
@@ -109,6 +110,20 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
             "set the rates of dropout in config.json to 0"
         )
     return model.train()
+
+
+@lru_cache(maxsize=8)
+def saved_names(spec: TransformersSpec) -> dict[str, str]:
+    """Return what ``save_pretrained`` calls each parameter, by its name in the modules.
+
+    One that it cuts up or joins with others keeps its name, which no file has.
+    """
+    model = empty_model(spec, None)
+    revert = importlib.import_module("transformers.core_model_loading").revert_weight_conversion
+    named = model.named_parameters(remove_duplicate=False)
+    given = {name: parameter.detach() for name, parameter in named}  # tied ones are two
+    saved = {id(tensor): name for name, tensor in revert(model, given).items()}
+    return {name: saved.get(id(tensor), name) for name, tensor in given.items()}
 
 
 def _dropping(model: nn.Module) -> Iterator[str]:

@@ -6,6 +6,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_models.build import Build
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.hf_tensors import Part, Whole
+from kenotron_models.transformers_model import saved_names
 from kenotron_models.transformers_spec import TransformersSpec
 
 
@@ -25,13 +26,21 @@ def transformers_names(spec: TransformersSpec) -> dict[str, tuple[str, ...]]:
 
 
 def transformers_tensors(spec: TransformersSpec) -> dict[str, Whole]:
-    """Return our tensors by logical name; each is one of transformers'."""
+    """Return our tensors by logical name; each is one that ``save_pretrained`` writes."""
     layers = build_decoder(spec, Build(Axis.solo("tp")))
     shapes = {
         each.name: each.shape
         for each in parameter_layouts(LayerStack(layers), {"tp": 1, "ep": 1}).values()
     }
-    return {
-        name: Whole(shapes[name], (Part(theirs[0], shapes[name], (0,) * len(shapes[name])),))
-        for name, theirs in transformers_names(spec).items()
-    }
+    saved = saved_names(spec)
+    found = {}
+    for name, theirs in transformers_names(spec).items():
+        shape = shapes[name]
+        found[name] = Whole(shape, (Part(saved[theirs[0]], shape, (0,) * len(shape)),))
+    return found
+
+
+def is_tied_copy(name: str, spec: TransformersSpec) -> bool:
+    """Whether a tensor of a file is one that is read under another name."""
+    saved = saved_names(spec)
+    return any(name in [saved[n] for n in names[1:]] for names in transformers_names(spec).values())

@@ -19,8 +19,8 @@ class TransformersSpec(DecoderSpec):
     """Query heads of a layer; 0: it has no attention, or does not say."""
     head_dim: int = 0
     """Features of a head."""
-    attention: str = "sdpa"
-    """``attn_implementation`` of transformers."""
+    attention: str | None = None
+    """``attn_implementation`` of transformers; None: its own choice."""
     documents: bool = False
     """Whether a token sees its own document only."""
 

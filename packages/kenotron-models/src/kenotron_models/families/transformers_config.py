@@ -29,8 +29,9 @@ class TransformersConfig:
     """Marks a YAML mapping as this class; always true."""
     path: str | None = None
     """Folder with the model's config.json. Its weights are read with `model.init_method.path`."""
-    attn_implementation: str = "sdpa"
-    """What computes attention in transformers: `sdpa` or `eager`."""
+    attn_implementation: str | None = None
+    """What computes attention in transformers: `sdpa` or `eager`; None: what it chooses itself,
+    `sdpa` for nearly all."""
     separate_documents: bool = False
     """True: a token sees its own document only, where samples hold several."""
     config_json: str | None = None
@@ -42,10 +43,10 @@ class TransformersConfig:
         found = []
         if not self.is_hf_config:
             found.append("is_hf_config: false was given; it must be true, or be left out")
-        if self.attn_implementation not in ATTENTIONS:
+        if self.attn_implementation not in (None, *ATTENTIONS):
             found.append(
                 f"attn_implementation: {self.attn_implementation} was given; it must be one of "
-                f"{', '.join(ATTENTIONS)}"
+                f"{', '.join(ATTENTIONS)}, or null"
             )
         try:
             object.__setattr__(self, "config_json", _read(self.path, self.config_json))
