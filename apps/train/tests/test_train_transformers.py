@@ -99,7 +99,7 @@ def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
         torch.testing.assert_close(exported[name], value, rtol=1e-4, atol=2e-5)
     once_more = configure(tmp_path / "exported", tmp_path / "more", {"tokens.train_steps": 1})
     run(once_more)
-    done = runs.program("apps/generate", tmp_path, "--ckpt-path", "run", "--prompts", "a")
+    done = runs.program("apps/generate", tmp_path, "--ckpt-path", "run", "--prompt", "a")
     assert done.returncode != 0
     assert "is a model of transformers (is_hf_config), which generates there" in done.stderr
 
@@ -185,7 +185,7 @@ def test_what_a_model_of_transformers_cannot_do_is_refused_by_name(change, tmp_p
     folder = folder_of("cohere", tmp_path / "model")
     key, _, value = change.partition("=")
     changes = {key: value}
-    if key == "parallelism.tp_mode":
+    if key in ("parallelism.tp_mode", "parallelism.ep"):
         changes["parallelism.tp"] = 2
     with pytest.raises(ConfigError, match=PROBLEMS[change]):
         configure(folder, tmp_path / "run", changes)
@@ -205,7 +205,7 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
         "separate_documents: true was given, but a stablelm is not split", separate_documents=True
     )
     refused("attn_implementation: flash was given", attn_implementation="flash")
-    refused("is_hf_config: path: .*none/config.json cannot be read", path=tmp_path / "none")
+    refused("model_config.path: .*none/config.json cannot be read", path=tmp_path / "none")
     written = tmp_path / "model/config.json"
     values = json.loads(written.read_text())
     for change, words in (

@@ -198,7 +198,7 @@ class HeadEntry(_Outside):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Do all that transformers does after its last layer."""
         x_BSD = x.view(*context.positions_BS.shape, -1)
-        return self.skeleton.finish(x_BSD, context).flatten(0, 1)
+        return _wanted(self.skeleton.finish(x_BSD, context), context)
 
 
 class LayerEntry(nn.Module):
@@ -246,11 +246,26 @@ class WholeEntry(nn.Module):
         places = _places(False, context)
         given = {name: value for name, value in places.items() if name in self._takes}
         logits = self.whole(input_ids=tokens.view_as(context.positions_BS), **given).logits
-        return logits.flatten(0, 1)
+        return _wanted(logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give all buffers of the model their values."""
         fill_buffers(self.whole, self.whole, device)
+
+
+def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
+    """Logits (T, V/t), or those of the tokens that the context asks for.
+
+    Raises:
+        ValueError: the context has a key-value cache.
+    """
+    if context.cache is not None:
+        raise ValueError(
+            "layers of transformers keep nothing of earlier tokens in this cache: generate with "
+            "cached=False"
+        )
+    logits = logits_BSV.flatten(0, 1)
+    return logits if context.outputs is None else logits[context.outputs]
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -156,22 +156,32 @@ def cut_model(model: Any, build: Build) -> None:
         ValueError: there is no plan and tp is not 1, or the plan cannot be followed.
     """
     tp, plan = build.tp, tp_plan(model)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"a {model.config.model_type} has no linear layer that makes logits")
-    styles: dict[str, Style] = {}
-    if tp.size > 1:
-        if plan is None:
-            raise ValueError(
-                f"tp {tp.size} was given, but transformers has no base_model_tp_plan for a "
-                f"{model.config.model_type}: set tp to 1"
-            )
-        styles |= {name: _style(model, name, style, tp.size) for name, style in plan.items()}
-        styles[path_of(model, head)] = (vocabulary_chunk(head.out_features, tp.size),)
-        if type(embedding) is nn.Embedding:
-            styles[path_of(model, embedding)] = "embedding_rowwise"
-    parallelize(model, styles, tp, overlap=build.mode.overlap)
+    if plan is None and tp.size > 1:
+        raise ValueError(
+            f"tp {tp.size} was given, but transformers has no base_model_tp_plan for a "
+            f"{model.config.model_type}: set tp to 1"
+        )
+    try:
+        parallelize(model, _styles(model, plan, tp.size), tp, overlap=build.mode.overlap)
+    except ValueError:
+        if tp.size > 1:
+            raise
+        parallelize(model, {}, tp)  # it trains on one rank
     _declare_roles(model, plan or {})
+
+
+def _styles(model: Any, plan: dict[str, str] | None, ranks: int) -> dict[str, Style]:
+    """The plan of all layers, of embedding and head too; empty where transformers has none."""
+    if plan is None:
+        return {}
+    styles = {name: _style(model, name, style, ranks) for name, style in plan.items()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    styles[path_of(model, head)] = (vocabulary_chunk(head.out_features, ranks),)
+    if type(embedding) is nn.Embedding:
+        styles[path_of(model, embedding)] = "embedding_rowwise"
+    return styles
 
 
 def _style(model: Any, pattern: str, style: str, ranks: int) -> Style:
