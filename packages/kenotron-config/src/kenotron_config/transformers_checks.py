@@ -56,12 +56,15 @@ def _layers(
 ) -> Iterator[str]:
     """What is seen when the layers are made."""
     tp, pp = parallelism.tp, parallelism.pp
-    axis = Axis("tp", 0, tuple(range(tp)))
     try:
-        layers = build_decoder(spec, Build(axis, dtype=getattr(torch, model.dtype)))
+        layers = build_decoder(spec, Build(Axis.solo("tp"), dtype=getattr(torch, model.dtype)))
     except ValueError as error:
-        yield f"parallelism.tp: {tp} was given with {PATH}; {_one_line(error)}"
+        yield f"{PATH}: {_one_line(error)}"
         return
+    try:
+        build_decoder(spec, Build(Axis("tp", 0, tuple(range(tp)))))
+    except ValueError as error:
+        yield f"parallelism.tp: {_one_line(error)}; tp is {tp}"
     parts = pp * parallelism.schedule.chunks
     if len(layers) == 1 < parts:
         yield (
@@ -74,11 +77,12 @@ def _layers(
             "with embedding and head: choose fewer"
         )
     method = model.init_method
-    scaled = isinstance(method, RandomInitConfig) and method.scaling_method != "NONE"
     roles = {getattr(each, "roles", {}).get("weight") for _, m in layers for each in m.modules()}
-    if scaled and "residual" not in roles:
+    if isinstance(method, RandomInitConfig) and "residual" not in roles:
+        if method.scaling_method == "NONE":
+            return
         yield (
-            f"model.init_method.scaling_method: {method.scaling_method} was given; without a "  # type: ignore[union-attr]
+            f"model.init_method.scaling_method: {method.scaling_method} was given; without a "
             "base_model_tp_plan it is not known which matrices write to the residual stream: set "
             "it to NONE"
         )

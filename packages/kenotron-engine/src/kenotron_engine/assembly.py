@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from kenotron_models import (
     Build,
     Head,
     LayerStack,
+    TransformersLayer,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -44,16 +44,6 @@ from kenotron_optim import (
     whole_matrices,
 )
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
-
-
-@runtime_checkable
-class HasBuffers(Protocol):
-    """A layer whose buffers are computed when it has memory."""
-
-    def fill_buffers(self, device: torch.device) -> None:
-        """Give its buffers memory on ``device``, and their values."""
-        ...
-
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
@@ -188,7 +178,7 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
         draw = standard_init(plan.spec, *plan.draws) if plan.draws else lambda _: Constant(0.0)
         initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
         for layer in stack:
-            if isinstance(layer, HasBuffers):
+            if isinstance(layer, TransformersLayer):
                 layer.fill_buffers(mesh.device)
         if plan.compile:
             compile_layers(stack)

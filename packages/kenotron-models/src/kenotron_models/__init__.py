@@ -54,7 +54,7 @@ from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_models.stacked_linear import StackedLinear
-from kenotron_models.transformers_layers import transformers_layers
+from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
 from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
@@ -115,6 +115,7 @@ __all__ = [
     "StackedLinear",
     "Starcoder2Config",
     "TransformersConfig",
+    "TransformersLayer",
     "TransformersSpec",
     "build_decoder",
     "choose",

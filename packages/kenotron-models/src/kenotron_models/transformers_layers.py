@@ -10,6 +10,7 @@ Shapes: B rows, S tokens of a row, T = B * S, D hidden, V vocabulary; ``/t`` is 
 from __future__ import annotations
 
 import inspect
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -164,14 +165,24 @@ def _places(documents: bool, context: Context) -> dict[str, Any]:
     return places
 
 
-class _Outside(nn.Module):
+class TransformersLayer(nn.Module):
+    """A part of a model of transformers: ``forward(x, context)``."""
+
+    hf_names: dict[str, str]
+    """Names of its parameters, and those in transformers."""
+
+    @abstractmethod
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give buffers, which need memory first, their values on ``device``."""
+
+
+class _Outside(TransformersLayer):
     """What is before or after the layers of a model."""
 
     def __init__(self, skeleton: Skeleton, modules: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
         self._skeleton = (skeleton,)  # not a submodule
         self.hf_names = _adopt(self, modules)
-        """Names of its parameters, and those in transformers."""
 
     @property
     def skeleton(self) -> Skeleton:
@@ -188,8 +199,7 @@ class EmbeddingEntry(_Outside):
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """Do all that transformers does before its first layer."""
-        tokens_BS = tokens.view_as(context.positions_BS)
-        return self.skeleton.embed(tokens_BS, context).flatten(0, 1)
+        return self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
 
 
 class HeadEntry(_Outside):
@@ -201,7 +211,7 @@ class HeadEntry(_Outside):
         return _wanted(self.skeleton.finish(x_BSD, context), context)
 
 
-class LayerEntry(nn.Module):
+class LayerEntry(TransformersLayer):
     """A layer of transformers: hidden features (T, D) -> (T, D)."""
 
     def __init__(
@@ -211,7 +221,6 @@ class LayerEntry(nn.Module):
         self._skeleton = (skeleton,)
         self.block, self.number, self.recompute = layer, number, recompute
         self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
-        """Names of its parameters, and those in transformers."""
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Call the layer as transformers would."""
@@ -231,21 +240,20 @@ class LayerEntry(nn.Module):
         fill_buffers(self._skeleton[0].model, self.block, device)
 
 
-class WholeEntry(nn.Module):
+class WholeEntry(TransformersLayer):
     """A model that is not split: tokens (T,) -> logits (T, V/t)."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.whole = model
         self.hf_names = {f"whole.{name}": name for name in _parameters(model)}
-        """Names of its parameters, and those in transformers."""
         self._takes = {*inspect.signature(model.forward).parameters}
 
     def forward(self, tokens: Tensor, context: Context) -> Tensor:
         """Call the model."""
         places = _places(False, context)
         given = {name: value for name, value in places.items() if name in self._takes}
-        logits = self.whole(input_ids=tokens.view_as(context.positions_BS), **given).logits
+        logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
         return _wanted(logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -253,8 +261,8 @@ class WholeEntry(nn.Module):
         fill_buffers(self.whole, self.whole, device)
 
 
-def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
-    """Logits (T, V/t), or those of the tokens that the context asks for.
+def _tokens(tokens: Tensor, context: Context) -> Tensor:
+    """Tokens (B, S).
 
     Raises:
         ValueError: the context has a key-value cache.
@@ -264,6 +272,11 @@ def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
             "layers of transformers keep nothing of earlier tokens in this cache: generate with "
             "cached=False"
         )
+    return tokens.view_as(context.positions_BS)
+
+
+def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
+    """Logits (T, V/t), or those of the tokens that the context asks for."""
     logits = logits_BSV.flatten(0, 1)
     return logits if context.outputs is None else logits[context.outputs]
 
@@ -304,7 +317,7 @@ def transformers_layers(
     if split is None and spec.documents:
         raise ValueError(
             f"separate_documents: true was given, but a {model.config.model_type} is not split "
-            "into layers, so that its masks are not known: set it to false"
+            "into layers, so its masks are not known: set it to false"
         )
     if split is None:
         return [("model", WholeEntry(model))]

@@ -6,6 +6,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_models.build import Build
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.hf_tensors import Part, Whole
+from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_model import saved_names
 from kenotron_models.transformers_spec import TransformersSpec
 
@@ -16,7 +17,8 @@ def transformers_names(spec: TransformersSpec) -> dict[str, tuple[str, ...]]:
     theirs = {
         f"{entry}.{own}": name
         for entry, layer in layers
-        for own, name in layer.hf_names.items()  # type: ignore[operator, union-attr]
+        if isinstance(layer, TransformersLayer)
+        for own, name in layer.hf_names.items()
     }
     layouts = parameter_layouts(LayerStack(layers), {"tp": 1, "ep": 1})
     found: dict[str, tuple[str, ...]] = {}

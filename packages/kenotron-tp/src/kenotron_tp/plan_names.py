@@ -76,12 +76,15 @@ def _names(module: nn.Module) -> dict[str, What]:
         start = f"{path}." if path else ""
         if path:
             found[path] = "module"
-        found |= {
-            start + name: "parameter" for name, p in each._parameters.items() if p is not None
-        }
-        found |= {start + name: "buffer" for name, b in each._buffers.items() if b is not None}
-        numbers = (name for name, value in vars(each).items() if type(value) is int)
-        found |= {start + name: "number" for name in numbers}
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                found[start + name] = "parameter"
+        for name, buffer in each._buffers.items():
+            if buffer is not None:
+                found[start + name] = "buffer"
+        for name, value in vars(each).items():
+            if type(value) is int:
+                found[start + name] = "number"
     return found
 
 
