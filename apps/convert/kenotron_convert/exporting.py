@@ -107,7 +107,7 @@ def export_hf(
         deviation,
         checkpoint.passed_over,
         bool(tokenizer_files(folder)),
-        not_carried(config),
+        [] if isinstance(config, TransformersConfig) else not_carried(config),
     )
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, read_box
 from kenotron_convert.importing import cast
-from kenotron_models import TransformersConfig
-from kenotron_models.hf import transformers_names
+from kenotron_models import TransformersConfig, transformers_names
 
 
 def save_transformers(

@@ -16,8 +16,8 @@ from kenotron_convert import transformers_export
 from kenotron_convert.exporting import export_hf
 from kenotron_dist import Axis, Mesh
 from kenotron_models import Build, Context, LayerStack, TransformersConfig, build_decoder
-from kenotron_models.transformers_layers import Call, Skeleton, check_documents
 from kenotron_models.transformers_model import check_buffers, cut_model, fill_buffers, spec_of
+from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
 from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
 
@@ -86,7 +86,7 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     folder_of("cohere", tmp_path / "model")
     spec_of.cache_clear()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    words = r'pip install "kenotron-models\[transformers\]"'
+    words = r'needs the extra transformers of kenotron-models.*: pip install "transformers>=5"'
     with pytest.raises(ConfigError, match=words):
         configure(tmp_path / "model", tmp_path / "run")
     with pytest.raises(ImportError, match=words):

@@ -14,6 +14,8 @@ from kenotron_models import (
     TransformersConfig,
     TransformersSpec,
     config_from_json,
+    is_tied_copy,
+    transformers_tensors,
 )
 from kenotron_models.hf import (
     CONFIG,
@@ -122,7 +124,8 @@ def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mes
             + "".join(f"\n  {line}" for line in changed)
         )
     folder = open_safetensors(path)
-    records = folder.records(hf_tensors(source), lambda name: is_superfluous(name, source))
+    tensors = transformers_tensors(source.decoder)
+    records = folder.records(tensors, lambda name: is_tied_copy(name, source.decoder))
     folder.load(records, wanted, mesh)
     return str(path)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
 from kenotron_config.init_sections import RandomInitConfig
 from kenotron_config.sections import ModelConfig, ParallelismConfig
-from kenotron_dist import Axis
-from kenotron_models import Build, TransformersConfig, TransformersSpec, build_decoder
+from kenotron_models import TransformersConfig, TransformersSpec, layers_on_meta
 
 PATH = "model.model_config"
 WHOLE = "a model of transformers computes whole samples, and knows nothing of this"
@@ -57,12 +54,12 @@ def _layers(
     """What is seen when the layers are made."""
     tp, pp = parallelism.tp, parallelism.pp
     try:
-        layers = build_decoder(spec, Build(Axis.solo("tp"), dtype=getattr(torch, model.dtype)))
+        layers = layers_on_meta(spec)
     except ValueError as error:
         yield f"{PATH}: {_one_line(error)}"
         return
     try:
-        build_decoder(spec, Build(Axis("tp", 0, tuple(range(tp)))))
+        layers_on_meta(spec, tp)
     except ValueError as error:
         yield f"parallelism.tp: {_one_line(error)}; tp is {tp}"
     parts = pp * parallelism.schedule.chunks

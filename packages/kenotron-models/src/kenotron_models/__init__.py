@@ -55,6 +55,12 @@ from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_models.stacked_linear import StackedLinear
 from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
+from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_names import (
+    is_tied_copy,
+    transformers_names,
+    transformers_tensors,
+)
 from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
@@ -129,8 +135,10 @@ __all__ = [
     "family_of",
     "forward_flops",
     "generate",
+    "is_tied_copy",
     "kept_bytes",
     "layer_costs",
+    "layers_on_meta",
     "parameter_count",
     "peak_bf16_flops",
     "reported_name",
@@ -141,6 +149,8 @@ __all__ = [
     "standard_init",
     "training_flops",
     "transformers_layers",
+    "transformers_names",
+    "transformers_tensors",
     "upcycled_config",
     "upcycled_name",
 ]

@@ -28,12 +28,6 @@ from kenotron_models.registry import AnyConfig, family_of
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
-from kenotron_models.transformers_names import (
-    is_tied_copy,
-    transformers_names,
-    transformers_tensors,
-)
-from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
     "CONFIG",
@@ -49,7 +43,6 @@ __all__ = [
     "not_carried",
     "read_hf_config",
     "stays_fp32",
-    "transformers_names",
     "turns_neighbours",
     "with_its_head",
 ]
@@ -172,16 +165,12 @@ def hf_tensors(config: AnyConfig, *, interleaved: bool | None = None) -> dict[st
         config: the model; its family names the tensors.
         interleaved: whether our rotary positions turn neighbouring features; None: as it says.
     """
-    if isinstance(spec := config.decoder, TransformersSpec):
-        return transformers_tensors(spec)
     return tensors_of(config, _names_of(config).names, interleaved=interleaved)
 
 
 def is_superfluous(name: str, config: AnyConfig) -> bool:
     """Whether a tensor of a file is none that the model has, and may be there all the same."""
     spec, layer = config.decoder, _LAYER.match(name)
-    if isinstance(spec, TransformersSpec):
-        return is_tied_copy(name, spec)
     beyond = layer is not None and int(layer[1]) >= spec.num_hidden_layers
     further = beyond and _names_of(config).further_layers
     tied = spec.tie_word_embeddings and name == HF_HEAD
@@ -224,8 +213,6 @@ def not_carried(config: AnyConfig) -> list[str]:
 
     transformers has one balance loss, that of all layers, whatever was trained with.
     """
-    if isinstance(config.decoder, TransformersSpec):
-        return []  # its config.json has all
     ours, theirs = _training_keys(config), _training_keys(config_from_hf(config_to_hf(config)))
     if ours.get("router_aux_loss_coef"):
         theirs["router_aux_loss_type"] = "all_layers"

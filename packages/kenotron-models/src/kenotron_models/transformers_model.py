@@ -31,8 +31,8 @@ def _transformers() -> Any:
         import transformers
     except ImportError as error:
         raise ImportError(
-            "is_hf_config: true was given, and a model of transformers needs transformers 5, which "
-            f'cannot be imported ({error}): pip install "kenotron-models[transformers]"'
+            "is_hf_config: true was given, and a model of transformers needs the extra transformers"
+            f' of kenotron-models, which cannot be imported ({error}): pip install "transformers>=5"'
         ) from error
     return transformers
 
@@ -97,7 +97,7 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
     """Return transformers' model on meta, with all its modules.
 
     Raises:
-        ValueError: it drops activations at random, which no two layouts do alike.
+        ValueError: it drops activations at random, which depends on the layout.
     """
     config = _config(spec.config_json)
     with torch.device("meta"):

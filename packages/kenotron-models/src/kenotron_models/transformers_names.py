@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kenotron_dist import Axis, parameter_layouts
-from kenotron_models.build import Build
-from kenotron_models.decoder import LayerStack, build_decoder
+from kenotron_dist import parameter_layouts
+from kenotron_models.decoder import LayerStack
 from kenotron_models.hf_tensors import Part, Whole
 from kenotron_models.transformers_layers import TransformersLayer
+from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_model import saved_names
 from kenotron_models.transformers_spec import TransformersSpec
 
 
 def transformers_names(spec: TransformersSpec) -> dict[str, tuple[str, ...]]:
     """Return the names in transformers of each logical tensor; several where it is tied."""
-    layers = build_decoder(spec, Build(Axis.solo("tp")))
+    layers = layers_on_meta(spec)
     theirs = {
         f"{entry}.{own}": name
         for entry, layer in layers
@@ -29,7 +29,7 @@ def transformers_names(spec: TransformersSpec) -> dict[str, tuple[str, ...]]:
 
 def transformers_tensors(spec: TransformersSpec) -> dict[str, Whole]:
     """Return our tensors by logical name; each is one that ``save_pretrained`` writes."""
-    layers = build_decoder(spec, Build(Axis.solo("tp")))
+    layers = layers_on_meta(spec)
     shapes = {
         each.name: each.shape
         for each in parameter_layouts(LayerStack(layers), {"tp": 1, "ep": 1}).values()
