@@ -37,6 +37,11 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "tests/test_hf.py::test_logits_equal_transformers",
         "tests/test_hf.py::test_training_begins_with_the_loss_and_gradients_of_transformers",
     ],
+    "any causal model of transformers by its own plans: plain torch's losses on every layout": [
+        f"{TRAIN}_transformers.py::test_one_process_trains_as_transformers_does_in_plain_torch",
+        f"{TRAIN}_transformers.py::test_every_layout_trains_as_one_process",
+        "packages/kenotron-tp/tests/test_tp_parallelize.py::test_a_cut_module_trains_as_the_whole_one",
+    ],
     "those models from Hugging Face and back, bit for bit": [
         "tests/test_hf.py::test_every_bit_and_every_key_come_back",
         "apps/convert/tests/test_convert_cli.py::test_the_program_goes_both_ways",

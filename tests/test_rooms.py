@@ -51,7 +51,7 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "triton": ["*/ops/*"],
     "safetensors": ["kenotron_ckpt/*"],
     "datasets": HUGGING_FACE,
-    "transformers": [*HUGGING_FACE, "apps/convert/*"],
+    "transformers": [*HUGGING_FACE, "kenotron_models/transformers_model.py", "apps/convert/*"],
     "tokenizers": HUGGING_FACE,
     "yaml": ["kenotron_config/*"],
     "pydantic": ["kenotron_config/*"],

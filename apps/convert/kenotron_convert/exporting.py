@@ -26,8 +26,9 @@ from kenotron_convert.probe import check_export
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
+from kenotron_convert.transformers_export import save_transformers
 from kenotron_dist import Mesh
-from kenotron_models import AnyConfig, config_from_json
+from kenotron_models import AnyConfig, TransformersConfig, config_from_json
 from kenotron_models.hf import (
     EMBEDDING,
     Part,
@@ -85,17 +86,14 @@ def export_hf(
     _check_free(folder, overwrite)
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
     config = _config_of(checkpoint)
-    ours = hf_tensors(config)
-    _check_records(checkpoint, ours)
-    values = _config_json(checkpoint, config, dtype)
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
     try:
-        _write_weights(checkpoint, ours, draft, shard_bytes, dtype)
-        _write_json(draft / CONFIG, without_code(values))
-        generation = _generation_config(checkpoint, values)
-        _write_json(draft / GENERATION, without_code(generation))
+        if isinstance(config, TransformersConfig):
+            save_transformers(checkpoint, config, draft, shard_bytes, dtype)
+        else:
+            _write_model(checkpoint, config, draft, shard_bytes, dtype)
         if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
             copy_tokenizer(words, draft)
         compared = check and dtype in (None, _dtype_of(checkpoint))
@@ -109,12 +107,31 @@ def export_hf(
         deviation,
         checkpoint.passed_over,
         bool(tokenizer_files(folder)),
-        not_carried(config),
+        [] if isinstance(config, TransformersConfig) else not_carried(config),
     )
 
 
+def _write_model(
+    checkpoint: Checkpoint,
+    config: AnyConfig,
+    draft: Path,
+    shard_bytes: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Write weights, config.json and generation_config.json of a model that is ours."""
+    ours = hf_tensors(config)
+    _check_records(checkpoint, ours)
+    values = _config_json(checkpoint, config, dtype)
+    _write_weights(checkpoint, ours, draft, shard_bytes, dtype)
+    _write_json(draft / CONFIG, without_code(values))
+    generation = _generation_config(checkpoint, values)
+    _write_json(draft / GENERATION, without_code(generation))
+
+
 def _dtype_of(checkpoint: Checkpoint) -> torch.dtype:
-    return getattr(torch, checkpoint.manifest.records[EMBEDDING].dtype)
+    records = checkpoint.manifest.records
+    first = next(record for name, record in records.items() if _is_weight(name))
+    return getattr(torch, records.get(EMBEDDING, first).dtype)
 
 
 def _is_weight(name: str) -> bool:
@@ -138,8 +155,10 @@ def _config_of(checkpoint: Checkpoint) -> AnyConfig:
             "written by apps/train or apps/convert?"
         )
     try:
-        return config_from_json(state["model_config"])
-    except ValueError as error:
+        config = config_from_json(state["model_config"])
+        assert config.decoder  # one of transformers is built with it
+        return config
+    except (ValueError, ImportError) as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from None
 
 

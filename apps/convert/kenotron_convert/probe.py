@@ -9,7 +9,14 @@ from torch import Tensor
 
 from kenotron_ckpt import Checkpoint
 from kenotron_dist import Mesh, materialize, named_parameters, parameter_layouts
-from kenotron_models import Build, Context, DecoderSpec, LayerStack, build_decoder
+from kenotron_models import (
+    Build,
+    Context,
+    DecoderSpec,
+    LayerStack,
+    TransformersLayer,
+    build_decoder,
+)
 
 BOUND = 1e-4
 """Largest deviation of a logit, in units of the largest logit."""
@@ -61,6 +68,9 @@ def our_logits(checkpoint: Checkpoint, spec: DecoderSpec, tokens: Tensor) -> Ten
     stack = LayerStack(build_decoder(spec, Build(mesh["tp"], dtype=torch.float32)))
     layouts = parameter_layouts(stack, mesh.axis_sizes)
     materialize(stack, "cpu")
+    for layer in stack:
+        if isinstance(layer, TransformersLayer):
+            layer.fill_buffers(torch.device("cpu"))
     wanted = {
         path: (p.detach().zero_(), layouts[path]) for path, p in named_parameters(stack).items()
     }

@@ -19,6 +19,7 @@ from kenotron_models import (
     Build,
     DecoderSpec,
     LayerStack,
+    TransformersConfig,
     build_decoder,
     config_from_json,
     layer_costs,
@@ -71,7 +72,13 @@ def describe(path: str | Path) -> Description:
             f"{folder} does not describe a model (model_config is missing): "
             "was it written by apps/train?"
         )
-    spec = config_from_json(state["model_config"]).decoder
+    config = config_from_json(state["model_config"])
+    if isinstance(config, TransformersConfig):
+        raise ValueError(
+            f"{folder} is a model of transformers (is_hf_config), which generates there: write a "
+            "folder for it with python apps/convert kenotron-to-hf"
+        )
+    spec = config.decoder
     imported = state.get("imported") or {}
     generation = imported.get("generation_config") or {"eos_token_id": spec.eos_token_id}
     return Description(

@@ -102,7 +102,8 @@ def add_row(path: str, row: dict[str, Any]) -> None:
 
 def _settings(config: Config) -> dict[str, Any]:
     sizes, tokens, model = config.parallelism, config.tokens, config.decoder
-    mixer, feed_forward = model.blocks[0].mixer, model.blocks[0].feed_forward
+    first = model.blocks[0] if model.blocks else None  # of transformers: it has no blocks of ours
+    mixer, feed_forward = getattr(first, "mixer", None), getattr(first, "feed_forward", None)
     return {
         "mbs": tokens.micro_batch_size,
         "batch_accum": tokens.batch_accumulation_per_replica,

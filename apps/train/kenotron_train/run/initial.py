@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from kenotron_ckpt import Checkpoint, open_safetensors, read_preferred
 from kenotron_config import ExistingCheckpointInitConfig
 from kenotron_dist import Mesh
 from kenotron_engine import Records
-from kenotron_models import DecoderSpec, config_from_json
+from kenotron_models import (
+    DecoderSpec,
+    TransformersConfig,
+    TransformersSpec,
+    config_from_json,
+    is_tied_copy,
+    transformers_tensors,
+)
 from kenotron_models.hf import (
     CONFIG,
     EMBEDDING,
@@ -27,6 +35,12 @@ FREE = (
     "embedding_dropout", "dropout",
 )  # fmt: skip
 """What may differ from the model that the weights are of; the first is a matter of its own."""
+
+NO_CHANGE = (
+    "architectures", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+    "initializer_range", "max_position_embeddings",
+)  # fmt: skip
+"""Keys of config.json that may differ from that of the weights."""
 
 KEYS = {
     "norm.eps": "rms_norm_eps (of a starcoder2: layer_norm_epsilon)",
@@ -57,7 +71,9 @@ def load_initial(training: Training) -> str:
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
     path, spec, wanted = Path(method.path), config.decoder, _wanted(training)
-    read = _read_hf if (path / CONFIG).is_file() else _read_checkpoint
+    read = _read_checkpoint
+    if (path / CONFIG).is_file():
+        read = _read_transformers if isinstance(spec, TransformersSpec) else _read_hf
     try:
         with mesh.pulse.busy("reading the first weights"):
             source = read(path, spec, wanted, mesh)
@@ -94,6 +110,28 @@ def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
     return str(path)
 
 
+def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+    """Fill from a folder of the same model of transformers, names as they are there."""
+    source = TransformersConfig(path=str(path))
+    assert isinstance(spec, TransformersSpec)
+    ours, theirs = json.loads(spec.config_json), json.loads(source.decoder.config_json)
+    changed = [
+        f"{key}: {ours.get(key)!r} and {theirs.get(key)!r}"
+        for key in sorted({*ours, *theirs})
+        if key not in NO_CHANGE and ours.get(key) != theirs.get(key)
+    ]
+    if changed:
+        raise ValueError(
+            f"{path / CONFIG} is of another model than model.model_config; first what that says:"
+            + "".join(f"\n  {line}" for line in changed)
+        )
+    folder = open_safetensors(path)
+    tensors = transformers_tensors(source.decoder)
+    records = folder.records(tensors, lambda name: is_tied_copy(name, source.decoder))
+    folder.load(records, wanted, mesh)
+    return str(path)
+
+
 def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
     """Fill from a checkpoint of any layout; the step that was read."""
 
@@ -121,6 +159,11 @@ def _untied(wanted: Records) -> Records:
 
 
 def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple[str, ...]) -> None:
+    if isinstance(ours, TransformersSpec) != isinstance(theirs, TransformersSpec):
+        raise ValueError(
+            f"{where} is of another model than model.model_config: one of them is of transformers "
+            "(is_hf_config), the other is not"
+        )
     if ours.tie_word_embeddings and not theirs.tie_word_embeddings:
         raise ValueError(
             f"{where} has a head of its own, and model.model_config.tie_word_embeddings is true: "

@@ -26,6 +26,7 @@ from kenotron_dist import Axis, Shard, named_parameters, named_placements
 from kenotron_engine import way_of
 from kenotron_models import (
     Build,
+    TransformersSpec,
     build_decoder,
     describe,
     kept_bytes,
@@ -108,19 +109,20 @@ def stage_sizes(config: Config) -> list[StageSize]:
     )
     stages = Stages.balanced(layers, layer_costs(spec), parallel.pp, parallel.schedule)
     trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
-    found = []
+    found, foreign = [], isinstance(spec, TransformersSpec)
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
         routed = sum(_routed(layer) for _, layer in own)
         decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
         live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
-        kept = sum(_layer_activation(config, i) for i in decoders)
         nbytes = state_bytes(config, count - routed, routed)
-        nbytes["activations"] = int(live * kept)
-        if any(name == "head" for name, _ in own):
+        if not foreign:
+            kept = sum(_layer_activation(config, i) for i in decoders)
+            nbytes["activations"] = int(live * kept)
+        if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
-        sent = _sent(config, decoders)
+        sent = {} if foreign else _sent(config, decoders)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
@@ -272,6 +274,8 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
+        if "activations" not in stage.bytes_of:
+            lines.append("Activations of transformers' layers are not known and not counted")
         if stage.sent:
             sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
             lines.append(f"pp rank {rank} sends for its blocks in a step, in GB a process: {sent}")

@@ -33,7 +33,7 @@ from kenotron_train.run.upload import local_copy
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
-NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id")
+NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id", "path")
 
 
 def resume(training: Training, run: Path | None = None) -> tuple[Progress, str]:

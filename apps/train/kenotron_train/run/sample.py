@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kenotron_ckpt import latest_step
 from kenotron_data import decode, encode, printable
-from kenotron_models import Sampling, generate
+from kenotron_models import Sampling, TransformersSpec, generate
 from kenotron_train.assemble import Training
 from kenotron_train.report.report import Report
 
@@ -34,22 +34,31 @@ def show_sample(training: Training, report: Report) -> None:
     folder = Path(training.config.checkpoints.checkpoints_path)
     step = latest_step(folder)
     if step is not None:
-        report.say("Next, try:\n" + "\n".join(f"  {line}" for line in next_commands(folder, step)))
+        commands = next_commands(folder, step, foreign=_is_foreign(training))
+        report.say("Next, try:\n" + "\n".join(f"  {line}" for line in commands))
 
 
-def next_commands(folder: Path, step: int) -> list[str]:
+def next_commands(folder: Path, step: int, *, foreign: bool = False) -> list[str]:
     """Return commands that use a finished run, for a shell in the folder where this one began.
 
     Args:
         folder: the run's folder, as the config names it.
         step: the step of its newest checkpoint.
+        foreign: whether transformers has the model, and generates with it.
     """
     checkpoint, run = shlex.quote(str(folder / str(step))), shlex.quote(str(folder))
     generate, train = _program("generate"), _program("train")
+    if foreign:
+        export = f"{_program('convert')} kenotron-to-hf --ckpt {checkpoint} --out my-model"
+        return [export, f"{train} report {run}"]
     return [
         f"{generate} --ckpt-path {checkpoint} --prompt 'class '",
         f"{train} report {run}",
     ]
+
+
+def _is_foreign(training: Training) -> bool:
+    return isinstance(training.plan.spec, TransformersSpec)
 
 
 def _program(name: str) -> str:
@@ -79,6 +88,7 @@ def _sample(training: Training) -> str:
         vocab_size=config.decoder.vocab_size,
         max_new_tokens=SAMPLE_TOKENS,
         sampling=Sampling(temperature=0.7, seed=config.general.seed),
+        cached=not _is_foreign(training),  # layers of transformers keep nothing here
         source=training.model.pipeline.last_rank,
     )
     return decode([*prompt, *(token for tokens in new for token in tokens if token is not None)])

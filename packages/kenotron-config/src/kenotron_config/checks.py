@@ -12,6 +12,7 @@ from kenotron_config.sections import (
     TokenizerConfig,
     TokensConfig,
 )
+from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import (
     DatasetStageConfig,
@@ -19,7 +20,7 @@ from kenotron_data.config import (
     PretrainDatasetsConfig,
     SFTDatasetsConfig,
 )
-from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec
+from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec, TransformersConfig
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
@@ -55,6 +56,10 @@ def cross_problems(sections: Sections) -> list[str]:
     found: list[str] = []
     parallelism, model = sections.get("parallelism"), sections.get("model")
     stages = sections.get("data_stages")
+    if model and isinstance(model.model_config, TransformersConfig):
+        own = transformers_problems(model, model.model_config, parallelism)
+        if own:  # other rules need the model
+            return own
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)
@@ -75,6 +80,8 @@ def cross_problems(sections: Sections) -> list[str]:
 
 def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     sizes, tp, pp = model.model_config, parallelism.tp, parallelism.pp
+    if isinstance(sizes, TransformersConfig):
+        return []  # it has rules of its own
     advice = f"set tp to {_largest_tp(sizes, tp)}"
     found = [
         f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "

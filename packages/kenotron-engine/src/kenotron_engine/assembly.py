@@ -25,6 +25,7 @@ from kenotron_models import (
     Build,
     Head,
     LayerStack,
+    TransformersLayer,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -179,6 +180,9 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
             std, scaling, *residuals = plan.draws
             draw = standard_init(plan.spec, std, scaling, *residuals)
         initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
+        for layer in stack:
+            if isinstance(layer, TransformersLayer):
+                layer.fill_buffers(mesh.device)
         if plan.compile:
             compile_layers(stack)
 

@@ -32,6 +32,7 @@ from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
 from kenotron_models.families.smollm3 import SmolLM3Config
 from kenotron_models.families.starcoder2 import Starcoder2Config
+from kenotron_models.families.transformers_config import TransformersConfig
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
@@ -62,6 +63,14 @@ from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import Architecture, DecoderSpec
 from kenotron_models.stacked_linear import StackedLinear
+from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
+from kenotron_models.transformers_meta import layers_on_meta
+from kenotron_models.transformers_names import (
+    is_tied_copy,
+    transformers_names,
+    transformers_tensors,
+)
+from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
     "ATTENTIONS",
@@ -135,6 +144,9 @@ __all__ = [
     "Sparse",
     "StackedLinear",
     "Starcoder2Config",
+    "TransformersConfig",
+    "TransformersLayer",
+    "TransformersSpec",
     "build_decoder",
     "choose",
     "compile_layers",
@@ -147,8 +159,10 @@ __all__ = [
     "family_of",
     "forward_flops",
     "generate",
+    "is_tied_copy",
     "kept_bytes",
     "layer_costs",
+    "layers_on_meta",
     "parameter_count",
     "peak_bf16_flops",
     "reported_name",
@@ -158,6 +172,9 @@ __all__ = [
     "sent_bytes",
     "standard_init",
     "training_flops",
+    "transformers_layers",
+    "transformers_names",
+    "transformers_tensors",
     "upcycled_config",
     "upcycled_name",
 ]

@@ -20,6 +20,8 @@ from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
+from kenotron_models.transformers_layers import transformers_layers
+from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_tp import ColumnParallelLinear, capped_logits, vocabulary_chunk
 
 
@@ -98,6 +100,8 @@ def build_decoder(
 ) -> list[tuple[str, nn.Module]]:
     """Make all layers of a decoder by name, in order: embedding, layers.i, norm, head.
 
+    Those of a model of transformers: see ``transformers_layers``.
+
     Args:
         config: what it is made of.
         build: the tp axis, how cut layers communicate over it, device and dtype.
@@ -113,6 +117,8 @@ def build_decoder(
     again = [recompute] * depth if isinstance(recompute, str) else list(recompute)
     if len(again) != depth:
         raise ValueError(f"recompute names {len(again)} layers, but the model has {depth}")
+    if isinstance(spec, TransformersSpec):
+        return transformers_layers(spec, build, again)
     embedding = Embedding(spec, build, divisible_by=vocab_divisible_by)
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
     for i, (block, what) in enumerate(zip(spec.blocks, again, strict=True)):

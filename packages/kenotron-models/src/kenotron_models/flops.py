@@ -14,6 +14,8 @@ from kenotron_models.block import BlockSpec
 from kenotron_models.part import Sparse
 from kenotron_models.shapes import ONE, block_layouts
 from kenotron_models.spec import Architecture
+from kenotron_models.transformers_counts import element_count, flops, work
+from kenotron_models.transformers_spec import TransformersSpec
 
 
 def forward_flops(
@@ -25,6 +27,8 @@ def forward_flops(
     seen, of the window where the layer has one; documents are not known here and count as one.
     """
     spec, tokens = config.decoder, batch * sequence
+    if isinstance(spec, TransformersSpec):
+        return flops(spec, batch, sequence, causal=causal)
     matrices = sum(_matrices(block, spec.hidden_size) for block in spec.blocks)
     mixing = sum(
         part.mixing_flops(batch, sequence, causal=causal)
@@ -45,6 +49,8 @@ def training_flops(
 def parameter_count(config: Architecture) -> int:
     """Count the parameters of the whole model, a tied head once."""
     spec = config.decoder
+    if isinstance(spec, TransformersSpec):
+        return element_count(spec)
     width = spec.hidden_size
     blocks = sum(_elements(block_layouts(block, width)) for block in spec.blocks)
     matrices = 1 if spec.tie_word_embeddings else 2
@@ -69,6 +75,8 @@ def layer_costs(config: Architecture) -> list[float]:
     For balancing stages: a block costs what its parts say; embedding and norm are free.
     """
     spec = config.decoder
+    if isinstance(spec, TransformersSpec):
+        return work(spec)
     blocks = [float(sum(p.cost(spec.hidden_size) for p in block.parts)) for block in spec.blocks]
     return [0.0, *blocks, 0.0, float(spec.vocab_size * spec.hidden_size)]
 

@@ -26,6 +26,7 @@ from kenotron_models.families.qwen3 import QWEN3
 from kenotron_models.families.qwen3_moe import QWEN3_MOE
 from kenotron_models.families.smollm3 import SMOLLM3
 from kenotron_models.families.starcoder2 import STARCODER2
+from kenotron_models.families.transformers_config import TRANSFORMERS
 from kenotron_models.family import Family, FamilyConfig
 
 FAMILIES: tuple[Family, ...] = (
@@ -49,6 +50,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA2,
     GEMMA3,
     GPT_OSS,
+    TRANSFORMERS,
 )
 """YAML without a marker is of the family that knows most of its keys, the first of equals;
 config.json is written by the config's own family, else by the first that can say it."""

@@ -8,11 +8,14 @@ from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
 from kenotron_tp.logits import check_sampling, choose_tokens
 from kenotron_tp.mode import TPMode
+from kenotron_tp.parallelize import parallelize
+from kenotron_tp.planned_layers import Style
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 
 __all__ = [
     "ColumnParallelLinear",
     "RowParallelLinear",
+    "Style",
     "TPMode",
     "VocabParallelEmbedding",
     "capped_logits",
@@ -22,6 +25,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "mark_partial",
+    "parallelize",
     "split_tokens",
     "tokens_at_a_time",
     "vocab_parallel_cross_entropy",

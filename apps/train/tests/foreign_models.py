@@ -1,0 +1,122 @@
+"""Models of transformers that this repository has no code for, tiny, and runs that train them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kenotron_config import Config
+from kenotron_dist import Mesh
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.loop import train
+
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop", "transformers.models.auto.modeling_auto")
+SEQUENCE, ROWS, STEPS, VOCAB = 24, 4, 4, 97
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.1,
+}
+GROUPED = SMALL | {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere": GROUPED | {"logit_scale": 0.25, "tie_word_embeddings": True},
+    "gpt_neox": SMALL | {"tie_word_embeddings": False, "hidden_act": "gelu"},
+    "granite": GROUPED
+    | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
+    "phi": GROUPED | {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
+    "glm": GROUPED | {"head_dim": 8, "pad_token_id": 0},
+}
+"""With plans for tp and pp."""
+WITHOUT_PLAN: dict[str, dict[str, Any]] = {
+    "stablelm": GROUPED | {"tie_word_embeddings": False},
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+}
+
+
+def folder_of(family: str, target: Path, **changes: Any) -> Path:
+    """A folder with config.json and weights, as ``save_pretrained`` writes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    values = {**FAMILIES, **WITHOUT_PLAN}[family] | changes
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
+    for parameter in model.parameters():  # biases and norms too
+        parameter.data += 0.05 * torch.randn(parameter.shape)
+    model.save_pretrained(target)
+    return target
+
+
+def sample(i: int) -> list[int]:
+    """Ids that a small model can learn something from."""
+    return [(3 * i + 5 * place + place * place % 7) % VOCAB for place in range(SEQUENCE + 1)]
+
+
+class Rows:
+    """Samples in order."""
+
+    def __iter__(self):
+        return map(sample, range(1000))
+
+
+def configure(
+    model: Path, run: Path, changes: dict[str, object] | None = None, **keys: object
+) -> Config:
+    """A run in ``run`` that begins with the weights of a folder; ``keys`` are of model_config."""
+    sizes = {"is_hf_config": True, "path": str(model), **keys}
+    values: dict[str, object] = {
+        "model.model_config": json.dumps(sizes),
+        "model.init_method": json.dumps({"path": str(model)}),
+        "parallelism.tp": 1,
+        "parallelism.tp_mode": "ALL_REDUCE",
+        "tokens.sequence_length": SEQUENCE,
+        "tokens.micro_batch_size": ROWS // 2,
+        "tokens.batch_accumulation_per_replica": 2,
+        "tokens.train_steps": STEPS,
+        "tokens.limit_val_batches": 0,
+        "optimizer.learning_rate_scheduler.lr_warmup_steps": 2,
+        "checkpoints.checkpoints_path": run,
+        "checkpoints.checkpoint_interval": 2,
+        "data_stages.0.data.dataset": "null",
+    } | (changes or {})
+    return load_config(DEFAULT_CONFIG, [f"{key}={value}" for key, value in values.items()])
+
+
+def trace(mesh: Mesh, config: Config) -> list[tuple[float, float, float]]:
+    """Loss, gradient norm and learning rate of every step."""
+    return [(step.loss, step.grad_norm, step.lr) for step in train(mesh, config, loader=Rows())]
+
+
+def alone(folder: Path, rates: list[float], config: Config) -> tuple[list[float], Any]:
+    """Losses of transformers' own model in plain torch with the same rows, and the model."""
+    from torch.nn.functional import cross_entropy
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    rule = config.optimizer.optimizer_factory
+    optimizer = torch.optim.AdamW(
+        model.parameters(), betas=(rule.adam_beta1, rule.adam_beta2), eps=rule.adam_eps,
+        weight_decay=config.optimizer.weight_decay,
+    )  # fmt: skip
+    losses, rows = [], iter(Rows())
+    for rate in rates:
+        ids = torch.tensor([next(rows) for _ in range(ROWS)])
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model

@@ -1,0 +1,208 @@
+"""Families of transformers without code here train as in plain torch, on every layout."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import runs
+import torch
+from foreign_models import (
+    FAMILIES,
+    PRELOAD,
+    ROWS,
+    SEQUENCE,
+    WITHOUT_PLAN,
+    alone,
+    configure,
+    folder_of,
+    sample,
+    trace,
+)
+
+from kenotron_config import Config
+from kenotron_data import Batch
+from kenotron_dist import Mesh, spawn
+from kenotron_engine import gradients_of, join_pieces, weight_pieces
+from kenotron_models import Context
+from kenotron_train.assemble import build_training
+from kenotron_train.run.initial import load_initial
+from kenotron_train.run.preview import preview
+
+HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
+LAYOUTS = {
+    "tp2": {"parallelism.tp": 2},
+    "pp2": {"parallelism.pp": 2},
+    "dp2 zero1": HALF | {"optimizer.zero_stage": 1},
+    "tp2 pp2 dp2": HALF | {"parallelism.tp": 2, "parallelism.pp": 2},
+}
+NO_DECAY = {"optimizer.weight_decay": 0.0}
+
+
+def run(config: Config) -> list[tuple[float, float, float]]:
+    sizes = config.parallelism
+    ranks = spawn(trace, config, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD)
+    assert all(found == ranks[0] for found in ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_PLAN])
+def test_one_process_trains_as_transformers_does_in_plain_torch(family, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    config = configure(folder, tmp_path / "run", NO_DECAY)
+    found = run(config)
+    losses, _ = alone(folder, [rate for _, _, rate in found], config)
+    assert [loss for loss, _, _ in found] == pytest.approx(losses, rel=1e-5)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_trains_as_one_process(family, layout, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    one = run(configure(folder, tmp_path / "one"))
+    many = run(configure(folder, tmp_path / "many", LAYOUTS[layout]))
+    for (loss, norm, _), (due, due_norm, _) in zip(many, one, strict=True):
+        assert loss == pytest.approx(due, rel=1e-5)
+        assert norm == pytest.approx(due_norm, rel=1e-4)
+
+
+def test_a_run_resumes_on_another_layout(tmp_path):
+    folder = folder_of("cohere", tmp_path / "model")
+    one = run(configure(folder, tmp_path / "one"))
+    layout = LAYOUTS["tp2 pp2 dp2"]
+    run(configure(folder, tmp_path / "many", layout | {"tokens.train_steps": 2}))
+    (tmp_path / "model").rename(tmp_path / "moved")  # a checkpoint says what its model is
+    again = {"checkpoints.resume_checkpoint_path": tmp_path / "many/2"}
+    resumed = run(configure(tmp_path / "moved", tmp_path / "resumed", again))
+    assert [loss for loss, *_ in resumed] == pytest.approx([x for x, *_ in one[2:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "stablelm", "cohere"])
+def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    # Keys' biases have no gradient: with a small eps Adam makes steps of its rounding.
+    folder = folder_of(family, tmp_path / "model")
+    changes = NO_DECAY | {"optimizer.optimizer_factory.adam_eps": 1e-3}
+    if family in FAMILIES:
+        changes |= LAYOUTS["tp2"]
+    config = configure(folder, tmp_path / "run", changes)
+    found = run(config)
+    _, due = alone(folder, [rate for _, _, rate in found], config)
+    done = runs.program(
+        "apps/convert", tmp_path, "kenotron-to-hf", "--ckpt", "run", "--out", "exported"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "its logits are ours to" in done.stdout
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    assert {*exported} == {*due.state_dict()}
+    for name, value in due.state_dict().items():
+        torch.testing.assert_close(exported[name], value, rtol=1e-4, atol=2e-5)
+    once_more = configure(tmp_path / "exported", tmp_path / "more", {"tokens.train_steps": 1})
+    run(once_more)
+    done = runs.program("apps/generate", tmp_path, "--ckpt-path", "run", "--prompt", "a")
+    assert done.returncode != 0
+    assert "is a model of transformers (is_hf_config), which generates there" in done.stderr
+
+
+def measure(mesh: Mesh, config: Config) -> tuple[float, Any, Any]:
+    """Loss, and pieces of every gradient and of the first weights."""
+    training = build_training(config, mesh)
+    load_initial(training)
+    ids = torch.tensor([[sample(i)] for i in range(ROWS)])  # micro-batches of a row
+    own = ids.chunk(mesh["dp"].size)[mesh["dp"].rank]
+    places = torch.arange(SEQUENCE).expand(len(own), 1, -1)
+    numbers = torch.zeros(len(own), 1, dtype=torch.int64)
+    batch = Batch(own[..., :-1], own[..., 1:].contiguous(), places, numbers)
+    weights = weight_pieces(training)
+    loss, gradients = gradients_of(training, batch)
+    return loss, gradients, weights
+
+
+def whole(config: Config) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    sizes = config.parallelism
+    ranks = spawn(measure, config, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD)
+    return ranks[0][0], *(join_pieces([rank[i] for rank in ranks]) for i in (1, 2))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("seeded", [False, True])
+def test_first_weights_and_gradients_are_those_of_one_process(family, seeded, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    drawn = {"model.init_method": json.dumps({"std": 0.1})} if seeded else {}
+    loss, gradients, weights = whole(configure(folder, tmp_path / "run", drawn))
+    for layout in ({"parallelism.tp": 2}, LAYOUTS["tp2 pp2 dp2"]):
+        found = whole(configure(folder, tmp_path / "run", drawn | layout))
+        assert found[0] == pytest.approx(loss, rel=1e-5)
+        assert {*found[1]} == {*gradients}
+        for name, due in weights.items():
+            assert (found[2][name] == due).all(), name
+        for name, due in gradients.items():
+            assert abs(found[1][name] - due).max() <= 1e-5 * abs(due).max() + 1e-7, name
+
+
+def documents(mesh: Mesh, config: Config, positions: list[int]) -> torch.Tensor:
+    """How the losses of the last document move with the embeddings of the first one's tokens."""
+    training = build_training(config, mesh)
+    load_initial(training)
+    first, *others = training.model.stack
+    context = Context(torch.tensor([positions] * 2))
+    x = first(torch.arange(2 * len(positions)), context).detach().requires_grad_()
+    y = x
+    for layer in others:
+        y = layer(y, context)
+    seen = y.view(2, len(positions), -1)[:, positions.index(0, 1) :]
+    seen.float().logsumexp(-1).sum().backward()
+    return x.grad.view(2, len(positions), -1)[:, : positions.index(0, 1)]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_separate_documents_do_not_leak_at_all(family, attention, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    places = [*range(5), *range(7), 0, *range(3)]
+    for apart in (True, False):
+        keys = {"separate_documents": apart, "attn_implementation": attention}
+        config = configure(folder, tmp_path / "run", **keys)
+        (grad,) = spawn(documents, config, places, preload=PRELOAD)
+        assert bool(grad.abs().max() == 0) == apart
+
+
+VARIATIONS = {
+    "zero bubble": {"parallelism.pp": 2, "parallelism.pp_engine": "zb-h1"},
+    "two parts a rank": {"parallelism.pp": 2, "parallelism.pp_engine": "interleaved"},
+    "recompute": {"parallelism.recompute": "full", "parallelism.tp": 2},
+    "overlap": {"parallelism.tp": 2, "parallelism.tp_linear_async_communication": "true"},
+    "muon": HALF | {"optimizer.optimizer_factory": "{name: muon}"},
+}
+
+
+@pytest.mark.parametrize("variation", VARIATIONS)
+def test_other_ways_to_compute_give_the_same(variation, tmp_path):
+    folder = folder_of("gpt_neox", tmp_path / "model")
+    changes = VARIATIONS[variation]
+    same = {key: value for key, value in changes.items() if key.startswith("optimizer")}
+    one = run(configure(folder, tmp_path / "one", same))
+    many = run(configure(folder, tmp_path / "many", changes))
+    assert [loss for loss, *_ in many] == pytest.approx([loss for loss, *_ in one], rel=1e-5)
+
+
+def test_bfloat16_figures_of_layers_validation_and_the_preview(tmp_path):
+    folder = folder_of("granite", tmp_path / "model")
+    changes = {
+        "model.dtype": "bfloat16",
+        "metrics_logging": json.dumps({"log_level": 1, "log_detail_interval": 1}),
+        "general.benchmark_csv_path": tmp_path / "table.csv",
+    }
+    one = run(configure(folder, tmp_path / "one", changes))
+    config = configure(folder, tmp_path / "many", changes | LAYOUTS["tp2"])
+    many = run(config)
+    assert [loss for loss, *_ in many] == pytest.approx([loss for loss, *_ in one], rel=2e-3)
+    row = runs.metrics(tmp_path, "many")[-1]
+    assert {"embedding/model/embed_tokens/mean", "layer_1/activation/mean"} <= {*row["layers"]}
+    assert "num_layers" in (tmp_path / "table.csv").read_text()
+    shown = preview(config)
+    assert "block.self_attn.o_proj.weight" in shown and "tp cuts dim 1" in shown
+    assert "Activations of transformers' layers are not known and not counted" in shown

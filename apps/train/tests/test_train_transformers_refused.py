@@ -1,0 +1,206 @@
+"""What a model of transformers cannot do, and folders that are none, are refused by name."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import runs
+import torch
+from foreign_models import configure, folder_of
+from torch import nn
+
+from kenotron_config import ConfigError
+from kenotron_convert import transformers_export
+from kenotron_convert.exporting import export_hf
+from kenotron_dist import Axis, Mesh
+from kenotron_models import Build, Context, LayerStack, TransformersConfig, build_decoder
+from kenotron_models.transformers_model import check_buffers, cut_model, fill_buffers, spec_of
+from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
+from kenotron_train.assemble import build_training
+from kenotron_train.run.initial import load_initial
+
+PROBLEMS = {
+    "parallelism.cp=2": "parallelism.cp: 2 was given; a model of transformers computes whole",
+    "parallelism.ep=2": "parallelism.ep: 2 was given; a model of transformers computes whole",
+    "parallelism.tp_mode=REDUCE_SCATTER": "parallelism.tp_mode: REDUCE_SCATTER was given; a model",
+    "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
+    "model.compile=true": "model.compile: true was given; a model of transformers",
+    "model.cuda_graph=true": "model.cuda_graph: true was given; a model of transformers",
+    "model.make_vocab_size_divisible_by=8": "make_vocab_size_divisible_by: 8 was given; the vocab",
+    "parallelism.pp=9": r"parallelism.pp: 9 was given \(9 parts\); the model has 5 layers",
+    "parallelism.tp=4": "parallelism.tp: .*k_proj: its 2 heads of 8 features cannot be .* tp is 4",
+}
+
+
+@pytest.mark.parametrize("change", PROBLEMS)
+def test_what_a_model_of_transformers_cannot_do_is_refused_by_name(change, tmp_path):
+    folder = folder_of("cohere", tmp_path / "model")
+    key, _, value = change.partition("=")
+    changes = {key: value}
+    if key in ("parallelism.tp_mode", "parallelism.ep"):
+        changes["parallelism.tp"] = 2
+    with pytest.raises(ConfigError, match=PROBLEMS[change]):
+        configure(folder, tmp_path / "run", changes)
+
+
+def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
+    def refused(words, changes=None, path=tmp_path / "model", **keys):
+        with pytest.raises(ConfigError, match=words):
+            configure(path, tmp_path / "run", changes, **keys)
+
+    folder_of("stablelm", tmp_path / "model")
+    refused(
+        "tp: tp 2 was given, but .* no base_model_tp_plan for a stablelm", {"parallelism.tp": 2}
+    )
+    refused("parallelism.pp: 2 .* no base_model_pp_plan for this model", {"parallelism.pp": 2})
+    drawn_with = {"model.init_method": json.dumps({"std": 0.1})}
+    refused("scaling_method: NUM_LAYERS was given; without a base_model_tp_plan", drawn_with)
+    refused(
+        "separate_documents: true was given, but a stablelm is not split", separate_documents=True
+    )
+    refused("attn_implementation: flash was given", attn_implementation="flash")
+    refused("model_config.path: .*none/config.json cannot be read", path=tmp_path / "none")
+    written = tmp_path / "model/config.json"
+    values = json.loads(written.read_text())
+    for change, words in (
+        ({"model_type": "nothing"}, "model_type 'nothing' is no causal model of transformers"),
+        ({"model_type": None}, "has no model_type; take the config.json that transformers wrote"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
+        ({"hidden_dropout": 0.1}, "hidden_dropout|dropout.p .* is not 0: modules of transformers"),
+    ):
+        written.write_text(json.dumps(values | change))
+        refused(words)
+    written.write_text("{")
+    refused("config.json is not JSON")
+    with pytest.raises(ValueError, match="path: nothing was given; it must name a folder"):
+        TransformersConfig()
+    with pytest.raises(ValueError, match="is_hf_config: false was given"):
+        TransformersConfig(path=str(tmp_path), is_hf_config=False)
+    with pytest.raises(ValueError, match="config_json: it is not JSON"):
+        TransformersConfig(config_json="{")
+
+
+def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
+    folder_of("cohere", tmp_path / "model")
+    spec_of.cache_clear()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    words = r'needs the extra transformers of kenotron-models.*: pip install "transformers>=5"'
+    with pytest.raises(ConfigError, match=words):
+        configure(tmp_path / "model", tmp_path / "run")
+    with pytest.raises(ImportError, match=words):
+        TransformersConfig(path=str(tmp_path / "model")).decoder  # noqa: B018 (it is computed)
+
+
+def test_heads_that_ranks_cannot_share_in_a_fused_matrix(tmp_path):
+    folder_of("gpt_neox", tmp_path / "model")
+    spec = TransformersConfig(path=str(tmp_path / "model")).decoder
+    words = r"tp 3 was given, and gpt_neox.layers.\*.attention.query_key_value has 4 heads"
+    with pytest.raises(ValueError, match=words):
+        build_decoder(spec, Build(Axis("tp", 0, (0, 1, 2))))
+
+
+class Fake(nn.Module):
+    """A model with a buffer, whose layers nothing calls."""
+
+    class config:
+        """Its kind."""
+
+        model_type = "fake"
+
+        @staticmethod
+        def get_text_config(decoder):
+            return Fake.config
+
+    def __init__(self, persistent):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+        self.register_buffer("angles", torch.ones(3), persistent=persistent)
+
+    @property
+    def base_model(self):
+        return self
+
+    def get_output_embeddings(self):
+        return None
+
+    def _init_weights(self, module):
+        pass
+
+    def forward(self, **_):
+        return None
+
+
+def test_models_of_other_shapes_are_refused():
+    kept, computed = Fake(True), Fake(False)
+    with pytest.raises(
+        ValueError, match="angles: this buffer is saved with the weights, or is not"
+    ):
+        check_buffers(kept)
+    check_buffers(computed)
+    with pytest.raises(ValueError, match="angles: transformers does not compute this buffer again"):
+        fill_buffers(computed, computed, torch.device("cpu"))
+    with pytest.raises(ValueError, match="a fake has no linear layer that makes logits"):
+        cut_model(computed, Build(Axis.solo("tp")))
+    skeleton = Skeleton(computed, computed.layers, False)
+    context = Context(torch.arange(4)[None])
+    with pytest.raises(RuntimeError, match="Fake.forward did not call its layers"):
+        skeleton.embed(torch.zeros(1, 4, dtype=torch.int64), context)
+
+
+def test_a_mask_that_shows_other_documents_is_refused():
+    places = torch.tensor([[0, 1, 0, 1]])
+    causal = torch.ones(4, 4, dtype=torch.bool).tril()[None, None]
+    apart = causal.clone()
+    apart[..., 2:, :2] = False
+    for mask in (apart, torch.where(apart, 0.0, -1e9)):
+        assert check_documents([Call((), {"attention_mask": mask})], places, "fake")
+    for mask in (causal, None, torch.where(causal, 0.0, -1e9)):
+        calls = [Call((), {"attention_mask": apart}), Call((), {"attention_mask": mask})]
+        with pytest.raises(
+            ValueError, match="but layer 1 of a fake sees tokens of other documents"
+        ):
+            check_documents(calls, places, "fake")
+    assert not check_documents([], torch.arange(4)[None], "fake")
+
+
+@pytest.mark.parametrize("family", ["cohere", "stablelm"])
+def test_a_cache_is_refused(family, tmp_path):
+    folder_of(family, tmp_path / "model")
+    spec = TransformersConfig(path=str(tmp_path / "model")).decoder
+    stack = LayerStack(build_decoder(spec, Build(Axis.solo("tp"))))
+    context = Context(torch.arange(4)[None].to("meta"), cache=object())
+    with pytest.raises(ValueError, match="layers of transformers keep nothing .* cached=False"):
+        stack(torch.zeros(4, dtype=torch.int64, device="meta"), context)
+
+
+def test_weights_of_another_model_are_refused(tmp_path):
+    folder, other = folder_of("cohere", tmp_path / "model"), tmp_path / "other"
+    folder_of("cohere", other, logit_scale=0.5)
+    init = {"model.init_method": json.dumps({"path": str(other)})}
+    training = build_training(configure(folder, tmp_path / "run", init), Mesh.connect())
+    words = "config.json is of another model than model.model_config.*\n  logit_scale: 0.25 and 0.5"
+    with pytest.raises(ValueError, match=words):
+        load_initial(training)
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, tokens__train_steps=1))
+    assert done.returncode == 0, done.stderr
+    init = {"model.init_method": json.dumps({"path": str(tmp_path / "checkpoints")})}
+    training = build_training(configure(folder, tmp_path / "run", init), Mesh.connect())
+    with pytest.raises(ValueError, match="one of them is of transformers"):
+        load_initial(training)
+
+
+def test_a_checkpoint_with_other_tensors_is_not_exported(tmp_path, monkeypatch):
+    folder = folder_of("cohere", tmp_path / "model")
+    from kenotron_train.run.loop import train
+
+    config = configure(folder, tmp_path / "run", {"tokens.train_steps": 2})
+    from foreign_models import Rows
+
+    train(Mesh.connect(), config, loader=Rows())
+    monkeypatch.setattr(transformers_export, "transformers_names", lambda spec: {"x": ("x",)})
+    with pytest.raises(
+        ValueError, match="its tensors are not those of its model_config: head.model"
+    ):
+        export_hf(tmp_path / "run", tmp_path / "out")

@@ -1,0 +1,89 @@
+"""Rules on a model that transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kenotron_config.init_sections import RandomInitConfig
+from kenotron_config.sections import ModelConfig, ParallelismConfig
+from kenotron_models import TransformersConfig, TransformersSpec, layers_on_meta
+
+PATH = "model.model_config"
+WHOLE = "a model of transformers computes whole samples, and knows nothing of this"
+
+
+def transformers_problems(
+    model: ModelConfig, sizes: TransformersConfig, parallelism: ParallelismConfig | None
+) -> list[str]:
+    """Name what a model of transformers cannot do, in one line each; it is built on meta."""
+    try:
+        spec = sizes.decoder
+    except (ImportError, ValueError) as error:
+        return [f"{PATH}.path: {_one_line(error)}"]
+    found = [*_model(model)]
+    if parallelism is not None:
+        found += _ranks(parallelism)
+        found += [] if found else _layers(model, spec, parallelism)
+    return found
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    for key in ("compile", "cuda_graph"):
+        if getattr(model, key):
+            yield f"model.{key}: true was given; {WHOLE}: set it to false"
+    if model.make_vocab_size_divisible_by != 1:
+        yield (
+            f"model.make_vocab_size_divisible_by: {model.make_vocab_size_divisible_by} was given; "
+            "the vocabulary of a model of transformers is padded for tp alone: set it to 1"
+        )
+
+
+def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
+    for axis in ("cp", "ep"):
+        if (size := getattr(parallelism, axis)) > 1:
+            yield f"parallelism.{axis}: {size} was given; {WHOLE}: set it to 1"
+    if parallelism.mode.sequence_parallel:
+        yield (f"parallelism.tp_mode: REDUCE_SCATTER was given; {WHOLE}: set it to ALL_REDUCE")
+    if parallelism.recompute == "selective":
+        yield f"parallelism.recompute: selective was given; {WHOLE}: choose full or none"
+
+
+def _layers(
+    model: ModelConfig, spec: TransformersSpec, parallelism: ParallelismConfig
+) -> Iterator[str]:
+    """What is seen when the layers are made."""
+    tp, pp = parallelism.tp, parallelism.pp
+    try:
+        layers = layers_on_meta(spec)
+    except ValueError as error:
+        yield f"{PATH}: {_one_line(error)}"
+        return
+    try:
+        layers_on_meta(spec, tp)
+    except ValueError as error:
+        yield f"parallelism.tp: {_one_line(error)}; tp is {tp}"
+    parts = pp * parallelism.schedule.chunks
+    if len(layers) == 1 < parts:
+        yield (
+            f"parallelism.pp: {pp} was given; transformers has no base_model_pp_plan for this "
+            "model, or one that cannot be used: set pp to 1"
+        )
+    elif len(layers) < parts:
+        yield (
+            f"parallelism.pp: {pp} was given ({parts} parts); the model has {len(layers)} layers, "
+            "with embedding and head: choose fewer"
+        )
+    method = model.init_method
+    roles = {getattr(each, "roles", {}).get("weight") for _, m in layers for each in m.modules()}
+    if isinstance(method, RandomInitConfig) and "residual" not in roles:
+        if method.scaling_method == "NONE":
+            return
+        yield (
+            f"model.init_method.scaling_method: {method.scaling_method} was given; without a "
+            "base_model_tp_plan it is not known which matrices write to the residual stream: set "
+            "it to NONE"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines())

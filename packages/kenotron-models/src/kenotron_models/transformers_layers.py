@@ -1,0 +1,223 @@
+"""A causal model of transformers as an ordered list of layers, which pipeline stages can share.
+
+Shapes: B rows, S tokens of a row, T = B * S, D hidden, V vocabulary; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.recompute import Recompute, whole
+from kenotron_models.transformers_model import (
+    check_buffers,
+    cut_model,
+    empty_model,
+    fill_buffers,
+    path_of,
+)
+from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
+from kenotron_models.transformers_spec import TransformersSpec
+
+
+class TransformersLayer(nn.Module):
+    """A part of a model of transformers: ``forward(x, context)``."""
+
+    hf_names: dict[str, str]
+    """Names of its parameters, and those in transformers."""
+
+    @abstractmethod
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give buffers, which need memory first, their values on ``device``."""
+
+
+class _Outside(TransformersLayer):
+    """What is before or after the layers of a model."""
+
+    def __init__(self, skeleton: Skeleton, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        self._skeleton = (skeleton,)  # not a submodule
+        self.hf_names = _adopt(self, modules)
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """The model that this is a part of."""
+        return self._skeleton[0]
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the buffers that all layers share their values."""
+        self.skeleton.fill_buffers(device)
+
+
+class EmbeddingEntry(_Outside):
+    """Tokens (T,) -> hidden features (T, D)."""
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """Do all that transformers does before its first layer."""
+        return self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
+
+
+class HeadEntry(_Outside):
+    """Hidden features (T, D) -> logits (T, V/t): the last norm and the product with the head."""
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Do all that transformers does after its last layer."""
+        x_BSD = x.view(*context.positions_BS.shape, -1)
+        return _wanted(self.skeleton.finish(x_BSD, context), context)
+
+
+class LayerEntry(TransformersLayer):
+    """A layer of transformers: hidden features (T, D) -> (T, D)."""
+
+    def __init__(
+        self, skeleton: Skeleton, path: str, layer: nn.Module, number: int, recompute: Recompute
+    ) -> None:
+        super().__init__()
+        self._skeleton = (skeleton,)
+        self.block, self.number, self.recompute = layer, number, recompute
+        self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        """Call the layer as transformers would."""
+        x_BSD = x.view(*context.positions_BS.shape, -1)
+        call = self._skeleton[0].calls(x_BSD.detach(), context)[self.number]
+        if self.recompute == "full" and torch.is_grad_enabled():
+            return whole(self._layer, x_BSD, call)
+        return self._layer(x_BSD, call)
+
+    def _layer(self, x_BSD: Tensor, call: Call) -> Tensor:
+        y = self.block(x_BSD, *call.args, **call.options)
+        return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the layer's own buffers, and those that all layers share, their values."""
+        self._skeleton[0].fill_buffers(device)
+        fill_buffers(self._skeleton[0].model, self.block, device)
+
+
+class WholeEntry(TransformersLayer):
+    """A model that is not split: tokens (T,) -> logits (T, V/t)."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.whole = model
+        self.hf_names = {f"whole.{name}": name for name in _parameters(model)}
+        self._takes = {*inspect.signature(model.forward).parameters}
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+        """Call the model."""
+        places = places_of(False, context)
+        given = {name: value for name, value in places.items() if name in self._takes}
+        logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
+        return _wanted(logits, context)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give all buffers of the model their values."""
+        fill_buffers(self.whole, self.whole, device)
+
+
+def _tokens(tokens: Tensor, context: Context) -> Tensor:
+    """Tokens (B, S).
+
+    Raises:
+        ValueError: the context has a key-value cache.
+    """
+    if context.cache is not None:
+        raise ValueError(
+            "layers of transformers keep nothing of earlier tokens in this cache: generate with "
+            "cached=False"
+        )
+    return tokens.view_as(context.positions_BS)
+
+
+def _wanted(logits_BSV: Tensor, context: Context) -> Tensor:
+    """Logits (T, V/t), or those of the tokens that the context asks for."""
+    logits = logits_BSV.flatten(0, 1)
+    return logits if context.outputs is None else logits[context.outputs]
+
+
+def _parameters(module: nn.Module) -> list[str]:
+    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
+
+
+def _adopt(owner: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> dict[str, str]:
+    """Register modules of a model below an entry by their paths there; names are the same."""
+    for path, module in modules:
+        parent = owner
+        *folders, last = path.split(".")
+        for folder in folders:
+            if folder not in parent._modules:
+                parent.add_module(folder, nn.Module())
+            parent = parent.get_submodule(folder)
+        parent.add_module(last, module)
+    return {name: name for name in _parameters(owner)}
+
+
+def transformers_layers(
+    spec: TransformersSpec, build: Build, recompute: Sequence[Recompute]
+) -> list[tuple[str, nn.Module]]:
+    """Make the layers of a model of transformers by name: embedding, layers.i, head.
+
+    A model without ``base_model_pp_plan``, or with parameters in other places, is one layer:
+    ``model``. Each layer has ``hf_names``: its parameters' names, and those in transformers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the model cannot be cut over tp, or has dropout or unknown buffers.
+    """
+    model = empty_model(spec, build.dtype)
+    check_buffers(model)
+    cut_model(model, build)
+    split = _split(model)
+    if split is None and spec.documents:
+        raise ValueError(
+            f"separate_documents: true was given, but a {model.config.model_type} is not split "
+            "into layers, so its masks are not known: set it to false"
+        )
+    if split is None:
+        return [("model", WholeEntry(model))]
+    before, layers, after = split
+    prefix = path_of(model, layers)
+    skeleton = Skeleton(model, layers, spec.documents)
+    entries: list[tuple[str, nn.Module]] = [("embedding", EmbeddingEntry(skeleton, before))]
+    for i, layer in enumerate(layers):
+        entry = LayerEntry(skeleton, f"{prefix}.{i}", layer, i, recompute[i])
+        entries.append((f"layers.{i}", entry))
+    return [*entries, ("head", HeadEntry(skeleton, after))]
+
+
+Modules = list[tuple[str, nn.Module]]
+
+
+def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
+    """What comes before the layers, these, and what comes after; None: the model is one piece."""
+    plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None)
+    base = model.base_model
+    if not plan or base is model:
+        return None
+    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
+    if len(lists) != 1:
+        return None
+    layers = getattr(base, lists[0])
+    names = list(plan)
+    last = {id(getattr(base, n)) for n in names[names.index(lists[0]) + 1 :] if hasattr(base, n)}
+    before, after = [], []
+    for path, module in model.named_modules():
+        parent = path.rpartition(".")[0]
+        owner = model.get_submodule(parent)
+        if not path or owner not in (model, base) or module in (base, layers):
+            continue
+        (after if owner is model or id(module) in last else before).append((path, module))
+    before = [(path, module) for path, module in before if [*module.parameters()]]
+    after = [(path, module) for path, module in after if [*module.parameters()]]
+    owned = {id(p) for _, m in (*before, *after, ("", layers)) for p in m.parameters()}
+    if len(before) != 1 or {id(p) for p in model.parameters()} != owned:
+        return None
+    return before, layers, after

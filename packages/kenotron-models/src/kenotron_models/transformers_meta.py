@@ -1,0 +1,20 @@
+"""A model of transformers on meta, cut over ranks that are not there, to check a config."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from kenotron_dist import Axis
+from kenotron_models.build import Build
+from kenotron_models.decoder import build_decoder
+from kenotron_models.transformers_spec import TransformersSpec
+
+
+def layers_on_meta(spec: TransformersSpec, tp: int = 1) -> list[tuple[str, nn.Module]]:
+    """Return the layers of the first of ``tp`` ranks by name; nothing is communicated.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the model cannot be trained here, or not cut over so many ranks.
+    """
+    return build_decoder(spec, Build(Axis("tp", 0, tuple(range(tp)))))

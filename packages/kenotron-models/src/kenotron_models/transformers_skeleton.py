@@ -1,0 +1,153 @@
+"""transformers' own ``forward`` with recorders in the place of layers.
+
+It makes what is done to embeddings before the first layer, the masks and rotary angles that each
+layer is called with, and what follows the last layer. Nothing of a family is written down here.
+
+Shapes: B rows, S tokens of a row, D hidden, V vocabulary; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_models.context import Context
+from kenotron_models.transformers_model import fill_buffers, path_of
+
+
+class Call(NamedTuple):
+    """What a layer is called with, next to its hidden features."""
+
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _LayerReached(Exception):
+    """The layer where a run of ``forward`` ends."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+class _Recorder(nn.Module):
+    """Stands in the place of a layer in ``forward``; has the layer's attributes."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._of = (layer,)  # not a submodule
+        self.calls: list[Call] | None = None
+        self.ends = False
+        self.result: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_of"][0], name)
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        """Note the call, and hand on the hidden features or ``result``."""
+        hidden = args[0] if args else options.pop("hidden_states")
+        if self.calls is not None:
+            self.calls.append(Call(args[1:], options))
+        if self.ends:
+            raise _LayerReached(hidden)
+        return hidden if self.result is None else self.result
+
+
+class Skeleton:
+    """A model whose layers are recorders. All its layers share one; it is no module of theirs."""
+
+    def __init__(self, model: Any, layers: nn.ModuleList, documents: bool) -> None:
+        self.model, self.base, self.documents = model, model.base_model, documents
+        self.recorders = [_Recorder(layer) for layer in layers]
+        setattr(self.base, path_of(self.base, layers), nn.ModuleList(self.recorders))
+        self._filled: torch.device | None = None
+        self._checked = not documents
+
+    def embed(self, tokens_BS: Tensor, context: Context) -> Tensor:
+        """Return the hidden features (B, S, D) that the first layer is called with."""
+        self._reset()
+        self.recorders[0].ends = True
+        return self._reach(input_ids=tokens_BS, **places_of(self.documents, context))
+
+    def calls(self, x_BSD: Tensor, context: Context) -> list[Call]:
+        """Return what each layer is called with; made once a micro-batch."""
+        return context.once(("transformers", id(self)), partial(self._record, x_BSD, context))
+
+    def finish(self, x_BSD: Tensor, context: Context) -> Tensor:
+        """Return the logits (B, S, V/t) of the last layer's output."""
+        self._reset()
+        self.recorders[-1].result = x_BSD
+        places = places_of(self.documents, context)
+        logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
+        return logits
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give the buffers that all layers share their values, the first time."""
+        if self._filled != device:
+            fill_buffers(self.model, self.model, device)
+            self._filled = device
+
+    def _record(self, x_BSD: Tensor, context: Context) -> list[Call]:
+        self._reset()
+        found: list[Call] = []
+        for recorder in self.recorders:
+            recorder.calls = found
+        self.recorders[-1].ends = True
+        with torch.no_grad():
+            self._reach(inputs_embeds=torch.zeros_like(x_BSD), **places_of(self.documents, context))
+        if not self._checked and not context.positions_BS.is_meta:
+            kind = self.model.config.model_type
+            self._checked = check_documents(found, context.positions_BS, kind)
+        return found
+
+    def _reach(self, **options: Any) -> Tensor:
+        """Run the base model up to the recorder that ends it."""
+        try:
+            self.base(**options)
+        except _LayerReached as reached:
+            return reached.hidden
+        raise RuntimeError(f"{type(self.base).__name__}.forward did not call its layers")
+
+    def _reset(self) -> None:
+        for recorder in self.recorders:
+            recorder.calls, recorder.ends, recorder.result = None, False, None
+
+
+def check_documents(calls: Sequence[Call], positions_BS: Tensor, kind: str) -> bool:
+    """Whether positions start again anywhere, so that the masks of all layers could be compared.
+
+    Raises:
+        ValueError: a layer's mask lets a token see another document.
+    """
+    first = positions_BS[:, :1] - 1
+    documents = (torch.diff(positions_BS, prepend=first, dim=-1) != 1).cumsum(-1)
+    if not bool(documents.any()):
+        return False
+    others = documents[:, :, None] != documents[:, None, :]
+    for i, call in enumerate(calls):
+        mask = call.options.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.ndim != 4:
+            seen = True
+        else:
+            seen = bool(((mask if mask.dtype == torch.bool else mask == 0)[:, 0] & others).any())
+        if seen:
+            raise ValueError(
+                f"separate_documents: true was given, but layer {i} of a {kind} sees tokens of "
+                "other documents in transformers: set it to false"
+            )
+    return True
+
+
+def places_of(documents: bool, context: Context) -> dict[str, Any]:
+    """Positions, and which tokens see one another, as transformers takes them."""
+    positions = context.positions_BS
+    places: dict[str, Any] = {"position_ids": positions, "use_cache": False}
+    if not documents:  # without a mask positions that start again would separate documents
+        places["attention_mask"] = torch.ones_like(positions)
+    return places

@@ -1,0 +1,35 @@
+"""A decoder of transformers' own modules: what is known of it without building it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kenotron_models.spec import DecoderSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersSpec(DecoderSpec):
+    """A causal model that transformers builds; it has layers, and no ``BlockSpec``."""
+
+    config_json: str
+    """Contents of its config.json."""
+    depth: int
+    """Layers."""
+    heads: int = 0
+    """Query heads of a layer; 0: it has no attention, or does not say."""
+    head_dim: int = 0
+    """Features of a head."""
+    attention: str | None = None
+    """``attn_implementation`` of transformers; None: its own choice."""
+    documents: bool = False
+    """Whether a token sees its own document only."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of layers."""
+        return self.depth
+
+    @property
+    def separate_documents(self) -> bool:
+        """Whether a token sees its own document only."""
+        return self.documents

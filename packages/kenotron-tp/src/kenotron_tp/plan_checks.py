@@ -1,0 +1,140 @@
+"""What a plan has to say of the neighbours of a cut layer: tensors, and numbers of heads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from inspect import unwrap
+from types import CodeType
+
+from torch import nn
+
+from kenotron_tp.plan_names import Named
+from kenotron_tp.planned_layers import DIVIDED, STAYS, SUMMED, gives_cut_features
+
+_FUSED = re.compile(r"(?i).*(qkv|query_key_value|gate_up|up_gate|c_attn|kv_proj|w_?pack|in_proj).*")
+"""Names of layers that are several matrices in one."""
+_COUNTS = re.compile(
+    r"(?i).*heads?|hidden_size|embed_(dim|size)|d_model|all_head_size|inner_(dim|size)|n_embd"
+    r"|intermediate_size|split_size|ffn_dim"
+)
+"""Names of numbers that differ on a rank: numbers of heads, and widths."""
+_HEAD_WIDTHS = ("head_dim", "head_size")
+
+
+def cut_parents(named: Mapping[str, Named]) -> dict[str, list[str]]:
+    """Return the modules that have layers with cut outputs, and these layers.
+
+    A layer of the outermost module is not among them: its output is the result.
+    """
+    found: dict[str, list[str]] = {}
+    for path, each in named.items():
+        if each.is_layer and gives_cut_features(each.style):
+            found.setdefault(path.rpartition(".")[0], []).append(path)
+    found.pop("", None)
+    return found
+
+
+def attention_problems(module: nn.Module, named: Mapping[str, Named], ranks: int) -> list[str]:
+    """Fused matrices whose pieces the plan does not say, and heads that would be cut."""
+    problems: list[str] = []
+    for path, each in named.items():
+        layer = module.get_submodule(path) if each.what == "module" else None
+        if each.style != "colwise" or not isinstance(layer, nn.Linear):
+            continue
+        parent, _, last = path.rpartition(".")
+        width = _head_width(module.get_submodule(parent))
+        if _FUSED.fullmatch(last):
+            problems.append(
+                f"{path}: colwise does not say how its pieces lie in its "
+                f"{layer.out_features} output features: give packed_colwise for two halves, or its "
+                "Chunks, or one Chunk where they lie head by head"
+            )
+        elif width and layer.out_features % width == 0 and layer.out_features // width % ranks:
+            problems.append(
+                f"{path}: its {layer.out_features // width} heads of {width} features cannot be "
+                f"shared by {ranks} ranks: choose a tp that divides them"
+            )
+    return problems
+
+
+def unsaid_problems(module: nn.Module, named: Mapping[str, Named]) -> list[str]:
+    """Tensors and numbers next to a layer with cut output that the plan does not name."""
+    problems: list[str] = []
+    for parent, layers in cut_parents(named).items():
+        owner = module.get_submodule(parent)
+        for name, kind in _tensors(owner):
+            path = f"{parent}.{name}"
+            if not _is_said(path, named):
+                problems.append(
+                    f"{path}: this {kind} is next to {layers[0]}, whose output is cut: give it (or "
+                    f"its module) {STAYS} where it sees whole features"
+                    + (f", {SUMMED} where it sees those of a rank" if kind == "parameter" else "")
+                )
+        for name, value in _counts_read(owner):
+            path = f"{parent}.{name}"
+            if path not in named:
+                problems.append(_count_problem(path, value, owner, layers[0]))
+    return problems
+
+
+def _count_problem(path: str, value: int, owner: nn.Module, layer: str) -> str:
+    start = (
+        f"{path}: {type(owner).__name__} reads this number ({value}) next to {layer}, whose output "
+        "is cut"
+    )
+    if ".config." in path:
+        return f"{start}, and all layers share the config: gather the output, or read an attribute"
+    return f"{start}: give it {DIVIDED} where it counts what a rank has, else {STAYS}"
+
+
+def _tensors(owner: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, _ in owner.named_parameters():
+        yield name, "parameter"
+    for name, buffer in owner.named_buffers():
+        if buffer.ndim:
+            yield name, "buffer"
+
+
+def _is_said(path: str, named: Mapping[str, Named]) -> bool:
+    """Whether a tensor or a module that has it is named."""
+    words = path.split(".")
+    return any(".".join(words[:i]) in named for i in range(1, len(words) + 1))
+
+
+def _head_width(owner: nn.Module) -> int | None:
+    found = (getattr(owner, name, None) for name in _HEAD_WIDTHS)
+    return next((value for value in found if type(value) is int and value > 0), None)
+
+
+def _counts_read(owner: nn.Module) -> Iterator[tuple[str, int]]:
+    """Numbers of heads and widths that the methods of a module read from it or its config."""
+    read = {name for code in _codes(type(owner)) for name in _names_in(code)}
+    config = getattr(owner, "config", None)
+    for name in sorted(read):
+        if not _COUNTS.fullmatch(name):
+            continue
+        value = getattr(owner, name, None)
+        if type(value) is int and value > 1:
+            yield name, value
+        elif not hasattr(owner, name) and type(value := getattr(config, name, None)) is int:
+            yield f"config.{name}", value
+
+
+def _codes(kind: type) -> Iterator[CodeType]:
+    """The compiled methods of a module's own classes, without those that build it."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return
+        for name, value in vars(base).items():
+            function = unwrap(value) if callable(value) else None
+            code = getattr(function, "__code__", None)
+            if isinstance(code, CodeType) and name not in ("__init__", "extra_repr"):
+                yield code
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)

@@ -1,0 +1,153 @@
+"""Layers that a plan of names cuts: what each style makes of a linear layer or an embedding.
+
+Shapes: I input features, O output features; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from kenotron_dist import Axis, Chunk, Shard
+from kenotron_dist.autograd import gather_from, scatter_to
+from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
+from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
+
+Style = str | Sequence[Chunk]
+"""What becomes of a module: a name, or the pieces of a column layer's output features."""
+OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
+"""Older names of styles."""
+COLUMNS = ("colwise", "packed_colwise")
+"""Styles of a linear layer of which each rank computes other features."""
+ROWS = ("rowwise", "rowwise_split_input")
+STAYS = "replicate"
+SUMMED = "replicated_with_grad_allreduce"
+DIVIDED = "divide"
+STYLES = (
+    *COLUMNS, "colwise_gather_output", *ROWS, "embedding_rowwise", SUMMED, STAYS, DIVIDED,
+)  # fmt: skip
+"""All styles that have a name."""
+_EXPERTS = "experts are cut by kenotron-ep"
+REFUSED = {
+    "embedding_colwise": "an embedding is cut over its rows: use embedding_rowwise",
+    "sequence_parallel": "the tokens of a module that is there stay whole: leave it out",
+    "mla_kv_a_proj": "latent attention shares a key among heads, which no plan of names can say",
+    "all_reduce": "only rowwise layers and embeddings add up results: name these",
+    "local_params": "it changes how DTensor calls a module: leave it out",
+    "packed_rowwise": _EXPERTS,
+    "grouped_gemm": _EXPERTS,
+    "ep_dispatch_experts": _EXPERTS,
+    "moe_tp_experts": _EXPERTS,
+    "moe_identity_expert": _EXPERTS,
+}
+"""Styles that transformers has and that cannot be done here, and why."""
+
+
+class GatheredColumnLinear(ColumnParallelLinear):
+    """A column layer whose output features are gathered: (..., I) -> (..., O), whole.
+
+    The last ranks hold padding where the ranks do not divide O. An all-gather in forward and an
+    all-reduce in backward.
+    """
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Compute (..., O) on every rank."""
+        whole = gather_from(super().forward(x, **options), self.axis, -1)
+        shard = self.placements["weight"]
+        shard = shard[0] if isinstance(shard, tuple) else shard  # of a tied weight
+        assert isinstance(shard, Shard) and shard.chunks  # as the column layer declares it
+        return whole[..., : shard.chunks[0].size]
+
+
+class SplitRowLinear(RowParallelLinear):
+    """A row layer whose input is whole on every rank: (..., I) -> (..., O).
+
+    Each rank takes its own features. An all-reduce in forward and an all-gather in backward.
+    """
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Compute (..., O) on every rank."""
+        return super().forward(scatter_to(x, self.axis, -1), **options)
+
+
+def style_named(style: Style) -> Style:
+    """Return the style under the name that is used here."""
+    if isinstance(style, str):
+        return OTHER_NAMES.get(style, style)
+    return tuple(style) if isinstance(style, Sequence) else style
+
+
+def cut_dim(layer: nn.Module, style: Style) -> int:
+    """Return the dimension of a layer's weight that a style cuts."""
+    return 1 if style in ROWS and not isinstance(layer, nn.Embedding) else 0
+
+
+def gives_cut_features(style: Style) -> bool:
+    """Whether a linear layer of this style returns this rank's own features only."""
+    return style in COLUMNS or not isinstance(style, str)
+
+
+def cut_layer(layer: nn.Module, style: Style, axis: Axis, overlap: bool) -> nn.Module:
+    """Return this rank's part of a linear layer or an embedding; its values are copied.
+
+    ``style`` fits the layer: see ``layer_problem``.
+    """
+    if isinstance(layer, nn.Embedding):
+        return VocabParallelEmbedding.from_embedding(layer, axis)
+    assert isinstance(layer, nn.Linear)
+    if style == "rowwise":
+        return RowParallelLinear.from_linear(layer, axis)
+    if style == "rowwise_split_input":
+        return SplitRowLinear.from_linear(layer, axis)
+    if style == "colwise_gather_output":
+        chunks = (vocabulary_chunk(layer.out_features, axis.size),)
+        return GatheredColumnLinear.from_linear(layer, axis, overlap=overlap, chunks=chunks)
+    pieces = _pieces(layer, style)
+    return ColumnParallelLinear.from_linear(layer, axis, overlap=overlap, chunks=pieces)
+
+
+def _pieces(layer: nn.Linear, style: Style) -> Sequence[Chunk]:
+    """The pieces of the output features, each cut by itself."""
+    if not isinstance(style, str):
+        return style
+    if style == "packed_colwise":
+        return (Chunk(layer.out_features // 2), Chunk(layer.out_features // 2))
+    return (Chunk(layer.out_features),)
+
+
+def layer_problem(layer: nn.Module, style: Style, axis: Axis) -> str | None:
+    """Say why a layer cannot be cut in this style; None: it can."""
+    kind = type(layer).__name__
+    embeds = isinstance(layer, nn.Embedding)
+    known: type[nn.Module] = nn.Embedding if embeds else nn.Linear
+    if type(layer) is not known:
+        return f"it is a {kind}: only nn.Linear and nn.Embedding themselves can be cut"
+    if style not in ("rowwise", "embedding_rowwise") if embeds else style == "embedding_rowwise":
+        return f"it is a {kind}: give embedding_rowwise to embeddings, and to them only"
+    if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
+        return "it has hooks, which would be lost: add them after parallelize"
+    if more := {*layer._parameters, *layer._buffers} - {"weight", "bias"}:
+        return f"it has tensors that no {kind} has ({', '.join(sorted(more))})"
+    return None if isinstance(layer, nn.Embedding) else _size_problem(layer, style, axis.size)
+
+
+def _size_problem(layer: nn.Module, style: Style, ranks: int) -> str | None:
+    assert isinstance(layer, nn.Linear)
+    sizes = {"in_features": layer.in_features} if style in ROWS else {}
+    if style == "colwise":
+        sizes["out_features"] = layer.out_features
+    elif style == "packed_colwise":
+        sizes["half of out_features"] = layer.out_features // 2
+        if layer.out_features % 2:
+            return f"out_features {layer.out_features} cannot be two pieces of the same size"
+    for name, size in sizes.items():
+        if size % ranks:
+            return f"{name} {size} cannot be cut over {ranks} ranks: choose a tp that divides it"
+    if isinstance(style, str):
+        return None
+    if sum(chunk.size for chunk in style) != layer.out_features:
+        given = " + ".join(str(chunk.size) for chunk in style)
+        return f"its Chunks are {given}, and out_features is {layer.out_features}"
+    return None
