@@ -17,6 +17,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "tests/test_parity.py::test_the_table_has_these_rows_and_all_of_them_passed",
         "tests/test_parity.py::test_twenty_steps_cut_over_pp_cp_and_tp_have_the_losses_of_one_process",
         f"{TRAIN}_context.py::test_nanotrons_yaml_trains_as_one_process",
+        "packages/kenotron-engine/tests/test_engine_mamba.py::test_it_trains_on_every_layout_as_on_one_process",
     ],
     "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
@@ -26,12 +27,6 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "packages/kenotron-engine/tests/test_engine_experts.py::test_every_layout_has_the_numbers_of_one_process",
         "packages/kenotron-engine/tests/test_engine_near_ties.py::test_choices_differ_only_at_near_ties",
         f"{TRAIN}_experts.py::test_a_run_continues_with_other_ranks_for_its_experts",
-    ],
-    "Mamba and Mamba-2 on every pp x dp x cp x tp: one process's numbers, documents apart": [
-        "packages/kenotron-engine/tests/test_engine_mamba.py::test_it_trains_on_every_layout_as_on_one_process",
-        "packages/kenotron-models/tests/test_models_mamba.py::test_every_gradient_is_that_of_one_process",
-        "packages/kenotron-models/tests/test_models_mamba2.py::test_every_gradient_is_that_of_one_process",
-        "packages/kenotron-models/tests/test_models_mamba2.py::test_nothing_passes_from_one_document_to_another",
     ],
     "Llama, Mistral, Qwen2/3, StarCoder2, Mamba-1/2, six with experts: transformers' numbers": [
         "tests/test_hf.py::test_logits_equal_transformers",

@@ -18,6 +18,8 @@ from kenotron_models import (
     Context,
     DeepseekV3Config,
     LlamaConfig,
+    Mamba2ModelConfig,
+    MambaModelConfig,
     MixtralConfig,
     Recompute,
     SequenceCut,
@@ -38,6 +40,17 @@ LATENT = {
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES, num_key_value_heads=2),
     "latent": DeepseekV3Config(**SIZES, **LATENT),
+    "mamba": MambaModelConfig(d_model=WIDTH, num_hidden_layers=2, vocab_size=29),
+    "mamba2": Mamba2ModelConfig(
+        hidden_size=WIDTH,
+        num_hidden_layers=2,
+        vocab_size=29,
+        num_heads=4,
+        head_dim=8,
+        n_groups=1,
+        state_size=8,
+        chunk_size=4,
+    ),
 }
 MODES = {
     "whole": TPMode(),
@@ -109,8 +122,8 @@ def test_experts_send_what_the_formula_of_an_even_load_says(ep: int) -> None:
     assert found == {"ep": traffic.forward + traffic.backward}
 
 
-def on_cut_rows(mesh: Mesh) -> list[tuple[dict, dict]]:
-    block = FAMILIES["llama"].decoder.blocks[0]
+def on_cut_rows(mesh: Mesh, name: str) -> list[tuple[dict, dict]]:
+    block = FAMILIES[name].decoder.blocks[0]
     cut = Cut(SEQUENCE, mesh["cp"].size, Layout())
     given = (block, WIDTH, ROWS, cut.local)
     return [
@@ -122,6 +135,7 @@ def on_cut_rows(mesh: Mesh) -> list[tuple[dict, dict]]:
     ]
 
 
-def test_attention_over_cut_rows_sends_what_is_predicted() -> None:
-    for meta, real in on_ranks(on_cut_rows, cp=2)[0]:
+@pytest.mark.parametrize("name", ["llama", "mamba", "mamba2"])
+def test_a_mixer_of_cut_rows_sends_what_is_predicted(name: str) -> None:
+    for meta, real in on_ranks(on_cut_rows, name, cp=2)[0]:
         assert meta["cp"] == real["cp"] > 0
