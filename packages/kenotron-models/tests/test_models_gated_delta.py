@@ -11,8 +11,7 @@ from decoder_gradients import DELTA, complete, gradients, recurrent
 from torch import Tensor
 
 from kenotron_cp import Cut, Layout
-from kenotron_dist import Axis, parameter_layouts, spawn
-from kenotron_dist.grid_view import GridView
+from kenotron_dist import Axis, GridView, parameter_layouts, spawn
 from kenotron_dist.init import initialize
 from kenotron_models import (
     BlockSpec,

@@ -157,6 +157,16 @@ def test_files_without_positions_have_those_of_their_family() -> None:
     assert [each.mixer.rope is None for each in of("smollm3").blocks] == [False] * 3 + [True]
 
 
+def test_every_number_of_a_stretching_is_written() -> None:
+    llama3 = RopeScaling(factor=8.0)
+    written = config_to_hf(SmolLM3Config(**SIZES, rope_scaling=llama3))["rope_parameters"]
+    assert written["low_freq_factor"] == 1.0 and "truncate" not in written
+    for truncate in (True, False):
+        scaling = replace(YARN, truncate=truncate)
+        written = config_to_hf(SmolLM3Config(**SIZES, rope_scaling=scaling))["rope_scaling"]
+        assert written["beta_slow"] == 1.0 and written.get("truncate", True) is truncate
+
+
 def test_norms_and_sinks_are_where_the_families_have_them() -> None:
     assert {each.norms for each in of("olmo2").blocks} == {"after"}
     gemma, oss = of("gemma2").blocks[0], of("gpt_oss", swiglu_alpha=1.5).blocks[1]

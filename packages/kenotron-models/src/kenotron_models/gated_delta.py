@@ -112,8 +112,6 @@ class GatedDelta(Recurrent):
         ValueError: the axis does not divide G.
     """
 
-    passes = staticmethod(torch.matmul)
-
     def __init__(self, spec: GatedDeltaSpec, width: int, build: Build, *, layer: int = 0) -> None:
         ranks = build.tp.size
         if spec.key_heads % ranks:
@@ -183,6 +181,10 @@ class GatedDelta(Recurrent):
         matrix, last = _again(lambda _: state_map(self._read(x, steps, goes_on, None)), None)
         return last, matrix
 
+    def passed(self, factor: Tensor, state: Tensor) -> Tensor:
+        """Return what is left of a state: a matrix (R, H/t, K, K) times it."""
+        return factor @ state
+
     def _read(
         self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None, real: Tensor | None
     ) -> Delta:
@@ -205,7 +207,10 @@ def _again(
     function: Callable[[Tensor | None], tuple[Tensor, Tensor]], first: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """``function(first)``; the backward computes it again, and nothing inside it is kept."""
-    found: Any = whole(function, first) if torch.is_grad_enabled() else function(first)
+    again: Callable[..., Any] = whole
+    found: tuple[Tensor, Tensor] = (
+        again(function, first) if torch.is_grad_enabled() else function(first)
+    )
     return found
 
 

@@ -114,7 +114,9 @@ def rope_to_hf(rope: Rope | None) -> dict[str, Any]:
     if scaling is not None:
         found = {name: getattr(scaling, name) for name in _OWN[scaling.rope_type]}
         own = {"rope_type": scaling.rope_type}
-        own |= {name: value for name, value in found.items() if value not in (None, True)}
+        own |= {name: value for name, value in found.items() if value is not None}
+        if own.get("truncate") is True:  # what all readers take for granted
+            del own["truncate"]
     part = {} if rope is None or rope.share == 1 else {"partial_rotary_factor": rope.share}
     return {
         "rope_parameters": {"rope_theta": theta, **own, **part},

@@ -41,8 +41,6 @@ class Recurrent(Part, ABC):
 
     reads_cache: ClassVar[bool] = True
     cuts_sequence: ClassVar[bool] = True
-    passes: ClassVar[Callable[[Tensor, Tensor], Tensor]] = staticmethod(torch.mul)
-    """What makes a state of a factor and the state before."""
 
     def __init__(
         self, convolution: ShortConvolution, layer: int, *, separate_documents: bool
@@ -123,7 +121,11 @@ class Recurrent(Part, ABC):
         if segments is None:
             return run().y
         state, factor = self.state_map(x, steps, goes_on)
-        return run(first=entering_states(state, factor, segments, apply=self.passes)).y
+        return run(first=entering_states(state, factor, segments, apply=self.passed)).y
+
+    def passed(self, factor: Tensor, state: Tensor) -> Tensor:
+        """Return what is left of a state (R, ...) after a piece with this factor."""
+        return factor * state
 
     def state_map(
         self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None
