@@ -32,7 +32,7 @@ def _transformers() -> Any:
     except ImportError as error:
         raise ImportError(
             "is_hf_config: true was given, and a model of transformers needs the extra transformers"
-            f' of kenotron-models, which cannot be imported ({error}): pip install "transformers>=5"'
+            f' of kenotron-models, it cannot be imported ({error}): pip install "transformers>=5"'
         ) from error
     return transformers
 
