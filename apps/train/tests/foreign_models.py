@@ -37,6 +37,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": GROUPED | {"head_dim": 8, "pad_token_id": 0},
 }
 """With plans for tp and pp."""
+SCALED = {"gemma2": GROUPED | {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8}}
+"""Its embedding has a buffer, and cannot be cut."""
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED | {"tie_word_embeddings": False},
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -48,7 +50,7 @@ def folder_of(family: str, target: Path, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    values = {**FAMILIES, **WITHOUT_PLAN}[family] | changes
+    values = {**FAMILIES, **SCALED, **WITHOUT_PLAN}[family] | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
     for parameter in model.parameters():  # biases and norms too
         parameter.data += 0.05 * torch.randn(parameter.shape)

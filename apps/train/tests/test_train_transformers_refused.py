@@ -93,6 +93,17 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
         TransformersConfig(path=str(tmp_path / "model")).decoder  # noqa: B018 (it is computed)
 
 
+def test_encoders_and_values_that_transformers_refuses():
+    encoder = TransformersConfig(config_json='{"model_type": "roformer", "is_decoder": false}')
+    with pytest.raises(ValueError, match="of a roformer: is_decoder is false, and tokens see"):
+        encoder.decoder  # noqa: B018 (it is computed)
+    wrong = TransformersConfig(config_json='{"model_type": "cohere", "hidden_size": "wide"}')
+    with pytest.raises(
+        ValueError, match="config.json of a cohere: transformers refuses it: .*hidd"
+    ):
+        wrong.decoder  # noqa: B018 (it is computed)
+
+
 def test_heads_that_ranks_cannot_share_in_a_fused_matrix(tmp_path):
     folder_of("gpt_neox", tmp_path / "model")
     spec = TransformersConfig(path=str(tmp_path / "model")).decoder

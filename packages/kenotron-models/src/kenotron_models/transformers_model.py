@@ -88,7 +88,14 @@ def _config(config_json: str) -> Any:
             f"config.json: model_type {kind!r} is no causal model of transformers "
             f"{transformers.__version__}: remote code is not run"
         )
-    config = known[kind].from_dict(values)
+    try:
+        config = known[kind].from_dict(values)
+    except Exception as error:  # of any kind: validators of transformers have their own
+        raise ValueError(f"config.json of a {kind}: transformers refuses it: {error}") from error
+    masked = transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if known[kind] in masked and getattr(config, "is_decoder", None) is False:
+        why = "is_decoder is false, and tokens see later ones: set it to true"
+        raise ValueError(f"config.json of a {kind}: {why}")
     config.use_cache = False
     return config
 
@@ -141,7 +148,8 @@ def tp_plan(model: Any) -> dict[str, str] | None:
     if not plan:
         return None
     prefix = path_of(model, model.base_model)
-    return {f"{prefix}.{name}": style for name, style in plan.items()}
+    start = f"{prefix}." if prefix else ""
+    return {start + name: style for name, style in plan.items()}
 
 
 def path_of(model: nn.Module, module: nn.Module) -> str:
@@ -251,21 +259,21 @@ def _constants(model: Any, module: nn.Module, names: list[str]) -> dict[str, Rol
 
 
 def fill_buffers(model: Any, inside: nn.Module, device: torch.device) -> None:
-    """Give the buffers of a part of a model their values, on ``device``.
-
-    Raises:
-        ValueError: transformers does not say how a buffer is computed.
-    """
+    """Give the buffers of a part of a model their values; ValueError for an unknown one."""
     for path, module in inside.named_modules():
         own = {name: each for name, each in module._buffers.items() if each is not None}
         if not own:
             continue
-        for name, each in own.items():
-            module._buffers[name] = _unset(each, device)
+        twin = copy.copy(module)  # which has no parameters that could be drawn again
+        twin._parameters = {
+            name: None if p is None else nn.Parameter(torch.empty_like(p, device="meta"))
+            for name, p in module._parameters.items()
+        }
+        twin._buffers = {name: _unset(each, device) for name, each in own.items()}
         with torch.no_grad():
-            model._init_weights(module)
+            model._init_weights(twin)
         for name in own:
-            value = module._buffers[name]
+            value = module._buffers[name] = twin._buffers[name]
             if value is None or bool(value.isnan().any()):
                 raise ValueError(f"{path}.{name}: transformers does not compute this buffer again")
 
@@ -282,7 +290,7 @@ def check_buffers(model: Any) -> None:
             if each is None:
                 continue
             kept = name not in module._non_persistent_buffers_set
-            if kept or module._parameters or not each.is_floating_point():
+            if kept or not each.is_floating_point():
                 raise ValueError(
                     f"{path}.{name}: this buffer is saved with the weights, or is not computed "
                     "from the config: a model with it cannot be trained here"
