@@ -204,8 +204,7 @@ def tensors_of(
         heads, width = fused.turned if pairs else 0, getattr(mixer, "head_dim", 0)
         turned = rope.features(width) if rope is not None else 0
         gated = getattr(mixer, "gate", False) and len(fused.names) > 1  # rows of q alone
-        outs = _chunks(layout) if len(fused.names) > 1 else [layout.shape[0]]
-        kind = fused.kinds.get(kind, kind)
+        outs, kind = _chunks(layout), fused.kinds.get(kind, kind)
         found[path] = _fused(
             [f"{before}{name}.{kind}" for name in fused.names],
             [(rows, *layout.shape[1:]) for rows in outs],

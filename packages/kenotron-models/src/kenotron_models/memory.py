@@ -9,6 +9,7 @@ Shapes: B rows, S tokens of a row, T = B * S, D hidden; T/t under sequence paral
 from __future__ import annotations
 
 import gc
+import time
 from functools import lru_cache
 from typing import Any
 
@@ -64,13 +65,14 @@ def kept_bytes(
         return bytes_alive(layer, x, context)
 
 
-def bytes_alive(block: Block, x: Tensor, context: Context) -> int:
+def bytes_alive(block: Block, x: Tensor, context: Context, *, wait: float = 0.0) -> int:
     """Return the bytes that are alive after a forward and were not before, without its output.
 
     Args:
         block: on any device.
         x: (T, D), or (T/t, D) under sequence parallelism; requires a gradient.
         context: the micro-batch. What layers share of it is made first, and not counted.
+        wait: seconds in which threads of real collectives let go of their tensors.
     """
     for part in block.children():
         if isinstance(part, Part):
@@ -79,6 +81,7 @@ def bytes_alive(block: Block, x: Tensor, context: Context) -> int:
     try:
         with _Storages() as made:
             y = block(x.clone(), context)  # a clone, which lives on only where backward reads it
+        time.sleep(wait)
         gc.collect()
         return made.alive(without=y)
     finally:
