@@ -19,6 +19,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -49,6 +50,12 @@ RECURRENT = {
     "state_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
 """Sizes of the models without attention."""
+HYBRID = {
+    "hybrid_override_pattern": "ME*-", "head_dim": 12, "mamba_num_heads": 8, "mamba_head_dim": 10,
+    "ssm_state_size": 8, "n_groups": 4, "chunk_size": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
+    "moe_shared_expert_intermediate_size": 40, "pad_token_id": None,
+}  # fmt: skip
 HEADS = {"num_heads": 8, "head_dim": 16, "chunk_size": 8}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -141,6 +148,19 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "use_bias": True,
             "use_conv_bias": False,
             "time_step_limit": (0.3, 0.7),
+        },
+    ),
+    "nemotron-h": (NemotronHConfig, HYBRID),
+    "nemotron-h-one-group": (
+        NemotronHConfig,
+        {
+            **HYBRID,
+            "hybrid_override_pattern": "*EM",
+            "n_groups": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "use_bias": True,
         },
     ),
     "deepseek-v3": (DeepseekV3Config, LATENT),

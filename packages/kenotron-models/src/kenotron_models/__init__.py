@@ -24,6 +24,7 @@ from kenotron_models.families.mamba_config import MambaModelConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
+from kenotron_models.families.nemotron_h_config import NemotronHConfig
 from kenotron_models.families.olmo2 import OLMo2Config, OLMo3Config
 from kenotron_models.families.olmoe import OLMoEConfig
 from kenotron_models.families.phi3 import Phi3Config
@@ -118,6 +119,7 @@ __all__ = [
     "MistralConfig",
     "MixtralConfig",
     "MoEConfig",
+    "NemotronHConfig",
     "NormSpec",
     "Normed",
     "OLMo2Config",

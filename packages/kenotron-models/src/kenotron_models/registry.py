@@ -18,6 +18,7 @@ from kenotron_models.families.mamba import MAMBA
 from kenotron_models.families.mamba2 import MAMBA2
 from kenotron_models.families.mistral import MISTRAL
 from kenotron_models.families.mixtral import MIXTRAL
+from kenotron_models.families.nemotron_h import NEMOTRON_H
 from kenotron_models.families.olmo2 import OLMO2, OLMO3
 from kenotron_models.families.olmoe import OLMOE
 from kenotron_models.families.phi3 import PHI3
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     GLM4_MOE,
     MAMBA,
     MAMBA2,
+    NEMOTRON_H,
     SMOLLM3,
     PHI3,
     OLMO2,

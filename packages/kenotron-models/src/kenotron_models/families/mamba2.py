@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -194,12 +195,16 @@ def _read(values: Values) -> Mamba2ModelConfig:
             f"expand: {values['expand']} was given; times hidden_size ({values['hidden_size']}) it "
             f"must be num_heads ({values['num_heads']}) times head_dim ({values['head_dim']})"
         )
-    limits = values["time_step_limit"]
     return Mamba2ModelConfig(
         **{name: values[name] for name in (*_SIZES, *_CHOICES)},
         **tokens_from_hf(values),
-        time_step_limit=tuple(map(_number, limits)),
+        time_step_limit=step_limits(values["time_step_limit"]),
     )
+
+
+def step_limits(limits: Sequence[Any]) -> tuple[float, ...]:
+    """Return the limits of steps as a config.json has them."""
+    return tuple(map(_number, limits))
 
 
 def _number(limit: Any) -> float:
@@ -217,13 +222,20 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
             "hidden_size as their features"
         )
     return {
+        **state_space_to_hf(mixer),
         "num_heads": mixer.heads,
         "head_dim": mixer.head_dim,
-        "n_groups": mixer.groups,
         "state_size": mixer.state,
-        "conv_kernel": mixer.width,
         "expand": mixer.features // spec.hidden_size,
         "use_bias": mixer.bias,
+    }
+
+
+def state_space_to_hf(mixer: Mamba2Spec) -> dict[str, Any]:
+    """Return the keys that Hugging Face's families with Mamba-2 share."""
+    return {
+        "n_groups": mixer.groups,
+        "conv_kernel": mixer.width,
         "use_conv_bias": mixer.conv_bias,
         "time_step_min": mixer.steps.low,
         "time_step_max": mixer.steps.high,

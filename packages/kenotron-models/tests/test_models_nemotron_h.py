@@ -1,0 +1,116 @@
+"""Nemotron-H: layers as text, keys both ways, what cannot be said, and a small copy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from kenotron_models import (
+    AttentionSpec,
+    BlockSpec,
+    DecoderSpec,
+    ExpertsSpec,
+    Mamba2Spec,
+    MLPSpec,
+    NemotronHConfig,
+    Rope,
+    RouterSpec,
+)
+from kenotron_models.families.nemotron_h import NEMOTRON_H
+from kenotron_models.small import SmallSizes
+
+SMALL = NemotronHConfig(
+    layers="ME*-M", hidden_size=32, vocab_size=61, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=8, intermediate_size=48, mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=8,
+    n_groups=2, n_routed_experts=4, moe_intermediate_size=16,
+    moe_shared_expert_intermediate_size=24,
+)  # fmt: skip
+
+
+def test_each_letter_is_a_layer_of_one_part() -> None:
+    kinds = [type(block.parts[0]) for block in SMALL.decoder.blocks]
+    assert kinds == [Mamba2Spec, ExpertsSpec, AttentionSpec, MLPSpec, Mamba2Spec]
+    assert all(len(block.parts) == 1 for block in SMALL.decoder.blocks)
+    attention = SMALL.decoder.blocks[2].mixer
+    assert isinstance(attention, AttentionSpec) and attention.rope is None
+    limited = replace(SMALL, expert_capacity_factor=1.0, router_jitter_noise=0.1)
+    experts = limited.decoder.blocks[1].feed_forward
+    assert isinstance(experts, ExpertsSpec)
+    assert (experts.capacity_factor, experts.router.jitter) == (1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": "M?E"}, r"layers: '\?' was given at place 2 of 'M\?E'; letters are 'M\*-E'"),
+        ({"layers": ""}, "layers: '' was given; it must have a letter of"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads: 3 was given; it must divide num_attent"),
+        ({"n_groups": 3}, r"n_groups: 3 was given; it must divide mamba_num_heads \(4\)"),
+        ({"n_group": 3}, r"n_group: 3 was given; it must divide n_routed_experts \(4\)"),
+        ({"topk_group": 2}, r"topk_group: 2 was given; it must not be above n_group \(1\)"),
+        ({"n_shared_experts": 2}, "n_shared_experts: 2 was given; it must be 1"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok: 5 was given; it must not be above"),
+        ({"head_dim": 0}, "head_dim: 0 was given"),
+        ({"time_step_min": 0.0}, "time_step_min: 0.0 was given; it must be above 0 and at most"),
+        (
+            {"time_step_limit": (1.0, 0.5)},
+            r"time_step_limit: \[1.0, 0.5\] was given; it must be tw",
+        ),
+        ({"routed_scaling_factor": math.inf}, "routed_scaling_factor: inf was given; it must be a"),
+        ({"router_aux_loss_coef": -1.0}, "router_aux_loss_coef: -1.0 was given; it must be finite"),
+    ],
+)
+def test_a_wrong_value_is_named(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **change)
+
+
+def test_a_small_copy_has_every_letter() -> None:
+    sizes = SmallSizes(
+        layers=6, period=1, heads=4, kv_heads=2, head_dim=8, vocab_size=61, tp=2, sequence=64,
+        small_sequence=16, ep=2,
+    )  # fmt: skip
+    small = NemotronHConfig(layers="MMME*-MME").small(sizes)
+    assert small.layers == "ME*-MM" and small.n_routed_experts % 2 == 0
+    assert small.cut_sizes == {
+        "num_attention_heads": 4, "mamba_num_heads": 4, "intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    assert replace(SMALL, layers="M").cut_sizes == {"mamba_num_heads": 4}
+
+
+def test_old_and_unknown_words_for_layers() -> None:
+    assert NEMOTRON_H.hf is not None
+    values = {**NEMOTRON_H.hf.defaults, "hidden_size": 32, "vocab_size": 61}
+    read = NEMOTRON_H.hf.read
+    assert read({**values, "hybrid_override_pattern": "M-"}).decoder.num_hidden_layers == 2
+    old = read({**values, "layers_block_type": ["mamba", "attention", "mlp", "moe"]})
+    assert isinstance(old, NemotronHConfig) and old.layers == "M*-E"
+    with pytest.raises(ValueError, match="layers_block_type: 'rnn' was given for layer 1; it must"):
+        read({**values, "layers_block_type": ["mamba", "rnn"]})
+
+
+def decoder(part: BlockSpec) -> DecoderSpec:
+    return replace(SMALL.decoder, blocks=(part,))
+
+
+def test_what_their_config_cannot_say_is_named() -> None:
+    assert NEMOTRON_H.hf is not None
+    write = NEMOTRON_H.hf.write
+    attention = AttentionSpec(heads=4, kv_heads=4, head_dim=8, rope=Rope())
+    mlp = MLPSpec(features=16)
+    experts = ExpertsSpec(router=RouterSpec(experts=4, top_k=2), features=8)
+    cases = [
+        (BlockSpec(mixer=attention, feed_forward=mlp), "in each layer one of Mamba-2, attention"),
+        (
+            BlockSpec(mixer=attention, feed_forward=None),
+            "neither positions nor a window, biases or",
+        ),
+        (BlockSpec(mixer=None, feed_forward=mlp), "has no gate, no biases and relu2"),
+        (BlockSpec(mixer=None, feed_forward=experts), "have no gate, relu2 and a shared expert"),
+    ]
+    for block, message in cases:
+        with pytest.raises(ValueError, match=message):
+            write(decoder(block))
