@@ -28,7 +28,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "packages/kenotron-engine/tests/test_engine_near_ties.py::test_choices_differ_only_at_near_ties",
         f"{TRAIN}_experts.py::test_a_run_continues_with_other_ranks_for_its_experts",
     ],
-    "Llama to Gemma-3, gpt-oss, Mamba-1/2: 20 architectures, transformers' numbers": [
+    "Llama to Gemma-3, gpt-oss, Mamba-1/2, Nemotron-H: 21 architectures, transformers' numbers": [
         "tests/test_hf.py::test_logits_equal_transformers",
         "tests/test_hf.py::test_training_begins_with_the_loss_and_gradients_of_transformers",
         "packages/kenotron-engine/tests/test_engine_variants.py::test_a_family_trains_on_every_layout_as_on_one_process",

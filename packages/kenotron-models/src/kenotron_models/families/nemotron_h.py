@@ -29,7 +29,12 @@ _CHOICES = (
     "layer_norm_epsilon", "tie_word_embeddings", "use_conv_bias", "use_bias",
     "time_step_min", "time_step_max", "time_step_floor", "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
-_LETTER_OF = {Mamba2Spec: "M", AttentionSpec: "*", MLPSpec: "-", ExpertsSpec: "E"}
+_LETTER_OF: dict[type[Any], str] = {
+    Mamba2Spec: "M",
+    AttentionSpec: "*",
+    MLPSpec: "-",
+    ExpertsSpec: "E",
+}
 _NAMES: Names = {
     **{f"{part}_norm": Fused("norm") for part in ("mamba2", "attention", "mlp", "experts")},
     "mamba2": Fused("mixer"),
@@ -52,9 +57,8 @@ _NAMES: Names = {
 def _read(values: Values) -> NemotronHConfig:
     sizes_problems(values, _SIZES)
     kinds, pattern = values.get("layers_block_type"), values.get("hybrid_override_pattern")
-    if kinds is not None:
-        pattern = pattern_of(kinds, "layers_block_type")
-    raise_all(pattern_problems("hybrid_override_pattern", pattern or "", "".join(LETTERS)))
+    pattern = str(pattern or "") if kinds is None else pattern_of(kinds, "layers_block_type")
+    raise_all(pattern_problems("hybrid_override_pattern", pattern, "".join(LETTERS)))
     return NemotronHConfig(
         layers=pattern,
         **{name: values[name] for name in (*_SIZES, *_CHOICES)},
