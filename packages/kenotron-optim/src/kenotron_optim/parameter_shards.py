@@ -63,6 +63,8 @@ class ParameterShards(ParameterGathers):
         super().__init__(accumulator, gathers=True)
         self._regather, self._masters = regather, masters
         self._units: list[_Unit] = []
+        self._units_of: dict[str, list[_Unit]] = {}
+        """Those that a parameter is in."""
         self._held: list[int] = []
         """Uses of each group that are not over."""
         self._there: set[int] = set()
@@ -102,6 +104,8 @@ class ParameterShards(ParameterGathers):
             own = {id(parameter) for parameter in module.parameters()}
             unit = _Unit(place, groups, frozenset(p for p, x in paths.items() if id(x) in own))
             self._units.append(unit)
+            for path in unit.paths:
+                self._units_of.setdefault(path, []).append(unit)
             module.register_forward_pre_hook(_Hook(self._before_forward, unit))
             module.register_forward_hook(_Hook(self._after_forward, unit))
         self._accumulator.watch(weakref.WeakMethod(self._got_gradient))
@@ -163,7 +167,7 @@ class ParameterShards(ParameterGathers):
 
     def _got_gradient(self, path: str) -> None:
         """A unit whose parameters all have a gradient is done with its backward."""
-        for unit in self._units:
+        for unit in self._units_of.get(path, ()):
             if unit.waiting and path in unit.left:
                 unit.left.discard(path)
                 if not unit.left:
