@@ -93,7 +93,7 @@ def test_nothing_passes_from_one_document_to_another() -> None:
 
 
 def test_512_tokens_one_by_one_are_the_parallel_form() -> None:
-    """Texts of different lengths are read at once, then go on token by token."""
+    """Texts of different lengths are read at once, then continue token by token."""
     stack, lengths, total = stack_of(), [3, 1, 7], 512
     tokens = (torch.arange(3 * total) * 13 % 32).view(3, total)
     with torch.no_grad():

@@ -50,6 +50,10 @@ def test_each_letter_is_a_layer_of_one_part() -> None:
         ({"n_groups": 3}, r"n_groups: 3 was given; it must divide mamba_num_heads \(4\)"),
         ({"n_group": 3}, r"n_group: 3 was given; it must divide n_routed_experts \(4\)"),
         ({"topk_group": 2}, r"topk_group: 2 was given; it must not be above n_group \(1\)"),
+        (
+            {"n_group": 2, "num_experts_per_tok": 3},
+            r"num_experts_per_tok: 3 was given; topk_group \(1\) groups have 2 experts",
+        ),
         ({"n_shared_experts": 2}, "n_shared_experts: 2 was given; it must be 1"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok: 5 was given; it must not be above"),
         ({"head_dim": 0}, "head_dim: 0 was given"),

@@ -224,7 +224,7 @@ def test_memory_is_that_of_slices_and_two_units() -> None:
 
 
 def resumed(mesh: Mesh, first: int, then: int, dtype: torch.dtype) -> bool:
-    """Go on from the state of another stage: as if nothing had happened."""
+    """Continue from the state of another stage: as if nothing had happened."""
     model, grads, optimizer = build(mesh, first, dtype=dtype)
     step_once(mesh, model, grads, optimizer, 0)
     saved = {name: tensor.clone() for name, (tensor, _) in optimizer.state().items()}

@@ -15,7 +15,7 @@ from kenotron_models.families.mamba import (
     sizes_problems,
     tokens_from_hf,
 )
-from kenotron_models.families.mamba_config import LONGEST, SMALL_STATE
+from kenotron_models.families.mamba_config import LONGEST, SMALL_STATE, step_problems
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.hf_tensors import Fused, Names
 from kenotron_models.mamba2 import Mamba2Spec
@@ -102,22 +102,8 @@ class Mamba2ModelConfig:
                 f"layer_norm_epsilon: {self.layer_norm_epsilon} was given; it must be a finite "
                 "number above 0"
             )
-        if not 0 < self.time_step_min <= self.time_step_max < math.inf:
-            found.append(
-                f"time_step_min: {self.time_step_min} was given; it must be above 0 and at most "
-                f"time_step_max ({self.time_step_max}), which must be finite"
-            )
-        if not 0 < self.time_step_floor < math.inf:
-            found.append(
-                f"time_step_floor: {self.time_step_floor} was given; it must be a finite number "
-                "above 0"
-            )
-        limits = self.time_step_limit
-        if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
-            found.append(
-                f"time_step_limit: {list(limits)} was given; it must be two numbers from 0, the "
-                "smaller one first"
-            )
+        first = self.time_step_min, self.time_step_max, self.time_step_floor
+        found += step_problems(*first, self.time_step_limit)
         raise_all([*found, *marker_problems(self, "is_mamba2_config")])
 
     @property

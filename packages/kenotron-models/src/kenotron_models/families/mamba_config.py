@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
@@ -215,3 +216,28 @@ class MambaModelConfig:
             bos_token_id=self.bos_token_id,
             eos_token_id=self.eos_token_id,
         )
+
+
+def step_problems(low: float, high: float, floor: float, limits: Sequence[float]) -> list[str]:
+    """Name bounds of the steps of a Mamba-2 that are none.
+
+    Args:
+        low: time_step_min.
+        high: time_step_max.
+        floor: time_step_floor.
+        limits: time_step_limit.
+    """
+    found = []
+    if not 0 < low <= high < math.inf:
+        found.append(
+            f"time_step_min: {low} was given; it must be above 0 and at most "
+            f"time_step_max ({high}), which must be finite"
+        )
+    if not 0 < floor < math.inf:
+        found.append(f"time_step_floor: {floor} was given; it must be a finite number above 0")
+    if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
+        found.append(
+            f"time_step_limit: {list(limits)} was given; it must be two numbers from 0, the "
+            "smaller one first"
+        )
+    return found

@@ -13,8 +13,9 @@ from kenotron_models.experts import ExpertsSpec
 from kenotron_models.families.expert_fields import expert_problems, loss_problems, small_experts
 from kenotron_models.families.fields import at_least, marker_problems, raise_all
 from kenotron_models.families.layer_pattern import LETTERS, pattern_problems, small_pattern
-from kenotron_models.families.mamba_config import SMALL_STATE
+from kenotron_models.families.mamba_config import SMALL_STATE, step_problems
 from kenotron_models.families.routing_fields import RoutingFields
+from kenotron_models.families.sigmoid_experts import group_problems
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.norm import NormSpec
@@ -132,7 +133,6 @@ class NemotronHConfig(RoutingFields):
         pairs = (
             ("num_key_value_heads", "num_attention_heads"),
             ("n_groups", "mamba_num_heads"),
-            ("n_group", "n_routed_experts"),
         )
         found = [
             f"{few}: {getattr(self, few)} was given; it must divide {many} ({getattr(self, many)})"
@@ -141,32 +141,20 @@ class NemotronHConfig(RoutingFields):
         ]
         numbers = ("n_routed_experts", "num_experts_per_tok")
         found += expert_problems({name: getattr(self, name) for name in numbers}, *numbers)
-        if self.topk_group > self.n_group:
-            found.append(
-                f"topk_group: {self.topk_group} was given; it must not be above n_group "
-                f"({self.n_group})"
-            )
+        experts, top_k = self.n_routed_experts, self.num_experts_per_tok
+        found += group_problems(experts, top_k, self.n_group, self.topk_group)
         if self.n_shared_experts != 1:
             found.append(f"n_shared_experts: {self.n_shared_experts} was given; it must be 1")
         found += loss_problems(
             router_aux_loss_coef=self.router_aux_loss_coef, router_bias_rate=self.router_bias_rate
         )
-        for name in ("layer_norm_epsilon", "routed_scaling_factor", "time_step_floor"):
+        for name in ("layer_norm_epsilon", "routed_scaling_factor"):
             if not 0 < getattr(self, name) < math.inf:
                 found.append(
                     f"{name}: {getattr(self, name)} was given; it must be a finite number above 0"
                 )
-        if not 0 < self.time_step_min <= self.time_step_max < math.inf:
-            found.append(
-                f"time_step_min: {self.time_step_min} was given; it must be above 0 and at most "
-                f"time_step_max ({self.time_step_max}), which must be finite"
-            )
-        limits = self.time_step_limit
-        if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
-            found.append(
-                f"time_step_limit: {list(limits)} was given; it must be two numbers from 0, the "
-                "smaller one first"
-            )
+        first = self.time_step_min, self.time_step_max, self.time_step_floor
+        found += step_problems(*first, self.time_step_limit)
         return found + self.routing_problems(*numbers)
 
     @property

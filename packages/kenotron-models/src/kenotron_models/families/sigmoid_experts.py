@@ -127,19 +127,27 @@ def sigmoid_problems(config: SigmoidExpertsFields) -> list[str]:
             f"first_k_dense_replace: {config.first_k_dense_replace} was given; it must be below "
             f"num_hidden_layers ({config.num_hidden_layers}): some layer must have experts"
         )
-    return [*found, *_group_problems(config)]
+    experts, top_k = config.n_routed_experts, config.num_experts_per_tok
+    return [*found, *group_problems(experts, top_k, config.n_group, config.topk_group)]
 
 
-def _group_problems(config: SigmoidExpertsFields) -> list[str]:
-    experts, groups, top = config.n_routed_experts, config.n_group, config.topk_group
+def group_problems(experts: int, top_k: int, groups: int, top: int) -> list[str]:
+    """Name groups that do not divide the experts, or have too few for a token.
+
+    Args:
+        experts: n_routed_experts.
+        top_k: num_experts_per_tok.
+        groups: n_group.
+        top: topk_group.
+    """
     if groups < 1 or experts % groups:
         return [f"n_group: {groups} was given; it must divide n_routed_experts ({experts})"]
     found = []
     if top > groups:
         found.append(f"topk_group: {top} was given; it must not be above n_group ({groups})")
-    if config.num_experts_per_tok > top * (experts // groups):
+    if top_k > top * (experts // groups):
         found.append(
-            f"num_experts_per_tok: {config.num_experts_per_tok} was given; topk_group ({top}) "
+            f"num_experts_per_tok: {top_k} was given; topk_group ({top}) "
             f"groups have {top * (experts // groups)} experts"
         )
     return found
