@@ -177,6 +177,13 @@ def bench_kernels(session: nox.Session) -> None:
     session.run("python", "apps/train/benchmarks/bench_kernels.py", *session.posargs)
 
 
+@nox.session(name="bench-mup", default=False)
+def bench_mup(session: nox.Session) -> None:
+    """Check that activations move as far at every width (µP): ``mup.json`` and ``mup.svg``."""
+    install_tree(session, use=ALL, test=[])
+    session.run("python", "apps/train/benchmarks/bench_mup.py", *session.posargs)
+
+
 @nox.session
 def integration(session: nox.Session) -> None:
     """Test all packages and apps together: parity, resume, the programs."""
@@ -240,7 +247,7 @@ def measure(session: nox.Session, section: str) -> None:
 @nox.session(default=False)
 def grid(session: nox.Session) -> None:
     """Measure the rows of the grid that `integration` checks: `tests/GRID.md`."""
-    for section in ("sample", "context", "experts"):
+    for section in ("sample", "context", "experts", "mixers"):
         measure(session, section)
 
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by tests/capabilities.py -->\n", "<!-- end -->"
 TRAIN, CKPT = "apps/train/tests/test_train", "packages/kenotron-ckpt/tests/test_ckpt"
 HELD: dict[str, list[str]] = {  # capability: files, and tests in them
-    "one loss curve on every pp x dp x cp x tp, ZeRO-1, tied or not": [
+    "one loss curve on every pp x dp x cp x tp, ZeRO 0 to 3, tied or not": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         "tests/test_parity.py::test_the_table_has_these_rows_and_all_of_them_passed",
         "tests/test_parity.py::test_twenty_steps_cut_over_pp_cp_and_tp_have_the_losses_of_one_process",
@@ -28,10 +28,11 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "packages/kenotron-engine/tests/test_engine_near_ties.py::test_choices_differ_only_at_near_ties",
         f"{TRAIN}_experts.py::test_a_run_continues_with_other_ranks_for_its_experts",
     ],
-    "Llama to Gemma-3, gpt-oss, Mamba-1/2, Nemotron-H: 21 architectures, transformers' numbers": [
+    "Llama to Gemma-3, gpt-oss, Mamba-1/2, Qwen3-Next: 24 architectures, transformers' numbers": [
         "tests/test_hf.py::test_logits_equal_transformers",
         "tests/test_hf.py::test_training_begins_with_the_loss_and_gradients_of_transformers",
         "packages/kenotron-engine/tests/test_engine_variants.py::test_a_family_trains_on_every_layout_as_on_one_process",
+        "packages/kenotron-engine/tests/test_engine_hybrid.py::test_it_trains_on_every_layout_as_on_one_process",
     ],
     "any causal model of transformers by its own plans: plain torch's losses on every layout": [
         f"{TRAIN}_transformers.py::test_one_process_trains_as_transformers_does_in_plain_torch",
@@ -52,7 +53,9 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         "tests/test_variations.py::test_computing_activations_again_changes_no_bit",
         "tests/test_variations.py::test_compiled_layers_compute_the_same",
     ],
-    "AdamW, SGD, Muon": [
+    "AdamW, SGD, Muon; µP for each: one process's numbers, exports that fold its multipliers": [
+        "packages/kenotron-engine/tests/test_engine_mup.py::test_every_layout_trains_as_one_process",
+        f"{TRAIN}_mup.py::test_an_export_is_the_same_model_without_multipliers",
         "packages/kenotron-optim/tests/test_optim_muon.py::test_it_is_torchs_muon_and_adamw",
         f"{TRAIN}_groups.py::test_training_resumes_on_another_layout_as_if_never_stopped",
     ],

@@ -15,7 +15,7 @@ LOADED = (
 )
 
 
-CHECKED = ["sample", "context", "experts"]
+CHECKED = ["sample", "context", "experts", "mixers"]
 """Sections of the grid that every run of the tests checks."""
 
 
@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["checked", *CHECKED, "full"],
         default="checked",
-        help="sample, rows that cut samples (context) or have experts, or all three (checked); "
-        "full: all pairs on every layout of up to eight ranks, 20 steps a row",
+        help="sample, rows that cut samples (context), have experts or other mixers, or all of "
+        "these (checked); full: all pairs on every layout of up to eight ranks, 20 steps a row",
     )
     parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"

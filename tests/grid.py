@@ -62,6 +62,8 @@ class Row:
     """Ranks that share the experts, of those along dp, cp and tp."""
     chunks: int = 1
     """Parts in which tokens are sent over ep."""
+    reduce: str = "micro_batch"
+    """When ZeRO 2 and 3 add gradients over data ranks: after each micro-batch, or once a step."""
 
     @property
     def ranks(self) -> int:
@@ -72,6 +74,12 @@ class Row:
         """Ranks of each axis."""
         pp, dp, tp = self.sizes
         return {"pp": pp, "dp": dp, "cp": self.cp, "tp": tp, "ep": self.ep}
+
+    @property
+    def adds_first(self) -> bool:
+        """Whether micro-batches are added before ranks are: the same order, the same bits."""
+        alone = self.micro == 1 or self.sizes[1] * self.cp == 1
+        return alone or self.zero < 2 or self.reduce == "step"
 
     @property
     def model(self) -> Row:
@@ -93,10 +101,11 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
-        words[-6:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
+        words[-7:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
         words += [f"s{self.sequence}"] if self.sequence != Row.sequence else []
         words += [f"ep{self.ep}"] if self.ep > 1 else []
         words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
+        words += ["reduced-once"] if self.reduce == "step" else []
         return "-".join(words)
 
 
@@ -118,6 +127,10 @@ AXES: dict[str, tuple] = {
     "saver": ("torch", "datastates"),
     "dtype": ("fp32", "bf16"),
 }
+
+
+SHARDS = {"zero": (0, 1, 2, 3), "reduce": ("micro_batch", "step")}
+"""All stages of ZeRO, and when the last two add gradients."""
 
 
 def factorisations(ranks: int) -> Iterator[Sizes]:
@@ -144,7 +157,7 @@ HAND_PICKED = (
 def sample() -> list[Row]:
     """Rows for every change: all pairs on up to four ranks, and eight rows of eight ranks."""
     sizes = [each for ranks in (1, 2, 4) for each in factorisations(ranks)]
-    return [*covering(sizes, familiar=3), *HAND_PICKED]
+    return [*covering(sizes, familiar=3, more=SHARDS), *HAND_PICKED]
 
 
 def full() -> list[Row]:
@@ -171,6 +184,8 @@ CUT_BY_HAND = (
         sequence=CUT_LENGTH),
     Row(sizes=(1, 1, 1), cp=8, way="gather", arch="mistral", recompute="selective",
         sequence=CUT_LENGTH),
+    Row(sizes=(2, 2, 1), cp=2, zero=3, engine="zb-v", arch="llama", tied=True, recompute="full",
+        sequence=CUT_LENGTH),
 )  # fmt: skip
 """Rows of eight ranks of which cp cuts the samples."""
 
@@ -193,6 +208,7 @@ EXPERTS_BY_HAND = (
     Row(sizes=(2, 2, 2), ep=2, mode="sp+overlap", engine="interleaved", arch="deepseek",
         recompute="full"),
     Row(sizes=(1, 4, 2), ep=8, arch="deepseek", zero=0, accumulate="own", recompute="selective"),
+    Row(sizes=(2, 2, 2), ep=2, zero=3, engine="zb-h1", arch="qwen2_moe", mode="sp", reduce="step"),
     Row(sizes=(1, 2, 2), ep=4, chunks=2, arch="qwen2_moe_limited", mode="sp", documents="separate",
         recompute="full"),
 )  # fmt: skip
@@ -208,7 +224,9 @@ def experts() -> list[Row]:
     return [*covering(sizes, familiar=3, among=EXPERTS), *EXPERTS_BY_HAND]
 
 
-RECURRENT = (
+MIXERS = {"arch": ("mamba", "mamba2", "hybrid"), "dropout": (0.0,)}
+"""Axes of rows with state spaces, alone and mixed with attention and feed-forwards (Nemotron-H)."""
+MIXERS_BY_HAND = (
     Row(sizes=(2, 1, 2), mode="sp", tied=True, engine="zb-v", arch="mamba", layers=6,
         documents="separate", recompute="selective"),
     Row(sizes=(1, 1, 2), cp=2, arch="mamba", mode="sp+overlap", recompute="full",
@@ -216,19 +234,43 @@ RECURRENT = (
     Row(sizes=(2, 1, 1), cp=2, arch="mamba2", order="contiguous", engine="zb-h1", tied=True,
         documents="separate", sequence=CUT_LENGTH),
     Row(sizes=(1, 2, 4), arch="mamba2", mode="sp", zero=0, recompute="selective", micro=2),
+    Row(sizes=(1, 1, 2), cp=2, arch="hybrid", mode="sp", layers=6, documents="separate",
+        recompute="selective", sequence=CUT_LENGTH),
 )  # fmt: skip
-"""Rows of state-space models: tp 4 has more ranks than Mamba-2's groups."""
+"""Rows of state-space models: tp 4 has more ranks than Mamba-2's groups, cp cuts their rows."""
 
 
+def mixers() -> list[Row]:
+    """Rows with state spaces: each architecture with every setting of the others, to 2 ranks.
+
+    And by hand some of more.
+    """
+    sizes = [each for ranks in (1, 2) for each in factorisations(ranks)]
+    return [*covering(sizes, familiar=3, among=MIXERS), *MIXERS_BY_HAND]
+
+
+WITHOUT_ATTENTION = ("mamba", "mamba2")
+SEPARATES = ("qwen2", "qwen2_moe", "qwen2_moe_limited", *WITHOUT_ATTENTION, "hybrid")
+"""Architectures that may tell documents apart."""
 CLASHES: tuple[tuple[str, str, Callable[..., object]], ...] = (
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 1 and engine != "1f1b"),
     ("sizes", "engine", lambda sizes, engine: sizes[0] == 8 and engine in ("interleaved", "zb-v")),
     ("sizes", "mode", lambda sizes, mode: sizes[2] == 1 and mode != "plain"),
     ("sizes", "micro", lambda sizes, micro: GLOBAL_BATCH % (sizes[1] * micro)),
-    ("arch", "documents", lambda arch, documents: documents == "separate" and "qwen2" not in arch),
+    (
+        "arch",
+        "documents",
+        lambda arch, documents: documents == "separate" and arch not in SEPARATES,
+    ),
+    (
+        "arch",
+        "attention",
+        lambda arch, attention: arch in WITHOUT_ATTENTION and attention != "sdpa",
+    ),
     ("arch", "dropout", lambda arch, dropout: dropout and arch != "starcoder2"),
     ("arch", "attention", lambda arch, attention: arch == "starcoder2" and attention != "sdpa"),
     ("sizes", "ep", lambda sizes, ep: sizes[1] * sizes[2] % ep),
+    ("zero", "reduce", lambda zero, reduce: zero < 2 and reduce == "step"),
     ("cp", "attention", lambda cp, attention: cp > 1 and attention == "blocked"),
 )
 """Settings that no config can say together, or that would be another row's run."""
@@ -247,16 +289,18 @@ def covering(
     familiar: int = 0,
     seed: int = 0,
     among: Mapping[str, tuple] | None = None,
+    more: Mapping[str, tuple] | None = None,
 ) -> list[Row]:
     """Rows in which every two settings of two axes that can go together do so at least once.
 
-    With further axes ``among``: only the pairs of which one is theirs.
+    With further axes ``among``: only the pairs of which one is theirs; ``more`` has further ones,
+    or settings, that count as the others do.
 
     Greedy: of a few rows that begin with a pair nobody has yet, the one with the most new pairs is
     taken (Cohen et al., The AETG system, 1997). That another row has its model, which one process
     then computes once for both, counts as ``familiar`` new pairs.
     """
-    axes = {"sizes": tuple(sizes), **AXES, **(among or {})}
+    axes = {"sizes": tuple(sizes), **AXES, **(more or {}), **(among or {})}
     draw = random.Random(seed)
     open_pairs = {
         pair

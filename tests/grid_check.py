@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from grid import AXES, ENGINES, GLOBAL_BATCH, Row, factorisations
+from grid import AXES, ENGINES, GLOBAL_BATCH, SHARDS, Row, factorisations
 from grid_run import Measured, Weights, measure, saved_after
 from parity import farthest
 
@@ -76,6 +76,7 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     faults += ["steps when resumed"] * (resumed != steps - saved_after(steps))
     faults += _too_far("", off) + _too_far("resumed: ", off_again)
     bitwise = other.sizes[1:] == row.sizes[1:] and (other.cp, other.way) == (row.cp, row.way)
+    bitwise = bitwise and other.adds_first == row.adds_first
     if bitwise:
         faults += [f"bits of {what} when resumed" for what in _changed(again, got)]
     worst = [max(v for k, v in off.items() if k.startswith(kind)) for kind in KINDS]
@@ -96,6 +97,13 @@ def _other_ep(row: Row, ranks: int) -> int:
     """Another ep for a row with one, where so many ranks of a stage allow it."""
     fitting = [ep for ep in (4, 2, 1) if ranks % ep == 0] if row.ep > 1 else [1]
     return next((ep for ep in fitting if ep != row.ep), fitting[0])
+
+
+def _other_zero(row: Row, choice: int) -> int:
+    """Another stage of ZeRO, one that adds gradients in the same order."""
+    others = [zero for zero in SHARDS["zero"] if zero != row.zero]
+    alike = [zero for zero in others if replace(row, zero=zero).adds_first == row.adds_first]
+    return alike[choice % len(alike)]
 
 
 def elsewhere(row: Row, most: int) -> Row:
@@ -126,7 +134,7 @@ def elsewhere(row: Row, most: int) -> Row:
         sizes=sizes,
         engine="1f1b" if pp == 1 else ENGINES[choice // 8 % (2 if pp > 2 else len(ENGINES))],
         mode=row.mode if keeps else "plain" if tp == 1 else AXES["mode"][choice // 64 % 4],
-        zero=1 - row.zero,
+        zero=_other_zero(row, choice // 1024),
         recompute=others[choice // 512 % 2],
         cp=row.cp if keeps else cp,
         ep=row.ep if keeps else _other_ep(row, sizes[1] * sizes[2] * cp),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import grid
 import numpy as np
 import parity
 from grid import GLOBAL_BATCH, Row
@@ -22,6 +23,7 @@ from kenotron_models import (
     MambaModelConfig,
     MistralConfig,
     MoEConfig,
+    NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
     RopeScaling,
@@ -131,7 +133,7 @@ def model_of(row: Row) -> AnyConfig:
         "max_position_embeddings": row.sequence,
         "tie_word_embeddings": row.tied,
     }
-    if row.arch in ("mamba", "mamba2"):
+    if row.arch in grid.MIXERS["arch"]:
         return recurrent_of(row)
     if row.arch == "starcoder2":
         drops = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), row.dropout)
@@ -146,13 +148,20 @@ def model_of(row: Row) -> AnyConfig:
 
 
 def recurrent_of(row: Row) -> AnyConfig:
-    """A small state-space model."""
+    """A small state-space model, or one mixed with attention and feed-forwards."""
     shared: dict[str, Any] = {
-        "num_hidden_layers": row.layers,
         "vocab_size": row.vocab,
         "tie_word_embeddings": row.tied,
         "use_doc_masking": row.documents == "separate",
     }
+    if row.arch == "hybrid":
+        sizes = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16,
+                 "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}  # fmt: skip
+        return NemotronHConfig(
+            **shared, **sizes, layers="M*-M-*"[: row.layers], hidden_size=64, chunk_size=8,
+            intermediate_size=96, attn_implementation=row.attention,
+        )  # fmt: skip
+    shared["num_hidden_layers"] = row.layers
     if row.arch == "mamba":
         return MambaModelConfig(**shared, d_model=64)
     heads = {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 8}
@@ -172,6 +181,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
         "parallelism.recompute": row.recompute,
         "model.dtype": DTYPES[row.dtype],
         "optimizer.zero_stage": row.zero,
+        "optimizer.reduce": row.reduce,
         "optimizer.accumulate_grad_in_fp32": str(row.accumulate == "fp32").lower(),
         "optimizer.learning_rate_scheduler.lr_decay_steps": 16,
         "tokens.train_steps": steps,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_hybrids import EXPERTS, HYBRIDS, LINEAR, PARTIAL, TIED
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -19,7 +20,6 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     MixtralConfig,
-    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -50,14 +50,6 @@ RECURRENT = {
     "state_size": 8, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
 }  # fmt: skip
 """Sizes of the models without attention."""
-HYBRID = {
-    "hybrid_override_pattern": "ME*-", "head_dim": 12, "mamba_num_heads": 8, "mamba_head_dim": 10,
-    "ssm_state_size": 8, "n_groups": 4, "chunk_size": 8, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "moe_intermediate_size": 24, "routed_scaling_factor": 1.5,
-    "moe_shared_expert_intermediate_size": 40, "pad_token_id": None,
-}  # fmt: skip
-HEADS = {"num_heads": 8, "head_dim": 16, "chunk_size": 8}
-LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -72,7 +64,6 @@ YARN = {
     "original_max_position_embeddings": 8,
     "rope_theta": 10000.0,
 }
-TIED = {"tie_word_embeddings": True}
 SIGMOID = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
     "moe_intermediate_size": 24, "first_k_dense_replace": 1,
@@ -81,12 +72,7 @@ LATENT = {
     "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 6, "num_key_value_heads": 8, "n_group": 4, "topk_group": 2, **SIGMOID,
 }  # fmt: skip
-EXPERTS = {
-    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
-    "router_aux_loss_coef": 0.0,  # theirs is part of no loss unless a call asks for it
-}  # fmt: skip
 UNPADDED = {"pad_token_id": None}  # theirs is outside of a small vocabulary
-PARTIAL = {"rope_type": "default", "rope_theta": 20000.0, "partial_rotary_factor": 0.5}
 TYPES = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "sliding_window": 5,
@@ -125,44 +111,7 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
         Qwen3MoeConfig,
         {**TIED, **EXPERTS, "head_dim": 12, "norm_topk_prob": True, "decoder_sparse_step": 2},
     ),
-    "mamba": (MambaConfig, {}),
-    "mamba-untied-bias": (
-        MambaConfig,
-        {
-            "tie_word_embeddings": False,
-            "use_bias": True,
-            "use_conv_bias": False,
-            "conv_kernel": 3,
-            "time_step_rank": 5,
-            "expand": 1,
-            "time_step_scale": 0.5,
-        },
-    ),
-    "mamba2": (Mamba2Config, {**HEADS, "n_groups": 4}),
-    "mamba2-one-group-tied": (
-        Mamba2Config,
-        {
-            **HEADS,
-            **TIED,
-            "n_groups": 1,
-            "use_bias": True,
-            "use_conv_bias": False,
-            "time_step_limit": (0.3, 0.7),
-        },
-    ),
-    "nemotron-h": (NemotronHConfig, HYBRID),
-    "nemotron-h-one-group": (
-        NemotronHConfig,
-        {
-            **HYBRID,
-            "hybrid_override_pattern": "*EM",
-            "n_groups": 1,
-            "n_group": 2,
-            "topk_group": 1,
-            "norm_topk_prob": False,
-            "use_bias": True,
-        },
-    ),
+    **HYBRIDS,
     "deepseek-v3": (DeepseekV3Config, LATENT),
     "deepseek-v3-yarn": (
         DeepseekV3Config,

@@ -36,11 +36,16 @@ LAYOUTS = [  # and how many ranks share the experts
 ]
 INTERLEAVED = (
     "llama", "qwen2-tied", "qwen3", "olmoe-tied-gqa", "glm4-moe", "phi3-tied-partial-window",
-    "olmo3", "gemma3", "gpt-oss",
+    "olmo3", "gemma3", "gpt-oss", "qwen3-next",
 )  # fmt: skip
 VARIANTS = [
-    case for case in hf_cases.CASES if case.startswith(("smol", "phi", "olmo", "gemma", "gpt"))
+    case
+    for case in hf_cases.CASES
+    if case.startswith(("smol", "phi", "olmo", "gemma", "gpt", "qwen3-next", "jamba", "granite"))
 ]
+TOLERANCES = {"qwen3-next": 5e-5, "qwen3-next-tied-dense-bias": 5e-5}
+"""Of gradients, as a share of a tensor's largest one; 1e-5 where none is given. Theirs and ours are
+equally far (4e-5) from what ours are in fp64: theirs computes delta rules in fp32 only."""
 TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)
 
 
@@ -82,6 +87,12 @@ def test_keys_that_we_write_make_the_same_model_there(case, tmp_path):
         assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     before, after = model.config.to_dict(), theirs.to_dict()
     named = (before.keys() & values.keys()) - {"architectures", "rope_parameters"}
+    if case == "qwen3-next":  # all layers have experts: none reads this width
+        named -= {"intermediate_size"}
+    if case == "granite-hybrid-tied-dense-rope":  # and here there are none
+        named -= {"intermediate_size"}
+    if case == "jamba-tied-dense-bias":  # and here none has
+        named -= {"expert_layer_period", "expert_layer_offset"}
     assert {key: after[key] for key in named} == {key: before[key] for key in named}
 
 
@@ -205,8 +216,9 @@ def test_training_begins_with_the_loss_and_gradients_of_transformers(
     assert ours.keys() == theirs.keys()
     for tensor, grad in theirs.items():
         # Keys' biases without positions change no softmax: their gradient is rounding alone.
-        largest = max(np.abs(grad).max(), 1e-4)
-        assert np.abs(ours[tensor] - grad).max() <= 1e-4 * largest, tensor
+        least = 1e-3 if tensor.endswith("k_proj.bias") else 1e-4
+        bound = TOLERANCES.get(name.partition("-interleaved")[0], 1e-5)
+        assert np.abs(ours[tensor] - grad).max() <= bound * max(np.abs(grad).max(), least), tensor
 
 
 def test_what_four_ranks_trained_is_exported(tmp_path):

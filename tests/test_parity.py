@@ -75,18 +75,7 @@ def test_a_row_has_the_numbers_of_one_process(
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
 
 
-@pytest.mark.parametrize("recurrent", grid.RECURRENT, ids=str)
-def test_a_row_of_a_state_space_model_has_the_numbers_of_one_process(
-    recurrent: Row, folder: Path
-) -> None:
-    most = max(recurrent.ranks, 4)
-    found = grid_check.judge(
-        recurrent, folder, 5, lambda model: one_process(model, folder, 5), most
-    )
-    assert not found.faults, f"{recurrent}: " + "; ".join(found.faults)
-
-
-@pytest.mark.parametrize("section", ["sample", "context", "experts", "full"])
+@pytest.mark.parametrize("section", ["sample", "context", "experts", "mixers", "full"])
 def test_the_table_has_these_rows_and_all_of_them_passed(section: str) -> None:
     rows = {str(row) for row in grid_table.rows_of(section)}
     assert grid_table.verdicts(section) == dict.fromkeys(rows, "pass")

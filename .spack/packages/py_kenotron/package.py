@@ -34,6 +34,7 @@ class PyKenotron(PythonPackage):
     variant("tensorboard", default=False, description="Log to TensorBoard")
     variant("wandb", default=False, description="Log to Weights & Biases")
     variant("flash", default=False, description="Attention by flash-attn, on CUDA")
+    variant("kernels", default=False, description="State-space scans by libraries, on CUDA")
 
     depends_on("python@3.11:", type=NEEDED)
     depends_on("py-pip", type="build")
@@ -60,6 +61,8 @@ class PyKenotron(PythonPackage):
     depends_on("py-tensorboard@2.18:", when="+tensorboard", type=NEEDED)
     depends_on("py-wandb@0.19:", when="+wandb", type=NEEDED)
     depends_on("py-flash-attn@2.3:", when="+flash", type=NEEDED)
+    depends_on("py-mamba-ssm@2.2:", when="+kernels", type=NEEDED)
+    depends_on("py-flash-linear-attention@0.4:", when="+kernels", type=NEEDED)
 
     def install(self, spec: Any, prefix: str) -> None:
         """Install one part after the other; none looks for another on an index."""

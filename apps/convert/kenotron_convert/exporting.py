@@ -28,7 +28,7 @@ from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_convert.transformers_export import save_transformers
 from kenotron_dist import Mesh
-from kenotron_models import AnyConfig, TransformersConfig, config_from_json
+from kenotron_models import AnyConfig, Fold, Multipliers, TransformersConfig, folds, model_from_json
 from kenotron_models.hf import (
     EMBEDDING,
     Part,
@@ -76,8 +76,9 @@ def export_hf(
 
     Arguments: a step folder or a run folder; the folder to make; a folder with a tokenizer, None:
     the one that the checkpoint names or came with, if it is there; most bytes of a file; dtype of
-    all tensors, None: each as it is; whether logits are compared before the folder gets its name
-    (only where the dtype stays); whether an older export may be replaced.
+    all tensors, None: each as it is, or float32 where multipliers are folded into weights; whether
+    logits are compared before the folder gets its name (only where no dtype is asked for, or the
+    checkpoint's own); whether an older export may be replaced.
 
     Raises ValueError, naming the file, field or tensor: no checkpoint, or one without a model; a
     model that no architecture of Hugging Face has; damaged bytes; logits that differ; a folder
@@ -85,7 +86,10 @@ def export_hf(
     """
     _check_free(folder, overwrite)
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
-    config = _config_of(checkpoint)
+    config, multipliers = _config_of(checkpoint)
+    stays = dtype in (None, _dtype_of(checkpoint))
+    if multipliers.change and dtype is None:  # factors would be rounded in fewer bits
+        dtype = torch.float32
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -93,11 +97,11 @@ def export_hf(
         if isinstance(config, TransformersConfig):
             save_transformers(checkpoint, config, draft, shard_bytes, dtype)
         else:
-            _write_model(checkpoint, config, draft, shard_bytes, dtype)
+            _write_model(checkpoint, config, multipliers, draft, shard_bytes, dtype)
         if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
             copy_tokenizer(words, draft)
-        compared = check and dtype in (None, _dtype_of(checkpoint))
-        deviation = check_export(checkpoint, config.decoder, draft) if compared else None
+        spec = multipliers.applied(config.decoder)
+        deviation = check_export(checkpoint, spec, draft) if check and stays else None
         _rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -114,6 +118,7 @@ def export_hf(
 def _write_model(
     checkpoint: Checkpoint,
     config: AnyConfig,
+    multipliers: Multipliers,
     draft: Path,
     shard_bytes: int,
     dtype: torch.dtype | None,
@@ -122,7 +127,8 @@ def _write_model(
     ours = hf_tensors(config)
     _check_records(checkpoint, ours)
     values = _config_json(checkpoint, config, dtype)
-    _write_weights(checkpoint, ours, draft, shard_bytes, dtype)
+    changes = folds(config.decoder, multipliers)
+    _write_weights(checkpoint, ours, changes, draft, shard_bytes, dtype)
     _write_json(draft / CONFIG, without_code(values))
     generation = _generation_config(checkpoint, values)
     _write_json(draft / GENERATION, without_code(generation))
@@ -147,7 +153,7 @@ def _check_free(folder: Path, overwrite: bool) -> None:
         raise ValueError(f"{folder} is no model of Hugging Face ({CONFIG} is missing): remove it")
 
 
-def _config_of(checkpoint: Checkpoint) -> AnyConfig:
+def _config_of(checkpoint: Checkpoint) -> tuple[AnyConfig, Multipliers]:
     state = checkpoint.manifest.state
     if "model_config" not in state:
         raise ValueError(
@@ -155,9 +161,9 @@ def _config_of(checkpoint: Checkpoint) -> AnyConfig:
             "written by apps/train or apps/convert?"
         )
     try:
-        config = config_from_json(state["model_config"])
+        config, multipliers = model_from_json(state["model_config"])
         assert config.decoder  # one of transformers is built with it
-        return config
+        return config, multipliers
     except (ValueError, ImportError) as error:
         raise ValueError(f"{checkpoint.folder}: {error}") from None
 
@@ -208,6 +214,7 @@ def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
 def _write_weights(
     checkpoint: Checkpoint,
     ours: Mapping[str, Whole],
+    changes: Mapping[str, Fold],
     draft: Path,
     shard_bytes: int,
     dtype: torch.dtype | None,
@@ -221,7 +228,10 @@ def _write_weights(
     ]
     files = deal(sizes, shard_bytes)
     for file, own in files.items():
-        parts = ((records[places[n][0]], places[n][1], wanted[places[n][0]]) for n in own)
+        parts = (
+            (records[our], part, wanted[our], changes.get(our))
+            for our, part in (places[name] for name in own)
+        )
         write_safetensors(draft / file, own, _made(checkpoint.folder, parts))
     if len(files) > 1:
         total = sum(size.nbytes for _, size in sizes)
@@ -233,10 +243,14 @@ def _write_weights(
 
 
 def _made(
-    folder: Path, parts: Iterator[tuple[Record, Part, torch.dtype | None]]
+    folder: Path, parts: Iterator[tuple[Record, Part, torch.dtype | None, Fold | None]]
 ) -> Iterator[Tensor]:
-    for record, part, dtype in parts:
-        values = [part.from_ours(read_box(folder, record, part.start, part.block))]
+    for record, part, dtype, change in parts:
+        values = [read_box(folder, record, part.start, part.block)]
+        if change is not None:
+            scaled = change(values.pop().float(), part.start[0])
+            values.append(scaled.to(dtype or getattr(torch, record.dtype)))
+        values = [part.from_ours(values.pop())]
         if dtype is not None:
             values[0] = cast(folder, part.name, values[0], dtype)
         yield values.pop()  # it must not stay here while the next one is read

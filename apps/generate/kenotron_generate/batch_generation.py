@@ -130,7 +130,7 @@ class _Run:
             max_new_tokens=request.max_new_tokens,
             sampling=request.sampling,
             ends=ends,
-            cached=request.cached,
+            cached=request.cached and self.described.caches,
             first_text=first,
         )
         for _ in steps:

@@ -21,8 +21,8 @@ from kenotron_models import (
     LayerStack,
     TransformersConfig,
     build_decoder,
-    config_from_json,
     layer_costs,
+    model_from_json,
 )
 from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
 from kenotron_pp import Pipeline
@@ -55,6 +55,8 @@ class Description:
     """Tokens that end a text: of generation_config.json where there is one, else of the config."""
     begin: int | None = None
     """Token that begins a text out of nothing."""
+    caches: bool = True
+    """Whether its layers keep what they have read; transformers' own read the whole text again."""
 
 
 def describe(path: str | Path) -> Description:
@@ -72,13 +74,8 @@ def describe(path: str | Path) -> Description:
             f"{folder} does not describe a model (model_config is missing): "
             "was it written by apps/train?"
         )
-    config = config_from_json(state["model_config"])
-    if isinstance(config, TransformersConfig):
-        raise ValueError(
-            f"{folder} is a model of transformers (is_hf_config), which generates there: write a "
-            "folder for it with python apps/convert kenotron-to-hf"
-        )
-    spec = config.decoder
+    config, multipliers = model_from_json(state["model_config"])
+    spec = multipliers.applied(config.decoder)
     imported = state.get("imported") or {}
     generation = imported.get("generation_config") or {"eos_token_id": spec.eos_token_id}
     return Description(
@@ -91,6 +88,7 @@ def describe(path: str | Path) -> Description:
         hub=bool(imported),
         ends=_ends(generation),
         begin=generation.get("bos_token_id", spec.bos_token_id),
+        caches=not isinstance(config, TransformersConfig),
     )
 
 

@@ -13,6 +13,8 @@ from transformers import (
     DeepseekV3Config,
     GenerationConfig,
     Glm4MoeConfig,
+    GraniteMoeHybridConfig,
+    JambaConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
@@ -24,6 +26,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Starcoder2Config,
 )
 
@@ -45,6 +48,9 @@ RECURRENT: dict[str, Any] = {
     "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": None, "initializer_range": 0.4,
     "state_size": 8,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -53,16 +59,15 @@ TEMPLATE = (
 
 def expert_configs() -> dict[str, PretrainedConfig]:
     """One model of each kind of experts."""
-    moe = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
     return {
         "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-        "qwen3_moe": Qwen3MoeConfig(**SIZES, **moe, head_dim=16, norm_topk_prob=True),
+        "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
         "deepseek_v3": DeepseekV3Config(**LATENT),
     }
 
 
 def configs() -> dict[str, PretrainedConfig]:
-    """One model of each dense family."""
+    """One model of each dense family, and of hybrids."""
     return {
         "llama": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=ROPE),
         "mistral": MistralConfig(**SIZES, sliding_window=5),
@@ -71,6 +76,32 @@ def configs() -> dict[str, PretrainedConfig]:
         "starcoder2": Starcoder2Config(**SIZES, sliding_window=6),
         "mamba": MambaConfig(**RECURRENT),
         "mamba2": Mamba2Config(**RECURRENT, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),
+        "qwen3_next": Qwen3NextConfig(
+            **SIZES,
+            **EXPERTS,
+            head_dim=16,
+            full_attention_interval=2,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=6,
+            shared_expert_intermediate_size=16,
+        ),
+        "jamba": JambaConfig(
+            **SIZES, num_experts=4, attn_layer_period=2, attn_layer_offset=1, pad_token_id=None
+        ),
+        "granite_hybrid": GraniteMoeHybridConfig(
+            **SIZES,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=4,
+            shared_intermediate_size=16,
+            mamba_n_heads=4,
+            mamba_d_state=8,
+            mamba_chunk_size=8,
+            residual_multiplier=0.7,
+            embedding_multiplier=3.0,
+            logits_scaling=2.0,
+        ),
         "olmoe": OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2),
         "glm4_moe": Glm4MoeConfig(
             **SIZES,

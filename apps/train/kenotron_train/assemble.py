@@ -47,6 +47,7 @@ def plan_of(config: Config) -> ModelPlan:
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         seed=config.general.seed,
         draws=config.draws,
+        scales=config.scales,
         compile=model.compile,
         cuda_graph=model.cuda_graph,
     )

@@ -81,9 +81,11 @@ class Together(LifeCycle):
             hook.post_training(training, progress)
 
     def _hooks_of(self, method: str, training: Training) -> list[LifeCycle]:
-        """Those that override a method. They may read parameters: none are in flight then."""
+        """Those that override a method. No parameters are in flight then: they may be read, with
+        ZeRO stage 3 by ``Training.parameters`` or ``records``.
+        """
         plain = getattr(LifeCycle, method)
         hooks = [hook for hook in self._hooks if getattr(type(hook), method) is not plain]
         if hooks:
-            training.optimizer.wait_for_parameters()
+            training.optimizer.settle()
         return hooks

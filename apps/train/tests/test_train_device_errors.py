@@ -29,7 +29,8 @@ TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capac
 FREE = (
     "optimizer.zero_stage: 1; model.dtype: bfloat16; tokens.micro_batch_size below 2, with more "
     "batch_accumulation_per_replica; parallelism.recompute_layer: true; "
-    "optimizer.state_dtype: bfloat16; more parallelism.tp or pp"
+    "optimizer.state_dtype: bfloat16; optimizer.offload: true; optimizer.zero_stage: 2 or 3; "
+    "more parallelism.tp or pp"
 )
 
 
@@ -78,6 +79,10 @@ def test_the_arithmetic_of_a_rank_and_the_memory_of_its_device(tmp_path: Path) -
     for what, each in (("parameters", 2), ("gradients", 4), ("fp32 masters", 4), ("optimizer", 8)):
         assert f"{what} {count * each / 1e9:.3g}" in text
     assert "; its device has 8.59 GB, of which 1.25 are free. What helps: optimizer.zero_" in text
+    moved = configure(tmp_path, optimizer__offload="true", **sizes)
+    for gpu in (True, False):  # offloaded bytes are not on a GPU, and on a CPU there is one memory
+        text = explain_memory(moved, 0, TORCH, None, gpu=gpu)
+        assert ("masters" in text.partition(". What")[0]) is ("optimizer 0" in text) is not gpu
 
 
 def meta() -> Mesh:
@@ -86,14 +91,23 @@ def meta() -> Mesh:
 
 def test_only_keys_that_help_are_named(tmp_path: Path) -> None:
     full = configure(tmp_path, parallelism__dp=2, optimizer__zero_stage=0)
-    assert "; ".join(remedies(full)) == FREE
+    assert "; ".join(remedies(full, gpu=True)) == FREE
+    assert "; ".join(remedies(full, gpu=False)) == FREE.replace("optimizer.offload: true; ", "")
     lean = configure(
         tmp_path, parallelism__dp=2, model__dtype="bfloat16", tokens__micro_batch_size=1,
         parallelism__recompute="full", optimizer__state_dtype="bfloat16",
+        optimizer__offload="true",
     )  # fmt: skip
-    assert remedies(lean) == [
+    assert remedies(lean, gpu=True) == [
+        "optimizer.zero_stage: 2 or 3",
         "more parallelism.dp, with optimizer.zero_stage: 1", "more parallelism.tp or pp",
     ]  # fmt: skip
+    sharded = configure(
+        tmp_path, parallelism__dp=2, optimizer__zero_stage=3, optimizer__regather="step"
+    )
+    found = remedies(sharded, gpu=True)
+    assert "optimizer.regather: layer" in found
+    assert not any(each.startswith("optimizer.zero_stage") for each in found)
 
 
 def test_other_errors_of_torch_pass_unchanged(tmp_path: Path) -> None:

@@ -160,6 +160,24 @@ def test_experts_go_on_as_if_never_stopped(tmp_path: Path) -> None:
     assert spread == pytest.approx(due[3:], rel=5e-3)
 
 
+def test_a_run_with_use_mup_goes_on_under_its_rule(tmp_path: Path) -> None:
+    named = {"model__init_method": "{use_mup: true, rule: nanotron}"}
+    (tmp_path / "whole").mkdir()
+    dtype = {"model__dtype": "bfloat16"}
+    done = runs.train(tmp_path / "whole", *runs.arguments(tmp_path / "whole", **named, **dtype))
+    assert done.returncode == 0, done.stderr
+    theirs = tmp_path / "nanotron/3"
+    write_nanotron(tmp_path / "whole/checkpoints/3", theirs)
+    said = json.loads((theirs / "model_config.json").read_text())
+    del said["multipliers"]  # ours
+    (theirs / "model_config.json").write_text(json.dumps(said))
+    with (theirs / "config.yaml").open("a") as config:
+        config.write("model:\n  init_method:\n    use_mup: true\n")
+    import_nanotron(theirs, tmp_path / "ours", optimizer=True)
+    found, _ = losses(tmp_path / "again", tmp_path / "ours", **named)
+    assert found == [step["lm_loss"] for step in runs.metrics(tmp_path / "whole")[3:]]
+
+
 def test_imported_weights_go_on_as_our_own_without_an_optimizer(
     stopped: Path, tmp_path: Path
 ) -> None:

@@ -14,7 +14,13 @@ from own_runs import configure
 
 from kenotron_train.cli import main
 from kenotron_train.run import machine
-from kenotron_train.run.machine import Memory, check_machine, host_memory, machine_cautions
+from kenotron_train.run.machine import (
+    Memory,
+    check_machine,
+    host_memory,
+    machine_cautions,
+    state_of_rank,
+)
 from kenotron_train.run.preview import cannot_run, preview
 
 LARGE = {"model.model_config.hidden_size": 5 * 10**5}
@@ -83,6 +89,38 @@ def test_on_gpus_it_is_their_memory_that_counts(
     assert "but the GPU here has 3e-09 GB, of which 2e-09 are free" in machine_cautions(config)[0]
     with pytest.raises(ValueError, match="this host has"):
         check_machine(configure(tmp_path, None, {"general.device": "cpu"}))
+
+
+def test_what_gpus_offload_needs_room_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda: 2)
+    given = {"parallelism.dp": 2, "optimizer.zero_stage": 1, "model.dtype": "bfloat16"}
+    plain = configure(tmp_path, None, given)
+    config = configure(tmp_path, None, given | {"optimizer.offload": True})
+    total, device, host = (state_of_rank(config, place) for place in ("all", "device", "host"))
+    assert device + host == total == state_of_rank(plain) and state_of_rank(plain, "host") == 0
+    assert host == device  # 12 bytes over dp 2, and 2 of parameters with 4 of gradients
+    there = mock.Mock(mem_get_info=lambda _: (device, device))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: there)
+    words = (
+        r"^optimizer.offload: true was given; masters and optimizer state of the 2 ranks of this "
+        r"host need .* GB of its memory, but it has .* GB, of which .* are free; set it to false, "
+        r"or spread the model over more hosts"
+    )
+    monkeypatch.setattr(machine, "host_memory", lambda: Memory(1.0, 2 * host - 1))
+    check_machine(plain)
+    with pytest.raises(ValueError, match=words):
+        check_machine(config)
+    monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host - 1, 2 * host))
+    check_machine(config)
+    (line,) = machine_cautions(config)
+    assert re.match(words, line)
+    (line,) = machine_cautions(plain)
+    assert "but the GPU here has" in line
+    monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host, 2 * host))
+    assert machine_cautions(config) == []
+    assert f"pp rank 0 has {host / 1e9:.3g} of them in host memory (offload)" in preview(config)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ def parse(*overrides):
     "override",
     [
         "lighteval={slurm: {gpus_per_node: 8, partition: p, time: '1:00:00'}}",
-        "model.init_method={use_mup: true}",
         "parallelism.moe_layer_recompute=true",
     ],
 )

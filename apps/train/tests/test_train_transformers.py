@@ -103,9 +103,30 @@ def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
         torch.testing.assert_close(exported[name], value, rtol=1e-4, atol=2e-5)
     once_more = configure(tmp_path / "exported", tmp_path / "more", {"tokens.train_steps": 1})
     run(once_more)
-    done = runs.program("apps/generate", tmp_path, "--ckpt-path", "run", "--prompt", "a")
-    assert done.returncode != 0
-    assert "is a model of transformers (is_hf_config), which generates there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1))]
+)
+def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    folder = folder_of(family, tmp_path / "model")
+    run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}))
+    export = "kenotron-to-hf", "--ckpt", "run", "--out", "exported", "--no-check"
+    assert runs.program("apps/convert", tmp_path, *export).returncode == 0
+    prompts, (tp, pp) = ["AB", "A LONGER PROMPT"], map(str, sizes)
+    flags = [word for prompt in prompts for word in ("--prompt", prompt)]
+    flags += ["--tokenizer", "bytes", "--temperature", "0", "--max-new-tokens", "5"]
+    flags += ["--ckpt-path", "run", "--jsonl", "out", "--tp", tp, "--pp", pp]
+    done = runs.program("apps/generate", tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").eval()
+    for line, prompt in zip((tmp_path / "out").read_text().splitlines(), prompts, strict=True):
+        ids = torch.tensor([[*prompt.encode()]])
+        due = theirs.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        found = json.loads(line)["tokens"]
+        assert found == due[0, ids.shape[1] :].tolist()
 
 
 def measure(mesh: Mesh, config: Config) -> tuple[float, Any, Any]:

@@ -202,11 +202,13 @@ def test_a_config_that_diverges_is_no_fault_of_the_layout(
     assert "one process itself has a loss of" in capsys.readouterr().err
 
 
-def test_a_layout_that_the_optimizer_cannot_have_fails(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["verify", *flags("optimizer.optimizer_factory={name: muon}")]) == 1
-    assert "Muon needs whole matrices" in " ".join(capsys.readouterr().out.split())
+def test_a_layout_that_is_refused_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify(tmp_path, fault="refused_layout")[0] == 1
+    assert "does not run" in " ".join(capsys.readouterr().out.split())
+
+
+def test_muon_has_the_weights_of_one_process_over_tp() -> None:
+    assert main(["verify", *flags("optimizer.optimizer_factory={name: muon}")]) == 0
 
 
 def test_a_launcher_is_refused(

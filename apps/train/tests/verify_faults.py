@@ -33,6 +33,16 @@ def _kept(placement: tuple) -> tuple:
     return tuple(each for each in placement if not isinstance(each, Partial))
 
 
+def refused_layout() -> Any:
+    """Several processes do not begin to train."""
+
+    def check(*_: Any) -> None:
+        if torch.distributed.is_initialized():
+            raise ValueError("this layout is refused")
+
+    return mock.patch("kenotron_engine.assembly.check_balance", check)
+
+
 def tie_missed() -> Any:
     """The head's part of the tied gradient is not added to the embedding's."""
 
@@ -79,14 +89,14 @@ def other_weights() -> Any:
     """The second data rank draws other weights."""
     right = build_model
 
-    def build(plan: ModelPlan, mesh: Mesh, *more: Any) -> Any:
-        model = right(plan, mesh, *more)
+    def build(plan: ModelPlan, mesh: Mesh, *more: Any, **how: Any) -> Any:
+        model = right(plan, mesh, *more, **how)
         if mesh["dp"].rank == 1:
             with torch.no_grad():
                 next(model.stack.parameters()).mul_(1.5)
         return model
 
-    return mock.patch("kenotron_engine.assembly.build_model", build)
+    return mock.patch("kenotron_engine.training.build_model", build)
 
 
 def nan_gradient() -> Any:

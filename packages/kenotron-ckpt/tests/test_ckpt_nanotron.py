@@ -190,3 +190,16 @@ def test_what_changes_the_model_stays_in_its_configuration_and_the_rest_goes(tmp
     cases.write(tmp_path / "theirs", **given)
     import_nanotron(tmp_path / "theirs", tmp_path / "ours")
     assert read_manifest(tmp_path / "ours").state["model_config"] == cases.LLAMA | kept
+
+
+def test_a_run_with_use_mup_divided_scores_by_the_features_of_a_head(tmp_path):
+    folder, _ = cases.write(tmp_path / "theirs")
+    config = folder / "config.yaml"
+    before = config.read_text() if config.is_file() else ""
+    config.write_text(f"{before}\nmodel:\n  init_method:\n    use_mup: true\n")
+    import_nanotron(folder, tmp_path / "ours")
+    found = read_manifest(tmp_path / "ours").state["model_config"]
+    features = cases.LLAMA["hidden_size"] // cases.LLAMA["num_attention_heads"]
+    scores = found["multipliers"].pop("attention")
+    assert scores == pytest.approx([features**-0.5] * cases.LLAMA["num_hidden_layers"])
+    assert found["multipliers"] == {"embedding": 1.0, "logits": 1.0, "residual": 1.0}

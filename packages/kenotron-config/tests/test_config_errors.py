@@ -50,7 +50,9 @@ VALUES = [
         "optimizer.nonfinite=stop",
         "\"stop\" was given; it must be 'error', 'skip', 'rollback' or 'continue'",
     ),
-    ("optimizer.zero_stage=3", "3 was given; it must be 0 or 1"),
+    ("optimizer.zero_stage=4", "4 was given; it must be 0, 1, 2 or 3"),
+    ("optimizer.reduce=never", "\"never\" was given; it must be 'step' or 'micro_batch'"),
+    ("optimizer.regather=step", "step was given; zero_stage 0 keeps all parameters"),
     ("optimizer.weight_decay=much", '"much" was given; it must be a number'),
     (
         "optimizer.optimizer_factory.name=lion",
@@ -58,6 +60,8 @@ VALUES = [
     ),
     ("optimizer.optimizer_factory.adam_eps=0", "0.0 was given; it must be finite and above 0"),
     ("optimizer.optimizer_factory.adam_beta1=big", '"big" was given; it must be a number'),
+    ("optimizer.shard_ranks=0", "0 was given; it must be a divisor of dp"),
+    ("optimizer.shard_ranks=3", "3 was given; it must divide parallelism.dp (1), whose ranks"),
     ("optimizer.lr_multipliers=2", "2 was given; it must be a list"),
     ("optimizer.weight_decay_exclude_named_params=a", '"a" was given; it must be a list'),
     ("checkpoints.checkpoint_interval=0", "0 was given; it must be at least 1"),
@@ -130,6 +134,10 @@ OVER_RANKS = [
         ("parallelism.cp=2", "parallelism.cp_stride=2"),
         "parallelism.cp_stride: 2 was given; it counts key heads that are gathered at a time, and "
         "cp_attention is auto; set cp_attention to gather, or leave cp_stride out",
+    ),
+    (
+        ("optimizer.zero_stage=2", "model.cuda_graph=true"),
+        "cuda_graph: true was given with optimizer.zero_stage 2; a graph adds up whole gradients",
     ),
     (
         ("parallelism.cp=2", "model.cuda_graph=true"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_config_nanotron import parse
 
-from kenotron_config import Config, ignored_keys, unavailable
+from kenotron_config import Config, ConfigError, ignored_keys, unavailable
 from kenotron_models import MambaModelConfig, MambaSpec, parameter_count
 
 SIZES = {
@@ -85,3 +85,26 @@ def test_what_is_wrong_is_named(path: str, value: object, message: str) -> None:
         changes = {"model.init_method": INIT | {path.split(".")[-1]: value}}
     with pytest.raises(ValueError, match=message):
         example(**changes)
+
+
+HYBRID = {
+    "is_nemotron_h_config": True, "hidden_size": 32, "vocab_size": 300, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "mamba_num_heads": 4,
+    "mamba_head_dim": 8, "n_groups": 2, "layers": "M*|-M",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("pp", "engine"), [(1, "1f1b"), (2, "1f1b"), (1, "interleaved")])
+def test_parts_of_a_text_are_stages_or_there_is_one_stage(pp: int, engine: str) -> None:
+    keys = {"parallelism.pp": pp, "parallelism.pp_engine": engine}
+    assert parse({"model.model_config": HYBRID, **keys}).decoder.stage_starts == (2,)
+
+
+@pytest.mark.parametrize(
+    ("pp", "engine", "stages"), [(4, "1f1b", "4 stages"), (2, "interleaved", "4 stages")]
+)
+def test_another_number_of_stages_is_named(pp: int, engine: str, stages: str) -> None:
+    said = rf"model.model_config.layers: 'M\*\|-M' was given, 2 parts .*; the pipeline has {stages}"
+    keys = {"parallelism.pp": pp, "parallelism.pp_engine": engine}
+    with pytest.raises(ConfigError, match=said):
+        parse({"model.model_config": HYBRID, **keys})

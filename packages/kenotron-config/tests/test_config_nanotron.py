@@ -251,7 +251,6 @@ SECTIONS = [
         },
     ),
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
-    ("model.init_method", {"use_mup": True}),
     ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 

@@ -264,3 +264,22 @@ def test_sizes_that_do_not_divide_are_an_error(shape, shard, words):
         local_shape(layout, GridView.at({"tp": 2}, 0))
     with pytest.raises(ValueError, match=words):
         local_boxes(layout, GridView.at({"tp": 2}, 0))
+
+
+@pytest.mark.parametrize("block", [1, 2, 4, None])
+def test_slices_that_blocks_of_ranks_repeat_are_counted_once(block):
+    sizes = {"pp": 1, "dp": 4, "cp": 2, "tp": 2}
+    ranks = (block or 4) * 2  # that own different slices
+    plain = TensorLayout("x", (8, 3), (Shard("tp", 0),))
+    each = -(-12 // ranks)
+    counted, held = torch.zeros(8, 3), defaultdict(list)
+    for rank in range(16):
+        view = GridView.at(sizes, rank)
+        own = (view.coords["dp"] * 2 + view.coords["cp"]) % ranks
+        layout = plain.sliced(min(own * each, 12), min((own + 1) * each, 12), block=block)
+        for box in local_boxes(layout, view):
+            box.of_global(counted).add_(norm_weight(layout, view, box))
+            held[box.start, box.shape].append(replica_index(layout, view, box))
+            assert replicas(layout, view, box) == 4 // (block or 4)
+    assert counted.eq(1).all()
+    assert all(sorted(found) == list(range(4 // (block or 4))) for found in held.values())

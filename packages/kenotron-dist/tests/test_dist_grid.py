@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kenotron_dist import FlatSlice, MeshConfig, Partial, Shard, TensorLayout
-from kenotron_dist.grid import AXES, EXPERT_AXES, coords_of, line_through, lines, rank_of
+from kenotron_dist.grid import AXES, EXPERT_AXES, blocks_of, coords_of, line_through, lines, rank_of
 from kenotron_dist.grid_view import GridView, views_of
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
@@ -119,3 +119,9 @@ def test_ep_divides_the_ranks_of_a_stage(ep):
     words = f"ep = {ep} does not divide the dp=2 * cp=1 * tp=2 = 4 ranks of a pipeline stage: "
     with pytest.raises(ValueError, match=re.escape(words + "choose a divisor of 4")):
         _ = config.axis_sizes
+
+
+def test_blocks_are_of_consecutive_ranks():
+    assert blocks_of(4, 6, 2, "dp") == ((4, 5), (0, 2, 4))
+    with pytest.raises(ValueError, match="cannot cut 6 dp ranks into blocks of 4: choose a size"):
+        blocks_of(0, 6, 4, "dp")

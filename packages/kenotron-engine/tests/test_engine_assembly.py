@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_cases import ADAMW, LLAMA, plan, training_of
@@ -9,7 +11,7 @@ from engine_cases import ADAMW, LLAMA, plan, training_of
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import assemble, build_model, build_training, decoder_layers
-from kenotron_engine.assembly import _check_graphed
+from kenotron_engine.training import _check_graphed
 
 
 def names(mesh: Mesh) -> list[str]:
@@ -55,7 +57,10 @@ def test_layers_that_add_losses_are_not_graphed() -> None:
     model = training_of(mesh).model
     model.stack.add_module("moe", layer)
     with pytest.raises(ValueError, match="true was given, but moe adds a loss"):
-        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)))
+        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)), ADAMW)
+    sharded = replace(ADAMW, zero_stage=2)
+    with pytest.raises(ValueError, match="given with zero_stage 2: a graph adds up whole gradient"):
+        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)), sharded)
 
 
 def test_what_layers_compute_again_is_named_for_each_or_for_all() -> None:

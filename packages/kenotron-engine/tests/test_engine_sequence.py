@@ -23,8 +23,8 @@ from kenotron_engine import (
     training_step,
     way_of,
 )
-from kenotron_engine.assembly import _check_graphed
 from kenotron_engine.sequence import check_cut
+from kenotron_engine.training import _check_graphed
 from kenotron_models import AttentionSpec, DecoderSpec
 
 Rows = list[list[int]]
@@ -107,7 +107,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     check_cut(CPMode("ulysses"), spec, [("x", nn.Linear(2, 2))], grid(tp=2))
     with pytest.raises(ValueError, match="with cp = 4: a graph cannot wait for other ranks"):
         model = build_model(plan(), Mesh.connect())
-        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)))
+        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)), ADAMW)
 
 
 def with_way(mesh: Mesh, way: str, order: str, stride: int) -> list[float]:

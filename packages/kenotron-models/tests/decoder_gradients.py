@@ -185,6 +185,7 @@ SPECS = {
     "delta-one-text": recurrent(replace(DELTA, key_heads=8, separate_documents=False)),
     "mamba": recurrent(MAMBA),
     "mamba-one-text": recurrent(replace(MAMBA, separate_documents=False, conv_bias=False)),
+    "mamba-normed": recurrent(replace(MAMBA, inner_norm=NormSpec(eps=0.01))),
     "mamba2": recurrent(MAMBA2),
     "mamba2-groups": recurrent(replace(MAMBA2, groups=4, separate_documents=False)),
     "mamba2-one-group": recurrent(replace(MAMBA2, groups=1, bias=False, conv_bias=False)),

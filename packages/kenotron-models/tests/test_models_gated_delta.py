@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from decoder_gradients import DELTA, complete, gradients, recurrent
-from torch import Tensor
+import torch.nn.functional as F
+from decoder_gradients import DELTA, gradients, recurrent
+from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, same_as_one, stack_of
 
 from kenotron_cp import Cut, Layout
-from kenotron_dist import Axis, GridView, parameter_layouts, spawn
-from kenotron_dist.init import initialize
+from kenotron_dist import Axis, parameter_layouts
 from kenotron_models import (
     BlockSpec,
     Build,
     Context,
-    KVCache,
     LayerStack,
     build_decoder,
     kept_bytes,
     sent_bytes,
-    standard_init,
 )
 
-ONE = Build(Axis.solo("tp"))
-
-
-@cache
-def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
-    ranks = spawn(gradients, name, "plain")
-    return ranks[0][0], complete(ranks)
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # 1e-6 is added to squared lengths
 
 
 LAYOUTS = [
@@ -51,67 +42,48 @@ LAYOUTS = [
 def test_every_gradient_is_that_of_one_process(
     name: str, mode: str, again: str, axes: dict[str, int]
 ) -> None:
-    loss, want = on_one(name)
-    ranks = spawn(gradients, name, mode, "ring", again, **axes)
-    assert all(rank[0] == pytest.approx(loss, rel=1e-5) for rank in ranks)
-    got = complete(ranks)
-    assert set(got) == set(want)
-    for path, tensor in want.items():
-        deviation = (got[path] - tensor).abs().max() / tensor.abs().max()
-        assert deviation < 2e-5, path
+    same_as_one(gradients, name, (mode, "ring", again), axes, 2e-5)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
-    loss, want = on_one("delta")
-    ranks = spawn(gradients, "delta", "plain", "ring", "none", True, **axes)
-    assert ranks[0][0] == pytest.approx(loss, rel=1e-5)
-    for path, tensor in complete(ranks).items():
-        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 2e-5, path
+    same_as_one(gradients, "delta", ("plain", "ring", "none", True), axes, 2e-5)
 
 
-def stack_of(**changes: object) -> LayerStack:
-    spec = recurrent(replace(DELTA, **changes))
-    stack = LayerStack(build_decoder(spec, replace(ONE, dtype=torch.float64)))
-    layouts = parameter_layouts(stack, {"tp": 1})
-    stack.to_empty(device="cpu")
-    view = GridView.at({"pp": 1, "dp": 1, "cp": 1, "tp": 1}, 0)
-    initialize(stack, layouts, lambda _: view, seed=1, initializer=standard_init(spec, 0.4))
-    return stack
+def test_a_mixer_computes_the_formula_of_the_paper() -> None:
+    mixer = stack_of(DELTA, separate_documents=False).get_submodule("layers.0.gated_delta")
+    own, spec, length = dict(mixer.named_parameters()), DELTA, 7
+    groups, keys, values = spec.key_heads, spec.key_dim, spec.value_dim
+    each, u = spec.value_heads // groups, torch.randn(length, 24, dtype=torch.float64)
+    sizes = keys, keys, each * values, each * values
+    made = (u @ own["in_proj.weight"].mT).split((groups * sum(sizes), 2 * spec.value_heads), -1)
+    q, k, v, z = made[0].view(length, groups, -1).split(sizes, -1)
+    row = F.pad(torch.cat([part.flatten(1) for part in (q, k, v)], -1).mT[None], (3, 0))
+    row = F.silu(F.conv1d(row, own["conv.weight"], groups=row.shape[1])[0].mT)
+    q, k, v = row.split((groups * keys, groups * keys, spec.value_heads * values), -1)
+    q, k = (F.normalize(part.view(length, groups, keys), dim=-1, eps=0) for part in (q, k))
+    q, k = (part.repeat_interleave(each, 1) for part in (q * keys**-0.5, k))
+    b, a = made[1].view(length, groups, 2, each).unbind(2)
+    share, steps = b.flatten(1).sigmoid(), F.softplus(a.flatten(1) + own["dt_bias"])
+    left = torch.exp(-own["A_log"].exp() * steps)
+    state, outs = torch.zeros(spec.value_heads, keys, values, dtype=torch.float64), []
+    for t in range(length):
+        state = left[t, :, None, None] * state
+        change = v.view(length, -1, values)[t] - torch.einsum("hkv,hk->hv", state, k[t])
+        state = state + torch.einsum("h,hk,hv->hkv", share[t], k[t], change)
+        outs.append(torch.einsum("hkv,hk->hv", state, q[t]))
+    normed = F.rms_norm(torch.stack(outs), (values,), own["norm.weight"], spec.eps)
+    gated = normed * F.silu(z.reshape(normed.shape))
+    got = mixer(u, Context(torch.arange(length)[None]))
+    torch.testing.assert_close(got, gated.flatten(1) @ own["out_proj.weight"].mT, **CLOSE)
 
 
 def test_nothing_passes_from_one_document_to_another() -> None:
-    stack = stack_of()
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    x = torch.randn(9, 24, dtype=torch.float64, requires_grad=True)
-    y = stack.get_submodule("layers.0")(x, Context(positions))
-    y[5:].sum().backward()
-    assert x.grad is not None
-    assert x.grad[:5].count_nonzero() == 0 and x.grad[5:].count_nonzero() == 4 * 24
-    alone = stack.get_submodule("layers.0")(x[5:], Context(positions[:, 5:]))
-    torch.testing.assert_close(y[5:], alone, rtol=1e-12, atol=1e-12)
+    documents_are_apart(stack_of(DELTA))
 
 
 def test_512_tokens_one_by_one_are_the_parallel_form() -> None:
-    """Texts of different lengths are read at once, then continue token by token."""
-    stack, lengths, total = stack_of(), [3, 1, 7], 512
-    tokens = (torch.arange(3 * total) * 13 % 32).view(3, total)
-    with torch.no_grad():
-        whole = stack(tokens.flatten(), Context(torch.arange(total).expand(3, -1)))
-        whole = whole.view(3, total, -1)
-        kept = KVCache(total)
-        first = max(lengths)
-        places = torch.arange(first).expand(3, -1)
-        padding = places >= torch.tensor(lengths)[:, None]
-        kept.begin(first, equal_lengths=False)
-        read = torch.where(padding, 31, tokens[:, :first]).flatten()
-        stack(read, Context(places, cache=kept, padding_BS=padding))
-        for step in range(total - first):
-            at = torch.tensor(lengths)[:, None] + step
-            kept.begin(first + step + 1, equal_lengths=False)
-            got = stack(tokens.gather(1, at).flatten(), Context(at, cache=kept))
-            want = whole[torch.arange(3), at[:, 0]]
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    one_by_one_as_in_parallel(stack_of(DELTA))
 
 
 def test_constants_are_fp32_in_a_bf16_model_and_are_drawn_between_bounds() -> None:
@@ -122,7 +94,7 @@ def test_constants_are_fp32_in_a_bf16_model_and_are_drawn_between_bounds() -> No
     roles = {n.split("delta.")[1]: each.role for n, each in layouts.items() if "delta." in n}
     assert {name for name, role in roles.items() if role == "state"} == {"A_log", "dt_bias"}
     assert roles["out_proj.weight"] == "residual" and roles["norm.weight"] == "norm"
-    values = dict(stack_of().named_parameters())
+    values = dict(stack_of(DELTA).named_parameters())
     decays = torch.cat([values[f"layers.{i}.gated_delta.A_log"] for i in range(3)]).exp()
     assert decays.min() > 0.01 and decays.max() < 16 and decays.std() > 2
     steps = torch.nn.functional.softplus(values["layers.1.gated_delta.dt_bias"])

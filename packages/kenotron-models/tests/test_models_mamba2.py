@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 import torch.nn.functional as F
-from decoder_gradients import MAMBA2, complete, gradients_fp64, recurrent
-from torch import Tensor
+from decoder_gradients import MAMBA2, gradients_fp64, recurrent
+from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, same_as_one, stack_of
 
 from kenotron_cp import Cut, Layout
-from kenotron_dist import Axis, GridView, parameter_layouts, spawn
-from kenotron_dist.init import initialize
+from kenotron_dist import Axis, parameter_layouts
 from kenotron_models import (
     BlockSpec,
     Build,
     Context,
-    KVCache,
     LayerStack,
     build_decoder,
     kept_bytes,
     sent_bytes,
-    standard_init,
 )
 from kenotron_models.gated_norm import GatedGroupNorm
-
-ONE = Build(Axis.solo("tp"))
-
-
-@cache
-def on_one(name: str) -> tuple[float, dict[str, Tensor]]:
-    ranks = spawn(gradients_fp64, name, "plain")
-    return ranks[0][0], complete(ranks)
-
 
 LAYOUTS = [
     ("mamba2", "plain", "none", {"tp": 2}),
@@ -55,49 +42,23 @@ LAYOUTS = [
 def test_every_gradient_is_that_of_one_process(
     name: str, mode: str, again: str, axes: dict[str, int]
 ) -> None:
-    loss, want = on_one(name)
-    ranks = spawn(gradients_fp64, name, mode, "ring", again, **axes)
-    assert all(rank[0] == pytest.approx(loss, rel=1e-12) for rank in ranks)
-    got = complete(ranks)
-    assert set(got) == set(want)
-    for path, tensor in want.items():
-        deviation = (got[path] - tensor).abs().max() / tensor.abs().max()
-        assert deviation < 1e-11, path
+    same_as_one(gradients_fp64, name, (mode, "ring", again), axes, 1e-11)
 
 
 @pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 4, "tp": 2}], ids=str)
 def test_runs_of_tokens_one_after_another_have_the_same_gradients(axes: dict[str, int]) -> None:
     """The first rank's state is 0 for certain, and it takes part in the backward all the same."""
-    loss, want = on_one("mamba2")
     how = "plain", "ring", "none", False, 1, "contiguous"
-    ranks = spawn(gradients_fp64, "mamba2", *how, **axes)
-    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
-    for path, tensor in complete(ranks).items():
-        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
+    same_as_one(gradients_fp64, "mamba2", how, axes, 1e-11)
 
 
 @pytest.mark.parametrize("axes", [{}, {"tp": 4}, {"cp": 2}], ids=str)
 def test_compiled_layers_have_the_same_gradients(axes: dict[str, int]) -> None:
-    loss, want = on_one("mamba2")
-    ranks = spawn(gradients_fp64, "mamba2", "plain", "ring", "none", True, **axes)
-    assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
-    for path, tensor in complete(ranks).items():
-        assert (tensor - want[path]).abs().max() / want[path].abs().max() < 1e-11, path
-
-
-def stack_of(**changes: object) -> LayerStack:
-    spec = recurrent(replace(MAMBA2, **changes))
-    stack = LayerStack(build_decoder(spec, replace(ONE, dtype=torch.float64)))
-    layouts = parameter_layouts(stack, {"tp": 1})
-    stack.to_empty(device="cpu")
-    view = GridView.at({"pp": 1, "dp": 1, "cp": 1, "tp": 1}, 0)
-    rule = standard_init(spec, 0.4)
-    initialize(stack, layouts, lambda _: view, seed=1, initializer=rule)
-    return stack
+    same_as_one(gradients_fp64, "mamba2", ("plain", "ring", "none", True), axes, 1e-11)
 
 
 def test_a_mixer_computes_the_formula_of_the_paper() -> None:
-    mixer = stack_of(separate_documents=False).get_submodule("layers.0.mamba2")
+    mixer = stack_of(MAMBA2, separate_documents=False).get_submodule("layers.0.mamba2")
     own = dict(mixer.named_parameters())
     u = torch.randn(7, 24, dtype=torch.float64)
     made = F.linear(u, own["in_proj.weight"], own["in_proj.bias"])
@@ -123,36 +84,11 @@ def test_a_mixer_computes_the_formula_of_the_paper() -> None:
 
 
 def test_nothing_passes_from_one_document_to_another() -> None:
-    stack = stack_of()
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3]])
-    x = torch.randn(9, 24, dtype=torch.float64, requires_grad=True)
-    y = stack.get_submodule("layers.0")(x, Context(positions))
-    y[5:].sum().backward()
-    assert x.grad is not None
-    assert x.grad[:5].count_nonzero() == 0 and x.grad[5:].count_nonzero() == 4 * 24
-    alone = stack.get_submodule("layers.0")(x[5:], Context(positions[:, 5:]))
-    torch.testing.assert_close(y[5:], alone, rtol=1e-12, atol=1e-12)
+    documents_are_apart(stack_of(MAMBA2))
 
 
 def test_512_tokens_one_by_one_are_the_parallel_form() -> None:
-    """Texts of different lengths are read at once, then continue token by token."""
-    stack, lengths, total = stack_of(), [3, 1, 7], 512
-    tokens = (torch.arange(3 * total) * 13 % 32).view(3, total)
-    with torch.no_grad():
-        whole = stack(tokens.flatten(), Context(torch.arange(total).expand(3, -1)))
-        whole = whole.view(3, total, -1)
-        kept, first = KVCache(total), max(lengths)
-        places = torch.arange(first).expand(3, -1)
-        padding = places >= torch.tensor(lengths)[:, None]
-        kept.begin(first, equal_lengths=False)
-        read = torch.where(padding, 31, tokens[:, :first]).flatten()
-        stack(read, Context(places, cache=kept, padding_BS=padding))
-        for step in range(total - first):
-            at = torch.tensor(lengths)[:, None] + step
-            kept.begin(first + step + 1, equal_lengths=False)
-            got = stack(tokens.gather(1, at).flatten(), Context(at, cache=kept))
-            want = whole[torch.arange(3), at[:, 0]]
-            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    one_by_one_as_in_parallel(stack_of(MAMBA2))
 
 
 def test_constants_are_fp32_in_a_bf16_model_and_begin_by_head() -> None:
@@ -163,7 +99,7 @@ def test_constants_are_fp32_in_a_bf16_model_and_begin_by_head() -> None:
     layouts = parameter_layouts(stack, {"tp": 1})
     roles = {n.split("mamba2.")[1]: each.role for n, each in layouts.items() if "mamba2." in n}
     assert {name for name, role in roles.items() if role == "state"} == wide
-    values = dict(stack_of().named_parameters())
+    values = dict(stack_of(MAMBA2).named_parameters())
     log = torch.arange(1, 9, dtype=torch.float32).log()
     assert torch.equal(values["layers.2.mamba2.A_log"].float(), log)
     steps = F.softplus(values["layers.2.mamba2.dt_bias"])

@@ -17,6 +17,7 @@ from kenotron_models import (
     Build,
     Context,
     LlamaConfig,
+    MambaModelConfig,
     MistralConfig,
     MixtralConfig,
     OLMoEConfig,
@@ -42,6 +43,9 @@ FAMILIES: dict[str, Any] = {
     "starcoder2, dropout": Starcoder2Config(**SIZES),
     "olmoe": OLMoEConfig(**SIZES, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2),
     "mixtral": MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+    "mamba": MambaModelConfig(
+        d_model=64, num_hidden_layers=2, vocab_size=29, residual_in_fp32=True
+    ),
     "toy": ToyConfig(),
 }
 ROWS, SEQUENCE = 2, 24
@@ -55,7 +59,13 @@ MODES = {
 
 
 def real_bytes(
-    mesh: Mesh, block: BlockSpec, width: int, mode: TPMode, dtype: torch.dtype, recompute: Recompute
+    mesh: Mesh,
+    block: BlockSpec,
+    width: int,
+    mode: TPMode,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    residual: torch.dtype | None = None,
 ) -> int:
     """What is alive after a forward of a block that computes on this rank."""
     layer = Block(
@@ -63,7 +73,7 @@ def real_bytes(
     )
     places = torch.arange(SEQUENCE).expand(ROWS, SEQUENCE)
     tokens = ROWS * SEQUENCE // (mesh["tp"].size if mode.sequence_parallel else 1)
-    x = torch.randn(tokens, width, dtype=dtype, requires_grad=True)
+    x = torch.randn(tokens, width, dtype=residual or dtype, requires_grad=True)
     again, wait = (2, 0.3) if mesh["tp"].size > 1 else (1, 0.0)  # threads of collectives
     contexts = [Context(places, torch.arange(ROWS), dropout_key=7) for _ in range(again)]
     return min(bytes_alive(layer, x, context, wait=wait) for context in contexts)
@@ -76,9 +86,11 @@ def compared(mesh: Mesh, name: str, mode: TPMode) -> list[tuple[str, int, int]]:
     for dtype in (torch.float32, torch.bfloat16):
         for again in AGAIN:
             given = spec.blocks[0], spec.hidden_size
+            wide = torch.float32 if spec.residual_in_fp32 else None
             options = {"tp": mesh["tp"].size, "mode": mode, "dtype": dtype, "recompute": again}
-            meta = kept_bytes(*given, ROWS, SEQUENCE, **options)
-            found.append((f"{dtype} {again}", meta, real_bytes(mesh, *given, mode, dtype, again)))
+            meta = kept_bytes(*given, ROWS, SEQUENCE, **options, residual=wide)
+            real = real_bytes(mesh, *given, mode, dtype, again, wide)
+            found.append((f"{dtype} {again}", meta, real))
     return found
 
 
@@ -93,7 +105,7 @@ def test_on_meta_a_block_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "toy"])
+@pytest.mark.parametrize("name", ["llama", "mamba", "toy"])
 def test_so_it_is_on_two_tensor_parallel_ranks(name: str, mode: str) -> None:
     for rank in on_ranks(compared, name, MODES[mode], tp=2):
         for what, meta, real in rank:
@@ -109,6 +121,14 @@ def test_the_whole_recomputation_keeps_the_input_alone() -> None:
     assert llama_bytes(recompute="full") == ROWS * SEQUENCE * 64 * 4
     cut = TPMode(sequence_parallel=True)
     assert llama_bytes(recompute="full", tp=2, mode=cut) == ROWS * SEQUENCE * 64 * 4 // 2
+
+
+def test_a_residual_stream_of_fp32_is_counted_as_such() -> None:
+    spec = FAMILIES["mamba"].decoder
+    given = spec.blocks[0], spec.hidden_size, ROWS, SEQUENCE
+    for wide, size in ((torch.float32, 4), (None, 2)):
+        options = {"dtype": torch.bfloat16, "residual": wide, "recompute": "full"}
+        assert kept_bytes(*given, **options) == ROWS * SEQUENCE * 64 * size
 
 
 def test_attention_kernels_that_are_not_here_keep_what_torchs_does() -> None:

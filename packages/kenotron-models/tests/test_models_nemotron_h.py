@@ -6,17 +6,24 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
 
+from kenotron_dist import Axis
 from kenotron_models import (
     AttentionSpec,
     BlockSpec,
+    Build,
+    Context,
     DecoderSpec,
     ExpertsSpec,
     Mamba2Spec,
     MLPSpec,
     NemotronHConfig,
+    Recompute,
     Rope,
     RouterSpec,
+    build_decoder,
 )
 from kenotron_models.families.nemotron_h import NEMOTRON_H
 from kenotron_models.small import SmallSizes
@@ -69,6 +76,34 @@ def test_each_letter_is_a_layer_of_one_part() -> None:
 def test_a_wrong_value_is_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **change)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_stream_in_fp32_adds_what_bf16_layers_compute(recompute: Recompute) -> None:
+    """Each block reads its norm in bf16; what it adds is not rounded to bf16 again."""
+    spec = replace(SMALL, residual_in_fp32=True).decoder
+    build = Build(Axis.solo("tp"), device="cpu", dtype=torch.bfloat16)
+    layers = build_decoder(spec, build, recompute=recompute)
+    torch.manual_seed(3)
+    for _, layer in layers:
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+    context, x = Context(torch.arange(8).expand(2, 8)), torch.arange(16) * 5 % 61
+    for name, layer in layers[:-2]:
+        before, x = x, layer(x, context)
+        assert x.dtype == torch.float32
+        if name == "layers.2":  # attention
+            own = layer.get_submodule("attention")(
+                F.rms_norm(before, (32,), eps=1e-5).mul(layer.attention_norm.weight).bfloat16(),
+                context,
+            )
+            assert torch.equal(x, before + own) and own.dtype == torch.bfloat16
+            assert not torch.equal(x, x.bfloat16().float())
+    for _, layer in layers[-2:]:
+        x = layer(x, context)
+    assert x.dtype == torch.bfloat16
+    x.float().square().mean().backward()
+    assert all(p.grad is not None for name, p in layers[3][1].named_parameters())
 
 
 def test_a_small_copy_has_every_letter() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from family_cases import SIZES, assert_read_as_written
 
 from kenotron_dist import Axis
 from kenotron_models import (
@@ -32,12 +33,8 @@ from kenotron_models import (
     build_decoder,
     config_from_json,
 )
-from kenotron_models.hf import config_from_hf, config_to_hf, differences, hf_tensors
+from kenotron_models.hf import config_from_hf, config_to_hf, differences
 
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 99, "max_position_embeddings": 64,
-}  # fmt: skip
 LINEAR = RopeScaling(factor=8.0, rope_type="linear")
 YARN = RopeScaling(
     rope_type="yarn", factor=4.0, original_max_position_embeddings=16, truncate=False
@@ -69,12 +66,7 @@ CONFIGS: list[Any] = [
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda each: type(each).__name__)
 def test_what_is_written_is_read_as_the_same_model(config: Any) -> None:
-    values = json.loads(json.dumps(config_to_hf(config)))
-    read = config_from_hf(values)
-    assert type(read) is type(config)
-    assert differences(read.decoder, config.decoder) == []
-    assert config_from_json(json.loads(json.dumps(asdict(config)))) == config
-    assert hf_tensors(config).keys() == hf_tensors(read).keys()
+    assert_read_as_written(config)
 
 
 HF = {**SIZES, "hidden_act": "silu"}

@@ -11,7 +11,15 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from kenotron_dist import Mesh, named_parameters, parameter_layouts
-from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
+from kenotron_optim import (
+    GlobalNorm,
+    GradAccumulator,
+    MuonConfig,
+    SlicedOptimizer,
+    clip_,
+    decay_groups,
+    update_rule,
+)
 
 WIDTH, INNER, LAYERS = 512, 1376, 16  # 50.6 M parameters
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -43,13 +51,20 @@ def build(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*[Block() for _ in range(LAYERS)]).to(dtype)
 
 
-def ours(mesh: Mesh, dtype: torch.dtype, stage: int) -> tuple[nn.Module, Step]:
+def ours(
+    mesh: Mesh, dtype: torch.dtype, stage: int, *, muon: bool = False
+) -> tuple[nn.Module, Step]:
     """The accumulator, the norm, clipping and the sliced optimizer."""
     model = build(dtype)
-    grads = GradAccumulator(named_parameters(model), parameter_layouts(model, mesh.sizes), mesh)
+    layouts = parameter_layouts(model, mesh.axis_sizes)
+    reduce = "micro_batch" if stage > 1 else "step"
+    grads = GradAccumulator(named_parameters(model), layouts, mesh, reduce=reduce)
     norm = GlobalNorm(grads)
     groups = decay_groups(grads.names, ADAMW["weight_decay"])
-    optimizer = SlicedOptimizer(grads, lambda g: torch.optim.AdamW(g, **ADAMW), groups, stage)
+    rule = update_rule(MuonConfig(), layouts) if muon else lambda g: torch.optim.AdamW(g, **ADAMW)
+    optimizer = SlicedOptimizer(grads, rule, groups, stage)
+    if stage:
+        optimizer.overlap_forward(model)
 
     def step(loss: Tensor) -> None:
         grads.start(backwards=1)
@@ -69,15 +84,15 @@ def ddp(mesh: Mesh, dtype: torch.dtype, zero: bool) -> tuple[nn.Module, Step]:
     return parallel, _torch_step(parallel, kind(parallel.parameters(), **options))
 
 
-def fsdp(mesh: Mesh, dtype: torch.dtype) -> tuple[nn.Module, Step]:
-    """FSDP2, every block sharded, parameters kept after forward (as ZeRO-1 and -2 keep them)."""
+def fsdp(mesh: Mesh, dtype: torch.dtype, *, reshard: bool) -> tuple[nn.Module, Step]:
+    """FSDP2, every block sharded; ``reshard``: also between forward and backward, as ZeRO-3."""
     from torch.distributed.fsdp import fully_shard
 
     model = build(dtype)
     grid = mesh.device_mesh()["dp"]
     for block in model:
-        fully_shard(block, mesh=grid, reshard_after_forward=False)
-    fully_shard(model, mesh=grid, reshard_after_forward=False)
+        fully_shard(block, mesh=grid, reshard_after_forward=reshard)
+    fully_shard(model, mesh=grid, reshard_after_forward=reshard)
     options = {**ADAMW, "fused": False}  # fused AdamW does not take DTensors on CPU
     return model, _torch_step(model, torch.optim.AdamW(model.parameters(), **options))
 
@@ -97,5 +112,9 @@ CONTESTANTS: dict[str, Callable[[Mesh, torch.dtype], tuple[nn.Module, Step]]] = 
     "ours, ZeRO 1": lambda mesh, dtype: ours(mesh, dtype, 1),
     "torch DDP": lambda mesh, dtype: ddp(mesh, dtype, zero=False),
     "torch DDP + ZeRO": lambda mesh, dtype: ddp(mesh, dtype, zero=True),
-    "torch FSDP2": fsdp,
+    "torch FSDP2": lambda mesh, dtype: fsdp(mesh, dtype, reshard=False),
+    "ours, ZeRO 2": lambda mesh, dtype: ours(mesh, dtype, 2),
+    "ours, ZeRO 3": lambda mesh, dtype: ours(mesh, dtype, 3),
+    "torch FSDP2, reshard": lambda mesh, dtype: fsdp(mesh, dtype, reshard=True),
+    "ours, ZeRO 1, Muon": lambda mesh, dtype: ours(mesh, dtype, 1, muon=True),
 }

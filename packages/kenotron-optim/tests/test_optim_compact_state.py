@@ -25,7 +25,7 @@ from kenotron_optim import (
     update_rule,
 )
 from kenotron_optim.compact_state import index_noise, round_stochastically_
-from kenotron_optim.config import AdamWConfig, MuonConfig, SGDConfig
+from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 
 RULES = {
     "fused": AdamWConfig(**ADAM, torch_adam_is_fused=True),
@@ -182,11 +182,9 @@ def test_muon_keeps_its_momentum_in_bfloat16() -> None:
     torch.manual_seed(0)
     net, mesh = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)), Mesh.connect()
     layouts = parameter_layouts(net, mesh.sizes)
-    whole = {name for name, p in net.named_parameters() if p.ndim == 2}
-    grads = GradAccumulator(named_parameters(net), layouts, mesh, whole=whole)
-    optimizer = SlicedOptimizer(
-        grads, update_rule(RULES["muon"]), decay_groups(grads.names, 0.0), 1, HALF
-    )
+    grads = GradAccumulator(named_parameters(net), layouts, mesh)
+    rule = update_rule(RULES["muon"], layouts)
+    optimizer = SlicedOptimizer(grads, rule, decay_groups(grads.names, 0.0), 1, HALF)
     losses = []
     for _ in range(20):
         grads.start()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kenotron_optim.config import (
+from kenotron_optim import (
     AdamWConfig,
     LRMultiplier,
     LRSchedulerConfig,
@@ -100,7 +100,9 @@ def test_schedule_names_what_is_wrong(change, sentence):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"zero_stage": 2}, "zero_stage: 2 was given; it must be 0 or 1"),
+        ({"zero_stage": 4}, "zero_stage: 4 was given; it must be 0, 1, 2 or 3"),
+        ({"reduce": "never"}, "reduce: 'never' was given"),
+        ({"regather": "step"}, "regather: step was given; zero_stage 0 keeps all parameters"),
         (
             {"nonfinite": "stop"},
             "nonfinite: 'stop' was given; it must be one of error, skip, rollback",
@@ -129,5 +131,5 @@ def test_optimizer_names_what_is_wrong(change, sentence):
 
 def test_all_problems_come_together():
     with pytest.raises(ValueError) as caught:
-        OptimizerConfig(**OPTIMIZER | {"zero_stage": 2, "clip_grad": -1.0})
+        OptimizerConfig(**OPTIMIZER | {"zero_stage": 4, "clip_grad": -1.0})
     assert len(str(caught.value).splitlines()) == 2

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, TensorLayout
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, SlicedOptimizer, clip_, clip_coefficient, decay_groups
-from kenotron_optim.config import AdamWConfig, MuonConfig, SGDConfig
+from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.update_rule import update_rule
 
 NAN = float("nan")
@@ -106,5 +106,6 @@ def test_muon_is_not_fused_and_asks_the_host() -> None:
     from kenotron_optim.fused import is_fused
 
     weight = torch.nn.Parameter(torch.zeros(2, 2))
-    groups = [{"params": [weight], "weight_decay": 0.0, "lr_multiplier": 1.0, "whole": True}]
-    assert not any(map(is_fused, update_rule(MuonConfig())(groups)))
+    groups = [{"params": [weight], "weight_decay": 0.0, "lr_multiplier": 1.0, "matrices": True}]
+    layouts = {"weight": TensorLayout("weight", (2, 2), role="hidden")}
+    assert not any(map(is_fused, update_rule(MuonConfig(), layouts)(groups)))

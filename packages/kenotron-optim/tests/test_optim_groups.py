@@ -11,8 +11,8 @@ from kenotron_optim import (
     ParameterGroup,
     decay_groups,
     describe,
+    matrix_parts,
     parameter_groups,
-    whole_matrices,
 )
 from kenotron_optim.config import Kind
 
@@ -64,7 +64,7 @@ def test_kinds_are_roles_that_modules_declare() -> None:
     assert free("norms") == {"1.weight", "1.bias"}
     assert free("biases") == {"1.bias", "2.bias", "3.bias"}
     assert free("embeddings") == {"0.weight"}
-    assert whole_matrices(layouts, {}) == {"2.weight"}
+    assert matrix_parts(layouts).keys() == {"2.weight"}
 
 
 def test_the_first_rule_that_matches_gives_the_multiplier() -> None:
@@ -87,6 +87,20 @@ def test_groups_with_the_same_options_are_one() -> None:
     ]
     assert decay_groups(NAMES, 0.0, ["n.*"]) == [ParameterGroup(tuple(NAMES), 0.0)]
     assert parameter_groups([], 0.1) == []
+
+
+def test_further_factors_multiply_those_of_rules_and_weight_decay() -> None:
+    factors = {"a.bias": (1.0, 1.0), "a.weight": (0.5, 2.0), "head.weight": (1.0, 1.0)}
+    factors["n.weight"] = (1.0, 3.0)
+    rules = [rule("a.*", 4.0)]
+    assert parameter_groups(
+        NAMES, 0.1, exclude=["n.*"], lr_multipliers=rules, factors_of=factors
+    ) == [
+        ParameterGroup(("head.weight",), 0.1),
+        ParameterGroup(("n.weight",), 0.0),
+        ParameterGroup(("a.bias",), 0.1, 4.0),
+        ParameterGroup(("a.weight",), 0.2, 2.0),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kenotron_dist import (
+    Chunk,
+    Fused,
     Mesh,
     Shard,
     TensorLayout,
@@ -24,9 +24,9 @@ from kenotron_optim import (
     MuonConfig,
     SlicedOptimizer,
     clip_,
+    matrix_parts,
     parameter_groups,
     update_rule,
-    whole_matrices,
 )
 
 MUON = MuonConfig(momentum=0.9, ns_steps=3)
@@ -58,16 +58,15 @@ def trained(mesh: Mesh, stage: int, dtype: torch.dtype) -> tuple[dict[str, Tenso
     """Parameters after some steps, the last norm, and elements of state on this rank."""
     model = Net().to(dtype)
     layouts = parameter_layouts(model, mesh.sizes)
-    whole = whole_matrices(layouts, mesh.sizes, MUON.adamw_named_params)
-    assert whole == {"up.weight", "mid.weight", "down.weight"}
-    grads = GradAccumulator(named_parameters(model), layouts, mesh, whole=whole)
+    assert matrix_parts(layouts).keys() == {"up.weight", "mid.weight", "down.weight"}
+    grads = GradAccumulator(named_parameters(model), layouts, mesh)
     groups = parameter_groups(
         grads.names,
         DECAY,
         exclude=[".*bias"],
         lr_multipliers=[LRMultiplier(pattern="mid.*", multiplier=0.5)],
     )
-    optimizer = SlicedOptimizer(grads, update_rule(MUON), groups, stage)
+    optimizer = SlicedOptimizer(grads, update_rule(MUON, layouts), groups, stage)
     norm = GlobalNorm(grads)
     total = 0.0
     for step in range(STEPS):
@@ -140,21 +139,29 @@ def test_half_precision_has_masters() -> None:
     assert all(value.isfinite().all() for value in runs[0][0].values())
 
 
-def test_a_matrix_that_is_cut_is_an_error() -> None:
-    layouts = {"a.weight": TensorLayout("a.weight", (8, 4), (Shard("tp", 0),), role="hidden")}
-    assert whole_matrices(layouts, {"tp": 1}) == {"a.weight"}
+def test_matrices_are_found_by_role_and_cut_in_their_chunks() -> None:
+    cut = Shard("tp", 0, (Chunk(6, parts=3), Chunk(2)))
+    layouts = {"a.weight": TensorLayout("a.weight", (8, 4), (cut,), role="hidden")}
     layouts["b.weight"] = TensorLayout("b.weight", (2, 2), role="residual")
     layouts["lm_head.weight"] = TensorLayout("lm_head.weight", (2, 2), role="output")
-    assert whole_matrices(layouts, {"tp": 2}, [r"a\..*"]) == {"b.weight"}
-    table = {**layouts, "a.weight": replace(layouts["a.weight"], role="embedding")}
-    assert whole_matrices(table, {"tp": 2}) == {"b.weight"}
+    layouts["e"] = TensorLayout("e", (2, 4, 3), (Shard("ep", 0), Fused(1, (3, 1))), role="hidden")
+    layouts["filter"] = TensorLayout("filter", (2, 4, 3), role="hidden")
+    found = matrix_parts(layouts)
+    assert found.keys() == {"a.weight", "b.weight", "e"}
+    assert [(part.start, part.shape) for part in found["a.weight"]] == [
+        ((0, 0), (6, 4)), ((6, 0), (2, 4))
+    ]  # fmt: skip
+    assert [(part.start, part.shape) for part in found["e"]] == [
+        ((0, 0, 0), (1, 3, 3)), ((0, 3, 0), (1, 1, 3)),
+        ((1, 0, 0), (1, 3, 3)), ((1, 3, 0), (1, 1, 3)),
+    ]  # fmt: skip
+    heads = matrix_parts(layouts, per_head=True)["a.weight"]
+    assert [(part.rows, part.columns) for part in heads] == [(2, 4)] * 4
+    assert matrix_parts(layouts, [r"a\..*", "e"]).keys() == {"b.weight"}
     with pytest.raises(ValueError, match=r"no parameter is named by 'hed.\*', which shall be left"):
-        whole_matrices(layouts, {"tp": 1}, ["hed.*"])
+        matrix_parts(layouts, ["hed.*"])
     with pytest.raises(ValueError, match="no matrix is left for Muon: take AdamW, or exclude less"):
-        whole_matrices(layouts, {"tp": 1}, [".*"])
-    words = "parameter 'a.weight' is cut over tp, but Muon needs whole matrices: train with tp 1"
-    with pytest.raises(ValueError, match=words):
-        whole_matrices(layouts, {"tp": 2})
+        matrix_parts(layouts, [".*"])
 
 
 @pytest.mark.parametrize(

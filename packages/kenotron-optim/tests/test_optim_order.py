@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, Partial, Shard, named_parameters, parameter_layouts, record
+from kenotron_dist import (
+    Mesh,
+    Partial,
+    RankError,
+    Shard,
+    named_parameters,
+    parameter_layouts,
+    record,
+)
 from kenotron_dist.autograd import all_gather_from, reduce_scatter_to
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator
+from kenotron_optim.config import Reduce
 
 
 class Two(nn.Module):
@@ -90,3 +99,52 @@ def test_a_sum_that_starts_in_the_backward_would_change_the_order() -> None:
     """What ``irregular`` is for; on gloo such ranks would wait for one another."""
     ranks = on_ranks(with_experts, (), dp=4, ep=2, backend="fake_nccl", seconds=30)
     assert ranks[0][0] != ranks[-1][0]
+
+
+class Forks(nn.Module):
+    """A layer that reads one of two weights of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return x + (self.second(x) if which else self.first(x))
+
+
+def forked(mesh: Mesh, reduce: Reduce, apart: tuple[bool, ...]) -> list[dict[str, torch.Tensor]]:
+    """Slices of each step; in some the data ranks read different weights."""
+    torch.manual_seed(0)
+    model = nn.ModuleList(Forks() for _ in range(3))
+    layouts = parameter_layouts(model, mesh.sizes)
+    grads = GradAccumulator(named_parameters(model), layouts, mesh, bucket_mb=1e-6, reduce=reduce)
+    found = []
+    for differ in apart:
+        grads.start(backwards=2)
+        for micro in range(2):
+            x = torch.full((2, 4), 1.0 + mesh.rank)
+            for i, layer in enumerate(model):
+                x = layer(x, (i + micro + (mesh.rank if differ else 0)) % 2)
+            x.sum().backward()
+        found.append({name: each.clone() for name, each in grads.finish().items()})
+    return found
+
+
+def test_slices_of_each_backward_start_in_one_order_too() -> None:
+    """As with whole gradients, where one rank uses what another one does not."""
+    apart = False, True, False, True
+    for kept, whole in zip(
+        on_ranks(forked, "micro_batch", apart, dp=2),
+        on_ranks(forked, "step", apart, dp=2),
+        strict=True,
+    ):
+        for step, expected in zip(kept, whole, strict=True):
+            assert step.keys() == expected.keys()
+            for name, sums in expected.items():
+                torch.testing.assert_close(step[name], sums)
+
+
+def test_a_first_step_of_another_order_is_refused() -> None:
+    message = "ranks 0 and 1 of the same dp_cp got gradients in different orders, '"
+    with pytest.raises(RankError, match=message):
+        on_ranks(forked, "micro_batch", (True,), dp=2)

@@ -9,6 +9,7 @@ from torch import nn
 from kenotron_dist import Axis, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, reduction
+from kenotron_optim.data_axes import DataAxes
 
 KB = 1 / 1024
 
@@ -148,8 +149,8 @@ def test_sums_wait_for_one_another_only_where_memory_is_reused(backend, waited):
 
     axis = Axis("dp", 0, (0, 1, 2), backend=backend)
     buffers = [torch.zeros(3, 4) for _ in range(8)]
-    with mock.patch.object(reduction, "sum_rows", side_effect=started):
-        sums = reduction.Reduction(buffers, [axis] * 8, early=8)
+    with mock.patch.object(reduction, "sum_slices", side_effect=started):
+        sums = reduction.Reduction(buffers, [DataAxes(axis)] * 8, early=8)
         for bucket in range(8):
             sums.ready(bucket)
     assert [handle.wait.call_count for handle in handles] == [1] * waited + [0] * (8 - waited)

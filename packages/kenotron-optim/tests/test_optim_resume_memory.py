@@ -33,11 +33,10 @@ Built = tuple[nn.Module, GradAccumulator, SlicedOptimizer]
 def build(mesh: Mesh, rule: str, stage: int) -> Built:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]).bfloat16()
-    whole = {name for name, p in model.named_parameters() if p.ndim == 2 and rule == "muon"}
     layouts = parameter_layouts(model, mesh.sizes)
-    grads = GradAccumulator(named_parameters(model), layouts, mesh, bucket_mb=0.02, whole=whole)
+    grads = GradAccumulator(named_parameters(model), layouts, mesh, bucket_mb=0.02)
     groups = decay_groups(grads.names, 0.1, [r".*\.bias"])
-    return model, grads, SlicedOptimizer(grads, update_rule(RULES[rule]), groups, stage)
+    return model, grads, SlicedOptimizer(grads, update_rule(RULES[rule], layouts), groups, stage)
 
 
 def live_bytes(built: Built) -> LiveBytes:

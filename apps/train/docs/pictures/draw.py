@@ -116,7 +116,7 @@ def tensor() -> str:
 
 
 def zero() -> str:
-    """Bytes of a rank with and without ZeRO-1, of a model of a billion parameters on dp 8."""
+    """Bytes of a rank with each stage of ZeRO, of a model of a billion parameters on dp 8."""
     colours = {
         "parameters": BLUE,
         "gradients": GREEN,
@@ -124,10 +124,10 @@ def zero() -> str:
         "optimizer": PURPLE,
     }
     parts = []
-    for row, stage in enumerate((0, 1)):
+    for row, stage in enumerate(range(4)):
         config = load_config(BILLION, [f"optimizer.zero_stage={stage}"])
         (size,) = stage_sizes(config)
-        x, y, total = 110.0, 30 + row * 60, 0.0
+        x, y, total = 110.0, 30 + row * 50, 0.0
         parts.append(label(100, y + 24, f"zero_stage: {stage}", "black", "end"))
         for name, colour in colours.items():
             gigabytes = size.bytes_of[name] / 1e9
@@ -136,11 +136,11 @@ def zero() -> str:
             x, total = x + gigabytes * 30, total + gigabytes
         parts.append(label(x + 8, y + 24, f"{total:.1f} GB a rank", "black", "start"))
     for place, (name, colour) in enumerate(colours.items()):
-        parts.append(box(110 + place * 150, 160, 14, 14, "", colour))
-        parts.append(label(130 + place * 150, 172, name, "black", "start"))
+        parts.append(box(110 + place * 150, 235, 14, 14, "", colour))
+        parts.append(label(130 + place * 150, 247, name, "black", "start"))
     text = f"{size.parameters / 1e9:.2f} billion parameters in bfloat16, AdamW, dp 8"
     parts.append(label(110, 18, text, GREY, "start"))
-    return picture(870, 190, parts)
+    return picture(870, 265, parts)
 
 
 def tied() -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import compute_capability
-from kenotron_train.run.machine import Memory, device_memory, shortage, state_of_rank
+from kenotron_train.run.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
 from kenotron_train.run.preview import stage_sizes
 
 GB = 1e9
@@ -44,7 +44,9 @@ def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
     except RuntimeError as error:
         if not any(word in f"{type(error).__name__}: {error}" for word in _OUT_OF_MEMORY):
             raise
-        text = explain_memory(config, mesh.coords["pp"], str(error), device_memory(mesh.device))
+        gpu = mesh.device.type != "cpu"
+        memory = device_memory(mesh.device)
+        text = explain_memory(config, mesh.coords["pp"], str(error), memory, gpu=gpu)
         raise NotEnoughMemory(f"rank {mesh.rank}: {text}") from error
 
 
@@ -60,13 +62,15 @@ def check_bfloat16(config: Config, capability: tuple[int, int], rank: int) -> No
 
 def check_device_memory(config: Config, mesh: Mesh) -> None:
     """Raise NotEnoughMemory where the state of a rank is larger than its accelerator's memory."""
-    memory, need = device_memory(mesh.device), state_of_rank(config)
+    memory, need = device_memory(mesh.device), state_of_rank(config, "device")
     if memory is not None and need > memory.total:
         said = shortage(need, memory, "a rank", f"the GPU of rank {mesh.rank}")
-        raise NotEnoughMemory(f"{said}. What helps: {'; '.join(remedies(config))}")
+        raise NotEnoughMemory(f"{said}. What helps: {'; '.join(remedies(config, gpu=True))}")
 
 
-def explain_memory(config: Config, pp_rank: int, error: str, memory: Memory | None) -> str:
+def explain_memory(
+    config: Config, pp_rank: int, error: str, memory: Memory | None, *, gpu: bool = True
+) -> str:
     """Describe what a rank needs by arithmetic, what its device has, and which keys help.
 
     Args:
@@ -74,8 +78,11 @@ def explain_memory(config: Config, pp_rank: int, error: str, memory: Memory | No
         pp_rank: the rank's place in the pipeline.
         error: what torch said.
         memory: that of the device; None: unknown.
+        gpu: whether the device is a GPU, so that what is offloaded is not on it.
     """
     sizes = stage_sizes(config)[pp_rank].bytes_of
+    if gpu and config.optimizer.offload:
+        sizes = {what: size for what, size in sizes.items() if what not in OFFLOADED}
     parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in sizes.items())
     there = ""
     if memory is not None:
@@ -86,15 +93,20 @@ def explain_memory(config: Config, pp_rank: int, error: str, memory: Memory | No
     return (
         f"not enough device memory: {said}. By arithmetic a rank of "
         f"this stage needs at least {sum(sizes.values()) / GB:.3g} GB ({parts}){there}. What "
-        f"helps: {'; '.join(remedies(config))}"
+        f"helps: {'; '.join(remedies(config, gpu=gpu))}"
     )
 
 
-def remedies(config: Config) -> list[str]:
-    """Name the keys that make a rank need less memory, those without cost first."""
+def remedies(config: Config, *, gpu: bool) -> list[str]:
+    """Name the keys that make a rank need less memory, those without cost first.
+
+    Args:
+        config: the config of the run.
+        gpu: whether the memory is that of a GPU.
+    """
     parallel, optim, tokens = config.parallelism, config.optimizer, config.tokens
     found = []
-    if optim.zero_stage == 0 and parallel.dp > 1:
+    if optim.zero_stage == 0 and parallel.dp * parallel.cp > 1:
         found.append("optimizer.zero_stage: 1")
     if config.model.dtype == "float32":
         found.append("model.dtype: bfloat16")
@@ -107,6 +119,12 @@ def remedies(config: Config) -> list[str]:
         found.append("parallelism.recompute_layer: true")
     if optim.state_dtype == "float32":
         found.append("optimizer.state_dtype: bfloat16")
-    if optim.zero_stage == 1 or parallel.dp == 1:
-        found.append("more parallelism.dp, with optimizer.zero_stage: 1")
+    if gpu and not optim.offload:
+        found.append("optimizer.offload: true")
+    if optim.zero_stage < 3:
+        found.append(f"optimizer.zero_stage: {'2 or 3' if optim.zero_stage < 2 else '3'}")
+    if optim.regather == "step":
+        found.append("optimizer.regather: layer")
+    if optim.zero_stage or parallel.dp == 1:
+        found.append(f"more parallelism.dp, with optimizer.zero_stage: {optim.zero_stage or 1}")
     return [*found, "more parallelism.tp or pp"]

@@ -13,7 +13,7 @@ import torch
 from kenotron_ckpt import SaveFailed, Saver
 from kenotron_config import Config, check_available
 from kenotron_data import Corpus
-from kenotron_dist import Mesh, all_reduce, barrier, check_replicas, listening
+from kenotron_dist import Mesh, all_reduce, barrier, listening
 from kenotron_dist.rng import key
 from kenotron_engine import StepResult, Validation, training_step
 from kenotron_optim import NonFinite
@@ -108,7 +108,7 @@ def run(
     training = build_training(config, mesh, model)
     life.post_init(training)
     progress, remark = resume(training)
-    check_replicas(training.parameters(), training.model.layouts, mesh)
+    training.check_replicas()
     with (
         listening() as signals,
         Report(config, mesh) as report,
@@ -140,7 +140,7 @@ def run(
 
 def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
     """Wait until all is written; read back what a run that was stopped leaves."""
-    run.training.optimizer.wait_for_parameters()
+    run.training.optimizer.settle()
     run.watching.finish()
     run.saver.finish()
     _say_saved(run)

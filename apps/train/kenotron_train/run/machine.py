@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -23,6 +24,9 @@ ALWAYS_ALLOWED = 64
 """Ranks, or loading threads, that no machine refuses."""
 LARGEST = 64e12
 """Bytes of memory that no machine gives to one process."""
+OFFLOADED = ("fp32 masters", "optimizer")
+"""What `optimizer.offload` keeps in host memory."""
+Place = Literal["all", "device", "host"]
 _ROOT = Path("/")
 
 
@@ -41,12 +45,11 @@ def check_machine(config: Config) -> None:
         ValueError: one line for each problem, `key: value was given; what there is; what helps`.
     """
     found = [*_too_many(config)]
-    memory = None if _on_gpus(config) else host_memory()
-    if memory is not None:
-        ranks = local_ranks(config.world_size)
-        need = state_of_rank(config) * ranks
-        if need > memory.total:
-            found.append(shortage(need, memory, f"the {ranks} ranks of this host", "this host"))
+    memory, ranks = host_memory(), local_ranks(config.world_size)
+    if memory is not None and _on_gpus(config):
+        found += _offload_shortage(config, memory, memory.total)
+    elif memory is not None and (need := state_of_rank(config) * ranks) > memory.total:
+        found.append(shortage(need, memory, f"the {ranks} ranks of this host", "this host"))
     if found:
         raise ValueError("\n".join(found))
 
@@ -57,14 +60,15 @@ def machine_cautions(config: Config) -> list[str]:
     It reads a GPU's memory where there is one, after which this process must not start ranks.
 
     Returns:
-        No line, or one for the host (its GPU, where ranks would compute on GPUs).
+        A line for the host, or for its GPU and for what is offloaded from it, where it is short.
     """
     if not _on_gpus(config):
         return host_cautions(config)
-    memory, need = device_memory(torch.device("cuda", 0)), state_of_rank(config)
-    if memory is None or need <= memory.free:
-        return []
-    return [shortage(need, memory, "a rank", "the GPU here")]
+    found, host = list[str](), host_memory()
+    memory, need = device_memory(torch.device("cuda", 0)), state_of_rank(config, "device")
+    if memory is not None and need > memory.free:
+        found.append(shortage(need, memory, "a rank", "the GPU here"))
+    return found + (_offload_shortage(config, host, host.free) if host else [])
 
 
 def without_gpus(config: Config) -> list[str]:
@@ -117,7 +121,7 @@ def shortage(need: float, memory: Memory, who: str, place: str) -> str:
         f"model.model_config: parameters, gradients and the optimizer's state of {who} need "
         f"{need / GB:,.3g} GB, but {place} has {memory.total / GB:,.3g} GB, of which "
         f"{memory.free / GB:,.3g} are free; make the model smaller, or spread it over more hosts "
-        "(parallelism.tp and pp; dp with optimizer.zero_stage: 1)"
+        "(parallelism.tp and pp; dp with optimizer.zero_stage: 1, 2 or 3)"
     )
 
 
@@ -184,13 +188,40 @@ def _on_gpus(config: Config) -> bool:
     return gpus > 0 and gpus >= local_ranks(config.world_size)
 
 
-def state_of_rank(config: Config) -> float:
-    """Mean bytes of what a rank keeps between steps, without a model being built."""
+def _offload_shortage(config: Config, memory: Memory, there: float) -> list[str]:
+    """Describe a host that cannot hold what its GPUs offload; no line where it can."""
+    ranks = local_ranks(config.world_size)
+    if (need := state_of_rank(config, "host") * ranks) <= there:
+        return []
+    return [
+        f"optimizer.offload: true was given; masters and optimizer state of the {ranks} ranks of "
+        f"this host need {need / GB:,.3g} GB of its memory, but it has {memory.total / GB:,.3g} "
+        f"GB, of which {memory.free / GB:,.3g} are free; set it to false, or spread the model over "
+        "more hosts (parallelism.tp and pp; dp with optimizer.zero_stage: 1, 2 or 3)"
+    ]
+
+
+def state_of_rank(config: Config, place: Place = "all") -> float:
+    """Mean bytes of what a rank keeps between steps, without a model being built.
+
+    Args:
+        config: that of the run.
+        place: on a GPU, which bytes: those on it (device), those that are offloaded (host), or all.
+    """
     parallel = config.parallelism
     routed = expert_parameters(config.decoder)
     dense = (parameter_count(config.decoder) - routed) // (parallel.tp * parallel.pp)
     routed //= parallel.ep * parallel.pp
-    return float(sum(state_bytes(config, dense, routed).values()))
+    sizes = state_bytes(config, dense, routed)
+    host = offloaded(config, sizes)
+    return float(
+        {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
+    )
+
+
+def offloaded(config: Config, sizes: Mapping[str, int]) -> int:
+    """Bytes of ``state_bytes`` that are in host memory where ranks compute on GPUs."""
+    return sum(sizes[what] for what in OFFLOADED) if config.optimizer.offload else 0
 
 
 def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
@@ -203,14 +234,17 @@ def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
     """
     optim, parallel = config.optimizer, config.parallelism
     width = getattr(torch, config.model.dtype).itemsize
-    data = parallel.dp * parallel.cp if optim.zero_stage else 1
-    expert_data = parallel.dp * parallel.cp * parallel.tp // parallel.ep if optim.zero_stage else 1
-    count, owned = dense + routed, dense // data + routed // expert_data
+    ranks = parallel.dp * parallel.cp, parallel.dp * parallel.cp * parallel.tp // parallel.ep
+    count, cut = dense + routed, dense // ranks[0] + routed // ranks[1]
+    owned, stage = cut if optim.zero_stage else count, optim.zero_stage
+    summed = dense // ranks[0] + routed if optim.reduce == "micro_batch" else count
     rule = optim.optimizer_factory
     states = 0 if isinstance(rule, SGDConfig) else 1 if isinstance(rule, MuonConfig) else 2
     return {
-        "parameters": count * width,
-        "gradients": count * (4 if optim.accumulate_grad_in_fp32 else width),
-        "fp32 masters": 0 if width == 4 else owned * 4,
+        # With stage 3 those of a layer or two in use, next to slices where masters are elsewhere.
+        "parameters": count * width if stage < 3 else owned * width * optim.offload,
+        "gradients": (summed if stage > 1 else count)
+        * (4 if optim.accumulate_grad_in_fp32 else width),
+        "fp32 masters": 0 if width == 4 and stage < 3 and not optim.offload else owned * 4,
         "optimizer": states * owned * getattr(torch, optim.state_dtype).itemsize,
     }

@@ -23,7 +23,7 @@ from kenotron_config import (
 )
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis, Shard, named_parameters, named_placements
-from kenotron_engine import way_of
+from kenotron_engine import stages_of, way_of
 from kenotron_models import (
     Build,
     TransformersSpec,
@@ -34,14 +34,16 @@ from kenotron_models import (
     parameter_count,
     sent_bytes,
 )
-from kenotron_pp import Stages, simulate
+from kenotron_pp import simulate
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
+from kenotron_train.report.parametrisation import parametrisation
 from kenotron_train.run.machine import (
     beyond_any_machine,
     machine_cautions,
+    offloaded,
     state_bytes,
     without_gpus,
 )
@@ -67,7 +69,7 @@ def preview(config: Config) -> str:
     sections = [dump_config(config).rstrip(), _layout(config)]
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
     if not problems:
-        sections += [describe(config.decoder), _memory(config)]
+        sections += [describe(config.decoder), *parametrisation(config), _memory(config)]
         problems = without_gpus(config)
         warnings += [] if problems else machine_cautions(config)
     sections += _notes("Ignored", ignored_keys(config))
@@ -107,7 +109,8 @@ def stage_sizes(config: Config) -> list[StageSize]:
         Build(tp, parallel.mode, dtype=getattr(torch, config.model.dtype), ep=ep),
         vocab_divisible_by=config.model.make_vocab_size_divisible_by,
     )
-    stages = Stages.balanced(layers, layer_costs(spec), parallel.pp, parallel.schedule)
+    starts, schedule = spec.stage_starts, parallel.schedule
+    stages = stages_of(layers, layer_costs(spec), starts, parallel.pp, schedule)
     trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
     found, foreign = [], isinstance(spec, TransformersSpec)
     for rank in range(parallel.pp):
@@ -204,6 +207,7 @@ def _layer_activation(config: Config, layer: int) -> int:
         tp=parallel.tp,
         mode=parallel.mode,
         dtype=getattr(torch, config.model.dtype),
+        residual=torch.float32 if spec.residual_in_fp32 else None,
         recompute=parallel.recompute_of(layer),
         fused_norms=_fuses_norms(config),
     )
@@ -224,6 +228,7 @@ def _sent(config: Config, layers: list[int]) -> dict[str, int]:
                 ep=parallel.ep,
                 mode=parallel.mode,
                 dtype=getattr(torch, config.model.dtype),
+                residual=torch.float32 if spec.residual_in_fp32 else None,
                 recompute=parallel.recompute_of(layer),
                 cut=mode.cut(config.longest_sequence, parallel.cp),
                 way=way_of(mode, spec, parallel.grid),
@@ -274,6 +279,8 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
+        if host := offloaded(config, stage.bytes_of):
+            lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
         if "activations" not in stage.bytes_of:
             lines.append("Activations of transformers' layers are not known and not counted")
         if stage.sent:

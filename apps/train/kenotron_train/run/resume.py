@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
 from kenotron_engine import Records
+from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
@@ -184,14 +185,22 @@ def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
             f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
             "this version of apps/train?"
         )
-    given = json.loads(json.dumps(asdict(config.model.model_config)))  # tuples are lists there
+    here = model_to_json(config.model.model_config, config.multipliers)
+    given = json.loads(json.dumps(here))  # tuples are lists there
     changed = [
         f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
-        for name, value in state["model_config"].items()
-        if name not in NO_EFFECT and not name.startswith("is_") and given.get(name) != value
+        for name, value in {"multipliers": None, **state["model_config"]}.items()
+        if name not in NO_EFFECT
+        and not name.startswith("is_")
+        and _uncut(name, given.get(name)) != _uncut(name, value)
     ]
     if changed:
         raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))
+
+
+def _uncut(name: str, value: Any) -> Any:
+    """A value of ``model_config``; layers as text without the cuts into stages."""
+    return value.replace("|", "") if name == "layers" and isinstance(value, str) else value
 
 
 def _check_optimizer(

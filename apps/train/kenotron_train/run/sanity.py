@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kenotron_data import Batch
-from kenotron_dist import check_equal, check_replicas, gather_objects, named_parameters
+from kenotron_dist import check_equal, gather_objects, named_parameters
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.failures.nonfinite_record import samples_of
@@ -51,11 +51,11 @@ def check_state(training: Training, result: StepResult, step: int) -> None:
     Raises ValueError naming step, tensor, axis and ranks, FloatingPointError for an update that
     was made with a gradient that is not finite.
     """
-    mesh, model = training.mesh, training.model
+    mesh = training.mesh
     if result.nonfinite is not None and not result.skipped:
         raise FloatingPointError(f"step {step}: {result.nonfinite}, and the update was made")
     try:
-        check_replicas(training.parameters(), model.layouts, mesh)
+        training.check_replicas()
         state = training.optimizer.state()
         check_equal(
             {

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from torch import Tensor
 
 from kenotron_ckpt import BlockingSaver, DataStatesConfig, SaveFailed, Saver, open_checkpoint
 from kenotron_config import dump_config
-from kenotron_dist import TensorLayout, check_replicas
+from kenotron_dist import TensorLayout
+from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.run.progress import Progress
@@ -50,12 +49,12 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
     Raises ValueError when replicas of a parameter have come to differ, SaveFailed as the config
     asks for.
     """
-    config, mesh, model = training.config, training.mesh, training.model
-    check_replicas(training.parameters(), model.layouts, mesh)
+    config, mesh = training.config, training.mesh
+    training.check_replicas()
     state = {
         **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,
-        "model_config": asdict(config.model.model_config),
+        "model_config": model_to_json(config.model.model_config, config.multipliers),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config),

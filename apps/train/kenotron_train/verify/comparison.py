@@ -15,7 +15,7 @@ import numpy as np
 
 from kenotron_config import Config
 from kenotron_data import Batch, Corpus, Cursor
-from kenotron_dist import Mesh, watch
+from kenotron_dist import Mesh, named_parameters, watch
 from kenotron_engine import (
     GRADIENT_TOLERANCE,
     Piece,
@@ -114,8 +114,8 @@ def measure(
             _step(training, next(loader), number, gradient)
             for number, gradient in enumerate(given, start=1)
         ]
-    layouts = training.model.layouts
-    still = (p for p, values in training.parameters().items() if not values.requires_grad)
+    layouts, held = training.model.layouts, named_parameters(training.model.stack)
+    still = (path for path, values in held.items() if not values.requires_grad)
     return Measured(initial, steps, frozenset(layouts[path].name for path in still))
 
 

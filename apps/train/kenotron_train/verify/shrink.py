@@ -100,7 +100,7 @@ def on_one_process(small: Config) -> Config:
         parallelism=parallelism,
         model=replace(small.model, compile=False),
         tokens=replace(small.tokens, batch_accumulation_per_replica=count),
-        optimizer=replace(small.optimizer, zero_stage=0),
+        optimizer=replace(small.optimizer, zero_stage=0, regather="layer"),
     )
 
 

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 
 from kenotron_config.config import Config
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
-from kenotron_config.init_sections import SpectralMupInitConfig
-from kenotron_config.sections import ModelConfig, ParallelismConfig
+from kenotron_config.sections import ParallelismConfig
 
 NOT_YET: tuple[type, ...] = (
-    SpectralMupInitConfig,
     LightEvalConfig,
     DoReMiConfig,
 )
@@ -23,7 +21,7 @@ def unavailable(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    found = [*_parallelism(config.parallelism), *_model(config.model), *_sections(config)]
+    found = [*_parallelism(config.parallelism), *_sections(config)]
     return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
 
 
@@ -39,11 +37,6 @@ _Lines = Iterator[tuple[str, str, str]]
 def _parallelism(section: ParallelismConfig) -> _Lines:
     if section.moe_layer_recompute:
         yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
-
-
-def _model(section: ModelConfig) -> _Lines:
-    if isinstance(section.init_method, NOT_YET):
-        yield "model.init_method", "weights that are not drawn normally are", "give std or path"
 
 
 def _sections(config: Config) -> _Lines:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from kenotron_config.expert_checks import chunk_problems, expert_problems
+from kenotron_config.parametrisation import mup_problems
 from kenotron_config.sections import (
     CPAttention,
     ModelConfig,
@@ -21,6 +22,7 @@ from kenotron_data.config import (
     SFTDatasetsConfig,
 )
 from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec, TransformersConfig
+from kenotron_optim import OptimizerConfig
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 BYTE_TOKENS = 256
@@ -40,6 +42,7 @@ class Sections(TypedDict, total=False):
     model: ModelConfig
     tokenizer: TokenizerConfig
     tokens: TokensConfig
+    optimizer: OptimizerConfig
     profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
 
@@ -60,12 +63,16 @@ def cross_problems(sections: Sections) -> list[str]:
         own = transformers_problems(model, model.model_config, parallelism)
         if own:  # other rules need the model
             return own
+    if model:
+        found += mup_problems(model, sections.get("optimizer"))
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)
         found += expert_problems(model, parallelism)
         found += _stride(model, parallelism)
-        found += _graphed(model, parallelism)
+        found += _graphed(model, parallelism, sections.get("optimizer"))
+    if parallelism and (optimizer := sections.get("optimizer")):
+        found += _shards(parallelism.dp, optimizer.shard_ranks)
     if stages is not None:
         found += _stage_order(stages)
     if model and stages:
@@ -104,6 +111,13 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
             f"parallelism.pp: {pp}{times} was given; each stage needs a layer, and the model has "
             f"{layers} ({depth} decoder layers, "
             f"{', '.join(LAYERS_BESIDE_DECODER)}); set pp to at most {layers // chunks}"
+        )
+    parts, stages = len(sizes.decoder.stage_starts) + 1, pp * chunks
+    if parts > 1 and stages not in (1, parts):
+        found.append(
+            f"model.model_config.layers: {getattr(sizes, 'layers', '')!r} was given, {parts} parts "
+            f"between '|'; the pipeline has {stages} stages (pp {pp} x {chunks} parts a rank, "
+            f"{parallelism.pp_engine}); give as many parts, or no '|', and costs decide"
         )
     return found
 
@@ -150,7 +164,18 @@ def _stride(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     return []
 
 
-def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
+def _shards(dp: int, ranks: int | None) -> list[str]:
+    if ranks is None or dp % ranks == 0:
+        return []
+    return [
+        f"optimizer.shard_ranks: {ranks} was given; it must divide parallelism.dp ({dp}), whose "
+        "ranks it cuts into blocks: choose a divisor"
+    ]
+
+
+def _graphed(
+    model: ModelConfig, parallelism: ParallelismConfig, optimizer: OptimizerConfig | None
+) -> list[str]:
     """A graph repeats kernels of one rank: no other rank and no dropout key may be in it."""
     if not model.cuda_graph:
         return []
@@ -160,6 +185,11 @@ def _graphed(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
         for name, size in parallelism.grid.items()
         if size > 1 and name != "dp"
     ]
+    if optimizer is not None and optimizer.zero_stage > 1:
+        found.append(
+            f"model.cuda_graph: true was given with optimizer.zero_stage {optimizer.zero_stage}; a "
+            "graph adds up whole gradients: set zero_stage to 1 or cuda_graph to false"
+        )
     if model.model_config.decoder.routes:
         found.append(
             "model.cuda_graph: true was given with experts, whose numbers of rows are known on the "

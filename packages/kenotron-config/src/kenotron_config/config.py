@@ -11,8 +11,8 @@ from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
-    RandomInitConfig,
 )
+from kenotron_config.parametrisation import multipliers_in, scales_in
 from kenotron_config.sections import (
     CPAttention,
     GeneralConfig,
@@ -24,7 +24,7 @@ from kenotron_config.sections import (
 )
 from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
 from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
-from kenotron_models import DecoderSpec
+from kenotron_models import DecoderSpec, Multipliers, ParameterScale
 from kenotron_optim import OptimizerConfig
 
 WITHOUT_EFFECT = {
@@ -100,6 +100,7 @@ class Config:
             model=self.model,
             tokenizer=self.tokenizer,
             tokens=self.tokens,
+            optimizer=self.optimizer,
             profiler=self.profiler,
             data_stages=self.data_stages,
         )
@@ -108,8 +109,18 @@ class Config:
 
     @cached_property
     def decoder(self) -> DecoderSpec:
-        """What the model is made of."""
-        return self.model.model_config.decoder
+        """What the model is made of, with the multipliers of its parametrisation."""
+        return self.multipliers.applied(self.model.model_config.decoder)
+
+    @cached_property
+    def multipliers(self) -> Multipliers:
+        """What `model.init_method` multiplies in the model that `model_config` describes."""
+        return multipliers_in(self.model)
+
+    @cached_property
+    def scales(self) -> dict[str, ParameterScale] | None:
+        """First values and factors of each parameter; None: `draws` say the first values."""
+        return scales_in(self.model, self.optimizer)
 
     @property
     def draws(self) -> tuple[float, str] | tuple[float, str, int] | None:
@@ -122,8 +133,6 @@ class Config:
             return method.initializer_range, "FAN_IN", added
         if isinstance(method, ExistingCheckpointInitConfig):
             return None
-        if not isinstance(method, RandomInitConfig):
-            raise ValueError(f"model.init_method: {type(method).__name__} is not available yet")
         return method.std, method.scaling_method
 
     @property

@@ -1,9 +1,12 @@
 """How the weights of a model begin: the ways that `model.init_method` may name."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, Literal
+
+from kenotron_models import AttentionScale, DepthRule
 
 INFINITY = float("inf")
+DEPTH = "num_hidden_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,15 +35,80 @@ class RandomInitConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralMupInitConfig:
-    """Draws and learning rates by the spectral condition (Yang et al., arXiv 2310.17813)."""
+    """Maximal update parametrisation (µP): draws, learning rates and multipliers by widths.
+
+    Hyperparameters that are good at the widths of `base` stay good at others (Yang et al., arXiv
+    2203.03466 and 2310.17813). With the widths of `base` itself it is the run that `std` gives.
+
+    Raises:
+        ValueError: a field is out of its bounds, or is one that the rule does not read.
+    """
 
     use_mup: bool
     """Marks a YAML mapping as this class; always true."""
+    rule: Literal["spectral", "nanotron"] = "spectral"
+    """`spectral`: factors relative to `base`, by the optimizer; `nanotron`: the table of Nanotron's
+    own runs, which gives AdamW the learning rates of SGD, the head too, and reads no other key."""
+    base: dict[str, int] = field(default_factory=dict)
+    """Keys of `model_config` and their values in the base model: widths, such as `hidden_size`, and
+    `num_hidden_layers`, which `depth_rule` reads."""
+    std: float = 0.02
+    """Standard deviation of the draws at base width."""
+    scaling_method: Literal["NONE", "NUM_LAYERS", "LAYER_INDEX"] = "NUM_LAYERS"
+    """As with `std` alone."""
+    embedding_multiplier: float = 1.0
+    """What embedded tokens are multiplied with, at every width."""
+    output_multiplier: float = 1.0
+    """What logits are multiplied with at base width; at others they are divided by the growth of
+    the width, too."""
+    attention_scale: AttentionScale = "inverse"
+    """`inverse`: scores are divided by the features of a head, such that base width has the usual
+    root; `inverse_sqrt`: by the root at every width."""
+    depth_rule: DepthRule = "none"
+    """What a block adds is divided by the growth of the depth (`inverse`), its root
+    (`inverse_sqrt`), or nothing."""
 
     def __post_init__(self) -> None:
-        """Check the field."""
+        """Check all fields at once."""
         if not self.use_mup:
             raise ValueError("use_mup: false was given; give std instead for normal draws")
+        found = []
+        for name in ("std", "embedding_multiplier", "output_multiplier"):
+            if not 0 < (value := getattr(self, name)) < INFINITY:
+                found.append(f"{name}: {value} was given; it must be finite and above 0")
+        found += [
+            f"base: {key}: {size} was given; it must be at least 1"
+            for key, size in self.base.items()
+            if size < 1
+        ]
+        if self.rule == "nanotron":
+            found += self._unread()
+        elif not {*self.base} - {DEPTH}:
+            found.append(
+                f"base: {self.base or 'nothing'} was given; µP needs the widths of a base model: "
+                "add them, such as base: {hidden_size: 256, intermediate_size: 1024, "
+                "num_attention_heads: 4}, or set rule to nanotron for Nanotron's own table"
+            )
+        if self.depth_rule != "none" and DEPTH not in self.base:
+            found.append(
+                f"depth_rule: {self.depth_rule} was given; it is relative to the depth of the base "
+                f"model: add {DEPTH} to base, or set it to none"
+            )
+        if found:
+            raise ValueError("\n".join(found))
+
+    def _unread(self) -> list[str]:
+        read = ("use_mup", "rule")
+        return [
+            f"{each.name}: {getattr(self, each.name)} was given; rule nanotron has none: leave it "
+            "out, or set rule to spectral"
+            for each in fields(self)
+            if each.name not in read and getattr(self, each.name) != _default(each)
+        ]
+
+
+def _default(of: Field[Any]) -> Any:
+    return {} if of.default is MISSING else of.default
 
 
 @dataclass(frozen=True, kw_only=True)

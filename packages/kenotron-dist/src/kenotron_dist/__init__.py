@@ -37,19 +37,22 @@ from kenotron_dist.launch import from_env, tell_launcher
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.placement import (
-    Chunk,
-    FlatSlice,
-    Partial,
-    Placement,
-    Placements,
-    Shard,
     TensorLayout,
-    Tie,
     materialize,
     named_parameters,
     named_placements,
     parameter_layouts,
     tie_storages,
+)
+from kenotron_dist.placement_kinds import (
+    Chunk,
+    FlatSlice,
+    Fused,
+    Partial,
+    Placement,
+    Placements,
+    Shard,
+    Tie,
 )
 from kenotron_dist.point_to_point import Route, receive, send, shift
 from kenotron_dist.rank_error import RankError
@@ -81,6 +84,7 @@ __all__ = [
     "Diverged",
     "Entry",
     "FlatSlice",
+    "Fused",
     "GradientSum",
     "GridView",
     "Handle",

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kenotron_dist.flat import Shape, flat_blocks
 from kenotron_dist.grid_view import GridView
-from kenotron_dist.placement import Chunk, Shard, TensorLayout
+from kenotron_dist.placement import TensorLayout
+from kenotron_dist.placement_kinds import Chunk, Shard
 
 __all__ = [
     "Box",
@@ -124,12 +125,13 @@ def replicas(layout: TensorLayout, view: GridView, box: Box) -> int:
 
 def replica_index(layout: TensorLayout, view: GridView, box: Box) -> int:
     """Which of the block's ``replicas`` the rank of the view is, from 0."""
-    different = dict(box.parts)
+    different, flat = dict(box.parts), layout.flat
+    repeated = flat.axes[:1] if flat is not None and flat.block is not None else ()
     index = layout.stages.index(view.coords["pp"]) if "pp" in view.sizes else 0
     for axis, size in view.sizes.items():
         if axis != "pp":
-            copies = size // different.get(axis, 1)
-            index = index * copies + view.coords[axis] % copies
+            own, copies = view.coords[axis], size // different.get(axis, 1)
+            index = index * copies + (own // different[axis] if axis in repeated else own % copies)
     return index
 
 
@@ -196,7 +198,8 @@ def _within(boxes: list[Box], layout: TensorLayout, view: GridView) -> list[Box]
     """The parts of ``boxes`` inside the layout's flat range."""
     flat = layout.flat
     assert flat is not None  # the caller looked
-    cut = tuple((axis, view.sizes[axis]) for axis in flat.axes if axis in view.sizes)
+    size = {**view.sizes, **({flat.axes[0]: flat.block} if flat.block is not None else {})}
+    cut = tuple((axis, size[axis]) for axis in flat.axes if axis in view.sizes)
     found = []
     for index, extent in flat_blocks(local_shape(layout, view), flat.start, flat.stop):
         for box in boxes:

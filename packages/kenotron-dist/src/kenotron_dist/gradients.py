@@ -15,7 +15,8 @@ from kenotron_dist.axis import Axis
 from kenotron_dist.boxes import gradient_sums, local_boxes, norm_weight
 from kenotron_dist.collectives import all_reduce
 from kenotron_dist.mesh import Mesh
-from kenotron_dist.placement import TensorLayout, Tie, parameter_layouts
+from kenotron_dist.placement import TensorLayout, parameter_layouts
+from kenotron_dist.placement_kinds import Tie
 
 __all__ = [
     "clip_gradients",

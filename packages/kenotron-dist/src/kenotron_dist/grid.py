@@ -144,3 +144,19 @@ def ring_phases(size: int) -> list[list[tuple[int, int]]]:
         else:
             phases[1].append(closing)
     return [phase for phase in phases if phase]
+
+
+def blocks_of(
+    rank: int, ranks: int, size: int, name: str
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the block of consecutive ranks with this one, and the ranks at its place in all.
+
+    Raises ValueError unless ``size`` divides ``ranks``; names the axis.
+    """
+    if size < 1 or ranks % size:
+        raise ValueError(
+            f"cannot cut {ranks} {name} ranks into blocks of {size}: choose a size that divides "
+            f"{ranks}"
+        )
+    block, place = divmod(rank, size)
+    return tuple(range(block * size, (block + 1) * size)), tuple(range(place, ranks, size))

@@ -20,6 +20,7 @@ from kenotron_dist.grid import (
     AXES,
     EXPERT_AXES,
     MeshConfig,
+    blocks_of,
     check_sizes,
     coords_of,
     grid_of,
@@ -162,8 +163,7 @@ class Mesh:
         """The ranks along ``name`` that hold the same one of ``parts`` parts.
 
         With tp = 8 and 2 kv heads, ``subaxis("tp", 2)`` is the four ranks that share a kv head.
-        Collective over the world when first asked. Raises ValueError unless ``parts`` divides the
-        axis.
+        Collective over the world when first asked. Raises ValueError unless it divides the axis.
         """
         size = self.axis_sizes[name]
         if parts < 1 or size % parts:
@@ -173,13 +173,22 @@ class Mesh:
             )
         step = size // parts
         part = self._axis_coords[name] // step
-        return self._cell(f"{name}/{parts}", name, tuple(range(part * step, (part + 1) * step)))
+        return self._cell(f"{name}/{parts}", (name,), tuple(range(part * step, (part + 1) * step)))
+
+    def blocks(self, names: tuple[str, ...], size: int) -> tuple[Axis, Axis]:
+        """Cut a view into blocks of ``size`` ranks: this one's, and those at its place in all.
+
+        Collective over the world when first asked. Raises ValueError unless it divides the view.
+        """
+        line = self[names]
+        own, across = blocks_of(line.rank, line.size, size, line.name)
+        block = self._cell(f"{line.name}:{size}", names, own)
+        return block, self._cell(f"{line.name}::{size}", names, across)
 
     def subset(self, name: str, members: Sequence[int]) -> Axis | None:
         """The given coordinates along ``name`` as an axis; None on a rank that is not among them.
 
-        Collective over the world when first asked. Raises ValueError for a coordinate outside the
-        axis.
+        Collective over the world when first asked. Raises ValueError for one outside the axis.
         """
         chosen = tuple(sorted(set(members)))
         size = self.axis_sizes[name]
@@ -187,7 +196,7 @@ class Mesh:
             raise ValueError(f"{name} coordinates {list(members)} are not all within 0..{size - 1}")
         mine = self._axis_coords[name] in chosen
         rest = tuple(i for i in range(size) if i not in chosen)
-        axis = self._cell(f"{name}{list(chosen)}", name, chosen if mine else rest)
+        axis = self._cell(f"{name}{list(chosen)}", (name,), chosen if mine else rest)
         return axis if mine else None
 
     def twin(self, name: str) -> Axis:
@@ -208,11 +217,8 @@ class Mesh:
 
         Keys are (source, to), indices along the axis; the line is closed to a ring, and only pairs
         with this rank are there. The axis of a pair has the source first. For transfers of a
-        pipeline: NCCL runs all transfers of a group in one order, and makes communicators of pairs
-        within a larger group one by one, at their first use. The pairs' communicators are not yet
-        made: a transfer makes its own.
-
-        Collective over the world when first asked.
+        pipeline: NCCL runs all transfers of a group in one order. A pair's communicator is made by
+        its first transfer. Collective over the world when first asked.
         """
         if name not in self._pairs:
             self._pairs[name] = self._new_pairs(self._view((name,)))
@@ -233,7 +239,7 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """The same grid as a ``torch.distributed.DeviceMesh`` over the same groups' ranks.
 
-        Collective over the world. Raises RuntimeError without an initialised process group.
+        Collective over the world. Raises RuntimeError without a process group.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -254,16 +260,16 @@ class Mesh:
             self._axes[names] = self._axis("_".join(names), ranks, self._group(ranks))
         return self._axes[names]
 
-    def _cell(self, key: str, name: str, members: tuple[int, ...]) -> Axis:
+    def _cell(self, key: str, names: tuple[str, ...], members: tuple[int, ...]) -> Axis:
         """An axis over ``members`` of a line; every rank makes exactly one group, of its cell.
 
         torch names a group by its ranks and by how many this process has made, so the numbers
         must stay equal on all ranks: ranks left out of a subset form a group of their own.
         """
         if (key,) not in self._axes:
-            line = self._view((name,)).ranks
-            ranks = tuple(line[i] for i in members)
-            whole = len(members) in (self.axis_sizes[name], 0) or self.config.world_size == 1
+            line = self[names]
+            ranks = tuple(line.ranks[i] for i in members)
+            whole = len(members) in (line.size, 0) or self.config.world_size == 1
             group = self._group(ranks) if whole else self._new_group(ranks)
             self._axes[(key,)] = self._axis(key, ranks, group if len(ranks) > 1 else None)
         return self._axes[(key,)]

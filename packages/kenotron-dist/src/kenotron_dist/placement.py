@@ -12,65 +12,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kenotron_dist.grid import DATA_AXES, grid_of
+from kenotron_dist.placement_kinds import (
+    FlatSlice,
+    Partial,
+    Placement,
+    Shard,
+    Tie,
+)
 from kenotron_dist.roles import Role, named_roles, role_of_tie
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """One piece of a concatenated dimension (q, k or v of a fused weight), cut by itself."""
-
-    size: int
-    """Logical elements along the dimension."""
-    parts: int | None = None
-    """Indivisible pieces (kv heads). Fewer than ranks: each piece lives on several ranks."""
-    pad: int = 0
-    """Elements after ``size`` that exist locally and are no part of the logical tensor."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Dimension ``dim`` is cut over mesh axis ``axis``, each chunk evenly and by itself.
-
-    The local tensor is the concatenation of this rank's part of every chunk.
-    """
-
-    axis: str
-    dim: int
-    chunks: tuple[Chunk, ...] | None = None
-    """Default: one chunk, the whole dimension."""
-
-
-@dataclass(frozen=True)
-class Partial:
-    """The value is the same along ``axis``; the gradient must be summed over it."""
-
-    axis: str
-
-
-@dataclass(frozen=True)
-class Tie:
-    """This parameter *is* logical tensor ``name``: gradients of all its owners are summed."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class FlatSlice:
-    """Elements ``start`` to ``stop`` of the flattened local tensor, a different range on every
-    rank of ``axes`` (ZeRO)."""
-
-    start: int
-    stop: int
-    axes: tuple[str, ...] = DATA_AXES["dense"]
-
-
-Placement = Shard | Partial | Tie | FlatSlice
-"""How one parameter of a module is cut; several are a tuple, outermost axis first."""
-Placements = dict[str, Placement | tuple[Placement, ...]]
-"""A module's ``placements``: parameter name -> one, or several from the outermost axis in."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +71,19 @@ class TensorLayout:
         """A tensor of another name, cut the same way (optimizer state of a parameter)."""
         return replace(self, name=name)
 
-    def sliced(self, start: int, stop: int, axes: tuple[str, ...] | None = None) -> TensorLayout:
+    def sliced(
+        self,
+        start: int,
+        stop: int,
+        axes: tuple[str, ...] | None = None,
+        block: int | None = None,
+    ) -> TensorLayout:
         """The same tensor of which this rank holds only a range of its flattened local part.
 
         ``axes`` have a different range on each of their ranks; None: the data axes of its grid.
+        ``block``: see ``FlatSlice``.
         """
-        flat = FlatSlice(start, stop, DATA_AXES[self.grid] if axes is None else axes)
+        flat = FlatSlice(start, stop, DATA_AXES[self.grid] if axes is None else axes, block)
         return replace(self, placement=(*self.placement, flat))
 
 
@@ -191,12 +150,25 @@ def parameter_layouts(
     return layouts
 
 
-def materialize(module: nn.Module, device: torch.device | str) -> None:
+def materialize(module: nn.Module, device: torch.device | str, *, memory: bool = True) -> None:
     """Give a module on meta memory on ``device``, not initialised; tied parameters share theirs.
 
     As ``to_empty`` and ``tie_storages``, but without the import of sympy, which takes a second.
+
+    Args:
+        module: the module, changed in place.
+        device: where its tensors are to be.
+        memory: false: parameters that learn get a storage of no bytes, which is to be resized
+            where they are used. One tensor at a time has memory meanwhile.
     """
-    module._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+
+    def on_device(x: Tensor) -> Tensor:
+        made = torch.empty(x.shape, dtype=x.dtype, device=device)
+        if not memory and isinstance(x, nn.Parameter) and x.requires_grad:
+            made.untyped_storage().resize_(0)
+        return made
+
+    module._apply(on_device)
     tie_storages(module)
 
 

@@ -4,10 +4,8 @@ from kenotron_engine.assembly import (
     Layouts,
     Model,
     Records,
-    Training,
     assemble,
     build_model,
-    build_training,
     decoder_layers,
 )
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
@@ -35,8 +33,10 @@ from kenotron_engine.layer_metrics import LayerMetrics
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.objective import global_counts, loss_fn, token_losses
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
+from kenotron_engine.stages import stages_of
 from kenotron_engine.step import Gradient, StepResult, gradient, training_step
 from kenotron_engine.throughput import flops_utilization, tflops_per_rank
+from kenotron_engine.training import Training, build_training
 
 __all__ = [
     "GRADIENT_FLOOR",
@@ -77,6 +77,7 @@ __all__ = [
     "pieces_of",
     "replica_deviations",
     "slice_pieces",
+    "stages_of",
     "tflops_per_rank",
     "token_losses",
     "training_step",

@@ -1,26 +1,17 @@
-"""Assemble this rank's part of a model, and everything that updates it, on any mesh."""
+"""Assemble this rank's part of a model on any mesh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
-from kenotron_data import MicroBatch
-from kenotron_dist import (
-    Mesh,
-    TensorLayout,
-    deferring,
-    materialize,
-    named_parameters,
-    parameter_layouts,
-)
+from kenotron_dist import Mesh, TensorLayout, materialize, parameter_layouts
 from kenotron_dist.init import Constant, Initializer, initialize
-from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.model_plan import ModelPlan, check_balance, one_f_one_b
-from kenotron_engine.sequence import Share, check_cut, share_of
+from kenotron_engine.sequence import check_cut
+from kenotron_engine.stages import stages_of
 from kenotron_models import (
     Build,
     Head,
@@ -29,21 +20,10 @@ from kenotron_models import (
     build_decoder,
     compile_layers,
     layer_costs,
+    mup_init,
     standard_init,
 )
-from kenotron_optim import (
-    GlobalNorm,
-    GradAccumulator,
-    LRSchedule,
-    MuonConfig,
-    OptimizerConfig,
-    ParameterGroup,
-    SlicedOptimizer,
-    parameter_groups,
-    update_rule,
-    whole_matrices,
-)
-from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
+from kenotron_pp import NamedLayers, Pipeline, Schedule
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
@@ -68,53 +48,6 @@ class Model:
         return head if isinstance(head, Head) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Everything one step needs."""
-
-    plan: ModelPlan
-    optim: OptimizerConfig
-    mesh: Mesh
-    model: Model
-    grads: GradAccumulator
-    norm: GlobalNorm
-    groups: list[ParameterGroup]
-    optimizer: SlicedOptimizer
-    schedule: LRSchedule
-    graphs: MicroBatchGraphs | None = None
-    """With ``ModelPlan.cuda_graph``."""
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Return this stage's parameters by name, after waiting for those in flight.
-
-        After an update parameters may still travel (``SlicedOptimizer.overlap_forward``): read them
-        through this method or ``records``, not through the model.
-        """
-        self.optimizer.wait_for_parameters()
-        return named_parameters(self.model.stack)
-
-    def share_of(
-        self,
-        batch: Iterable[MicroBatch],
-        dropout_key: int | None = None,
-        count: Tensor | None = None,
-    ) -> Share:
-        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
-
-        ``count``: see there; a scalar of shape ().
-        """
-        plan = self.plan
-        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
-
-    def records(self) -> Records:
-        """Return this stage's parameters as checkpoint records, after waiting likewise."""
-        layouts = self.model.layouts
-        return {
-            layouts[path].name: (parameter.detach(), layouts[path])
-            for path, parameter in self.parameters().items()
-        }
-
-
 def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     """Return all layers of a plan by name, in order, their parameters on the meta device."""
     return build_decoder(
@@ -128,9 +61,10 @@ def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
 def assemble(
     layers: NamedLayers,
     mesh: Mesh,
-    fill: Callable[[LayerStack, Layouts], None],
+    fill: Callable[[LayerStack, Layouts], None] | None,
     *,
     costs: Sequence[float] | None = None,
+    starts: Sequence[int] = (),
     schedule: Schedule | None = None,
     settles: bool = True,
 ) -> Model:
@@ -142,18 +76,24 @@ def assemble(
         layers: all layers of the model by name, on the meta device; the same on every rank.
         mesh: pp takes stages of the list; the other axes are those that the layers are cut over.
         fill: gives values to the parameters of this rank's stack; takes the stack, whose memory
-            is not initialised, and the layouts of the whole model.
+            is not initialised, and the layouts of the whole model. None: parameters that learn have
+            no memory, for an optimizer that gives it to them where they are used (ZeRO-3).
         costs: relative cost of each layer, by which stages are balanced; None: all are equal.
+        starts: see ``stages_of``.
         schedule: order of forwards and backwards; None: 1F1B.
         settles: whether a run of the pipeline ends by waiting for the device; see
             ``kenotron_pp.Pipeline``.
     """
     schedule = schedule or one_f_one_b()
-    stages = Stages.balanced(layers, costs or [1.0] * len(layers), mesh.sizes["pp"], schedule)
+    stages = stages_of(layers, costs, starts, mesh.sizes["pp"], schedule)
     layouts = parameter_layouts(LayerStack(layers), mesh.axis_sizes, stages.of_parameter)
     stack = LayerStack(stages.own(layers, mesh["pp"].rank))
-    materialize(stack, mesh.device)
-    fill(stack, layouts)
+    materialize(stack, mesh.device, memory=fill is not None)
+    if fill is not None:
+        fill(stack, layouts)
+    for layer in stack:
+        if isinstance(layer, TransformersLayer):
+            layer.fill_buffers(mesh.device)
     chunks = stages.chunks(layers, mesh["pp"].rank)
     own = chunks if schedule.chunks > 1 else chunks[0]
     others = [*(mesh[name] for name in ("tp", "cp", "dp", "ep")), mesh["dp", "cp"], mesh.world]
@@ -162,7 +102,27 @@ def assemble(
     return Model(stack, layouts, pipeline)
 
 
-def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) -> Model:
+def first_values(plan: ModelPlan, mesh: Mesh, layouts: Layouts, stack: LayerStack) -> None:
+    """Fill some layers of this rank from the seed.
+
+    Args:
+        plan: says how values are drawn; without ``draws`` they are 0.
+        mesh: says which parts this rank has.
+        layouts: of the whole model.
+        stack: the layers, which have memory.
+    """
+    draw: Callable[[TensorLayout], Initializer] = lambda _: Constant(0.0)  # noqa: E731
+    if plan.scales is not None:
+        draw = mup_init(plan.spec, plan.scales)
+    elif plan.draws is not None:
+        std, scaling, *residuals = plan.draws
+        draw = standard_init(plan.spec, std, scaling, *residuals)
+    initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
+
+
+def build_model(
+    plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None, *, memory: bool = True
+) -> Model:
     """Build this rank's stage of a model, and fill it from the seed.
 
     Args:
@@ -172,119 +132,34 @@ def build_model(plan: ModelPlan, mesh: Mesh, layers: NamedLayers | None = None) 
             device. The first is called with tokens (T,) and a ``kenotron_models.Context``, each
             other one with what the one before it returned; the last returns logits (T, V/t).
             None: ``decoder_layers(plan, mesh)``.
+        memory: whether parameters that learn have memory and values; see ``assemble``.
+
+    Raises:
+        ValueError: layers were given, and ``plan.scales``, which are those of ``plan.spec``.
     """
+    if layers is not None and plan.scales is not None:
+        raise ValueError(
+            "scales were given for layers that are not of the plan's spec: their widths are not "
+            "known; leave them out (model.init_method: give std instead of use_mup)"
+        )
 
     def fill(stack: LayerStack, layouts: Layouts) -> None:
-        draw: Callable[[TensorLayout], Initializer] = lambda _: Constant(0.0)  # noqa: E731
-        if plan.draws is not None:
-            std, scaling, *residuals = plan.draws
-            draw = standard_init(plan.spec, std, scaling, *residuals)
-        initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
-        for layer in stack:
-            if isinstance(layer, TransformersLayer):
-                layer.fill_buffers(mesh.device)
-        if plan.compile:
-            compile_layers(stack)
+        first_values(plan, mesh, layouts, stack)
 
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
     check_cut(plan.cp_mode, plan.spec, layers, mesh)
     check_balance(plan, mesh.sizes["pp"])
     # A step waits for its device itself, once.
-    return assemble(layers, mesh, fill, costs=costs, schedule=plan.schedule, settles=False)
-
-
-def build_training(
-    plan: ModelPlan,
-    optim: OptimizerConfig,
-    mesh: Mesh,
-    train_steps: int,
-    *,
-    layers: NamedLayers | None = None,
-    bucket_mb: int | None = None,
-) -> Training:
-    """Build the model and everything that updates it. Collective over the mesh.
-
-    Args:
-        plan: what the model is made of.
-        optim: the optimizer, its learning-rate schedule, and how gradients are added up.
-        mesh: the ranks.
-        train_steps: updates of the whole training, where the schedule ends.
-        layers: layers of another model; see ``build_model``.
-        bucket_mb: size of the buckets that gradients are reduced in, in MiB; None: that of
-            ``GradAccumulator``.
-
-    Raises:
-        ValueError: ``plan.cuda_graph`` where there is no GPU, or where layers add losses.
-    """
-    model = build_model(plan, mesh, layers)
-    if plan.cuda_graph:
-        _check_graphed(model, mesh)
-    grads = _accumulator(model, optim, mesh, bucket_mb)
-    if layers is None:  # ours use each of these weights once in a backward
-        cut = {id(layer.weight) for layer in deferring(model.stack)}
-        grads.take_products([path for path, p in grads.parameters.items() if id(p) in cut])
-    groups = parameter_groups(
-        grads.names,
-        optim.weight_decay,
-        exclude=optim.weight_decay_exclude_named_params,
-        exclude_kinds=optim.weight_decay_exclude_kinds,
-        layouts=model.layouts,
-        lr_multipliers=optim.lr_multipliers,
-    )
-    state = getattr(torch, optim.state_dtype)
-    rule = update_rule(optim.optimizer_factory)
-    optimizer = SlicedOptimizer(grads, rule, groups, optim.zero_stage, state)
-    optimizer.overlap_forward(model.stack)
-    schedule = LRSchedule.from_config(optim.learning_rate_scheduler, train_steps)
-    return Training(
-        plan=plan,
-        optim=optim,
-        mesh=mesh,
-        model=model,
-        grads=grads,
-        norm=GlobalNorm(grads),
-        groups=groups,
-        optimizer=optimizer,
-        schedule=schedule,
-        graphs=MicroBatchGraphs(grads, model.stack) if plan.cuda_graph else None,
-    )
-
-
-def _accumulator(
-    model: Model, optim: OptimizerConfig, mesh: Mesh, bucket_mb: int | None
-) -> GradAccumulator:
-    """Add hooks that sum up the gradients of this stage; Muon asks for whole matrices."""
-    rule = optim.optimizer_factory
-    whole = (
-        whole_matrices(model.layouts, mesh.axis_sizes, rule.adamw_named_params)
-        if isinstance(rule, MuonConfig)
-        else ()
-    )
-    return GradAccumulator(
-        named_parameters(model.stack),
-        model.layouts,
+    model = assemble(
+        layers,
         mesh,
-        whole=whole,
-        fp32=optim.accumulate_grad_in_fp32,
-        bucket_mb=bucket_mb,
+        fill if memory else None,
+        costs=costs,
+        starts=plan.spec.stage_starts,
+        schedule=plan.schedule,
+        settles=False,
     )
-
-
-def _check_graphed(model: Model, mesh: Mesh) -> None:
-    if mesh.device.type != "cuda":
-        raise ValueError(
-            f"cuda_graph: true was given, but this rank computes on {mesh.device}: CUDA graphs "
-            "need a GPU; set it to false"
-        )
-    if mesh.sizes["cp"] > 1:
-        raise ValueError(
-            f"cuda_graph: true was given with cp = {mesh.sizes['cp']}: a graph cannot wait for "
-            "other ranks: set it to false"
-        )
-    adding = [name for name, m in model.stack.named_modules() if getattr(m, "adds_loss", False)]
-    if adding:
-        raise ValueError(
-            f"cuda_graph: true was given, but {adding[0]} adds a loss, which is read on the "
-            "host: set it to false"
-        )
+    if plan.compile:
+        compile_layers(model.stack)
+    return model

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
-from kenotron_engine.assembly import Training
 from kenotron_engine.objective import token_losses
 from kenotron_engine.sequence import NO_TARGET
+from kenotron_engine.training import Training
 
 
 @dataclass(frozen=True)

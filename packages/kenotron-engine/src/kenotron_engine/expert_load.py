@@ -16,7 +16,7 @@ from kenotron_dist import all_reduce
 from kenotron_models import Experts, ExpertsSpec, Router, expert_layers
 
 if TYPE_CHECKING:
-    from kenotron_engine.assembly import Training
+    from kenotron_engine.training import Training
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 from kenotron_data import Batch
 from kenotron_dist import Mesh, local_boxes
 from kenotron_dist.boxes import view_of
-from kenotron_engine.assembly import Records, Training
+from kenotron_engine.assembly import Records
 from kenotron_engine.step import gradient
+from kenotron_engine.training import Training
 from kenotron_optim import Slices
 
 GRADIENT_TOLERANCE = 1e-5

@@ -23,7 +23,8 @@ from kenotron_dist import (
     sum_moments,
     tensor_moments,
 )
-from kenotron_engine.assembly import Model, Training
+from kenotron_engine.assembly import Model
+from kenotron_engine.training import Training
 from kenotron_models import Context, component_of, components, reported_name
 from kenotron_optim import Slices
 from kenotron_tp import TPMode
@@ -64,11 +65,9 @@ class LayerMetrics:
         mesh, model, grads = self._training.mesh, self._training.model, self._training.grads
         names = sorted({layout.name for layout in model.layouts.values()})
         paths = {layout.name: path for path, layout in sorted(model.layouts.items())[::-1]}
-        held, layouts = {}, {}
-        for path, parameter in sorted(self._training.parameters().items()):
-            layout = model.layouts[path]
-            if layout.name not in held:
-                held[layout.name], layouts[layout.name] = parameter, layout
+        records = self._training.records()
+        held = {name: records[name][0] for name in sorted(records)}
+        layouts = {name: layout for name, (_, layout) in records.items()}
         rows = tensor_moments(held, layouts, names, mesh).cpu()
         owned = {name: grads.owned_layout(name) for name in gradient}
         gradients = tensor_moments(gradient, owned, grads.names, mesh).cpu()

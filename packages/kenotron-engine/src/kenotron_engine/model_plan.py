@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from kenotron_engine.sequence import CPMode
-from kenotron_models import DecoderSpec, Recompute, expert_layers
+from kenotron_models import DecoderSpec, ParameterScale, Recompute, expert_layers
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
@@ -42,6 +43,9 @@ class ModelPlan:
     draws: tuple[float, str] | tuple[float, str, int] | None = (0.02, "NUM_LAYERS")
     """Standard deviation of the first weights, and what scales those of residual outputs (see
     ``kenotron_models.standard_init``); None: zeros, for weights that are read later."""
+    scales: Mapping[str, ParameterScale] | None = None
+    """First values and factors of each parameter (``kenotron_models.mup_scales``), in place of
+    ``draws``; None: the standard parametrisation."""
     compile: bool = False
     """True: torch.compile makes one program of each layer's work between communications."""
     cuda_graph: bool = False

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import Mesh, all_reduce
-from kenotron_engine.assembly import Training
 from kenotron_engine.sequence import NO_TARGET
+from kenotron_engine.training import Training
 from kenotron_tp import (
     linear_cross_entropy,
     linear_cross_entropy_sum,

@@ -16,7 +16,6 @@ from torch import Tensor
 from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
-from kenotron_engine.assembly import Training
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import (
     ExpertLoad,
@@ -25,6 +24,7 @@ from kenotron_engine.expert_load import (
     forget_loads,
 )
 from kenotron_engine.objective import global_counts, loss_fn
+from kenotron_engine.training import Training
 from kenotron_optim import (
     LossScale,
     NonFinite,

@@ -17,6 +17,8 @@ from kenotron_models.families.fields import ATTENTIONS
 from kenotron_models.families.gemma import Gemma2Config, Gemma3Config
 from kenotron_models.families.glm4_moe import Glm4MoEConfig
 from kenotron_models.families.gpt_oss import GptOssConfig
+from kenotron_models.families.granite_hybrid_config import GraniteHybridConfig
+from kenotron_models.families.jamba_config import JambaConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
 from kenotron_models.families.mamba2 import Mamba2ModelConfig
@@ -31,6 +33,7 @@ from kenotron_models.families.phi3 import Phi3Config
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
+from kenotron_models.families.qwen3_next import Qwen3NextConfig
 from kenotron_models.families.smollm3 import SmolLM3Config
 from kenotron_models.families.starcoder2 import Starcoder2Config
 from kenotron_models.families.transformers_config import TransformersConfig
@@ -51,11 +54,28 @@ from kenotron_models.mamba import Mamba, MambaSpec
 from kenotron_models.mamba2 import Mamba2, Mamba2Spec
 from kenotron_models.memory import kept_bytes
 from kenotron_models.mlp import MLP, ClampedSwiGLU, MLPSpec
+from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
+from kenotron_models.mup import (
+    DepthRule,
+    Mup,
+    MupOptimizer,
+    MupRule,
+    ParameterScale,
+    mup_scales,
+)
+from kenotron_models.mup_init import mup_init, mup_table
 from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.part import Normed, Part, PartSpec, Sparse
 from kenotron_models.recompute import Recompute
-from kenotron_models.registry import FAMILIES, AnyConfig, config_from_json, family_of
+from kenotron_models.registry import (
+    FAMILIES,
+    AnyConfig,
+    config_from_json,
+    family_of,
+    model_from_json,
+    model_to_json,
+)
 from kenotron_models.reported_names import component_of, components, reported_name
 from kenotron_models.rope import Rope, rotary_angles, rotate
 from kenotron_models.rope_scaling import RopeScaling
@@ -99,8 +119,10 @@ __all__ = [
     "Gemma3Config",
     "Glm4MoEConfig",
     "GptOssConfig",
+    "GraniteHybridConfig",
     "Head",
     "HuggingFace",
+    "JambaConfig",
     "KVCache",
     "LatentAttention",
     "LatentAttentionSpec",
@@ -132,6 +154,7 @@ __all__ = [
     "Qwen2Config",
     "Qwen3Config",
     "Qwen3MoEConfig",
+    "Qwen3NextConfig",
     "RMSNorm",
     "Recompute",
     "Rope",
@@ -179,4 +202,19 @@ __all__ = [
     "transformers_tensors",
     "upcycled_config",
     "upcycled_name",
+    "AttentionScale",
+    "Fold",
+    "Multipliers",
+    "folds",
+    "multipliers_of",
+    "DepthRule",
+    "Mup",
+    "MupOptimizer",
+    "MupRule",
+    "ParameterScale",
+    "model_from_json",
+    "model_to_json",
+    "mup_init",
+    "mup_scales",
+    "mup_table",
 ]

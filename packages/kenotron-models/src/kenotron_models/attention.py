@@ -90,7 +90,7 @@ class Attention(Mixing[AttentionSpec]):
         heads, kv_heads, features = spec.heads, spec.kv_heads, spec.head_dim
         kv = Chunk(kv_heads * features, parts=kv_heads)
         asked = heads * features * (1 + spec.gate)  # of a head: its query, then its gate
-        chunks, rows = (Chunk(asked), kv, kv), asked + 2 * kv_heads * features
+        chunks, rows = (Chunk(asked, parts=heads), kv, kv), asked + 2 * kv_heads * features
         self.qkv = build.column(width, rows, bias=spec.qkv_bias, chunks=chunks)
         self.out = build.row(heads * features, width, bias=spec.out_bias)
         declare_roles(self.out, weight="residual")

@@ -38,6 +38,8 @@ class BlockSpec:
     """Where the norms of mixer and feed-forward are."""
     dropout: float = 0.0
     """Share of what each of them adds that is dropped in training."""
+    residual_scale: float = 1.0
+    """What each of them adds is multiplied with this (Granite)."""
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
@@ -71,6 +73,7 @@ class Block(nn.Module):
         self.layer, self.axis, self.recompute = layer, build.tp, recompute
         self._compiled = False
         self.dropout, self.sequence_parallel = spec.dropout, build.sequence_parallel
+        self.residual_scale = spec.residual_scale
         self.parts = tuple(part.name for part in spec.parts)
         self.mixer = None if spec.mixer is None else spec.mixer.name
         self.feed_forward = None if spec.feed_forward is None else spec.feed_forward.name
@@ -160,7 +163,9 @@ class Block(nn.Module):
         return x
 
     def _drop(self, x: Tensor, context: Context, part: str) -> Tensor:
-        return self._drop_some(x, context, part) if self.dropout else x
+        """What a part adds: dropped in part, and scaled."""
+        x = self._drop_some(x, context, part) if self.dropout else x
+        return x if self.residual_scale == 1 else x * self.residual_scale
 
     def _drop_some(self, x: Tensor, context: Context, part: str) -> Tensor:
         return drop_features(

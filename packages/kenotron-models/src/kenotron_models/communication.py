@@ -32,6 +32,7 @@ def sent_bytes(
     ep: int = 1,
     mode: TPMode = TPMode(),
     dtype: torch.dtype = torch.float32,
+    residual: torch.dtype | None = None,
     recompute: Recompute = "none",
     cut: Cut | None = None,
     way: Way = "ring",
@@ -51,12 +52,15 @@ def sent_bytes(
         ep: number of ranks over which experts are cut.
         mode: how tp ranks communicate.
         dtype: of parameters and activations.
+        residual: of the block's input, to which it adds; None: dtype.
         recompute: what is computed again.
         cut: how rows are cut over cp; None: they are whole.
         way: how attention over cut rows shares the work.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
-    batch = MicroBatch(rows=rows, sequence=sequence, mode=mode, dtype=dtype, recompute=recompute)
+    batch = MicroBatch(
+        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
+    )
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder:

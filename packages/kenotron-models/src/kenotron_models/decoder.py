@@ -30,6 +30,8 @@ class Head(ColumnParallelLinear):
 
     narrows = False
     """Whether tokens of a wider residual stream are cast to the dtype of the weight first."""
+    scale = 1.0
+    """What x is multiplied with, and so are logits."""
     cap: float | None = None
     """Logits l become cap * tanh(l / cap); None: they stay."""
 
@@ -43,10 +45,12 @@ class Head(ColumnParallelLinear):
     ) -> Tensor:
         """(T, D) -> (T, V/t), or the context's ``outputs`` of it; T is inferred if not given.
 
-        A context with ``to_loss`` gets x itself, for ``linear_cross_entropy`` and the like.
+        A context with ``to_loss`` gets x itself, scaled, for ``linear_cross_entropy`` and the like.
         """
         if self.narrows:
             x = x.to(self.weight.dtype)
+        if self.scale != 1:
+            x = x * self.scale
         if context is not None and context.to_loss:
             return x
         if tokens is None and context is not None:
@@ -130,7 +134,7 @@ def build_decoder(
         spec.hidden_size, vocab, build.tp, chunks=(chunk,), **build.mode.column, **build.storage
     )
     head.narrows = spec.residual_in_fp32
-    head.cap = spec.logit_cap
+    head.scale, head.cap = spec.logit_scale, spec.logit_cap
     declare_roles(head, weight="output")
     if spec.tie_word_embeddings:
         _tie(embedding, head)

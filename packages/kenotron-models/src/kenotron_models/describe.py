@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kenotron_dist import Partial, Placement, Shard, TensorLayout, Tie
+from kenotron_dist import Fused, Partial, Placement, Shard, TensorLayout, Tie
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import Architecture
 
@@ -79,5 +79,5 @@ def _said(placement: Placement) -> str:
         )
     if isinstance(placement, Partial):
         return f"gradient summed over {placement.axis}"
-    assert isinstance(placement, Tie)
+    assert isinstance(placement, Tie | Fused)
     return ""

@@ -141,7 +141,9 @@ class Experts(Part):
         experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
         self.router = Router(spec.router, width, build)
         how = {"bias": spec.bias, "transposed": spec.transposed}
-        first = StackedLinear(experts, width, rows, build, **how)
+        # Transposed gates and ups alternate: together they are one matrix.
+        fused = (spec.features,) * 2 if spec.gated and not spec.transposed else ()
+        first = StackedLinear(experts, width, rows, build, **how, fused=fused)
         self.add_module("gate_up" if spec.gated else "up", first)
         self.down = StackedLinear(experts, spec.features, width, build, role="residual", **how)
         self.shared = None if spec.shared is None else MLP(spec.shared, width, build)

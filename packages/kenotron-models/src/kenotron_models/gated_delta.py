@@ -26,6 +26,7 @@ from kenotron_models.norm import RMSNorm
 from kenotron_models.part import Normed
 from kenotron_models.recompute import between, whole
 from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import ScanKernel, check_kernel, delta_rule_kernel
 from kenotron_models.selective_scan import Scanned
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
 from kenotron_models.state_init import FirstSteps, LogOfDraw
@@ -57,6 +58,8 @@ class GatedDeltaSpec:
     """How biases of steps begin."""
     decays: LogOfDraw = LogOfDraw(0.01, 16.0)
     """How logarithms of decays begin."""
+    kernel: ScanKernel = "plain"
+    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and fla."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> GatedDelta:
         """Make the module; see ``PartSpec``."""
@@ -123,6 +126,8 @@ class GatedDelta(Recurrent):
         convolved = (Chunk(keys), Chunk(keys), Chunk(values))
         conv = ShortConvolution(spec.channels, spec.width, build, bias=False, chunks=convolved)
         super().__init__(conv, layer, separate_documents=spec.separate_documents)
+        if not build.shapes_only:
+            check_kernel(spec.name, spec.kernel, documents=spec.separate_documents)
         self.spec = spec
         self.key_heads, self.value_heads = spec.key_heads // ranks, spec.value_heads // ranks
         chunks = (Chunk(2 * keys + 2 * values), Chunk(2 * spec.value_heads))
@@ -173,6 +178,15 @@ class GatedDelta(Recurrent):
             return Scanned(y, state, state)
 
         return run
+
+    def whole_rows(self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None) -> Tensor:
+        """Return outputs (R, L, ...) of x (R, L, C/t), by the kernel that was chosen.
+
+        ``steps`` (R, L, ...) and ``goes_on`` (R, L), bool, are as for the plain scan.
+        """
+        if self.spec.kernel == "plain" or x.is_meta:
+            return super().whole_rows(x, steps, goes_on)
+        return delta_rule_kernel(self._read(x, steps, None, None))
 
     def state_map(
         self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None

@@ -11,6 +11,8 @@ from kenotron_models.rope_scaling import RopeScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """Types of layers, with a window and without."""
+LINEAR = "linear_attention"
+"""The type of layers with a state in place of keys and values."""
 THETA = 10000.0
 """The base where a config.json says none."""
 _OWN = {

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Partial, Placements, Roles, declare_roles
+from kenotron_dist import Chunk, Partial, Placements, Roles, declare_roles
 from kenotron_dist.autograd import all_gather_from, copy_to
 from kenotron_models.attention import Attention, AttentionSpec
 from kenotron_models.build import Build
@@ -75,16 +75,17 @@ class LatentAttention(Attention):
         self.latent, self.sequence_parallel = spec, build.sequence_parallel
         heads, kept = spec.heads, spec.head_dim - spec.turned
         queries = heads * spec.head_dim
+        of_heads = (Chunk(queries, parts=heads),)
         if spec.q_rank is None:
-            self.q = build.column(width, queries, bias=spec.qkv_bias)
+            self.q = build.column(width, queries, bias=spec.qkv_bias, chunks=of_heads)
         else:
             self.q_a = WholeLinear(width, spec.q_rank, build, bias=spec.qkv_bias)
             self.q_norm = spec.latent_norm.build(spec.q_rank, build)
-            self.q_b = build.column(spec.q_rank, queries)
+            self.q_b = build.column(spec.q_rank, queries, chunks=of_heads)
         self.kv_a = WholeLinear(width, spec.kv_rank + spec.turned, build, bias=spec.qkv_bias)
         self.kv_norm = spec.latent_norm.build(spec.kv_rank, build)
         made = heads * (kept + spec.value_features)
-        self.kv_b = build.column(spec.kv_rank, made)
+        self.kv_b = build.column(spec.kv_rank, made, chunks=(Chunk(made, parts=heads),))
         self.out = build.row(heads * spec.value_features, width, bias=spec.out_bias)
         declare_roles(self.out, weight="residual")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,11 @@ from kenotron_dist.autograd import copy_to
 from kenotron_dist.init import Constant, Initializer, Uniform
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.norm import NormSpec
 from kenotron_models.part import Normed
 from kenotron_models.recompute import between
 from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import ScanKernel, check_kernel, selective_scan_kernel
 from kenotron_models.selective_scan import Constants, selective_scan
 from kenotron_models.short_convolution import ShortConvolution, convolution_init, local_size
 from kenotron_models.state_init import FirstSteps, LogOfPlace
@@ -46,6 +48,8 @@ class MambaSpec:
     """The convolution has a bias."""
     bias: bool = False
     """Input and output projection have one."""
+    inner_norm: NormSpec | None = None
+    """Steps of rank R, B and C are normed (Jamba); None: they are not."""
     separate_documents: bool = False
     """State and convolution begin again where positions do not increase by one."""
     steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
@@ -54,6 +58,8 @@ class MambaSpec:
     """Factor of the first weights of the projection to steps, next to 1/sqrt(R)."""
     step_init: Literal["random", "constant"] = "random"
     """Whether these are drawn, or all the same."""
+    kernel: ScanKernel = "plain"
+    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba:
         """Make the module; see ``PartSpec``."""
@@ -123,19 +129,25 @@ class Mamba(Recurrent):
         layer: its number in the model, from 0.
 
     Raises:
-        ValueError: the axis does not divide C.
+        ValueError: the axis does not divide C, or the kernel cannot be used.
     """
 
     def __init__(self, spec: MambaSpec, width: int, build: Build, *, layer: int = 0) -> None:
         channels, documents = spec.channels, spec.separate_documents
         conv = ShortConvolution(channels, spec.width, build, bias=spec.conv_bias)
         super().__init__(conv, layer, separate_documents=documents)
+        if not build.shapes_only:
+            check_kernel(spec.name, spec.kernel, documents=spec.separate_documents)
         self.spec, self.axis = spec, build.tp
         both = (Chunk(channels), Chunk(channels))
         self.in_proj = build.column(width, 2 * channels, bias=spec.bias, chunks=both)
         made = spec.step_rank + 2 * spec.state
         self.x_proj = RowParallelLinear(channels, made, build.tp, **build.storage)
         self.dt_proj = StepProjection(spec, build)
+        if (inner := spec.inner_norm) is not None:  # of what is the same on all ranks of tp
+            self.dt_norm = inner.build(spec.step_rank, build, partial=False)
+            self.b_norm = inner.build(spec.state, build, partial=False)
+            self.c_norm = inner.build(spec.state, build, partial=False)
         own = local_size(Chunk(channels), build.tp.size, "channels")
         where = {"device": build.device, "dtype": state_dtype(build)}
         self.A_log = nn.Parameter(torch.zeros(own, spec.state, **where))  # (C/t, N)
@@ -165,10 +177,24 @@ class Mamba(Recurrent):
     def scan(self, x: Tensor, steps: Tensor | None) -> Scan:
         """Return the selective scan of x (R, L, C/t). Collective over tp: the sum of ``x_proj``."""
         rank, state = self.spec.step_rank, self.spec.state
-        made = copy_to(self.x_proj(x), self.axis)  # each rank's channels use all of it
+        made = self.x_proj(x)
+        if self.spec.inner_norm is not None:
+            low, b, c = made.split((rank, state, state), -1)
+            made = torch.cat([self.dt_norm(low), self.b_norm(b), self.c_norm(c)], -1)
+        made = copy_to(made, self.axis)  # each rank's channels use all of it
         low, b, c = made.split((rank, state, state), -1)
         constants = Constants(-torch.exp(self.A_log), self.D, self.dt_proj.bias)
         return partial(selective_scan, x, self.dt_proj(low), b, c, constants)
+
+    def whole_rows(self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None) -> Tensor:
+        """Return outputs (R, L, ...) of x (R, L, C/t), by the kernel that was chosen.
+
+        ``steps`` (R, L, ...) and ``goes_on`` (R, L), bool, are as for the plain scan.
+        """
+        if self.spec.kernel == "plain" or x.is_meta:
+            return super().whole_rows(x, steps, goes_on)
+        scan: Any = self.scan(x, steps)
+        return selective_scan_kernel(*scan.args)
 
     def decay(self, elapsed: Tensor) -> Tensor:
         """Return the factor of a state (R, C/t, N), of ``elapsed`` (R, C/t)."""

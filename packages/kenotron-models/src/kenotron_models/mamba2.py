@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from kenotron_models.gated_norm import GatedGroupNorm
 from kenotron_models.part import Normed
 from kenotron_models.recompute import between
 from kenotron_models.recurrent import Recurrent, Scan, project, sent_by_states, state_dtype
+from kenotron_models.scan_kernels import ScanKernel, check_kernel, structured_scan_kernel
 from kenotron_models.selective_scan import Constants
 from kenotron_models.short_convolution import ShortConvolution, convolution_init
 from kenotron_models.ssd import CHUNK, structured_scan
@@ -58,6 +59,8 @@ class Mamba2Spec:
     """Added to the mean square inside the gated norm."""
     chunk: int = CHUNK
     """Tokens that are computed as one; the numbers differ by rounding only."""
+    kernel: ScanKernel = "plain"
+    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba2:
         """Make the module; see ``PartSpec``."""
@@ -131,6 +134,8 @@ class Mamba2(Recurrent):
             spec.convolved, spec.width, build, bias=spec.conv_bias, chunks=chunks
         )
         super().__init__(conv, layer, separate_documents=spec.separate_documents)
+        if not build.shapes_only:
+            check_kernel(spec.name, spec.kernel, documents=spec.separate_documents)
         self.spec = spec
         self.heads = spec.heads // build.tp.size  # H/t
         self.groups = max(spec.groups // build.tp.size, 1)  # G/t
@@ -182,6 +187,16 @@ class Mamba2(Recurrent):
         return partial(
             structured_scan, x, steps, b, c, constants, limits=spec.step_limits, chunk=spec.chunk
         )
+
+    def whole_rows(self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None) -> Tensor:
+        """Return outputs (R, L, ...) of x (R, L, C/t), by the kernel that was chosen.
+
+        ``steps`` (R, L, ...) and ``goes_on`` (R, L), bool, are as for the plain scan.
+        """
+        if self.spec.kernel == "plain" or x.is_meta:
+            return super().whole_rows(x, steps, goes_on)
+        scan: Any = self.scan(x, steps)
+        return structured_scan_kernel(*scan.args, **scan.keywords, goes_on=goes_on)
 
     def decay(self, elapsed: Tensor) -> Tensor:
         """Return the factor of a state (R, H/t, 1, 1), of ``elapsed`` (R, H/t)."""

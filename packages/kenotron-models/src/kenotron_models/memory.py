@@ -38,6 +38,7 @@ def kept_bytes(
     tp: int = 1,
     mode: TPMode = TPMode(),
     dtype: torch.dtype = torch.float32,
+    residual: torch.dtype | None = None,
     recompute: Recompute = "none",
     fused_norms: bool = False,
 ) -> int:
@@ -54,12 +55,15 @@ def kept_bytes(
         tp: number of ranks over which features are cut.
         mode: how they communicate.
         dtype: of parameters and activations.
+        residual: of the block's input, to which it adds; None: dtype.
         recompute: what is computed again.
         fused_norms: whether RMSNorm is one kernel, as on CUDA, which keeps its input alone. A CPU
             keeps fp32 copies.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    batch = MicroBatch(rows=rows, sequence=sequence, mode=mode, dtype=dtype, recompute=recompute)
+    batch = MicroBatch(
+        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
+    )
     layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
     with OneKernel(fused_norms):
         return bytes_alive(layer, x, context)

@@ -34,6 +34,8 @@ class MicroBatch:
     """How tp ranks communicate."""
     dtype: torch.dtype = torch.float32
     """Of parameters and activations."""
+    residual: torch.dtype | None = None
+    """Of what a block reads and adds to; None: dtype."""
     recompute: Recompute = "none"
     """What is computed again in the backward."""
 
@@ -61,7 +63,8 @@ def block_on_meta(
     context = Context(places, torch.arange(batch.rows, device="meta"), dropout_key=0)
     tokens = batch.rows * batch.sequence
     held = -(-tokens // tp.size) if mode.sequence_parallel else tokens
-    x = torch.empty(held, width, dtype=batch.dtype, device="meta", requires_grad=True)
+    dtype = batch.residual or batch.dtype
+    x = torch.empty(held, width, dtype=dtype, device="meta", requires_grad=True)
     return layer, x, context
 
 

@@ -45,11 +45,11 @@ class RMSNorm(nn.Module):
             self.placements["weight"] = Partial(build.tp.name)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(..., D) -> (..., D), in the dtype of ``x``; that of a wider weight wins, as in torch."""
-        shape = self.weight.shape
-        if x.dtype == self.weight.dtype:  # one kernel on CUDA, which takes no mixed dtypes
+        """(..., D) -> (..., D), in the dtype of the weight."""
+        shape, dtype = self.weight.shape, self.weight.dtype
+        if x.dtype == dtype:  # one kernel on CUDA, which takes no mixed dtypes
             return F.rms_norm(x, shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), shape, eps=self.eps).to(x.dtype) * self.weight
+        return (F.rms_norm(x.float(), shape, eps=self.eps).to(x.dtype) * self.weight).to(dtype)
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -71,10 +71,10 @@ class OffsetRMSNorm(RMSNorm):
         self.roles: Roles = {"weight": "norm_offset"}
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(..., D) -> (..., D), in the dtype of ``x``."""
+        """(..., D) -> (..., D), in the dtype of the weight."""
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = 1 + self.weight.to(wide)  # (D,)
-        return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(x.dtype)
+        return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(self.weight.dtype)
 
 
 class LayerNorm(nn.Module):
@@ -102,9 +102,9 @@ class LayerNorm(nn.Module):
             self.placements = {"weight": own, "bias": own}
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
-        """(..., D) -> (..., D), in the dtype of ``x``."""
+        """(..., D) -> (..., D), in the dtype of the weight."""
         weight, bias = self.weight.float(), self.bias.float()
-        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(x.dtype)
+        return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(self.weight.dtype)
 
 
 class HeadsRMSNorm(nn.Module):

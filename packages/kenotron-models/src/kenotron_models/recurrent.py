@@ -112,16 +112,25 @@ class Recurrent(Part, ABC):
     ) -> Tensor:
         """Scan pieces (R, L, C/t), from the states before them."""
         goes_on = None if places is None else places > 0
-        run, cache = partial(self.scan(x, steps), goes_on=goes_on), context.cache
+        cache = context.cache
+        if cache is None and segments is None:
+            return self.whole_rows(x, steps, goes_on)
+        run = partial(self.scan(x, steps), goes_on=goes_on)
         if cache is not None:
             key, padding = (self.layer, "state"), context.padding_BS
             done = run(first=cache.state(key), real=None if padding is None else ~padding)
             cache.keep(key, done.state)
             return done.y
-        if segments is None:
-            return run().y
+        assert segments is not None  # else rows are whole
         state, factor = self.state_map(x, steps, goes_on)
         return run(first=entering_states(state, factor, segments, apply=self.passed)).y
+
+    def whole_rows(self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None) -> Tensor:
+        """Return outputs (R, L, ...) of rows x (R, L, C/t) that begin with no state.
+
+        ``steps`` (R, L, ...) and ``goes_on`` (R, L), bool, are as for ``mix`` and the scan.
+        """
+        return self.scan(x, steps)(goes_on=goes_on).y
 
     def passed(self, factor: Tensor, state: Tensor) -> Tensor:
         """Return what is left of a state (R, ...) after a piece with this factor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import reduce
 from operator import or_
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -12,6 +12,8 @@ from kenotron_models.families.deepseek_v3 import DEEPSEEK_V3
 from kenotron_models.families.gemma import GEMMA2, GEMMA3
 from kenotron_models.families.glm4_moe import GLM4_MOE
 from kenotron_models.families.gpt_oss import GPT_OSS
+from kenotron_models.families.granite_hybrid import GRANITE_HYBRID
+from kenotron_models.families.jamba import JAMBA
 from kenotron_models.families.llama import LLAMA
 from kenotron_models.families.llamoe import LLAMOE
 from kenotron_models.families.mamba import MAMBA
@@ -25,10 +27,12 @@ from kenotron_models.families.phi3 import PHI3
 from kenotron_models.families.qwen2 import QWEN2
 from kenotron_models.families.qwen3 import QWEN3
 from kenotron_models.families.qwen3_moe import QWEN3_MOE
+from kenotron_models.families.qwen3_next import QWEN3_NEXT
 from kenotron_models.families.smollm3 import SMOLLM3
 from kenotron_models.families.starcoder2 import STARCODER2
 from kenotron_models.families.transformers_config import TRANSFORMERS
 from kenotron_models.family import Family, FamilyConfig
+from kenotron_models.multipliers import Multipliers
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA,
@@ -52,10 +56,15 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA2,
     GEMMA3,
     GPT_OSS,
+    QWEN3_NEXT,
+    JAMBA,
+    GRANITE_HYBRID,
     TRANSFORMERS,
 )
 """YAML without a marker is of the family that knows most of its keys, the first of equals;
 config.json is written by the config's own family, else by the first that can say it."""
+MULTIPLIERS = "multipliers"
+"""Key of what a checkpoint says of a model next to the keys of its config."""
 if TYPE_CHECKING:
     AnyConfig = FamilyConfig
     """The config of some family: a union of all families' at run time."""
@@ -72,12 +81,35 @@ def family_of(config: FamilyConfig) -> Family:
     raise ValueError(f"{type(config).__name__} is the config of no known family: it is {known}")
 
 
+def model_to_json(config: FamilyConfig, multipliers: Multipliers) -> dict[str, Any]:
+    """Return what a checkpoint says of a model: ``asdict``, and multipliers that are not 1."""
+    more = {MULTIPLIERS: multipliers.to_json()} if multipliers.change else {}
+    return {**asdict(config), **more}
+
+
+def model_from_json(values: Mapping[str, Any]) -> tuple[FamilyConfig, Multipliers]:
+    """Return what ``model_to_json`` wrote, as JSON has it.
+
+    Raises:
+        ValueError: as ``config_from_json``, or there is a multiplier that is not known.
+    """
+    multipliers = Multipliers.from_json(values.get(MULTIPLIERS))
+    rest = {name: value for name, value in values.items() if name != MULTIPLIERS}
+    return config_from_json(rest), multipliers
+
+
 def config_from_json(values: Mapping[str, Any]) -> FamilyConfig:
     """Return the config whose ``dataclasses.asdict`` was written as JSON.
 
     Raises:
-        ValueError: it has no marker of a family, or a value is wrong.
+        ValueError: it has no marker of a family, a value is wrong, or the weights need multipliers.
     """
+    if MULTIPLIERS in values:
+        raise ValueError(
+            "the weights were trained with multipliers (use_mup), and are those of another model "
+            "without them: export them (apps/convert kenotron-to-hf), which folds them, and take "
+            "that folder"
+        )
     markers = [family.marker for family in FAMILIES]
     family = next((each for each in FAMILIES if values.get(each.marker)), None)
     if family is None:

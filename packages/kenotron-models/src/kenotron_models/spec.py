@@ -36,10 +36,14 @@ class DecoderSpec:
     """Share of embedded features that is dropped in training."""
     embedding_scale: float | None = None
     """What embedded tokens are multiplied with, rounded to the table's number format; None: 1."""
+    logit_scale: float = 1.0
+    """What the head reads is multiplied with this, and so are logits (Granite)."""
     logit_cap: float | None = None
     """Logits l become cap * tanh(l / cap); None: they stay."""
     z_loss: float = 0.0
     """Weight of the squared log of the softmax's sum in the loss (PaLM, arXiv 2204.02311)."""
+    stage_starts: tuple[int, ...] = ()
+    """Blocks (from 0) that begin a further stage of a training's pipeline; none: costs decide."""
     residual_in_fp32: bool = False
     """The residual stream is fp32, also where parameters and what layers compute are narrower."""
     bos_token_id: int | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Placements, Role, Roles, Shard, WeightQueue
+from kenotron_dist import Fused, Placements, Role, Roles, Shard, WeightQueue
 from kenotron_models.build import Build
 
 
@@ -32,6 +32,7 @@ class StackedLinear(nn.Module):
         role: role of the weight.
         bias: whether each expert has a bias.
         transposed: whether the weight is (E/n, I, O).
+        fused: sizes of the matrices whose outputs are concatenated to O.
 
     Raises:
         ValueError: ep does not divide E.
@@ -49,6 +50,7 @@ class StackedLinear(nn.Module):
         *,
         bias: bool = False,
         transposed: bool = False,
+        fused: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         axis = build.ep
@@ -63,7 +65,8 @@ class StackedLinear(nn.Module):
         whole = torch.empty(experts, *sizes, **build.storage)
         nn.init.uniform_(whole, -(inputs**-0.5), inputs**-0.5)  # as nn.Linear; nothing on meta
         self.weight = nn.Parameter(whole.chunk(axis.size)[axis.rank].clone())  # (E/n, O, I)
-        self.placements: Placements = {"weight": Shard(axis.name, 0)}
+        stacked = Shard(axis.name, 0)
+        self.placements: Placements = {"weight": (stacked, Fused(1, fused)) if fused else stacked}
         self.roles: Roles = {"weight": role}
         self.bias: nn.Parameter | None = None
         if bias:

@@ -3,22 +3,20 @@
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.clip import GlobalNorm, clip_, clip_coefficient
 from kenotron_optim.config import (
-    AdamWConfig,
     LRMultiplier,
     LRSchedulerConfig,
-    MuonConfig,
     NonFinitePolicy,
     OptimizerConfig,
-    SGDConfig,
 )
 from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
 from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
-from kenotron_optim.muon_params import whole_matrices
+from kenotron_optim.muon_params import MatrixPart, matrix_parts
 from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
 from kenotron_optim.parameter_shards import Regather
+from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.update_rule import update_rule
 
@@ -31,6 +29,7 @@ __all__ = [
     "LRSchedulerConfig",
     "LossScale",
     "LossScaleConfig",
+    "MatrixPart",
     "MuonConfig",
     "NonFinite",
     "NonFinitePolicy",
@@ -49,8 +48,8 @@ __all__ = [
     "describe",
     "find_nonfinite",
     "learning_rate",
+    "matrix_parts",
     "parameter_groups",
     "unscale_",
     "update_rule",
-    "whole_matrices",
 ]

@@ -1,8 +1,7 @@
 """fp32 gradient buffers, filled by autograd hooks and reduced to the owners' slices.
 
-The pipeline only calls ``backward``: a hook on every parameter moves its gradient to a buffer and
-frees it. Sums over data-parallel ranks start while the last backward still runs, sums that other
-placements ask for in ``finish``.
+A hook on every parameter moves its gradient to a buffer and frees it. Sums over data-parallel ranks
+start while the last backward still runs, sums that other placements ask for in ``finish``.
 """
 
 from __future__ import annotations
@@ -26,7 +25,9 @@ from kenotron_optim.checks import (
     first_owners,
     frozen_ties,
 )
-from kenotron_optim.gradient_buffers import Reduce, make_buffers
+from kenotron_optim.config import Reduce
+from kenotron_optim.data_axes import data_axes
+from kenotron_optim.gradient_buffers import make_buffers
 from kenotron_optim.gradient_hooks import GradientHooks
 from kenotron_optim.partition import (
     Bucket,
@@ -58,21 +59,19 @@ class GradAccumulator:
         fp32: buffers in fp32; otherwise in each parameter's own dtype.
         bucket_mb: parameters are reduced in buckets of about this many MiB. None: 25 on a CPU, on
             an accelerator as many as keep its links busy (see ``make_buckets``).
-        whole: logical names of tensors that one data rank owns altogether, for optimizers that
-            need whole matrices (Muon); all others are cut in a slice for each rank.
+        whole: logical names of tensors that one data rank owns altogether, not in slices.
         irregular: logical names of tensors that may get no gradient on some ranks. Their sums start
-            in ``finish``, so that ranks communicate in one order; during the backward one rank
-            would wait for others that wait for it. None: all tensors of the expert grid.
+            in ``finish``, in one order on all ranks. None: all tensors of the expert grid.
         reduce: step: gradients of all micro-batches are added first, in buffers of their full size.
-            micro_batch: those of each are reduced, and only this rank's slices are kept (ZeRO-2);
-            with several micro-batches sums are in another order. Tied, partial and ``irregular``
-            tensors keep full buffers.
+            micro_batch: those of each are reduced, and only this rank's slices are kept (ZeRO-2),
+            but for tied, partial and ``irregular`` tensors; several are summed in another order.
+        shard_ranks: so many consecutive ranks of dp (each with its cp ranks) own slices; other
+            blocks of them own the same, and sums run over these afterwards. None: all.
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
-    made later over the same parameters takes their gradients; the hooks do not keep it alive, and
-    end with it. Raises ValueError for a parameter without a layout, of another shape or not
-    contiguous, a name in ``whole`` or ``irregular`` that the model has not, a tie of which a part
-    is frozen, and for data ranks that differ. Collective over the mesh.
+    made later over the same parameters takes their gradients. Raises ValueError for a parameter
+    without a layout, of another shape or not contiguous, an unknown name in ``whole`` or
+    ``irregular``, a tie frozen in part, and data ranks that differ. Collective over the mesh.
     """
 
     def __init__(
@@ -86,42 +85,43 @@ class GradAccumulator:
         whole: Collection[str] = (),
         irregular: Collection[str] | None = None,
         reduce: Reduce = "step",
+        shard_ranks: int | None = None,
     ) -> None:
         check_parameters(parameters, layouts, mesh)
         frozen = frozen_ties(parameters, layouts, mesh)
         parameters = {path: p for path, p in parameters.items() if p.requires_grad}
         check_known(layouts, whole=whole, irregular=irregular or ())
-        self.mesh, self.parameters = mesh, parameters
+        self.mesh, self.parameters, self.shard_ranks = mesh, parameters, shard_ranks
         self.logical = first_owners(parameters, layouts)
         self.name_of = {path: layouts[path].name for path in parameters}
-        """Logical names of this stage's parameters."""
         self.layouts = {name: layouts[path] for name, path in self.logical.items()}
         self.whole = frozenset(whole)
         self.names = sorted({layout.name for layout in layouts.values()})
-        """Logical names of the whole model, the same list on every rank."""
+        """Logical names of the whole model."""
         learning = {path: each for path, each in layouts.items() if each.name not in frozen}
         self._sync = GradientSync(learning, self.logical, mesh)
         backward = {name: parameters[path] for name, path in reversed(list(self.logical.items()))}
         experts = [layout.name for layout in layouts.values() if layout.grid == "expert"]
         late = self._sync.names.union(experts if irregular is None else irregular)
-        self.buckets = order_buckets(backward, self.layouts, mesh, late, bucket_mb, whole)
+        how = bucket_mb, whole, shard_ranks
+        self.buckets = order_buckets(backward, self.layouts, mesh, late, *how)
         self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
         """Ranks that must accumulate the same tensors: with experts the whole stage."""
         check_alike([(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()], self.peers)
-        made = make_buffers(self.buckets, mesh, late, reduce, fp32=fp32)
+        made = make_buffers(
+            self.buckets, mesh, late, reduce, self.peers, fp32=fp32, shard_ranks=shard_ranks
+        )
         self._sums, self._reduction, self._bucket_of = made.sums, made.reduction, made.number
         self.buffers, self._places = made.buffers, made.places
-        """For each bucket (d, width): after ``finish`` this rank's row has the sums. On meta where
-        only slices are kept, in ``slice_sums`` (width,)."""
+        """(d, width) by bucket: after ``finish`` this rank's row has the sums. On meta where only
+        slices are kept."""
         self.slice_sums = made.sums.sums
         self._owned = {name: self._owned_view(name) for name in self.logical}
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         self._blocks: dict[str, list[Place]] = {}
         """Where the gradient of each parameter is added up."""
         self._matrices: dict[str, list[Place]] = {}
-        """Where products are added, of parameters that are taken."""
         self._taken_in: dict[str, int] = {}
-        """The backward pass in which a parameter's product was taken last."""
         self._open = False
         self._watchers: list[weakref.WeakMethod[Callable[[str], None]]] = []
         for path in self.parameters:
@@ -135,25 +135,24 @@ class GradAccumulator:
         ``zeroed``: fill the buffers with zeros, so that each gradient is added: what is captured
         once as a graph can be replayed for every micro-batch (``replayed``).
 
-        ``backwards``: how many backward passes follow, in each of which a parameter gets at most
-        one gradient. Sums over data ranks then start while the last of them runs; without it they
-        start in ``finish``. Collective over the data axes after a step that was begun so and not
-        finished. Raises ValueError unless it is a number from 1.
+        ``backwards``: how many backward passes follow, in each with at most one gradient for a
+        parameter: sums over data ranks start while the last of them runs, and else in ``finish``.
+        Collective over the data axes after a step that was begun so and not finished. Raises
+        ValueError unless it is a number from 1.
         """
         check_backwards(backwards)
-        if self._open and self._backwards is not None:
+        if unfinished := self._open and self._backwards is not None:
             self._reduction.finish()  # some ranks may have started sums that others have not
+        self._sums.start(backwards, unfinished=unfinished)
         for parameter in self.parameters.values():
             parameter.grad = None
         self._counts = dict.fromkeys(self.parameters, 0)
-        """Gradients that each parameter got in this step."""
         self._backwards, self._open, self._zeroed = backwards, True, zeroed
         if zeroed:
             if self._sums.sums:
                 raise ValueError("zeroed=True keeps whole gradients: make it with reduce='step'")
             torch._foreach_zero_([*self.buffers, *self._seconds.values()])
         self._missing = Counter(self._bucket_of.values())
-        self._sums.start()
         self._reduction.start()
 
     def replayed(self, times: int) -> None:
@@ -193,11 +192,13 @@ class GradAccumulator:
         """Layout of the slice of logical tensor ``name`` that a data rank owns (default: this)."""
         _, span = self._places[name]
         own = self.axis_of(name).rank if rank is None else rank
-        return self.layouts[name].sliced(*span.owned(own))
+        block = self.shard_ranks if self.layouts[name].grid == "dense" else None
+        return self.layouts[name].sliced(*span.owned(own), block=block)
 
     def axis_of(self, name: str) -> Axis:
-        """The axis over which the gradient of a logical tensor is reduced; its ranks own slices."""
-        return self.mesh[self.mesh.view(self.layouts[name]).data]
+        """The axis whose ranks own the slices of a logical tensor; gradients are summed over it."""
+        axes = self.mesh.view(self.layouts[name]).data
+        return data_axes(self.mesh, axes, self.shard_ranks).slices
 
     def _owned_view(self, name: str) -> Tensor:
         """What this data rank owns of a logical tensor, in its row of the buffer."""
@@ -230,9 +231,8 @@ class GradAccumulator:
     def take_products(self, paths: Iterable[str], *, anywhere: bool = False) -> list[str]:
         """Let layers add weight-gradient products into the fp32 buffers, without a gradient.
 
-        One kernel then reads the factors and updates the buffer; the product is never rounded to
-        the parameter's dtype. Layers of kenotron-tp do so for parameters that are taken here, but
-        not within compiled programs.
+        One kernel then reads the factors and updates the buffer, without a rounding to the
+        parameter's dtype. Layers of kenotron-tp do so, but not within compiled programs.
 
         Args:
             paths: parameters that one layer uses, once in a backward pass; else a step that is

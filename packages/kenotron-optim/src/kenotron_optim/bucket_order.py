@@ -9,6 +9,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from kenotron_dist import Mesh, TensorLayout
+from kenotron_optim.data_axes import data_axes
 from kenotron_optim.partition import Bucket, make_buckets
 
 
@@ -19,6 +20,7 @@ def order_buckets(
     late: Collection[str],
     cap_mb: float | None,
     whole: Collection[str],
+    shard_ranks: int | None = None,
 ) -> list[Bucket]:
     """Return buckets of tensors that are reduced over the same axes, by when they are ready.
 
@@ -29,6 +31,7 @@ def order_buckets(
         late: names of tensors whose sums cannot start during the backward; they come last.
         cap_mb: MiB of a bucket. None: see ``make_buckets``.
         whole: names of tensors that one rank owns altogether.
+        shard_ranks: see ``data_axes``.
     """
     cap_bytes = None if cap_mb is None else cap_mb * 2**20
     place = {name: i for i, name in enumerate(tensors)}
@@ -39,7 +42,9 @@ def order_buckets(
             if (name in late) is is_late:
                 by_axes.setdefault(mesh.view(layouts[name]).data, {})[name] = tensor
         runs = [
-            make_buckets(own, mesh[axes].size, cap_bytes, whole, axes)
+            make_buckets(
+                own, data_axes(mesh, axes, shard_ranks).slices.size, cap_bytes, whole, axes
+            )
             for axes, own in by_axes.items()
         ]
         buckets += _merged(runs, place)

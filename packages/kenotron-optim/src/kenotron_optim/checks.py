@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from kenotron_dist import Axis, Mesh, TensorLayout, gather_objects, local_shape
+from kenotron_optim.partition import Bucket
 
 
 def check_parameters(
@@ -74,6 +75,22 @@ def check_alike(described: Sequence[Sequence[Any]], axis: Axis) -> None:
                 f"ranks {axis.ranks[0]} and {axis.ranks[rank]} of the same {axis.name} accumulate "
                 f"different parameters, {a} and {b}: "
                 "give every rank the same ones in the same order, and freeze the same ones"
+            )
+
+
+def check_order(axis: Axis, buckets: Sequence[Bucket], order: Sequence[tuple[int, int]]) -> None:
+    """Raise ValueError on all ranks when sums of buckets started in different orders."""
+    if axis.size == 1:
+        return
+    first, *others = gather_objects(list(order), axis)
+    for rank, other in enumerate(others, 1):
+        pairs = [(a, b) for a, b in zip(first, other, strict=True) if a != b]
+        if pairs:
+            a, b = (buckets[i].spans[-1].name for _, i in pairs[0])
+            raise ValueError(
+                f"ranks {axis.ranks[0]} and {axis.ranks[rank]} of the same {axis.name} got "
+                f"gradients in different orders, {a!r} on one and {b!r} on the other: choose "
+                "reduce='step', or give those that some rank does not use as irregular"
             )
 
 

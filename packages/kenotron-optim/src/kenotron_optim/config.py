@@ -5,139 +5,19 @@ from typing import Literal, get_args
 
 from kenotron_optim.config_fields import INFINITY, choice, not_negative, raise_all, regex
 from kenotron_optim.loss_scale_config import LossScaleConfig
+from kenotron_optim.rule_config import UpdateRule
 
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
 StateDtype = Literal["float32", "bfloat16"]
+Reduce = Literal["step", "micro_batch"]
+"""When gradients are summed over data ranks."""
+Regather = Literal["layer", "step"]
+"""layer: a unit is freed after its forward and gathered again for its backward; step: it is kept
+until the update."""
 Kind = Literal["norms", "biases", "embeddings"]
 NonFinitePolicy = Literal["error", "skip", "rollback", "continue"]
 """What follows when the loss or a gradient is nan or inf."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamWConfig:
-    """AdamW (Loshchilov and Hutter, 2019), under the names that Nanotron gives its arguments.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    adam_eps: float
-    """Added to the root of the second moment."""
-    adam_beta1: float
-    """Share of the first moment that each update keeps."""
-    adam_beta2: float
-    """Share of the second moment that each update keeps."""
-    torch_adam_is_fused: bool
-    """True: one fused kernel updates all tensors; the rounding may differ in the last bit."""
-    name: Literal["adamW"] = "adamW"
-    """Marks a YAML mapping as this class."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = []
-        if self.name != "adamW":
-            found.append(f"name: {self.name!r} was given; AdamW's is 'adamW'")
-        if not 0 < self.adam_eps < INFINITY:
-            found.append(f"adam_eps: {self.adam_eps} was given; it must be finite and above 0")
-        for name, beta in (("adam_beta1", self.adam_beta1), ("adam_beta2", self.adam_beta2)):
-            if not 0 <= beta < 1:
-                found.append(f"{name}: {beta} was given; it must be at least 0 and below 1")
-        raise_all(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SGDConfig:
-    """Stochastic gradient descent; weight decay is added to the gradient.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    momentum: float = 0.0
-    """Share of the velocity that each update keeps; 0: plain descent, which has no state."""
-    dampening: float = 0.0
-    """Share of the gradient that is kept out of the velocity."""
-    nesterov: bool = False
-    """True: the gradient is looked at one step of the velocity ahead (Nesterov, 1983)."""
-    name: Literal["sgd"] = "sgd"
-    """Marks a YAML mapping as this class."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = []
-        if self.name != "sgd":
-            found.append(f"name: {self.name!r} was given; SGD's is 'sgd'")
-        for name, share in (("momentum", self.momentum), ("dampening", self.dampening)):
-            if not 0 <= share <= 1:
-                found.append(f"{name}: {share} was given; it must be from 0 to 1")
-        if self.nesterov and (self.momentum == 0 or self.dampening != 0):
-            found.append(
-                f"nesterov: true was given; it needs momentum above 0 ({self.momentum}) and "
-                f"dampening 0 ({self.dampening})"
-            )
-        raise_all(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MuonConfig:
-    """Muon for matrices inside the model (Jordan et al., 2024), AdamW for everything else.
-
-    Updates of matrices are scaled to the size of AdamW's (Liu et al., 2025), so that both take the
-    same learning rate and weight decay. Each matrix is updated by one data rank, whole.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    momentum: float = 0.95
-    """Share of the velocity that each update keeps."""
-    nesterov: bool = True
-    """True: the gradient is looked at one step of the velocity ahead (Nesterov, 1983)."""
-    ns_steps: int = 5
-    """Newton-Schulz iterations that make an update orthogonal."""
-    adamw_named_params: tuple[str, ...] = ()
-    """Regular expressions; a matrix whose whole name matches one is left to AdamW, as are embedding
-    tables and the output layer, by the roles that modules declare."""
-    adam_eps: float = 1e-8
-    """AdamW's: added to the root of the second moment."""
-    adam_beta1: float = 0.9
-    """AdamW's: share of the first moment that each update keeps."""
-    adam_beta2: float = 0.95
-    """AdamW's: share of the second moment that each update keeps."""
-    torch_adam_is_fused: bool = False
-    """AdamW's: whether one fused kernel updates all tensors."""
-    name: Literal["muon"] = "muon"
-    """Marks a YAML mapping as this class."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = []
-        if self.name != "muon":
-            found.append(f"name: {self.name!r} was given; Muon's is 'muon'")
-        if not 0 <= self.momentum < 1:
-            found.append(f"momentum: {self.momentum} was given; it must be at least 0, below 1")
-        if not 1 <= self.ns_steps < 100:
-            found.append(f"ns_steps: {self.ns_steps} was given; it must be from 1 to 99")
-        for pattern in self.adamw_named_params:
-            found += regex("adamw_named_params", pattern)
-        try:
-            self.adamw()
-        except ValueError as error:
-            found += str(error).splitlines()
-        raise_all(found)
-
-    def adamw(self) -> AdamWConfig:
-        """What updates everything that is no matrix."""
-        return AdamWConfig(
-            adam_eps=self.adam_eps,
-            adam_beta1=self.adam_beta1,
-            adam_beta2=self.adam_beta2,
-            torch_adam_is_fused=self.torch_adam_is_fused,
-        )
-
-
-UpdateRule = AdamWConfig | SGDConfig | MuonConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,10 +111,24 @@ class OptimizerConfig:
     optimizer_factory: UpdateRule = field(metadata={"discriminator": "name"})
     """The update rule and its constants; `name` says which."""
     zero_stage: int
-    """0: every data-parallel rank keeps all optimizer state; 1: each keeps its share (ZeRO-1)."""
+    """What data-parallel ranks share out among them (ZeRO). 0: nothing; 1: the optimizer's state;
+    2: gradients, too; 3: parameters, too, which a layer gathers where it uses them."""
+    reduce: Reduce = "micro_batch"
+    """When stages 2 and 3 add gradients over data ranks. `micro_batch`: after each, and slices of
+    them are kept; `step`: once, from whole gradients, in the order of stages 0 and 1 to the bit."""
+    regather: Regather = "layer"
+    """When stage 3 frees the parameters of a layer. `layer`: after its forward, and they are
+    gathered again for its backward; `step`: after the update, for speed."""
+    shard_ranks: int | None = None
+    """Hybrid sharding: so many consecutive ranks of dp own all slices, such as those of a machine;
+    other blocks of them own the same. None: all of dp does. Slices of experts stay on all ranks."""
     state_dtype: StateDtype = "float32"
     """Number format of moments and momentum between updates. `bfloat16` takes half the memory; they
     are rounded up or down at random, so that small changes add up. Masters stay float32."""
+    offload: bool = False
+    """True: masters and the optimizer's state are in host memory, of one bucket at a time on the
+    GPU, where they are updated: the same bits, and 24 bytes a parameter are copied in each step. On
+    a CPU it saves nothing."""
     weight_decay: float
     """Share of a weight taken off at each step, as a multiple of its learning rate."""
     clip_grad: float | None
@@ -264,8 +158,17 @@ class OptimizerConfig:
         found += choice("nonfinite", self.nonfinite, get_args(NonFinitePolicy))
         found += choice("state_dtype", self.state_dtype, get_args(StateDtype))
         found += not_negative("max_rollbacks", self.max_rollbacks)
-        if self.zero_stage not in (0, 1):
-            found.append(f"zero_stage: {self.zero_stage} was given; it must be 0 or 1")
+        if self.zero_stage not in range(4):
+            found.append(f"zero_stage: {self.zero_stage} was given; it must be 0, 1, 2 or 3")
+        found += choice("reduce", self.reduce, get_args(Reduce))
+        found += choice("regather", self.regather, get_args(Regather))
+        if self.regather != "layer" and self.zero_stage != 3:
+            found.append(
+                f"regather: {self.regather} was given; zero_stage {self.zero_stage} keeps all "
+                "parameters: leave it out, or set zero_stage to 3"
+            )
+        if self.shard_ranks is not None and self.shard_ranks < 1:
+            found.append(f"shard_ranks: {self.shard_ranks} was given; it must be a divisor of dp")
         if self.clip_grad is not None and not 0 < self.clip_grad < INFINITY:
             found.append(
                 f"clip_grad: {self.clip_grad} was given; it must be a finite number above 0, or "

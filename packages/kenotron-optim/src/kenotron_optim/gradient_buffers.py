@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from kenotron_dist import Mesh
+from kenotron_dist import Axis, Mesh
+from kenotron_optim.checks import check_order
+from kenotron_optim.config import Reduce
+from kenotron_optim.data_axes import data_axes
 from kenotron_optim.partition import Bucket, Span
 from kenotron_optim.reduction import Reduction
 from kenotron_optim.slice_sums import SliceSums
-
-Reduce = Literal["step", "micro_batch"]
-"""When gradients are summed over data ranks."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,14 @@ class GradientBuffers:
 
 
 def make_buffers(
-    buckets: Sequence[Bucket], mesh: Mesh, late: Collection[str], reduce: Reduce, *, fp32: bool
+    buckets: Sequence[Bucket],
+    mesh: Mesh,
+    late: Collection[str],
+    reduce: Reduce,
+    peers: Axis,
+    *,
+    fp32: bool,
+    shard_ranks: int | None = None,
 ) -> GradientBuffers:
     """Return zero buffers.
 
@@ -45,12 +52,14 @@ def make_buffers(
         mesh: the mesh.
         late: logical names whose sums start when a step is over: their buckets are kept whole.
         reduce: whether the others are.
+        peers: ranks that must add gradients in the same order.
         fp32: buffers in fp32, else in the dtype of their parameters.
+        shard_ranks: see ``data_axes``.
     """
-    axes = [mesh[bucket.axes] for bucket in buckets]
+    axes = [data_axes(mesh, bucket.axes, shard_ranks) for bucket in buckets]
     early = [not any(span.name in late for span in bucket.spans) for bucket in buckets]
     leaves = [
-        reduce == "micro_batch" and is_early and axis.size > 1
+        reduce == "micro_batch" and is_early and axis.slices.size > 1
         for is_early, axis in zip(early, axes, strict=True)
     ]
     stays = [not slices for slices in leaves]
@@ -64,6 +73,7 @@ def make_buffers(
         [buffer.dtype for buffer in compress(buffers, leaves)],
         list(compress(axes, leaves)),
         device,
+        partial(check_order, peers, list(compress(buckets, leaves))),
     )
     whole = list(compress(buffers, stays)), list(compress(axes, stays))
     return GradientBuffers(

@@ -20,7 +20,7 @@ def gather_gradients(accumulator: GradAccumulator, slices: Slices) -> dict[Piece
     found: dict[Piece, Tensor] = {}
     handles = []
     for bucket, rows in zip(accumulator.buckets, accumulator.buffers, strict=True):
-        axis = accumulator.mesh[bucket.axes]
+        axis = accumulator.axis_of(bucket.spans[0].name)
         if rows.dtype != torch.float32:
             rows = bucket.buffer(torch.float32, rows.device)
         for span in bucket.spans:

@@ -45,6 +45,7 @@ def parameter_groups(
     exclude_kinds: Collection[Kind] = (),
     layouts: Mapping[str, TensorLayout] | None = None,
     lr_multipliers: Sequence[LRMultiplier] = (),
+    factors_of: Mapping[str, tuple[float, float]] | None = None,
 ) -> list[ParameterGroup]:
     """Sort all parameters of a model into groups with the same options.
 
@@ -58,9 +59,11 @@ def parameter_groups(
         layouts: layouts of the whole model, for ``exclude_kinds``.
         lr_multipliers: factors of learning rates by regular expressions for whole names; the first
             that matches a name counts.
+        factors_of: further factors of learning rate and weight decay by name; None: all are 1.
 
     Returns groups that are not empty: first those without multiplier, then in the order of the
-    rules; with weight decay before without. Names keep their order.
+    rules; with weight decay before without. Those that further factors make follow.
+    Names keep their order.
 
     Raises ValueError for a pattern that no name matches, for a multiplier that earlier ones leave
     nothing to, and for kinds without ``layouts``.
@@ -88,7 +91,9 @@ def parameter_groups(
         (factor, decay): [] for factor in order for decay in (weight_decay, 0.0)
     }
     for name in names:
-        members[factors.get(name, 1.0), 0.0 if name in free else weight_decay].append(name)
+        lr, shrink = (1.0, 1.0) if factors_of is None else factors_of[name]
+        decay = 0.0 if name in free else weight_decay * shrink
+        members.setdefault((factors.get(name, 1.0) * lr, decay), []).append(name)
     return [
         ParameterGroup(tuple(own), decay, factor) for (factor, decay), own in members.items() if own
     ]

@@ -10,37 +10,27 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kenotron_dist import gather_pieces
+from kenotron_dist.weight_products import current_backward
 from kenotron_optim.accumulate import GradAccumulator
-from kenotron_optim.parameter_gather import ParameterGathers, Pieces
-
-Regather = Literal["layer", "step"]
-"""layer: a unit is freed after its forward and gathered again for its backward; step: it is kept
-until the update."""
-
-
-@dataclass(eq=False)
-class _Unit:
-    """A module, and what it needs."""
-
-    place: int
-    """In the order of the forward."""
-    groups: list[int]
-    """Groups of parameters that it reads."""
-    paths: frozenset[str]
-    """Its own parameters that learn."""
-    left: set[str] = field(default_factory=set)
-    """Those without a gradient in the backward that runs."""
-    waiting: int = 0
-    """Backwards for which it was gathered and is not freed."""
+from kenotron_optim.config import Regather
+from kenotron_optim.parameter_gather import Group, ParameterGathers, Pieces
+from kenotron_optim.units import (
+    GradientCalls,
+    Once,
+    Unit,
+    UnitHook,
+    has_memory,
+    is_opaque,
+    no_leaf,
+)
 
 
 class ParameterShards(ParameterGathers):
@@ -62,11 +52,14 @@ class ParameterShards(ParameterGathers):
     ) -> None:
         super().__init__(accumulator, gathers=True)
         self._regather, self._masters = regather, masters
-        self._units: list[_Unit] = []
-        self._units_of: dict[str, list[_Unit]] = {}
+        self._units: list[Unit] = []
+        self._units_of: dict[str, list[Unit]] = {}
         """Those that a parameter is in."""
         self._held: list[int] = []
         """Uses of each group that are not over."""
+        self._gradients = GradientCalls()
+        self._storages: set[int] = set()
+        """Of parameters, which stay the same while their memory comes and goes."""
         self._there: set[int] = set()
         """Groups that have memory; those that fly are among them."""
 
@@ -90,26 +83,43 @@ class ParameterShards(ParameterGathers):
                     "ZeRO stage 3 gathers in hooks: compile its submodules, or choose stage 2"
                 )
         for path, parameter in self._accumulator.parameters.items():
-            if parameter.untyped_storage().nbytes() != parameter.nbytes:
+            if parameter.untyped_storage().nbytes() not in (0, parameter.nbytes):
                 raise ValueError(
                     f"parameter {path!r} is a part of a larger memory, which ZeRO stage 3 cannot "
                     "free: give it memory of its own, or choose stage 2"
                 )
         super().overlap_forward(modules)
         self._found = None  # of other groups
-        self._pieces()  # while parameters have memory
+        self._pieces()
         self._held, self._there = [0] * len(self.groups), set(range(len(self.groups)))
         paths = self._accumulator.parameters
+        self._storages = {p.untyped_storage()._cdata for p in paths.values()}
         for place, (module, groups) in enumerate(self._readers):
             own = {id(parameter) for parameter in module.parameters()}
-            unit = _Unit(place, groups, frozenset(p for p, x in paths.items() if id(x) in own))
+            unit = Unit(place, groups, frozenset(p for p, x in paths.items() if id(x) in own))
             self._units.append(unit)
             for path in unit.paths:
                 self._units_of.setdefault(path, []).append(unit)
-            module.register_forward_pre_hook(_Hook(self._before_forward, unit))
-            module.register_forward_hook(_Hook(self._after_forward, unit))
+            module.register_forward_pre_hook(UnitHook(self._before_forward, unit))
+            module.register_forward_hook(UnitHook(self._after_forward, unit), always_call=True)
+            module.register_state_dict_pre_hook(UnitHook(self._before_state_dict, unit))
+            module.register_load_state_dict_pre_hook(UnitHook(self._before_state_dict, unit))
         self._accumulator.watch(weakref.WeakMethod(self._got_gradient))
         self.publish(self._masters)
+
+    @torch.no_grad()
+    def fill(self, write: Callable[[nn.Module], None]) -> None:
+        """Let each unit have memory while it is written, and keep what this rank owns of it."""
+        for module, groups in self._readers:
+            for group in groups:
+                self._give_memory(self.groups[group])
+            write(module)
+            for group in groups:
+                data, pieces = self._pieces()[group]
+                for name, own in pieces[data.rank].items():
+                    if (master := self._masters.get((name, data.rank))) is not None:
+                        master.view(-1).copy_(own)
+                self._take_memory(self.groups[group])
 
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
         """Take other masters, by (logical name, data rank); the next uses gather them."""
@@ -138,44 +148,73 @@ class ParameterShards(ParameterGathers):
             self._start(group)
         self.wait_for(self._flying)
 
-    def _before_forward(self, unit: _Unit, module: nn.Module, args: Any) -> None:
-        self._enter(unit, unit.place + 1)
+    def _before_forward(self, unit: Unit, module: nn.Module, args: Any) -> Any:
+        # One that is computed again within a backward is followed by no forward.
+        self._enter(unit, unit.place + 1 if current_backward() < 0 else -1)
+        return tree_map_only(Tensor, no_leaf, args) if torch.is_grad_enabled() else None
 
-    def _after_forward(self, unit: _Unit, module: nn.Module, args: Any, output: Any) -> None:
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """Also after an exception, which has no output."""
+        leaves = tree_leaves(output)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        hides = torch.is_grad_enabled() and any(map(is_opaque, leaves))
         differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        # Who hands on what it was given leaves its work, and its parameters, to a later reader.
-        reads_later = any(x is y for x in tensors for y in tree_leaves(args))
-        if reads_later:
+        # Who hands on what it was given, or a parameter, leaves its work to a later reader.
+        reads_later = any(x is y for x in tensors for y in tree_leaves(args)) or any(
+            x.untyped_storage()._cdata in self._storages for x in tensors
+        )
+        if hides or reads_later:
+            differentiates |= hides
             self._await_gradients(unit) if differentiates else None
             return
         if differentiates:
-            once = _Once(partial(self._before_backward, unit))
+            inputs = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.requires_grad]
+            unit.by_input = len(inputs) == 1 and bool(unit.paths)
+            for x in inputs if unit.by_input else ():
+                self._gradients.call(x, partial(self._after_backward, unit), first=True)
+            once = Once(partial(self._before_backward, unit))
             for x in tensors:
                 if x.requires_grad:
-                    x.register_hook(once)
+                    self._gradients.call(x, once)
         self._leave(unit)
 
-    def _before_backward(self, unit: _Unit) -> None:
-        if unit.paths:
+    def _before_state_dict(self, unit: Unit, *_: Any) -> None:
+        paths = self._accumulator.parameters
+        hollow = [path for path in sorted(unit.paths) if not has_memory(paths[path])]
+        if hollow:
+            raise RuntimeError(
+                f"state_dict with ZeRO stage 3: parameter {hollow[0]!r} has no memory; call "
+                "wait_for_parameters() before, and reload() after load_state_dict()"
+            )
+
+    def _before_backward(self, unit: Unit) -> None:
+        if unit.by_input:
+            unit.waiting += 1
+        elif unit.paths:
             self._await_gradients(unit)
+        if unit.paths:
             self._enter(unit, unit.place - 1)
 
-    def _await_gradients(self, unit: _Unit) -> None:
+    def _after_backward(self, unit: Unit) -> None:
+        if unit.waiting:
+            unit.waiting -= 1
+            self._leave(unit)
+
+    def _await_gradients(self, unit: Unit) -> None:
         unit.left = unit.left or set(unit.paths)
         unit.waiting += 1
 
     def _got_gradient(self, path: str) -> None:
         """A unit whose parameters all have a gradient is done with its backward."""
         for unit in self._units_of.get(path, ()):
-            if unit.waiting and path in unit.left:
+            if unit.waiting and not unit.by_input and path in unit.left:
                 unit.left.discard(path)
                 if not unit.left:
                     unit.waiting -= 1
                     unit.left = set(unit.paths) if unit.waiting else set()
                     self._leave(unit)
 
-    def _enter(self, unit: _Unit, following: int) -> None:
+    def _enter(self, unit: Unit, following: int) -> None:
         """Wait for a unit's parameters, and start gathering those of the next one."""
         for group in unit.groups:
             self._held[group] += 1
@@ -185,7 +224,7 @@ class ParameterShards(ParameterGathers):
             for group in self._units[following].groups:
                 self._start(group)
 
-    def _leave(self, unit: _Unit) -> None:
+    def _leave(self, unit: Unit) -> None:
         for group in unit.groups:
             self._held[group] = max(self._held[group] - 1, 0)
             if not self._held[group] and self._regather == "layer":
@@ -197,9 +236,7 @@ class ParameterShards(ParameterGathers):
         if group in self._there:
             return
         self._there.add(group)
-        for span in self.groups[group]:
-            parameter = self._parameter(span.name)
-            parameter.untyped_storage().resize_(parameter.nbytes)
+        self._give_memory(self.groups[group])
         data, pieces = self._pieces()[group]
         for name, own in pieces[data.rank].items():
             if (master := self._masters.get((name, data.rank))) is not None:
@@ -210,7 +247,15 @@ class ParameterShards(ParameterGathers):
     def _empty(self, group: int) -> None:
         self.wait_for([group])
         self._there.discard(group)
-        for span in self.groups[group]:
+        self._take_memory(self.groups[group])
+
+    def _give_memory(self, group: Group) -> None:
+        for span in group:
+            parameter = self._parameter(span.name)
+            parameter.untyped_storage().resize_(parameter.nbytes)
+
+    def _take_memory(self, group: Group) -> None:
+        for span in group:
             self._parameter(span.name).untyped_storage().resize_(0)
 
     def _pieces(self) -> list[Pieces]:
@@ -218,6 +263,16 @@ class ParameterShards(ParameterGathers):
         if self._found is None or self._found[0] is not self.groups:
             self._found = self.groups, self._find_pieces()
         return self._found[1]
+
+    def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
+        """Views of storages, which must have memory while they are made."""
+        hollow = [
+            span for span in group if not self._parameter(span.name).untyped_storage().nbytes()
+        ]
+        self._give_memory(tuple(hollow))
+        found = super()._ranges(group, rank)
+        self._take_memory(tuple(hollow))
+        return found
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._accumulator.parameters[self._accumulator.logical[name]]
@@ -230,36 +285,3 @@ def check_whole(whole: bool) -> None:
             "reload() with ZeRO stage 3: parameters have no memory; write into "
             "parameter_slices(), or call wait_for_parameters() and change them"
         )
-
-
-class _Hook:
-    """A hook of a module for one unit, which does not keep the parameters' owner alive.
-
-    A deep copy of the module, which has other parameters, has a hook that does nothing.
-    """
-
-    def __init__(self, function: Callable[..., None], unit: _Unit) -> None:
-        self._function, self._unit = weakref.WeakMethod(function), unit
-
-    def __call__(self, *args: Any) -> None:
-        if (function := self._function()) is not None:
-            function(self._unit, *args)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-class _Once:
-    """A hook of tensors that runs with the first of their gradients."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-
-    def __call__(self, gradient: Tensor) -> None:
-        function, self._function = self._function, None
-        if function is not None:
-            function()

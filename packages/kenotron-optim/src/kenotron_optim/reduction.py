@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Handle, sum_rows
+from kenotron_dist import Axis, Handle
+from kenotron_optim.data_axes import DataAxes, sum_slices
 
 _IN_FLIGHT = 2
 """Sums that travel at once on gloo: while one is added up, the next one arrives. Others need no
@@ -25,10 +26,10 @@ class Reduction:
     whatever the order in which their gradients come.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], axes: Sequence[Axis], early: int) -> None:
+    def __init__(self, buffers: Sequence[Tensor], axes: Sequence[DataAxes], early: int) -> None:
         self._buffers, self._axes = buffers, axes
-        self._early = early if any(axis.size > 1 for axis in axes) else 0
-        arriving = (b.nbytes // axis.size * (axis.size - 1) for b, axis in self._summed())
+        self._early = early if any(axis.slices.size > 1 or axis.replicas for axis in axes) else 0
+        arriving = (b.nbytes // len(b) * (len(b) - 1) for b in buffers)
         self._largest = max(arriving, default=0)
         """Bytes that arrive for the largest buffer."""
         self._rooms = [torch.empty(0)] * _IN_FLIGHT
@@ -59,14 +60,11 @@ class Reduction:
             handle.wait()
         self._flying.clear()
 
-    def _summed(self) -> Iterator[tuple[Tensor, Axis]]:
-        return zip(self._buffers, self._axes, strict=True)
-
     def _start_next(self) -> None:
         buffer, axis = self._buffers[self._started], self._axes[self._started]
-        if axis.backend == "gloo" and len(self._flying) == _IN_FLIGHT:
+        if axis.slices.backend == "gloo" and len(self._flying) == _IN_FLIGHT:
             self._flying.popleft().wait()
-        self._flying.append(sum_rows(buffer, axis, self._room(buffer, axis)))
+        self._flying.append(sum_slices(buffer, axis, self._room(buffer, axis.slices)))
         self._started += 1
 
     def _room(self, buffer: Tensor, axis: Axis) -> Tensor | None:

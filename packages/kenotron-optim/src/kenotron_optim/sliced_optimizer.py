@@ -10,28 +10,27 @@ the master of an fp32 parameter is the parameter's own memory; others have a cop
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from kenotron_dist import TensorLayout
 from kenotron_dist.gradients import scale_by
+from kenotron_optim import torch_groups
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.compact_state import compact_state
+from kenotron_optim.config import Regather
 from kenotron_optim.fused import deciding, is_fused
 from kenotron_optim.gradient_gather import gather_gradients
 from kenotron_optim.groups import ParameterGroup
+from kenotron_optim.masters import range_of
+from kenotron_optim.offload import DeviceState, HostState
 from kenotron_optim.parameter_gather import ParameterGathers
-from kenotron_optim.parameter_shards import ParameterShards, Regather, check_whole
-from kenotron_optim.partition import Span
+from kenotron_optim.parameter_shards import ParameterShards, check_whole
 from kenotron_optim.state_creation import create_state
-from kenotron_optim.torch_groups import Piece, check_elementwise, check_names, options_of
-
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizers]
-"""Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones for slices,
-any for groups that are marked ``whole``, whose tensors have the parameters' own shapes."""
+from kenotron_optim.torch_groups import MakeOptimizer, Piece, check_names, options_of, state_of
+from kenotron_optim.update_rule import exchange_of
 
 
 class SlicedOptimizer:
@@ -39,11 +38,13 @@ class SlicedOptimizer:
 
     Arguments:
         accumulator: has the parameters, their layouts and buckets.
-        make_optimizer: builds the update rule; its state must have the shape of what it updates.
+        make_optimizer: builds the update rule (``update_rule``, or any); its state must have the
+            shape of what it updates.
         groups: options by logical name; names of other stages are passed over.
         stage: 0 to 3 (see above).
         state_dtype: float32, or bfloat16: see ``compact_state``.
         regather: with stage 3, when parameters are freed; see ``ParameterShards``.
+        offload: whether masters and state are in host memory between updates; see ``HostState``.
 
     Raises ValueError for another stage or dtype, stage 0 without whole gradients, a parameter of
     this stage that is in no group or in two, and a name that the model has not.
@@ -57,31 +58,23 @@ class SlicedOptimizer:
         stage: int = 1,
         state_dtype: torch.dtype = torch.float32,
         regather: Regather = "layer",
+        *,
+        offload: bool = False,
     ) -> None:
-        if stage not in range(4):
-            raise ValueError(f"ZeRO stage {stage} is not available: choose 0, 1, 2 or 3")
-        if stage == 0 and accumulator.slice_sums:
-            raise ValueError(
-                "ZeRO stage 0 gathers gradients, of which the accumulator keeps slices alone: make "
-                "it with reduce='step', or choose another stage"
-            )
         self._accumulator, self.stage = accumulator, stage
         self._axes = {span.name: accumulator.axis_of(span.name) for _, span in accumulator.spans()}
-        self.masters: dict[Piece, Tensor] = {
-            (span.name, rank): self._slice(span, rank)
-            for _, span in accumulator.spans()
-            for axis in [self._axes[span.name]]
-            for rank in ([axis.rank] if stage else range(axis.size))
-            if span.owned(rank)[0] < span.owned(rank)[1]
-        }
+        self._memory = HostState(accumulator.mesh.device) if offload else DeviceState()
+        self.masters = self._memory.make_masters(accumulator, stage)
         whole = {span.name for _, span in accumulator.spans() if span.owner is not None}
         check_names(groups, accumulator.names)
-        options = options_of(groups, self.masters, whole)
+        self._exchange = exchange_of(make_optimizer, accumulator, whole=stage == 0)
+        options = options_of(groups, self.masters, whole, self._exchange)
         made = make_optimizer(options) if options else []  # a rank may own nothing
         self._inner = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
-        check_elementwise(self._inner)
+        torch_groups.check_elementwise(self._inner)
+        self._memory.attach(self._inner)
         self._gathers = (
-            ParameterShards(accumulator, regather, self.masters)
+            ParameterShards(accumulator, regather, self._memory.values)
             if stage == 3
             else ParameterGathers(accumulator, gathers=stage > 0)
         )
@@ -110,8 +103,7 @@ class SlicedOptimizer:
             blocked: bool scalar, the same on all ranks; true: nothing changes. Once that is known
                 on the host, call ``left_out``.
 
-        Raises:
-            ValueError: the rate is negative or not finite.
+        Raises ValueError for a rate that is negative or not finite.
         """
         if not 0 <= lr < float("inf"):
             raise ValueError(f"lr {lr} must be finite and not negative")
@@ -134,9 +126,12 @@ class SlicedOptimizer:
         parameters may be in flight when it returns; with stage 3 they are freed until their use.
         """
         self._loaded = {}
-        self._gathers.publish(self.masters)
+        self._memory.write_values()
+        self._gathers.publish(self._memory.values)
 
-    def overlap_forward(self, modules: Iterable[nn.Module]) -> None:
+    def overlap_forward(
+        self, modules: Iterable[nn.Module], fill: Callable[[nn.Module], None] | None = None
+    ) -> None:
         """Let updated parameters travel behind the next forward of ``modules``.
 
         From now on ``step`` and ``publish`` return before all-gathers have ended. A pre-hook on
@@ -150,21 +145,36 @@ class SlicedOptimizer:
         Args:
             modules: all that have parameters, in the order of the forward, the same on all data
                 ranks, such as the layers. Collective over the data axes.
+            fill: with stage 3, gives a module its first values. It is called with one after the
+                other, and no other has memory then: parameters may have had none so far
+                (``kenotron_dist.materialize``).
 
         Raises:
-            ValueError: a parameter belongs to none of the modules, or data ranks differ; with
-                stage 3 also a module that is compiled itself, and a parameter that is a part of a
-                larger memory.
+            ValueError: a parameter belongs to none of the modules, or data ranks differ; ``fill``
+                with another stage than 3; with stage 3 also a module that is compiled itself, and a
+                parameter that is a part of a larger memory.
         """
         self._gathers.overlap_forward(modules)
+        if isinstance(self._gathers, ParameterShards) and fill is not None:
+            self._gathers.fill(fill)
+            self._memory.read_values()
+        elif fill is not None:
+            raise ValueError(
+                f"fill was given with ZeRO stage {self.stage}, whose masters are taken from the "
+                "parameters when the optimizer is made: fill the modules before"
+            )
 
     def wait_for_parameters(self) -> None:
         """Wait until all parameters are complete: on NCCL the current stream does, not the host.
 
-        May be called at any time; no-op where nothing is in flight. With stage 3 it is collective
-        over the data axes, and all parameters have memory until they are used or updated next.
+        No-op where nothing is in flight. With stage 3 it is collective over the data axes, and all
+        parameters have memory until they are used or updated next.
         """
         self._gathers.wait()
+
+    def settle(self) -> None:
+        """Wait for what is in flight. With stage 3 parameters without memory stay so."""
+        self._gathers.settle()
 
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
         """This rank's own slices as logical tensors, by name, and their layouts.
@@ -207,8 +217,8 @@ class SlicedOptimizer:
         What is written into them counts if ``reload`` is called before the next update.
         """
         self._loaded = {
-            name: master.detach().view(-1).to(self._parameter(name).dtype)
-            for (name, _), master in self.masters.items()
+            name: values.detach().view(-1).to(self._parameter(name).dtype)
+            for (name, _), values in self._memory.values.items()
         }
         layout = self._accumulator.owned_layout
         return {name: (values, layout(name)) for name, values in self._loaded.items()}
@@ -224,8 +234,8 @@ class SlicedOptimizer:
         spans = {span.name: span for _, span in self._accumulator.spans()}
         for (name, rank), master in self.masters.items():
             loaded = self._loaded.get(name)
-            values = self._slice(spans[name], rank).detach() if loaded is None else loaded
-            master.data.copy_(values.view(master.shape))
+            values = range_of(self._accumulator, spans[name], rank) if loaded is None else loaded
+            self._memory.kept(master).copy_(values.view(master.shape))
         if self.stage == 3:
             self.publish()
 
@@ -237,7 +247,7 @@ class SlicedOptimizer:
         """
         self._gathers.settle()
         self._prepared = True
-        create_state(self._inner, list(self.masters.values()), self._advance)
+        create_state(self._inner, list(self.masters.values()), self._advance, self._memory.held)
 
     @property
     def steps(self) -> int:
@@ -247,9 +257,10 @@ class SlicedOptimizer:
     @steps.setter
     def steps(self, steps: int) -> None:
         self._steps = steps
-        for master in self.masters.values():
-            if "step" in (state := self._state(master)):
-                state["step"].fill_(float(steps))
+        for optimizer in self._inner:
+            for state in optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(float(steps))
 
     def left_out(self) -> None:
         """Do not count the last step: it was blocked."""
@@ -259,7 +270,7 @@ class SlicedOptimizer:
         for optimizer in self._inner:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group["lr_multiplier"]
-        if all(map(is_fused, self._inner)):
+        if self._exchange is None and all(map(is_fused, self._inner)):
             for optimizer in self._inner:
                 with deciding(optimizer, coefficient, blocked):
                     self._advance(optimizer)
@@ -268,33 +279,21 @@ class SlicedOptimizer:
                 scale_by([m.grad for m in self.masters.values() if m.grad is not None], coefficient)
             for optimizer in self._inner:
                 self._advance(optimizer)
+            if self._exchange is not None:
+                self._exchange.update(self.masters, self._inner, self._memory.held)
 
     def _advance(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._compact is not None:
-            return self._compact.step(optimizer, self._steps + 1)
-        optimizer.step()
-
-    def _state(self, master: Tensor) -> dict[str, Any]:
-        return next((each.state[master] for each in self._inner if master in each.state), {})
+        if self._compact is None:
+            return self._memory.advance(optimizer, lambda each: each.step())
+        self._memory.advance(optimizer, partial(self._compact.step, number=self._steps + 1))
 
     def _tensors(self) -> Iterable[tuple[str, Piece, Tensor]]:
         for piece, master in self.masters.items():
-            yield "master", piece, master.detach().view(-1)
-            for key, entry in self._state(master).items():
-                if isinstance(entry, Tensor) and entry.shape == master.shape and key != "step":
-                    yield key, piece, entry.view(-1)
+            for kind, tensor in [("master", master), *state_of(self._inner, master)]:
+                yield kind, piece, self._memory.kept(tensor).view(-1)
 
     def _layout(self, kind: str, name: str, rank: int) -> TensorLayout:
         return self._accumulator.owned_layout(name, rank).renamed(f"optimizer.{kind}.{name}")
-
-    def _slice(self, span: Span, rank: int) -> Tensor:
-        """A leaf with what a rank owns, in fp32: where the parameter is, if it has that dtype."""
-        parameter = self._parameter(span.name).detach()
-        if span.owner is None:
-            start, stop = span.owned(rank)
-            parameter = parameter.view(-1)[start:stop]
-        # With stage 3 the parameter's memory goes, and the master stays.
-        return parameter.to(torch.float32, copy=self.stage == 3).requires_grad_()
 
     def _parameter(self, name: str) -> Tensor:
         return self._accumulator.parameters[self._accumulator.logical[name]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -10,10 +11,15 @@ from torch import Tensor
 from kenotron_optim.torch_groups import batches
 
 Advance = Callable[[torch.optim.Optimizer], None]
+Held = Callable[[Sequence[Tensor]], AbstractContextManager[None]]
+"""Within the context masters and their state have memory (``kenotron_optim.offload``)."""
 
 
 def create_state(
-    optimizers: Sequence[torch.optim.Optimizer], masters: Sequence[Tensor], advance: Advance
+    optimizers: Sequence[torch.optim.Optimizer],
+    masters: Sequence[Tensor],
+    advance: Advance,
+    held: Held,
 ) -> None:
     """Let torch create all state by updates that are undone; then it is all zero.
 
@@ -23,6 +29,7 @@ def create_state(
         optimizers: over the masters.
         masters: fp32 leaves of any shape.
         advance: updates the masters of an optimizer's groups.
+        held: gives masters memory.
     """
     limit = max((master.nbytes for master in masters), default=0)
     for optimizer in optimizers:
@@ -31,7 +38,8 @@ def create_state(
             for group in groups:
                 for batch in batches(group["params"], limit):
                     optimizer.param_groups = [{**group, "params": batch, "lr": 0.0}]
-                    _create(optimizer, batch, advance)
+                    with held(batch):
+                        _create(optimizer, batch, advance)
         finally:
             optimizer.param_groups = groups
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,10 @@ NOT_ELEMENTWISE = frozenset({"Adafactor", "LBFGS", "Muon"})
 """Rules of torch whose update of an element depends on the rest of its tensor."""
 Piece = tuple[str, int]
 """(logical name, data rank whose slice it is)"""
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizers]
+"""Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones for slices,
+any for groups that are marked ``whole``, whose tensors have the parameters' own shapes."""
 
 
 def check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> None:
@@ -29,7 +33,10 @@ def check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> Non
 
 
 def options_of(
-    groups: Sequence[ParameterGroup], masters: Mapping[Piece, Tensor], whole: Collection[str]
+    groups: Sequence[ParameterGroup],
+    masters: Mapping[Piece, Tensor],
+    whole: Collection[str],
+    matrices: Container[str] | None,
 ) -> list[dict[str, Any]]:
     """torch parameter groups over the masters, each piece in the group of its name."""
     pieces: dict[str, list[Tensor]] = {}
@@ -37,8 +44,11 @@ def options_of(
         pieces.setdefault(name, []).append(master)
     options = []
     for group in groups:
-        for uncut in (False, True):
-            names = [name for name in group.names if (name in whole) is uncut]
+        kinds = {
+            name: (name in whole, matrices is not None and name in matrices) for name in group.names
+        }
+        for uncut, is_matrix in sorted(set(kinds.values())):
+            names = [name for name, kind in kinds.items() if kind == (uncut, is_matrix)]
             own = [master for name in names for master in pieces.pop(name, [])]
             if own:
                 options.append(
@@ -47,6 +57,7 @@ def options_of(
                         "weight_decay": group.weight_decay,
                         "lr_multiplier": group.lr_multiplier,  # torch keeps keys of others
                         "whole": uncut,
+                        "matrices": is_matrix,
                     }
                 )
     if pieces:
@@ -79,3 +90,15 @@ def batches(masters: Sequence[Tensor], limit: int) -> Iterable[list[Tensor]]:
         filled += master.nbytes
     if batch:
         yield batch
+
+
+def state_of(
+    optimizers: Iterable[torch.optim.Optimizer], master: Tensor
+) -> list[tuple[str, Tensor]]:
+    """Return the state of a master that has its shape, by kind: moments, not a count of steps."""
+    state = next((each.state[master] for each in optimizers if master in each.state), {})
+    return [
+        (kind, entry)
+        for kind, entry in state.items()
+        if isinstance(entry, Tensor) and entry.shape == master.shape and kind != "step"
+    ]

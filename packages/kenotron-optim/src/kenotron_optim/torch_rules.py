@@ -13,24 +13,20 @@ import torch
 from torch.optim import Optimizer
 
 
-class _Uncompiled(Optimizer):
+class Uncompiled(Optimizer):
+    """``torch.optim.Optimizer``."""
+
     add_param_group = inspect.unwrap(Optimizer.add_param_group)
     zero_grad = inspect.unwrap(Optimizer.zero_grad)
 
 
-class AdamW(_Uncompiled, torch.optim.AdamW):
+class AdamW(Uncompiled, torch.optim.AdamW):
     """``torch.optim.AdamW``."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-class SGD(_Uncompiled, torch.optim.SGD):
+class SGD(Uncompiled, torch.optim.SGD):
     """``torch.optim.SGD``."""
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
-
-
-class Muon(_Uncompiled, torch.optim.Muon):
-    """``torch.optim.Muon``."""
-
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Muon.step))

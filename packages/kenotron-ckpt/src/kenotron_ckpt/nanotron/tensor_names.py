@@ -144,5 +144,12 @@ def model_config(config: Mapping[str, Any], config_text: str) -> dict[str, Any]:
         found["is_llama_config"] = True
         found.pop("moe_config", None)  # without a layer
     if any(line.strip() == "use_mup: true" for line in config_text.splitlines()):
-        found["use_mup"] = True  # attention was scaled by 1/d, not 1/sqrt(d)
+        found["multipliers"] = _of_mup(config)
     return found
+
+
+def _of_mup(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Multipliers of a run with use_mup: scores were divided by the features of a head."""
+    features = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    scores = [1 / features / features**-0.5] * config["num_hidden_layers"]
+    return {"embedding": 1.0, "logits": 1.0, "attention": scores, "residual": 1.0}

@@ -21,6 +21,7 @@ def check_replicas(
     """Compare a checksum of every parameter over the ranks that hold the same part of it.
 
     Arguments: this stage's parameters by name, of any shape; layouts of the whole model; the mesh.
+    Slices that each data rank has of its own are compared over the other axes.
     Collective over the mesh; two small all-reduces an axis. Replicas of single kv heads are not
     compared.
 
@@ -30,7 +31,7 @@ def check_replicas(
     for grid, data in DATA_AXES.items():
         own = [path for path in sums if layouts[path].grid == grid]
         if own:
-            _compare(own, sums, mesh[data])
+            _compare([p for p in own if layouts[p].flat is None], sums, mesh[data])
             for axis in mesh.view(layouts[own[0]]).axes:
                 if axis not in ("pp", *data):
                     _compare([p for p in own if not _is_cut(layouts[p], axis)], sums, mesh[axis])
@@ -38,8 +39,8 @@ def check_replicas(
     for name, layout in sorted(tied.items()):
         axis = mesh.subset("pp", layout.stages)
         if axis is not None:
-            own = next(path for path in sums if layouts[path].name == name)
-            _compare([own], sums, axis)
+            own = [path for path in sums if layouts[path].name == name]
+            _compare(own[:1], sums, axis)  # none: a slice of no elements
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -64,14 +65,15 @@ def _is_cut(layout: TensorLayout, axis: str) -> bool:
 def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
     if axis.size == 1 or not paths:
         return
-    own = torch.stack([sums[path] for path in paths])
+    device = axis.control_device  # values in host memory have their checksum there
+    own = torch.stack([sums[path].to(device) for path in paths])
     same = (all_reduce(own, axis, op="max") == all_reduce(own, axis, op="min")).all(-1).tolist()
     wrong = [path for path, equal in zip(paths, same, strict=True) if not equal]
     if wrong:
         raise ValueError(
             f"{len(wrong)} of {len(paths)} tensors that must be equal over {axis.name} "
             f"({listed(axis.ranks)}) differ, first {wrong[0]!r}"
-            f"{_odd(sums[wrong[0]], axis)}: "
+            f"{_odd(sums[wrong[0]].to(device), axis)}: "
             "were all ranks given the same seed, config and checkpoint?"
         )
 

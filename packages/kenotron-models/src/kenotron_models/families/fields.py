@@ -146,14 +146,18 @@ class SharedFields:
 
     def decoder_of(
         self,
-        mixers: Sequence[AttentionSpec],
+        mixers: Sequence[PartSpec],
         feed_forwards: Mapping[int, PartSpec] | None = None,
+        norm: NormSpec | None = None,
     ) -> DecoderSpec:
         """Return a decoder of these sizes with one block for each mixer.
 
-        ``feed_forwards``: those of layers (from 0) that have another one than a gated MLP.
+        Args:
+            mixers: those of all layers.
+            feed_forwards: those of layers (from 0) that have another one than a gated MLP.
+            norm: kind of all norms; None: an RMSNorm.
         """
-        norm = NormSpec(eps=self.rms_norm_eps)
+        norm = norm or NormSpec(eps=self.rms_norm_eps)
         mlp, others = MLPSpec(features=self.intermediate_size), feed_forwards or {}
         return DecoderSpec(
             hidden_size=self.hidden_size,

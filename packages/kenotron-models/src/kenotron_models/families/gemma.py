@@ -67,12 +67,11 @@ class GemmaFields(LayerTypeFields):
         """Return the decoder of these mixers, with norms before and after each part."""
         mlp = MLPSpec(features=self.intermediate_size, activation="gelu_tanh")
         norm = NormSpec(kind="offset_rms_norm", eps=self.rms_norm_eps)
-        spec = self.decoder_of(mixers, dict.fromkeys(range(len(mixers)), mlp))
-        blocks = (replace(block, norm=norm, norms="both") for block in spec.blocks)
+        spec = self.decoder_of(mixers, dict.fromkeys(range(len(mixers)), mlp), norm)
+        blocks = (replace(block, norms="both") for block in spec.blocks)
         return replace(
             spec,
             blocks=tuple(blocks),
-            norm=norm,
             embedding_scale=self.hidden_size**0.5,
             logit_cap=self.final_logit_softcapping,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from kenotron_models.attention import AttentionSpec
 from kenotron_models.expert_layers import expert_layers
@@ -12,6 +13,7 @@ from kenotron_models.hf_rope import FULL, SLIDING, rope_from_hf, rope_to_hf, sha
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.spec import DecoderSpec
 
+T = TypeVar("T")
 _SIZES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
     "max_position_embeddings",
@@ -47,12 +49,26 @@ def shared_from_hf(values: Values, *, partial: bool = False) -> dict[str, Any]:
     }
 
 
+def without_rope(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys without those of rotary positions, for a model that has no positions."""
+    return {key: value for key, value in keys.items() if not key.startswith("rope")}
+
+
+def first_of(spec: DecoderSpec, kind: type[T]) -> T | None:
+    """Return the first mixer of a kind; None where no block has one."""
+    mixers = (block.mixer for block in spec.blocks)
+    return next((mixer for mixer in mixers if isinstance(mixer, kind)), None)
+
+
 def first_mixer(spec: DecoderSpec) -> AttentionSpec:
-    """Return the attention of the first block: config.json has one of most sizes for all."""
-    mixer = spec.blocks[0].mixer
-    if not isinstance(mixer, AttentionSpec):
-        raise ValueError("Hugging Face's families of these keys mix tokens by attention only")
-    return mixer
+    """Return the attention of the first block that has some: config.json has one of most sizes.
+
+    Raises ValueError where no block has any.
+    """
+    found = first_of(spec, AttentionSpec)
+    if found is None:
+        raise ValueError("Hugging Face's families of these keys have attention in some layer")
+    return found
 
 
 def first_mlp(spec: DecoderSpec) -> MLPSpec:

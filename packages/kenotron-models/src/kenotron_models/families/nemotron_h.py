@@ -26,7 +26,7 @@ _SIZES = (
     "moe_shared_expert_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
 _CHOICES = (
-    "layer_norm_epsilon", "tie_word_embeddings", "use_conv_bias", "use_bias",
+    "layer_norm_epsilon", "residual_in_fp32", "tie_word_embeddings", "use_conv_bias", "use_bias",
     "time_step_min", "time_step_max", "time_step_floor", "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
 _LETTER_OF: dict[type[Any], str] = {
@@ -76,6 +76,7 @@ def _shared(hf: HuggingFace, config: FamilyConfig) -> dict[str, Any]:
         "vocab_size": spec.vocab_size,
         "max_position_embeddings": spec.max_position_embeddings,
         "layer_norm_epsilon": spec.norm.eps,
+        "residual_in_fp32": spec.residual_in_fp32,
         "tie_word_embeddings": spec.tie_word_embeddings,
         "use_cache": True,
         "pad_token_id": getattr(config, "pad_token_id", None),
@@ -175,6 +176,7 @@ NEMOTRON_H = Family(
             "conv_kernel": 4,
             "chunk_size": 128,
             "layer_norm_epsilon": 1e-5,
+            "residual_in_fp32": False,
             "tie_word_embeddings": False,
             "use_conv_bias": True,
             "use_bias": False,
@@ -204,7 +206,6 @@ NEMOTRON_H = Family(
             "hidden_dropout": (0.0,),
             "sliding_window": (None,),
             "moe_latent_size": (None,),
-            "residual_in_fp32": (False,),
             "num_nextn_predict_layers": (0,),
         },
         read=_read,

@@ -12,7 +12,12 @@ from kenotron_models.block import BlockSpec
 from kenotron_models.experts import ExpertsSpec
 from kenotron_models.families.expert_fields import expert_problems, loss_problems, small_experts
 from kenotron_models.families.fields import at_least, marker_problems, raise_all
-from kenotron_models.families.layer_pattern import LETTERS, pattern_problems, small_pattern
+from kenotron_models.families.layer_pattern import (
+    LETTERS,
+    pattern_problems,
+    small_pattern,
+    split_pattern,
+)
 from kenotron_models.families.mamba_config import SMALL_STATE, step_problems
 from kenotron_models.families.routing_fields import RoutingFields
 from kenotron_models.families.sigmoid_experts import group_problems
@@ -45,7 +50,8 @@ class NemotronHConfig(RoutingFields):
     is_nemotron_h_config: bool = True
     """Marks a YAML mapping as this class; always true."""
     layers: str = "ME*-"
-    """A letter for each layer: M Mamba-2, * attention, - feed-forward, E experts."""
+    """A letter for each layer: M Mamba-2, * attention, - feed-forward, E experts; | between the
+    stages of a pipeline."""
     hidden_size: int = 4096
     """Width of the residual stream, in features."""
     vocab_size: int = 131072
@@ -54,6 +60,8 @@ class NemotronHConfig(RoutingFields):
     """Longest sequence the model is meant for, in tokens; recorded for export only."""
     layer_norm_epsilon: float = 1e-5
     """Added to the mean square inside every norm."""
+    residual_in_fp32: bool = False
+    """True: the residual stream is float32, also in a narrower model."""
     tie_word_embeddings: bool = False
     """True: the head is the embedding's own matrix."""
     num_attention_heads: int = 32
@@ -130,10 +138,7 @@ class NemotronHConfig(RoutingFields):
         raise_all([*(found or self._problems()), *marker_problems(self, "is_nemotron_h_config")])
 
     def _problems(self) -> list[str]:
-        pairs = (
-            ("num_key_value_heads", "num_attention_heads"),
-            ("n_groups", "mamba_num_heads"),
-        )
+        pairs = ("num_key_value_heads", "num_attention_heads"), ("n_groups", "mamba_num_heads")
         found = [
             f"{few}: {getattr(self, few)} was given; it must divide {many} ({getattr(self, many)})"
             for few, many in pairs
@@ -160,7 +165,12 @@ class NemotronHConfig(RoutingFields):
     @property
     def num_hidden_layers(self) -> int:
         """Layers."""
-        return len(self.layers)
+        return len(self.letters)
+
+    @property
+    def letters(self) -> str:
+        """The letter of each layer."""
+        return split_pattern(self.layers)[0]
 
     @property
     def cut_sizes(self) -> dict[str, int]:
@@ -267,7 +277,7 @@ class NemotronHConfig(RoutingFields):
             activation="relu2",
             shared_features=self.moe_shared_expert_intermediate_size,
         )
-        places = [i for i, letter in enumerate(self.layers) if letter == "E"]
+        places = [i for i, letter in enumerate(self.letters) if letter == "E"]
         return self.routed(experts, places or [0])[(places or [0])[0]]
 
     @property
@@ -278,9 +288,11 @@ class NemotronHConfig(RoutingFields):
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_position_embeddings=self.max_position_embeddings,
-            blocks=tuple(blocks[letter] for letter in self.layers),
+            blocks=tuple(blocks[letter] for letter in self.letters),
+            stage_starts=split_pattern(self.layers)[1],
             norm=NormSpec(eps=self.layer_norm_epsilon),
             tie_word_embeddings=self.tie_word_embeddings,
+            residual_in_fp32=self.residual_in_fp32,
             bos_token_id=self.bos_token_id,
             eos_token_id=self.eos_token_id,
         )

@@ -1,0 +1,204 @@
+"""A model and everything that updates it, as one value: what a step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_data import MicroBatch
+from kenotron_dist import Mesh, check_replicas, deferring, named_parameters
+from kenotron_engine.assembly import Model, Records, build_model, first_values
+from kenotron_engine.cuda_graphs import MicroBatchGraphs
+from kenotron_engine.model_plan import ModelPlan
+from kenotron_engine.sequence import Share, share_of
+from kenotron_models import LayerStack
+from kenotron_optim import (
+    GlobalNorm,
+    GradAccumulator,
+    LRSchedule,
+    OptimizerConfig,
+    ParameterGroup,
+    SlicedOptimizer,
+    parameter_groups,
+    update_rule,
+)
+from kenotron_pp import NamedLayers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything one step needs."""
+
+    plan: ModelPlan
+    optim: OptimizerConfig
+    mesh: Mesh
+    model: Model
+    grads: GradAccumulator
+    norm: GlobalNorm
+    groups: list[ParameterGroup]
+    optimizer: SlicedOptimizer
+    schedule: LRSchedule
+    graphs: MicroBatchGraphs | None = None
+    """With ``ModelPlan.cuda_graph``."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return this stage's parameters by name, after waiting for those in flight.
+
+        After an update parameters may still travel (``SlicedOptimizer.overlap_forward``): read them
+        through this method or ``records``, not through the model. With ZeRO stage 3 it is
+        collective over the data axes, and gives memory to all parameters until their next use.
+        """
+        self.optimizer.wait_for_parameters()
+        return named_parameters(self.model.stack)
+
+    def share_of(
+        self,
+        batch: Iterable[MicroBatch],
+        dropout_key: int | None = None,
+        count: Tensor | None = None,
+    ) -> Share:
+        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
+
+        ``count``: see there; a scalar of shape ().
+        """
+        plan = self.plan
+        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
+
+    def records(self) -> Records:
+        """Return this stage's parameters as checkpoint records, after waiting likewise.
+
+        With ZeRO stage 3 those that learn are this rank's slices of them; nothing is gathered, and
+        what is written into them counts if ``SlicedOptimizer.reload`` is called next.
+        """
+        layouts, slices = self.model.layouts, Records()
+        if self.optimizer.stage == 3:
+            held = named_parameters(self.model.stack)
+            parameters = {path: p for path, p in held.items() if not p.requires_grad}
+            slices = self.optimizer.parameter_slices()
+        else:
+            parameters = self.parameters()
+        return slices | {
+            layouts[path].name: (parameter.detach(), layouts[path])
+            for path, parameter in parameters.items()
+        }
+
+    def check_replicas(self) -> None:
+        """Compare replicas of parameters over ranks. Collective over the mesh.
+
+        Raises ValueError as ``kenotron_dist.check_replicas``.
+        """
+        records = self.records()
+        layouts = {layout.name: layout for layout in self.model.layouts.values()}
+        layouts |= {name: layout for name, (_, layout) in records.items()}
+        check_replicas({name: held for name, (held, _) in records.items()}, layouts, self.mesh)
+
+
+def build_training(
+    plan: ModelPlan,
+    optim: OptimizerConfig,
+    mesh: Mesh,
+    train_steps: int,
+    *,
+    layers: NamedLayers | None = None,
+    bucket_mb: int | None = None,
+) -> Training:
+    """Build the model and everything that updates it. Collective over the mesh.
+
+    Args:
+        plan: what the model is made of.
+        optim: the optimizer, its learning-rate schedule, and how gradients are added up.
+        mesh: the ranks.
+        train_steps: updates of the whole training, where the schedule ends.
+        layers: layers of another model; see ``build_model``.
+        bucket_mb: size of the buckets that gradients are reduced in, in MiB; None: that of
+            ``GradAccumulator``.
+
+    Raises:
+        ValueError: ``plan.cuda_graph`` where there is no GPU, or where layers add losses.
+    """
+    sharded = optim.zero_stage == 3
+    model = build_model(plan, mesh, layers, memory=not sharded)
+    if plan.cuda_graph:
+        _check_graphed(model, mesh, optim)
+    grads = _accumulator(model, optim, mesh, bucket_mb)
+    if layers is None:  # ours use each of these weights once in a backward
+        cut = {id(layer.weight) for layer in deferring(model.stack)}
+        grads.take_products([path for path, p in grads.parameters.items() if id(p) in cut])
+    own = (plan.scales or {}).items()
+    groups = parameter_groups(
+        grads.names,
+        optim.weight_decay,
+        exclude=optim.weight_decay_exclude_named_params,
+        exclude_kinds=optim.weight_decay_exclude_kinds,
+        layouts=model.layouts,
+        lr_multipliers=optim.lr_multipliers,
+        factors_of={name: (each.lr, each.weight_decay) for name, each in own} or None,
+    )
+    state = getattr(torch, optim.state_dtype)
+    rule = update_rule(optim.optimizer_factory, model.layouts)
+    sharing = optim.zero_stage, state, optim.regather
+    optimizer = SlicedOptimizer(grads, rule, groups, *sharing, offload=optim.offload)
+    fill = _by_layer(model, partial(first_values, plan, mesh, model.layouts)) if sharded else None
+    optimizer.overlap_forward(model.stack, fill)
+    schedule = LRSchedule.from_config(optim.learning_rate_scheduler, train_steps)
+    return Training(
+        plan=plan,
+        optim=optim,
+        mesh=mesh,
+        model=model,
+        grads=grads,
+        norm=GlobalNorm(grads),
+        groups=groups,
+        optimizer=optimizer,
+        schedule=schedule,
+        graphs=MicroBatchGraphs(grads, model.stack) if plan.cuda_graph else None,
+    )
+
+
+def _accumulator(
+    model: Model, optim: OptimizerConfig, mesh: Mesh, bucket_mb: int | None
+) -> GradAccumulator:
+    """Add hooks that sum up the gradients of this stage."""
+    return GradAccumulator(
+        named_parameters(model.stack),
+        model.layouts,
+        mesh,
+        fp32=optim.accumulate_grad_in_fp32,
+        bucket_mb=bucket_mb,
+        reduce=optim.reduce if optim.zero_stage > 1 else "step",
+        shard_ranks=optim.shard_ranks,
+    )
+
+
+def _by_layer(model: Model, fill: Callable[[LayerStack], None]) -> Callable[[nn.Module], None]:
+    """Fill one layer of a stage at a time, under its own names."""
+    names = {id(layer): name for name, layer in model.stack.named_modules()}
+    return lambda layer: fill(LayerStack([(names[id(layer)], layer)]))
+
+
+def _check_graphed(model: Model, mesh: Mesh, optim: OptimizerConfig) -> None:
+    if mesh.device.type != "cuda":
+        raise ValueError(
+            f"cuda_graph: true was given, but this rank computes on {mesh.device}: CUDA graphs "
+            "need a GPU; set it to false"
+        )
+    if mesh.sizes["cp"] > 1:
+        raise ValueError(
+            f"cuda_graph: true was given with cp = {mesh.sizes['cp']}: a graph cannot wait for "
+            "other ranks: set it to false"
+        )
+    if optim.zero_stage > 1:
+        raise ValueError(
+            f"cuda_graph: true was given with zero_stage {optim.zero_stage}: a graph adds up whole "
+            "gradients: set it to false, or zero_stage to 1"
+        )
+    adding = [name for name, m in model.stack.named_modules() if getattr(m, "adds_loss", False)]
+    if adding:
+        raise ValueError(
+            f"cuda_graph: true was given, but {adding[0]} adds a loss, which is read on the "
+            "host: set it to false"
+        )

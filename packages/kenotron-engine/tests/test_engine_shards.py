@@ -1,0 +1,134 @@
+"""ZeRO stages 2 and 3 on whole trainings: the bits of stage 1 on every layout."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import ADAMW, EXPERTS, LLAMA, batches_of, plan
+
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
+from kenotron_engine import (
+    Piece,
+    Training,
+    build_training,
+    join_pieces,
+    training_step,
+    weight_pieces,
+)
+from kenotron_optim import MuonConfig
+from kenotron_pp import SCHEDULES
+from kenotron_tp import TPMode
+
+STEPS = 3
+STAGES: list[dict[str, Any]] = [
+    {"zero_stage": 1},
+    {"zero_stage": 2},
+    {"zero_stage": 3},
+    {"zero_stage": 3, "regather": "step"},
+]
+Run = tuple[list[float], list[Piece], list[Piece], int]
+
+
+def train(mesh: Mesh, optim: dict[str, Any], model: dict[str, Any]) -> Run:
+    """Losses and norms, weights before the first step and after the last; bytes kept at the end."""
+    model = dict(model)
+    if schedule := model.pop("schedule", None):
+        model["schedule"] = SCHEDULES[schedule]
+    made = plan(**{"draws": (0.1, "NUM_LAYERS"), **model})
+    training = build_training(made, replace(ADAMW, **optim), mesh, train_steps=STEPS)
+    first, numbers = weight_pieces(training), list[float]()
+    for step, batch in enumerate(batches_of(mesh, STEPS), start=1):
+        result = training_step(training, batch, step)
+        numbers += [result.loss, result.grad_norm]
+    training.check_replicas()
+    kept = bytes_of_parameters(training)
+    return numbers, first, weight_pieces(training), kept
+
+
+def bytes_of_parameters(training: Training) -> int:
+    learning = (p for p in training.model.stack.parameters() if p.requires_grad)
+    return sum(p.untyped_storage().nbytes() for p in learning)
+
+
+def of_stages(mesh: Mesh, optim: dict[str, Any], model: dict[str, Any]) -> list[Run]:
+    return [train(mesh, {"reduce": "step", **optim, **stage}, model) for stage in STAGES]
+
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "tp": ({"dp": 2, "tp": 2}, {"mode": TPMode(sequence_parallel=True)}, {}),
+    "1f1b": ({"pp": 2, "dp": 2}, {"recompute": "full", "schedule": "1f1b"}, {}),
+    "zb-v": ({"pp": 2, "dp": 2}, {"schedule": "zb-v"}, {}),
+    "zb-h1": ({"pp": 2, "dp": 2}, {"schedule": "zb-h1", "recompute": "selective"}, {}),
+    "interleaved": ({"pp": 2, "dp": 2}, {"schedule": "interleaved"}, {}),
+    "cp": ({"cp": 2, "dp": 2}, {"recompute": "full"}, {}),
+    "ep": ({"dp": 2, "tp": 2, "ep": 2}, {"spec": EXPERTS.decoder}, {}),
+    "bf16": ({"dp": 2, "tp": 2}, {"dtype": torch.bfloat16}, {}),
+    "own sums": ({"dp": 2}, {"dtype": torch.bfloat16}, {"accumulate_grad_in_fp32": False}),
+    "muon": ({"dp": 2, "pp": 2}, {}, {"optimizer_factory": MuonConfig()}),
+    "muon, experts": (
+        {"dp": 2, "tp": 2, "ep": 2},
+        {"spec": EXPERTS.decoder},
+        {"optimizer_factory": MuonConfig(per_head=True)},
+    ),
+    "hybrid": ({"dp": 4}, {}, {"shard_ranks": 2}),
+    "hybrid, cp": ({"dp": 2, "cp": 2}, {}, {"shard_ranks": 1, "optimizer_factory": MuonConfig()}),
+    "compile": ({"dp": 2}, {"compile": True, "recompute": "selective"}, {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stages_agree_to_the_bit_and_stage_3_keeps_no_parameter(case: str) -> None:
+    axes, model, optim = CASES[case]
+    ranks = on_ranks(of_stages, optim, model, **axes)
+    for rank in ranks:
+        numbers, *_, whole = rank[0]
+        assert all(numbers == other[0] for other in rank)
+        assert whole == rank[1][-1] > 0
+        assert rank[2][-1] == rank[3][-1] == 0
+    for before_or_after in (1, 2):
+        one, *others = (
+            join_pieces(rank[stage][before_or_after] for rank in ranks)
+            for stage in range(len(STAGES))
+        )
+        for other in others:
+            assert one.keys() == other.keys()
+            assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_slices_of_each_micro_batch_are_within_rounding() -> None:
+    one = on_ranks(train, STAGES[0], {}, dp=2)[0]
+    for stage in STAGES[1:]:
+        assert on_ranks(train, stage, {}, dp=2)[0][0] == pytest.approx(one[0], rel=1e-6)
+
+
+DEEP = replace(LLAMA, num_hidden_layers=12, tie_word_embeddings=False)
+
+
+def most_bytes(mesh: Mesh, schedule: str) -> tuple[int, int]:
+    """Largest memory of parameters within two steps, and that of the largest layer."""
+    made = plan(spec=DEEP.decoder, schedule=SCHEDULES[schedule])
+    training = build_training(made, replace(ADAMW, zero_stage=3), mesh, train_steps=2)
+    most, shards = [0], training.optimizer._gathers
+    start = shards._start
+
+    def watched(group: int) -> None:
+        start(group)
+        most.append(bytes_of_parameters(training))
+
+    with mock.patch.object(shards, "_start", watched):
+        for step, batch in enumerate(batches_of(mesh, 2), start=1):
+            training_step(training, batch, step)
+    sizes = (sum(p.nbytes for p in layer.parameters()) for layer in training.model.stack)
+    return max(most), max(sizes)
+
+
+@pytest.mark.parametrize(("schedule", "layers"), [("1f1b", 2), ("zb-h1", 2.5), ("zb-v", 3.5)])
+def test_two_layers_of_a_part_have_parameters_at_most(schedule: str, layers: float) -> None:
+    for most, layer in on_ranks(most_bytes, schedule, pp=2, dp=2):
+        assert layer < most <= layers * layer

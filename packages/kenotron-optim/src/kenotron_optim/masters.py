@@ -1,0 +1,69 @@
+"""fp32 masters: what an optimizer updates, slices of parameters that a rank owns."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kenotron_optim.accumulate import GradAccumulator
+from kenotron_optim.partition import Span
+from kenotron_optim.torch_groups import Piece
+
+
+def make_masters(accumulator: GradAccumulator, stage: int) -> dict[Piece, Tensor]:
+    """Return the masters of a rank, by (logical name, data rank): leaves, in fp32.
+
+    Args:
+        accumulator: has the parameters and their buckets.
+        stage: of ZeRO. 0: those of all data ranks. Up to 2 the master of an fp32 parameter is the
+            parameter's own memory. 3: memory of its own; zeros where the parameter has none, which
+            ``SlicedOptimizer.overlap_forward`` fills.
+
+    Raises:
+        ValueError: there is no such stage, or it needs gradients that the accumulator has not.
+    """
+    return {
+        piece: master_of(accumulator, span, piece[1], stage)
+        for _, piece, span in pieces_of(accumulator, stage)
+    }
+
+
+def pieces_of(accumulator: GradAccumulator, stage: int) -> list[tuple[int, Piece, Span]]:
+    """Return the pieces that a rank has masters of, with the number of their bucket, in its order.
+
+    Raises as ``make_masters``.
+    """
+    if stage not in range(4):
+        raise ValueError(f"ZeRO stage {stage} is not available: choose 0, 1, 2 or 3")
+    if stage == 0 and accumulator.slice_sums:
+        raise ValueError(
+            "ZeRO stage 0 gathers gradients, of which the accumulator keeps slices alone: make "
+            "it with reduce='step', or choose another stage"
+        )
+    return [
+        (number, (span.name, rank), span)
+        for number, bucket in enumerate(accumulator.buckets)
+        for span in bucket.spans
+        for axis in [accumulator.axis_of(span.name)]
+        for rank in ([axis.rank] if stage else range(axis.size))
+        if span.owned(rank)[0] < span.owned(rank)[1]
+    ]
+
+
+def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: int) -> Tensor:
+    """The master of what a rank owns of a parameter."""
+    # With stage 3 the parameter's memory goes, and the master stays.
+    own = range_of(accumulator, span, rank)
+    return own.to(torch.float32, copy=stage == 3).requires_grad_()
+
+
+def range_of(accumulator: GradAccumulator, span: Span, rank: int) -> Tensor:
+    """What a rank owns of a parameter: (n,), or the parameter's own shape where it owns it all.
+
+    A view; zeros where the parameter has no memory.
+    """
+    parameter = accumulator.parameters[accumulator.logical[span.name]].detach()
+    start, stop = span.owned(rank)
+    if not parameter.untyped_storage().nbytes():
+        return parameter.new_zeros(parameter.shape if span.owner is not None else (stop - start,))
+    return parameter if span.owner is not None else parameter.view(-1)[start:stop]
