@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_longest_stage_and_tokens_those_of_all(tmp_path, t
 def test_stages_after_the_end_are_never_read(tmp_path, texts):
     changes = stages(texts, SHORT, LONG) | {"tokens.train_steps": 1}
     config = configure(tmp_path, None, changes)
-    assert [config.steps_of(stage) for stage in (0, 1)] == [1, 0]
+    assert config.batches.steps == [1, 0]
     assert [config.stage_at(step) for step in (1, 2, 3, 9)] == [0, 0, 1, 1]
 
 

@@ -9,7 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron_data import Cursor, Loader, PackedTokens, RandomTokens, validation_batches
+from kenotron_data import (
+    Cursor,
+    IterableLoader,
+    Loader,
+    PackedTokens,
+    RandomTokens,
+    validation_batches,
+)
+from kenotron_data.config import BatchRampConfig
 
 torch.set_num_threads(1)
 
@@ -225,3 +233,54 @@ def test_samples_of_wrong_shapes_are_named(shapes):
     sizes = {"micro_batch_size": 2, "microbatches": 1}
     with pytest.raises(ValueError, match=r"every sample of a dataset must be \(S \+ 1,\) tokens"):
         next(validation_batches(Ragged(*shapes), **sizes))
+
+
+RAMP = BatchRampConfig(start=4, increment=4, samples=30)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2), (4, 1), (1, 4)])
+def test_a_growing_batch_depends_on_samples_alone(layout):
+    """Sizes of the global batch, and resuming within the ramp, on any layout."""
+    dp, b = layout
+    data, full = numbered(29), 12
+
+    def microbatches(consumed):
+        return RAMP.size(consumed, full) // (dp * b)
+
+    ranks = loaders(data, (dp, microbatches, b))
+    (plain,) = loaders(data, (1, lambda consumed: RAMP.size(consumed, full), 1))
+    sizes, cursors = [], []
+    for _ in range(9):
+        cursors.append(plain.cursor)
+        sizes.append(ranks[0].global_batch)
+        want, parts = next(plain), [next(rank) for rank in ranks]
+        for name in FIELDS:
+            assert global_rows(parts, name).equal(global_rows([want], name))
+        assert {rank.cursor for rank in ranks} == {plain.cursor}
+    assert sizes == [4, 4, 4, 4, 8, 8, 12, 12, 12]  # 8 from the 15th sample on, 12 from the 30th
+    for place, cursor in enumerate(cursors):
+        (again,) = loaders(data, (1, microbatches, dp * b), cursor=cursor, prefetch=2)
+        with again:
+            assert [len(next(again).samples_MB.flatten()) for _ in sizes[place:]] == sizes[place:]
+
+
+def test_a_ramp_of_an_iterable():
+    samples = [[i, i, i] for i in range(40)]
+    loader = IterableLoader(
+        samples, micro_batch_size=2, microbatches=lambda n: RAMP.size(n, 12) // 2, prefetch=0
+    )
+    assert [len(batch) * 2 for batch in loader] == [4, 4, 4, 4, 8, 8]
+    assert loader.cursor.consumed == 32
+
+
+@pytest.mark.parametrize(("start", "increment", "full"), [(4, 4, 12), (3, 5, 17), (6, 1, 6)])
+def test_a_ramp_ends_at_the_full_size(start, increment, full):
+    ramp = BatchRampConfig(start=start, increment=increment, samples=100)
+    sizes = [ramp.size(n, full) for n in range(120)]
+    assert sizes[0] == start and sizes == sorted(sizes)
+    assert set(sizes[100:]) == {full} and max(sizes) == full
+
+
+def test_a_ramp_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="increment: 0 was given; it must be at least 1"):
+        BatchRampConfig(start=4, increment=0, samples=30)

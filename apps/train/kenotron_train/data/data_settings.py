@@ -23,6 +23,8 @@ def reading_of(config: Config) -> dict[str, Any]:
         "data_stages": [_stage_reading(stage) for stage in config.data_stages],
         "tokenizer": tokenizer_state(config),
     }
+    if config.tokens.batch_ramp is not None:
+        reading["batch_ramp"] = asdict(config.tokens.batch_ramp)
     return public(reading)
 
 

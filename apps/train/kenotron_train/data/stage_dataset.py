@@ -105,6 +105,7 @@ def open_loader(
     """This data rank's batches of a stage from ``cursor`` on."""
     data = config.data_stages[cursor.stage].data
     sizes = _rows(config, mesh)
+    sizes["microbatches"] = partial(config.batches.microbatches, cursor.stage)
     if has_index(corpus.training):
         return Loader(
             corpus.training,

@@ -23,9 +23,10 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     if COLLECTIVES in debugging() and mesh.world.size > 1:
         report.say("KENOTRON_DEBUG: calls of all ranks are compared before they start", "warning")
     count = parameter_count(config.decoder)
+    samples = config.batches.full(0)
     report.say(
-        f"Parameters: {count:,} ({short(count)}) | global batch: {config.global_batch_size} "
-        f"samples, {short(config.batch_tokens(0))} tokens | steps: {config.tokens.train_steps}"
+        f"Parameters: {count:,} ({short(count)}) | global batch: {samples} samples, "
+        f"{short(samples * config.sequence_of(0))} tokens | steps: {config.tokens.train_steps}"
     )
     stages = config.data_stages
     report.say(

@@ -79,6 +79,8 @@ class StepFigures:
     times: StepTimes
     tokens: int
     """Tokens of the global batch that are no padding."""
+    samples: int
+    """Samples of the global batch."""
     consumed_tokens: int
     """Positions read since the training began, padding included."""
     consumed_samples: int
@@ -108,14 +110,14 @@ class Meter:
     def tflops(self, figures: StepFigures, *, causal: bool = False) -> float:
         """TFLOP/s of each rank. ``causal``: scores that no token sees are not counted."""
         config = self._config
-        stage = config.stage_at(figures.step)
+        length = config.sequence_of(config.stage_at(figures.step))
         return tflops_per_rank(
             config.decoder,
-            config.global_batch_size,
-            config.sequence_of(stage),
+            figures.samples,
+            length,
             seconds=figures.times.step,
             ranks=config.world_size,
-            useful=figures.tokens / config.batch_tokens(stage),
+            useful=figures.tokens / (figures.samples * length),
             causal=causal,
         )
 

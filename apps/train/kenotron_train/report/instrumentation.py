@@ -132,6 +132,7 @@ class Watching:
             result=result,
             times=self._watch.times,
             tokens=result.tokens,
+            samples=batch.samples_MB.numel() * self._training.mesh["dp"].size,
             consumed_tokens=consumed[0],
             consumed_samples=consumed[1],
             memory=Memory.of_step(self._training.mesh.device),

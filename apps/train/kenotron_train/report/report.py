@@ -167,7 +167,7 @@ class Report:
             "elapsed_time_per_iteration_ms": short(seconds * 1000),
             "tokens_per_sec": short(speed),
             "tokens_per_sec_per_gpu": short(speed / self._config.world_size),
-            "global_batch_size": short(self._config.global_batch_size),
+            "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
             "lr": short(result.lr),
             "model_tflops_per_gpu": short(tflops),

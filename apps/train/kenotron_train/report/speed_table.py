@@ -75,7 +75,7 @@ def table_row(training: Training, steps: list[StepFigures]) -> dict[str, Any]:
         "name": run_name(config.general.run),
         "nodes": hosts,
         "seq_len": config.sequence_of(config.stage_at(step.step)),
-        "gbs": config.global_batch_size,
+        "gbs": step.samples,
         "mTFLOPs": tflops,
         "hTFLOPs": tflops,
         "tok/s/gpu": f"{meter.tokens_per_second(step) / config.world_size:.2f}",

@@ -111,7 +111,7 @@ def stage_sizes(config: Config) -> list[StageSize]:
     )
     starts, schedule = spec.stage_starts, parallel.schedule
     stages = stages_of(layers, layer_costs(spec), starts, parallel.pp, schedule)
-    trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
+    trace = simulate(parallel.schedule, parallel.pp, config.batches.most_microbatches)
     found, foreign = [], isinstance(spec, TransformersSpec)
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
@@ -234,16 +234,21 @@ def _sent(config: Config, layers: list[int]) -> dict[str, int]:
                 way=way_of(mode, spec, parallel.grid),
             )
         )
-    return {name: n * config.tokens.batch_accumulation_per_replica for name, n in sent.items()}
+    return {name: n * config.batches.most_microbatches for name, n in sent.items()}
 
 
 def _layout(config: Config) -> str:
     sizes, stages = config.parallelism, range(len(config.data_stages))
-    batches = " or ".join(f"{n:,}" for n in sorted({config.batch_tokens(s) for s in stages}))
-    total = sum(config.steps_of(stage) * config.batch_tokens(stage) for stage in stages)
+    sizes_of = config.batches
+    samples = " or ".join(f"{n:,}" for n in sorted({sizes_of.full(stage) for stage in stages}))
+    tokens = {sizes_of.full(stage) * config.sequence_of(stage) for stage in stages}
+    batches = f"{samples} samples, {' or '.join(f'{n:,}' for n in sorted(tokens))} tokens"
+    if (ramp := sizes_of.ramp) is not None:
+        batches += f", from {ramp.start} samples on by {ramp.increment} in {ramp.samples:,} samples"
+    total = sum(sizes_of.samples(stage) * config.sequence_of(stage) for stage in stages)
     lines = [
         f"Layout: {config.world_size} processes = {sizes.described}; rank = {_rank_of(sizes)}",
-        f"Global batch: {config.global_batch_size} samples, {batches} tokens; "
+        f"Global batch: {batches}; "
         f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
     ]
     if sizes.cp > 1:

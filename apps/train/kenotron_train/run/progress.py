@@ -36,13 +36,15 @@ class Progress:
     """Fingerprints of the data of stages that were read, by the stage's number."""
 
     def after(self, config: Config, cursor: Cursor, loss_scale: LossScale | None) -> Progress:
-        """One step later."""
+        """One step later, which read the samples up to ``cursor`` of its stage."""
+        before = self.cursor.consumed if self.cursor.stage == cursor.stage else 0
+        samples = cursor.consumed - before
         return replace(
             self,
             step=self.step + 1,
             cursor=cursor,
-            samples=self.samples + config.global_batch_size,
-            tokens=self.tokens + config.batch_tokens(cursor.stage),
+            samples=self.samples + samples,
+            tokens=self.tokens + samples * config.sequence_of(cursor.stage),
             epoch_known=True,
             loss_scale=loss_scale,
         )

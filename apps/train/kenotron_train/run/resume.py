@@ -243,7 +243,7 @@ def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: P
     for name, before in order_of(state["reading"]).items():
         if now.get(name) != before:
             remark += f"; {name} changes from {before} to {now.get(name)}"
-            if name != "global_batch_size":
+            if name not in ("global_batch_size", "batch_ramp"):
                 remark += ": samples may come twice or not at all"
     if progress.step >= config.tokens.train_steps:
         remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"

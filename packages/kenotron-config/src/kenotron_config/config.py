@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
+from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.checks import Sections, cross_problems, way_over_cp
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
 from kenotron_config.init_sections import (
@@ -151,15 +152,20 @@ class Config:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples of one update, over all ranks."""
+        """Samples of one update, over all ranks, in stages without a batch of their own."""
         tokens = self.tokens
         samples = tokens.micro_batch_size * tokens.batch_accumulation_per_replica
         return samples * self.parallelism.dp
 
     @property
     def global_batch_tokens(self) -> int:
-        """Tokens of one update, over all ranks, in stages without a length of their own."""
+        """Tokens of one update, over all ranks, in stages without sizes of their own."""
         return self.global_batch_size * self.tokens.sequence_length
+
+    @cached_property
+    def batches(self) -> BatchSizes:
+        """Samples of the global batches, from stage to stage and while they grow."""
+        return BatchSizes(self.parallelism.dp, self.tokens, self.data_stages)
 
     @property
     def longest_sequence(self) -> int:
@@ -170,19 +176,9 @@ class Config:
         """Tokens of a sample in a stage."""
         return self.data_stages[stage].sequence_length or self.tokens.sequence_length
 
-    def batch_tokens(self, stage: int) -> int:
-        """Tokens of one update in a stage, over all ranks."""
-        return self.global_batch_size * self.sequence_of(stage)
-
     def stage_at(self, step: int) -> int:
         """Index of the data stage that a step, counted from 1, reads."""
         return sum(stage.start_training_step <= step for stage in self.data_stages) - 1
-
-    def steps_of(self, stage: int) -> int:
-        """Steps of the training that read a stage."""
-        starts = [each.start_training_step for each in self.data_stages]
-        ends = [*(start - 1 for start in starts[1:]), self.tokens.train_steps]
-        return max(0, min(ends[stage], self.tokens.train_steps) - starts[stage] + 1)
 
 
 def ignored_keys(config: Config) -> list[str]:

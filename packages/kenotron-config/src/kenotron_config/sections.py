@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kenotron_config.init_sections import InitMethod
+from kenotron_data.config import BatchRampConfig
 from kenotron_models import AnyConfig, Recompute
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
@@ -233,6 +234,9 @@ class TokensConfig:
     """Samples of one forward and backward on one dp rank."""
     batch_accumulation_per_replica: int
     """Micro-batches of one update on one dp rank."""
+    batch_ramp: BatchRampConfig | None = None
+    """A global batch that begins small and grows with the samples that were read; None: all batches
+    have their full size."""
     val_check_interval: int = -1
     """Training steps from one validation to the next; -1: only after the last step."""
     limit_val_batches: int = 0

@@ -5,7 +5,7 @@ M micro-batches, B rows of a micro-batch, S sequence; R = M * B rows of one rank
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ PADDING = -1
 
 TargetMask = Callable[[Tensor, int], Any]
 """(R,) int64 sample numbers and S -> (R, S) bool, tensor or array: where a label is kept."""
+Microbatches: TypeAlias = int | Callable[[int], int]
+"""M of each step, or of the step that follows so many samples of the stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +145,7 @@ class RowSplit:
 
     Args:
         micro_batch_size: B.
-        microbatches: M.
+        microbatches: M, or a function of the samples before the batch.
         dp_rank: this rank along the data axis.
         dp_size: ranks of the data axis.
 
@@ -152,21 +154,28 @@ class RowSplit:
     """
 
     micro_batch_size: int
-    microbatches: int
+    microbatches: Microbatches
     dp_rank: int = 0
     dp_size: int = 1
 
     def __post_init__(self) -> None:
         """Check the sizes."""
         for name in ("micro_batch_size", "microbatches", "dp_size"):
-            if getattr(self, name) < 1:
+            if isinstance(getattr(self, name), int) and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, but {getattr(self, name)} was given")
         if not 0 <= self.dp_rank < self.dp_size:
             raise ValueError(f"dp_rank {self.dp_rank} is not a rank of dp_size {self.dp_size}")
 
+    def at(self, consumed: int) -> "RowSplit":
+        """Return the cut, with M as a number, of the batch that follows so many samples."""
+        if isinstance(self.microbatches, int):
+            return self
+        return replace(self, microbatches=self.microbatches(consumed))
+
     @property
     def own(self) -> int:
-        """R, this rank's rows of a global batch."""
+        """R, this rank's rows of a global batch; M must be a number."""
+        assert isinstance(self.microbatches, int)
         return self.microbatches * self.micro_batch_size
 
     @property
@@ -202,7 +211,7 @@ class RowSplit:
             ValueError: the mask has another type than bool, or another shape than (R, S).
         """
         rows = _without_padding(rows, samples_R)
-        shape = (self.microbatches, self.micro_batch_size)
+        shape = (-1, self.micro_batch_size)
         samples = torch.from_numpy(samples_R)
         count, width = rows.tokens.shape
         # One block: the system is asked for memory once, and it is not given back each time.

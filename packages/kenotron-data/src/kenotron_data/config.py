@@ -9,8 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kenotron_data.batch_ramp import BatchRampConfig
+
 __all__ = [
     "EMBEDDED_CORPUS",
+    "BatchRampConfig",
     "DataConfig",
     "DatasetStageConfig",
     "HubDatasetsConfig",
@@ -210,16 +213,18 @@ class DatasetStageConfig:
     """What the stage reads."""
     sequence_length: int | None = None
     """Tokens of a sample in this stage; None: that of the tokens' section."""
+    batch_accumulation_per_replica: int | None = None
+    """Micro-batches of an update on a dp rank in this stage; None: that of the tokens' section."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = []
         if (step := self.start_training_step) < 1:
             found.append(f"start_training_step: {step} was given; steps are counted from 1")
-        if self.sequence_length is not None and self.sequence_length < 1:
-            found.append(
-                f"sequence_length: {self.sequence_length} was given; it must be at least 1"
-            )
+        for name in ("sequence_length", "batch_accumulation_per_replica"):
+            given = getattr(self, name)
+            if given is not None and given < 1:
+                found.append(f"{name}: {given} was given; it must be at least 1")
         _raise(found)
 
 

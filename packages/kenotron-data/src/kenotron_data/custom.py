@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kenotron_data.batch import Batch, RowSplit, TargetMask
+from kenotron_data.batch import Batch, Microbatches, RowSplit, TargetMask
 from kenotron_data.cursor import Cursor
 from kenotron_data.loader import Loader
 from kenotron_data.pack import check_index
@@ -111,7 +111,7 @@ class IterableLoader(Iterator[Batch]):
         source: Iterable[Any],
         *,
         micro_batch_size: int,
-        microbatches: int,
+        microbatches: Microbatches,
         dp_rank: int = 0,
         dp_size: int = 1,
         cursor: Cursor = Cursor(),
@@ -145,8 +145,8 @@ class IterableLoader(Iterator[Batch]):
 
     @property
     def global_batch(self) -> int:
-        """Rows of the global batch."""
-        return self._split.global_batch
+        """Rows of the next global batch."""
+        return self._split.at(self._consumed).global_batch
 
     def __next__(self) -> Batch:
         """Return the next batch; StopIteration at the end of the source."""
@@ -221,13 +221,14 @@ def _batches(
     """Yield this rank's batches; generators start at the first `next()`, so in the thread."""
     samples = _from(source, consumed, name)
     while True:
-        rows = split.rows(consumed)
-        window = _Window(samples, consumed, split.global_batch, rows, name)
+        cut = split.at(consumed)
+        rows = cut.rows(consumed)
+        window = _Window(samples, consumed, cut.global_batch, rows, name)
         if not len(window):
             return
         read = read_rows(window, rows, vocab_size)
         yield split.assemble(read, rows, np.zeros(len(rows), dtype=np.int64), target_mask)
-        consumed += split.global_batch
+        consumed += cut.global_batch
 
 
 def _from(source: Iterable[Any], consumed: int, name: str) -> Iterator[Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from kenotron_data.ahead import WorkedAhead, WorkerKind, check_workers
-from kenotron_data.batch import Batch, RowSplit, TargetMask
+from kenotron_data.batch import Batch, Microbatches, RowSplit, TargetMask
 from kenotron_data.cursor import Cursor
 from kenotron_data.order import tasks
 from kenotron_data.prefetch import Prefetched
@@ -65,7 +65,8 @@ class Loader(Iterator[Batch]):
     Args:
         dataset: samples of one length. One with an order of its own (`Mixture`) is read in it.
         micro_batch_size: B, rows of a micro-batch.
-        microbatches: M, micro-batches of a step on one rank.
+        microbatches: M, micro-batches of a step on one rank; a function of the samples before it in
+            this stage where batches grow, called from the threads that work ahead.
         dp_rank: this rank along the data axis.
         dp_size: ranks of the data axis.
         seed: the order's seed.
@@ -90,7 +91,7 @@ class Loader(Iterator[Batch]):
         dataset: Dataset,
         *,
         micro_batch_size: int,
-        microbatches: int,
+        microbatches: Microbatches,
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 42,
@@ -132,8 +133,8 @@ class Loader(Iterator[Batch]):
 
     @property
     def global_batch(self) -> int:
-        """Rows of the global batch."""
-        return self._making.split.global_batch
+        """Rows of the next global batch."""
+        return self._making.split.at(self._consumed).global_batch
 
     def __next__(self) -> Batch:
         """Return the next batch and move the cursor by the global batch.

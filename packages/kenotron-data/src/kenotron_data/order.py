@@ -58,11 +58,14 @@ def tasks(
     Yields:
         (R,) global sample numbers and (R,) indices in the data set.
     """
-    own, batches = split.own, 1
+    most = 1
     while True:
-        samples = split.rows(consumed, batches)
+        cut, batches = split.at(consumed), 1
+        while batches < most and split.at(consumed + batches * cut.global_batch) == cut:
+            batches += 1
+        samples = cut.rows(consumed, batches)
         indices = ordered_indices(dataset, samples, seed, stage)
-        for start in range(0, len(samples), own):
-            yield samples[start : start + own], indices[start : start + own]
-        consumed += batches * split.global_batch
-        batches = min(4 * batches, max(1, _BLOCK // own))
+        for start in range(0, len(samples), cut.own):
+            yield samples[start : start + cut.own], indices[start : start + cut.own]
+        consumed += batches * cut.global_batch
+        most = min(4 * most, max(1, _BLOCK // cut.own))

@@ -1,0 +1,90 @@
+"""How many samples a global batch has: the same number, by stage, or growing with samples read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kenotron_config.sections import ParallelismConfig, TokensConfig
+from kenotron_data.config import DatasetStageConfig
+
+
+class BatchSizes:
+    """Samples of the global batches of a training: a function of its config alone.
+
+    Args:
+        dp: data ranks.
+        tokens: the full batch, the ramp and the number of steps.
+        stages: their first steps, and batches of their own.
+    """
+
+    def __init__(self, dp: int, tokens: TokensConfig, stages: Sequence[DatasetStageConfig]) -> None:
+        self.ramp = tokens.batch_ramp
+        self._rows = dp * tokens.micro_batch_size
+        counts = [stage.batch_accumulation_per_replica for stage in stages]
+        default = tokens.batch_accumulation_per_replica
+        self._full = [self._rows * (count or default) for count in counts]
+        starts = [stage.start_training_step for stage in stages]
+        ends = [*(start - 1 for start in starts[1:]), tokens.train_steps]
+        self.steps = [
+            max(0, min(end, tokens.train_steps) - start + 1)
+            for start, end in zip(starts, ends, strict=True)
+        ]
+        """Steps of each stage."""
+        self._before = [0]
+        for stage, steps in enumerate(self.steps):
+            self._before.append(self._before[stage] + self._samples(stage, steps))
+
+    def at(self, stage: int, consumed: int) -> int:
+        """Return the samples of the batch that follows ``consumed`` samples of a stage."""
+        full = self._full[stage]
+        if self.ramp is None:
+            return full
+        return min(full, self.ramp.size(self._before[stage] + consumed, max(self._full)))
+
+    def microbatches(self, stage: int, consumed: int) -> int:
+        """Return the micro-batches of each data rank in that batch."""
+        return self.at(stage, consumed) // self._rows
+
+    def full(self, stage: int) -> int:
+        """Return the samples of the largest batch of a stage."""
+        return self._full[stage]
+
+    @property
+    def most_microbatches(self) -> int:
+        """Micro-batches of a data rank in the largest batch of the training."""
+        return max(self._full) // self._rows
+
+    def samples(self, stage: int) -> int:
+        """Return the samples that the steps of a stage read."""
+        return self._before[stage + 1] - self._before[stage]
+
+    def _samples(self, stage: int, steps: int) -> int:
+        """Add up batches: one by one while they grow, the rest at once."""
+        consumed, ramp = 0, self.ramp
+        while steps and ramp is not None and self._before[stage] + consumed < ramp.samples:
+            consumed, steps = consumed + self.at(stage, consumed), steps - 1
+        return consumed + steps * self._full[stage]
+
+
+def ramp_problems(
+    parallelism: ParallelismConfig, tokens: TokensConfig, stages: Sequence[DatasetStageConfig]
+) -> list[str]:
+    """Name sizes of a ramp that cannot be cut into micro-batches, or that never end."""
+    ramp, rows = tokens.batch_ramp, parallelism.dp * tokens.micro_batch_size
+    if ramp is None:
+        return []
+    found = [
+        f"tokens.batch_ramp.{name}: {size} was given; it must be a multiple of parallelism.dp x "
+        f"tokens.micro_batch_size ({parallelism.dp} x {tokens.micro_batch_size}); choose "
+        f"{max(1, round(size / rows)) * rows}, or change one of them"
+        for name, size in (("start", ramp.start), ("increment", ramp.increment))
+        if size % rows
+    ]
+    full = max(map(BatchSizes(parallelism.dp, tokens, stages).full, range(len(stages))))
+    if ramp.start >= full:
+        found.append(
+            f"tokens.batch_ramp.start: {ramp.start} was given; the whole global batch has {full} "
+            "samples (dp x micro_batch_size x batch_accumulation_per_replica), and a ramp begins "
+            "below it: lower start, or remove batch_ramp"
+        )
+    return found
