@@ -37,6 +37,7 @@ def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
         "result": StepResult(2.5, 1.0, 1e-3),
         "times": StepTimes(seconds, 0.125, 0.25, 0.0625),
         "tokens": tokens,
+        "samples": 4,
         "consumed_tokens": 128,
         "consumed_samples": 4,
         "memory": Memory(1.5),

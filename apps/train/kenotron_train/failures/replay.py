@@ -140,9 +140,15 @@ def _advance(
             continue
         if step == last:
             return Taken(batch, stage, replace(progress, cursor=place))
-        start, scale = progress.schedule_start, progress.loss_scale
-        result = training_step(training, batch, step, schedule_start=start, loss_scale=scale)
-        progress = progress.after(training.config, stage.loader.cursor, result.loss_scale)
+        result = training_step(
+            training,
+            batch,
+            step,
+            schedule_start=progress.schedule_start,
+            loss_scale=progress.loss_scale,
+            spikes=progress.spikes,
+        )
+        progress = progress.after(training.config, stage.loader.cursor, result)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 

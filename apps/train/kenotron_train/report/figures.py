@@ -158,6 +158,8 @@ class Meter:
             found["next_loss_scale"] = result.loss_scale.factor
         if result.nonfinite is not None:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
+        if result.spike:
+            found |= {"skipped": True, "spike": result.spike}
         if figures.validation is not None:
             found |= _validation(figures.validation)
         if result.loads:

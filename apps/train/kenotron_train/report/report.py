@@ -121,6 +121,8 @@ class Report:
         step, result, validation = figures.step, figures.result, figures.validation
         if result.nonfinite is not None:
             self.say(f"step {step}: {_outcome(result)}: {result.nonfinite}", "warning")
+        if result.spike:
+            self.say(f"step {step}: skipped: {result.spike}", "warning")
         metrics = self._mask.keys(self._meter.metrics(figures))
         self._journal.write(metrics)
         self._trackers.log(step, metrics)
@@ -152,7 +154,7 @@ class Report:
         if LEVELS.index("info") < self._level:
             return
         result, speed = figures.result, self._meter.tokens_per_second(figures)
-        remark = "" if result.nonfinite is None else _outcome(result)
+        remark = _outcome(result) if result.nonfinite or result.spike else ""
         columns = self._console.width
         numbers = (figures.step, result.loss, result.grad_norm, result.lr, speed)
         self._print(self._rows.row(*numbers, remark=remark, columns=columns))
@@ -174,7 +176,7 @@ class Report:
             "hardware_tflops_per_gpu": short(tflops),
             "grad_norm": short(result.grad_norm),
         }
-        if result.nonfinite is not None:
+        if result.nonfinite or result.spike:
             fields["update"] = _outcome(result)
         listed = " | ".join(f"{name}: {value}" for name, value in fields.items())
         return f"iteration: {figures.step} / {self._config.tokens.train_steps} | {listed}"

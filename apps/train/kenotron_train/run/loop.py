@@ -195,7 +195,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
                 results.pop()
             continue
         results.append(replace(result, loads=()))  # figures of all layers: too much to keep
-        progress = progress.after(config, stage.loader.cursor, result.loss_scale)
+        progress = progress.after(config, stage.loader.cursor, result)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
         if _is_due(config, step) or stopper.save:
@@ -226,6 +226,7 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
             progress.schedule_start,
             look,
             progress.loss_scale,
+            progress.spikes,
         )
     if checked and not goes_back(training, result):
         check_state(training, result, step)

@@ -8,7 +8,8 @@ from typing import Any
 
 from kenotron_config import Config
 from kenotron_data import Cursor, Fingerprint
-from kenotron_optim import LossScale
+from kenotron_engine import StepResult
+from kenotron_optim import LossScale, SpikeGuard
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
 """What no checkpoint of a run lacks."""
@@ -30,12 +31,19 @@ class Progress:
     """The step after which the learning-rate schedule began."""
     loss_scale: LossScale | None = None
     """That of the next step, in a float16 run."""
+    spikes: SpikeGuard | None = None
+    """That of the next step, where spikes are left out."""
     left_out: tuple[Cursor, ...] = ()
     """Where the batches begin that are not trained on: a rollback for each."""
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
 
-    def after(self, config: Config, cursor: Cursor, loss_scale: LossScale | None) -> Progress:
+    @classmethod
+    def fresh(cls, config: Config) -> Progress:
+        """Return that of a run that begins."""
+        return cls(loss_scale=fresh_scale(config), spikes=_fresh_spikes(config))
+
+    def after(self, config: Config, cursor: Cursor, result: StepResult) -> Progress:
         """One step later, which read the samples up to ``cursor`` of its stage."""
         before = self.cursor.consumed if self.cursor.stage == cursor.stage else 0
         samples = cursor.consumed - before
@@ -46,7 +54,8 @@ class Progress:
             samples=self.samples + samples,
             tokens=self.tokens + samples * config.sequence_of(cursor.stage),
             epoch_known=True,
-            loss_scale=loss_scale,
+            loss_scale=result.loss_scale,
+            spikes=result.spikes,
         )
 
     def past(self, cursor: Cursor) -> Progress:
@@ -68,6 +77,7 @@ class Progress:
             "consumed_train_samples": self.samples,
             "consumed_tokens": self.tokens,
             "loss_scale": self.loss_scale.to_dict() if self.loss_scale else None,
+            "spikes": self.spikes.to_dict() if self.spikes else None,
             "left_out": [cursor.to_dict() for cursor in self.left_out],
             "data": {str(stage): found.to_dict() for stage, found in self.data.items()},
         }
@@ -76,6 +86,7 @@ class Progress:
     def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
         """Undo ``to_state``. Raises ValueError for values that make no sense."""
         saved, fresh = state.get("loss_scale"), fresh_scale(config)
+        seen, guard = state.get("spikes"), _fresh_spikes(config)
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
@@ -84,6 +95,7 @@ class Progress:
             epoch_known="imported" not in state,
             schedule_start=int(state.get("schedule_start", 0)),
             loss_scale=LossScale.from_dict(fresh.config, saved) if fresh and saved else fresh,
+            spikes=SpikeGuard.from_dict(guard.config, seen) if guard and seen else guard,
             left_out=tuple(map(Cursor.from_dict, state.get("left_out", ()))),
             data={
                 int(stage): Fingerprint.from_dict(found)
@@ -97,3 +109,8 @@ def fresh_scale(config: Config) -> LossScale | None:
     if config.model.dtype != "float16":
         return None
     return LossScale.start(config.optimizer.loss_scale)
+
+
+def _fresh_spikes(config: Config) -> SpikeGuard | None:
+    spikes = config.optimizer.spikes
+    return None if spikes is None else SpikeGuard(spikes)

@@ -30,6 +30,7 @@ from kenotron_optim import (
     NonFinite,
     NonFinitePolicy,
     Slices,
+    SpikeGuard,
     allows_update,
     clip_coefficient,
     find_nonfinite,
@@ -56,6 +57,10 @@ class StepResult:
     """That of the next step; None unless the run is in float16."""
     overflow: bool = False
     """Whether the step was left out because gradients did not fit in float16 with its scale."""
+    spikes: SpikeGuard | None = None
+    """That of the next step; None unless spikes are left out."""
+    spike: str = ""
+    """Why the step was left out although it is finite; empty in every ordinary step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
     loads: tuple[ExpertLoad, ...] = ()
@@ -70,6 +75,7 @@ def training_step(
     schedule_start: int = 0,
     look: Callable[[Slices], None] = lambda _: None,
     loss_scale: LossScale | None = None,
+    spikes: SpikeGuard | None = None,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
@@ -79,7 +85,7 @@ def training_step(
     ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
     The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
     gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
-    smaller.
+    smaller. A loss or gradient norm beyond the bounds of ``spikes`` leaves the step out, too.
 
     Everything is queued before this process waits for the device, once: whether parameters change
     is decided there. When it returns, parameters may still travel to other data ranks: read them
@@ -91,7 +97,7 @@ def training_step(
     grad = gradient(training, batch, step, loss_scale, look)
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
-    blocked = _blocked(grad, config.nonfinite, loss_scale)
+    blocked = _blocked(grad, config.nonfinite, loss_scale, spikes)
     training.optimizer.step(
         grad.slices,
         lr,
@@ -106,7 +112,9 @@ def training_step(
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
     overflow = _overflows(found, loss_scale)
-    updates = count > 0 and not overflow and (found is None or config.nonfinite == "continue")
+    spike = spikes.find(loss, norm) if spikes else ""
+    updates = count > 0 and not (overflow or spike)
+    updates = updates and (found is None or config.nonfinite == "continue")
     if not updates:
         training.optimizer.left_out()
     if not count:
@@ -115,12 +123,26 @@ def training_step(
         allows_update(found, config.nonfinite, step)
     scale = _next(loss_scale, found, overflow)
     return StepResult(
-        loss, norm, lr, found, not updates, scale, overflow, int(tokens),
-        expert_loads(training, loads),
-    )  # fmt: skip
+        loss=loss,
+        grad_norm=norm,
+        lr=lr,
+        nonfinite=found,
+        skipped=not updates,
+        loss_scale=scale,
+        overflow=overflow,
+        spikes=spikes.after(loss, norm) if spikes else None,
+        spike=spike,
+        tokens=int(tokens),
+        loads=expert_loads(training, loads),
+    )
 
 
-def _blocked(grad: Gradient, policy: NonFinitePolicy, loss_scale: LossScale | None) -> Tensor:
+def _blocked(
+    grad: Gradient,
+    policy: NonFinitePolicy,
+    loss_scale: LossScale | None,
+    spikes: SpikeGuard | None,
+) -> Tensor:
     """Whether the step must change nothing, decided on the device: a bool scalar.
 
     The host decides the same from the same numbers once it has read them.
@@ -129,6 +151,9 @@ def _blocked(grad: Gradient, policy: NonFinitePolicy, loss_scale: LossScale | No
     if policy == "continue":  # but for gradients that a smaller loss scale can make finite
         shrinks = loss_scale is not None and loss_scale.can_shrink
         blocked = blocked & grad.loss.isfinite() if shrinks else torch.zeros_like(blocked)
+    if spikes is not None:
+        most_loss, most_norm = spikes.bounds
+        blocked = blocked | (grad.loss.double() > most_loss) | (grad.norm > most_norm)
     return blocked | (grad.counts[0] == 0)
 
 

@@ -18,6 +18,7 @@ from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, fi
 from kenotron_optim.parameter_shards import Regather
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
+from kenotron_optim.spikes import SpikeConfig, SpikeGuard
 from kenotron_optim.update_rule import update_rule
 
 __all__ = [
@@ -41,6 +42,8 @@ __all__ = [
     "SGDConfig",
     "SlicedOptimizer",
     "Slices",
+    "SpikeConfig",
+    "SpikeGuard",
     "allows_update",
     "clip_",
     "clip_coefficient",

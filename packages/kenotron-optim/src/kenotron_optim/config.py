@@ -6,6 +6,7 @@ from typing import Literal, get_args
 from kenotron_optim.config_fields import INFINITY, choice, not_negative, raise_all, regex
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.rule_config import UpdateRule
+from kenotron_optim.spikes import SpikeConfig
 
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
@@ -149,6 +150,9 @@ class OptimizerConfig:
     and leaves the batch out, `continue` updates all the same."""
     max_rollbacks: int = 3
     """So often a run may go back; the next step that is not finite ends it."""
+    spikes: SpikeConfig | None = None
+    """Leave out steps whose loss or gradient norm is far above that of the last ones; None: update
+    whatever is finite."""
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Dynamic loss scaling; for `model.dtype: float16` only."""
 
