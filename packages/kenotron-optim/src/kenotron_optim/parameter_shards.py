@@ -29,6 +29,7 @@ from kenotron_optim.units import (
     UnitHook,
     has_memory,
     is_opaque,
+    is_small,
     no_leaf,
 )
 
@@ -62,6 +63,8 @@ class ParameterShards(ParameterGathers):
         """Of parameters, which stay the same while their memory comes and goes."""
         self._there: set[int] = set()
         """Groups that have memory; those that fly are among them."""
+        self._remains: set[int] = set()
+        """Groups that were freed but for small parameters."""
 
     @property
     def sharded(self) -> bool:
@@ -135,7 +138,7 @@ class ParameterShards(ParameterGathers):
         self._held = [0] * len(self.groups)
         for unit in self._units:
             unit.left, unit.waiting = set(), 0
-        for group in list(self._there):
+        for group in self._there | self._remains:
             self._empty(group)
 
     def settle(self) -> None:
@@ -188,6 +191,7 @@ class ParameterShards(ParameterGathers):
             )
 
     def _before_backward(self, unit: Unit) -> None:
+        unit.learned = False
         if unit.by_input:
             unit.waiting += 1
         elif unit.paths:
@@ -198,7 +202,7 @@ class ParameterShards(ParameterGathers):
     def _after_backward(self, unit: Unit) -> None:
         if unit.waiting:
             unit.waiting -= 1
-            self._leave(unit)
+            self._leave(unit, keeps_small=not unit.learned)
 
     def _await_gradients(self, unit: Unit) -> None:
         unit.left = unit.left or set(unit.paths)
@@ -207,6 +211,7 @@ class ParameterShards(ParameterGathers):
     def _got_gradient(self, path: str) -> None:
         """A unit whose parameters all have a gradient is done with its backward."""
         for unit in self._units_of.get(path, ()):
+            unit.learned = True
             if unit.waiting and not unit.by_input and path in unit.left:
                 unit.left.discard(path)
                 if not unit.left:
@@ -224,11 +229,11 @@ class ParameterShards(ParameterGathers):
             for group in self._units[following].groups:
                 self._start(group)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: Unit, *, keeps_small: bool = False) -> None:
         for group in unit.groups:
             self._held[group] = max(self._held[group] - 1, 0)
             if not self._held[group] and self._regather == "layer":
-                self._empty(group)
+                self._empty(group, keeps_small=keeps_small)
 
     @torch.no_grad()
     def _start(self, group: int) -> None:
@@ -244,10 +249,16 @@ class ParameterShards(ParameterGathers):
         if data.size > 1:
             self._flying[group] = gather_pieces([list(each.values()) for each in pieces], data)
 
-    def _empty(self, group: int) -> None:
+    def _empty(self, group: int, *, keeps_small: bool = False) -> None:
         self.wait_for([group])
         self._there.discard(group)
-        self._take_memory(self.groups[group])
+        spans = self.groups[group]
+        if keeps_small:
+            self._remains.add(group)
+            spans = tuple(span for span in spans if not is_small(self._parameter(span.name)))
+        else:
+            self._remains.discard(group)
+        self._take_memory(spans)
 
     def _give_memory(self, group: Group) -> None:
         for span in group:
