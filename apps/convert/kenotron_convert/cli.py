@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import import_hf
 from kenotron_convert.shards import parse_size
@@ -95,6 +96,13 @@ def _upcycle(arguments: argparse.Namespace) -> str:
     return f"wrote {written}"
 
 
+def _average(arguments: argparse.Namespace) -> str:
+    written = average(
+        arguments.ckpt, arguments.out, ema=arguments.ema, overwrite=arguments.overwrite
+    )
+    return f"wrote {written}"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python apps/convert",
@@ -127,9 +135,19 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     upcycler.add_argument("--seed", type=int, default=42, help="of noise and routers")
     upcycler.set_defaults(run=_upcycle)
+    averager = commands.add_parser("average", help="a checkpoint of the mean of several weights")
+    averager.add_argument(
+        "--ckpt", type=Path, required=True, nargs="+", help="step folders or run folders"
+    )
+    averager.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
+    averager.add_argument(
+        "--ema", action="store_true",
+        help="take the moving averages that optimizer.weight_average keeps",
+    )  # fmt: skip
+    averager.set_defaults(run=_average)
     for command in (importer, exporter):
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
-    for command in (importer, exporter, upcycler):
+    for command in (importer, exporter, upcycler, averager):
         command.add_argument(
             "--threads", type=int, help="of the CPU (default: OMP_NUM_THREADS, else the cores)"
         )

@@ -186,6 +186,8 @@ def _validation(validation: Validation) -> dict[str, Any]:
         "validation_loss": or_null(validation.loss),
         "validation_perplexity": or_null(validation.perplexity),
     }
+    if validation.averaged is not None:
+        found["validation_loss_averaged"] = or_null(validation.averaged)
     if len(validation.sources) > 1:
         found["validation_sources"] = {
             name: {"loss": or_null(loss), "perplexity": or_null(perplexity(loss))}

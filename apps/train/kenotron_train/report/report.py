@@ -200,6 +200,8 @@ def _validation_line(validation: Validation) -> str:
         f"val_loss: {short(validation.loss)}",
         f"val_perplexity: {short(validation.perplexity)}",
     ]
+    if validation.averaged is not None:
+        parts.append(f"val_loss_averaged: {short(validation.averaged)}")
     if len(validation.sources) > 1:
         parts += [
             f"{name}: {short(loss)} ({short(perplexity(loss))})"

@@ -24,7 +24,7 @@ ALWAYS_ALLOWED = 64
 """Ranks, or loading threads, that no machine refuses."""
 LARGEST = 64e12
 """Bytes of memory that no machine gives to one process."""
-OFFLOADED = ("fp32 masters", "optimizer")
+OFFLOADED = ("fp32 masters", "optimizer", "weight averages")
 """What `optimizer.offload` keeps in host memory."""
 Place = Literal["all", "device", "host"]
 _ROOT = Path("/")
@@ -221,7 +221,7 @@ def state_of_rank(config: Config, place: Place = "all") -> float:
 
 def offloaded(config: Config, sizes: Mapping[str, int]) -> int:
     """Bytes of ``state_bytes`` that are in host memory where ranks compute on GPUs."""
-    return sum(sizes[what] for what in OFFLOADED) if config.optimizer.offload else 0
+    return sum(sizes.get(what, 0) for what in OFFLOADED) if config.optimizer.offload else 0
 
 
 def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
@@ -247,4 +247,4 @@ def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
         * (4 if optim.accumulate_grad_in_fp32 else width),
         "fp32 masters": 0 if width == 4 and stage < 3 and not optim.offload else owned * 4,
         "optimizer": states * owned * getattr(torch, optim.state_dtype).itemsize,
-    }
+    } | ({"weight averages": owned * 4} if optim.weight_average else {})

@@ -23,6 +23,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
 from kenotron_engine import Records
 from kenotron_models import model_to_json
+from kenotron_optim import AVERAGE
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
@@ -117,19 +118,34 @@ def _load_from(
         names = [layout.name for _, layout in (parameters | wanted).values()]
         dropped = _check_optimizer(names, manifest.records, config, folder)
         dropped += _converted(wanted, manifest.records)
+    averages, remark = _averages(training, checkpoint, optimizer)
     checkpoint.load(parameters)
-    if wanted:  # after the parameters: an fp32 one shares its memory with its master
+    if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
     if optimizer:
         training.optimizer.steps = steps
         training.optimizer.publish()
     else:
         training.optimizer.reload()
+    if training.averages is not None and not averages:
+        training.averages.begin()
     progress = comparable(Progress.from_state(state, config), state["reading"], config)
-    remark = _remark(progress, state, config, folder) + dropped
+    remark = _remark(progress, state, config, folder) + dropped + remark
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder
+
+
+def _averages(
+    training: Training, checkpoint: Checkpoint, optimizer: bool
+) -> tuple[dict[str, Any], str]:
+    """Averaged weights to be read, and a remark where they begin again."""
+    if training.averages is None:
+        return {}, ""
+    prefix = f"optimizer.{AVERAGE}."
+    if optimizer and any(name.startswith(prefix) for name in checkpoint.manifest.records):
+        return dict(training.averages.wanted()), ""
+    return {}, "; optimizer.weight_average begins with the weights of this checkpoint"
 
 
 def going_on(config: Config, mesh: Mesh) -> Config:

@@ -66,7 +66,8 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
 
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
     """What a checkpoint holds: parameters, and this rank's slices of the optimizer's state."""
-    return {**training.records(), **training.optimizer.state()}
+    averages = training.averages.state() if training.averages else {}
+    return {**training.records(), **training.optimizer.state(), **averages}
 
 
 def check_saved(saver: Saver, step: int) -> None:

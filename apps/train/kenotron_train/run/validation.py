@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 from kenotron_data import Concatenated, Dataset, Subset
 from kenotron_engine import Validation, evaluate
@@ -27,8 +28,16 @@ def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation 
         for (name, data), count in zip(held_out.items(), counts, strict=True)
         if count
     }
-    batches = open_validation(config, training.mesh, Concatenated(parts))
-    return evaluate(training, itertools.islice(batches, limit), tuple(parts))
+
+    def measure() -> Validation:
+        batches = open_validation(config, training.mesh, Concatenated(parts))
+        return evaluate(training, itertools.islice(batches, limit), tuple(parts))
+
+    found, section = measure(), config.optimizer.weight_average
+    if training.averages is None or section is None or not section.validate:
+        return found
+    with training.averages.in_place():
+        return replace(found, averaged=measure().loss)
 
 
 def _shares(sizes: list[int], most: int) -> list[int]:

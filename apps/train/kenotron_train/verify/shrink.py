@@ -232,6 +232,7 @@ def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
         clip_grad=None if section.clip_grad is None else min(section.clip_grad, MOST_CLIP),
         nonfinite="continue",  # what is not finite is found by comparing
         spikes=None,
+        weight_average=None,
         weight_decay_exclude_named_params=exclude,
         lr_multipliers=_rules(section.lr_multipliers, names),
         learning_rate_scheduler=replace(

@@ -24,6 +24,8 @@ class Validation:
     """Over all targets, in nats a token."""
     sources: dict[str, float] = field(default_factory=dict)
     """Over those of each source."""
+    averaged: float | None = None
+    """That of the averaged weights over all targets; None: there are none."""
 
     @property
     def perplexity(self) -> float:

@@ -117,6 +117,8 @@ def training_step(
     updates = updates and (found is None or config.nonfinite == "continue")
     if not updates:
         training.optimizer.left_out()
+    elif training.averages is not None:
+        training.averages.update()
     if not count:
         raise ValueError(f"step {step}: no position of the global batch has a target")
     if not overflow:

@@ -23,6 +23,7 @@ from kenotron_optim import (
     OptimizerConfig,
     ParameterGroup,
     SlicedOptimizer,
+    WeightAverages,
     parameter_groups,
     update_rule,
 )
@@ -42,6 +43,8 @@ class Training:
     groups: list[ParameterGroup]
     optimizer: SlicedOptimizer
     schedule: LRSchedule
+    averages: WeightAverages | None = None
+    """With ``OptimizerConfig.weight_average``."""
     graphs: MicroBatchGraphs | None = None
     """With ``ModelPlan.cuda_graph``."""
 
@@ -144,6 +147,7 @@ def build_training(
     optimizer = SlicedOptimizer(grads, rule, groups, *sharing, offload=optim.offload)
     fill = _by_layer(model, partial(first_values, plan, mesh, model.layouts)) if sharded else None
     optimizer.overlap_forward(model.stack, fill)
+    average = optim.weight_average
     schedule = LRSchedule.from_config(optim.learning_rate_scheduler, train_steps)
     return Training(
         plan=plan,
@@ -155,6 +159,7 @@ def build_training(
         groups=groups,
         optimizer=optimizer,
         schedule=schedule,
+        averages=WeightAverages(optimizer, grads, average) if average else None,
         graphs=MicroBatchGraphs(grads, model.stack) if plan.cuda_graph else None,
     )
 

@@ -20,8 +20,11 @@ from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
 from kenotron_optim.update_rule import update_rule
+from kenotron_optim.weight_average_config import WeightAverageConfig
+from kenotron_optim.weight_averages import AVERAGE, WeightAverages
 
 __all__ = [
+    "AVERAGE",
     "AdamWConfig",
     "GlobalNorm",
     "GradAccumulator",
@@ -44,6 +47,8 @@ __all__ = [
     "Slices",
     "SpikeConfig",
     "SpikeGuard",
+    "WeightAverageConfig",
+    "WeightAverages",
     "allows_update",
     "clip_",
     "clip_coefficient",

@@ -7,6 +7,7 @@ from kenotron_optim.config_fields import INFINITY, choice, not_negative, raise_a
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.rule_config import UpdateRule
 from kenotron_optim.spikes import SpikeConfig
+from kenotron_optim.weight_average_config import WeightAverageConfig
 
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
@@ -150,6 +151,8 @@ class OptimizerConfig:
     and leaves the batch out, `continue` updates all the same."""
     max_rollbacks: int = 3
     """So often a run may go back; the next step that is not finite ends it."""
+    weight_average: WeightAverageConfig | None = None
+    """An exponential moving average of the weights, kept in checkpoints; None: none is taken."""
     spikes: SpikeConfig | None = None
     """Leave out steps whose loss or gradient norm is far above that of the last ones; None: update
     whatever is finite."""

@@ -48,8 +48,11 @@ class DeviceState:
         """Call ``step`` for all groups of the optimizer."""
         step(optimizer)
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """Return what holds a master, or a tensor of the state, between updates: live, no copy."""
+    def kept(self, tensor: Tensor, *, writes: bool = True) -> Tensor:
+        """Return what holds a master, or a tensor of the state, between updates: live, no copy.
+
+        ``writes``: whether the caller may change it.
+        """
         return tensor.detach()
 
     def read_values(self) -> None:
@@ -135,10 +138,10 @@ class HostState(DeviceState):
         finally:
             optimizer.param_groups = groups
 
-    def kept(self, tensor: Tensor) -> Tensor:
+    def kept(self, tensor: Tensor, *, writes: bool = True) -> Tensor:
         """Return the host's values, once they have arrived; others than masters and state as is."""
         self._wait()
-        self._may_differ = True
+        self._may_differ |= writes
         return self._hosts.get(tensor, tensor).detach()
 
     @torch.no_grad()

@@ -180,8 +180,7 @@ class SlicedOptimizer:
         """This rank's own slices as logical tensors, by name, and their layouts.
 
         ``optimizer.master.<parameter>``, fp32, and ``optimizer.<state>.<parameter>``, of the dtype
-        in which state is kept: the same records for stages 0 and 1. The tensors are the live ones,
-        not copies.
+        in which state is kept: the same records for all stages. The tensors are live, not copies.
         """
         self._gathers.settle()
         found = {}
@@ -212,10 +211,8 @@ class SlicedOptimizer:
         return found
 
     def parameter_slices(self) -> dict[str, tuple[Tensor, TensorLayout]]:
-        """With stage 3: this rank's slices of the parameters, by logical name, in their dtype.
-
-        What is written into them counts if ``reload`` is called before the next update.
-        """
+        """With stage 3: this rank's slices of the parameters, by logical name, in their dtype;
+        changes of them count if ``reload`` is called before the next update."""
         self._loaded = {
             name: values.detach().view(-1).to(self._parameter(name).dtype)
             for (name, _), values in self._memory.values.items()
@@ -238,6 +235,10 @@ class SlicedOptimizer:
             self._memory.kept(master).copy_(values.view(master.shape))
         if self.stage == 3:
             self.publish()
+
+    def kept_masters(self, *, writes: bool = False) -> dict[Piece, Tensor]:
+        """Masters, flat, where they are between updates; if ``writes``, ``publish`` afterwards."""
+        return {p: self._memory.kept(m, writes=writes).view(-1) for p, m in self.masters.items()}
 
     def prepare(self) -> None:
         """Create the state of the inner optimizers, which torch does in the first update, all zero.
