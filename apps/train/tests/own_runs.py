@@ -90,8 +90,6 @@ def run(
     config = configure(folder, dataset, changes)
     sizes = config.parallelism
     cache = str(folder.parent / "cache")
-    ranks = spawn(
-        trace, config, cache, loader, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD
-    )
+    ranks = spawn(trace, config, cache, loader, **sizes.grid, preload=PRELOAD)
     assert all(found == ranks[0] for found in ranks), "ranks report different numbers"
     return ranks[0]

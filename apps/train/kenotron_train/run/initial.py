@@ -35,6 +35,8 @@ FREE = (
     "embedding_dropout", "dropout",
 )  # fmt: skip
 """What may differ from the model that the weights are of; the first is a matter of its own."""
+ROPE = ("theta", "scaling")
+"""What may differ, too, with ``accept_changed_rope``."""
 
 NO_CHANGE = (
     "architectures", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -71,12 +73,15 @@ def load_initial(training: Training) -> str:
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
     path, spec, wanted = Path(method.path), config.decoder, _wanted(training)
-    read = _read_checkpoint
-    if (path / CONFIG).is_file():
-        read = _read_transformers if isinstance(spec, TransformersSpec) else _read_hf
+    free = FREE + (ROPE if method.accept_changed_rope else ())
     try:
         with mesh.pulse.busy("reading the first weights"):
-            source = read(path, spec, wanted, mesh)
+            if not (path / CONFIG).is_file():
+                source = _read_checkpoint(path, spec, wanted, mesh, free)
+            elif isinstance(spec, TransformersSpec):
+                source = _read_transformers(path, spec, wanted, mesh)
+            else:
+                source = _read_hf(path, spec, wanted, mesh, free)
     except ValueError as error:
         raise ValueError(f"model.init_method.path: {error}") from error
     if config.model.dtype == "float32":
@@ -96,12 +101,14 @@ def _wanted(training: Training) -> Records:
     return found
 
 
-def _read_hf(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+def _read_hf(
+    path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh, free: tuple[str, ...]
+) -> str:
     """Fill from a folder of Hugging Face; where a head's features have another order, reorder."""
     folder = open_safetensors(path)
     source = with_its_head(read_hf_config(path)[0], folder.same)
     theirs = source.decoder
-    _check_same(spec, theirs, path / CONFIG, (*FREE, "interleaved"))
+    _check_same(spec, theirs, path / CONFIG, (*free, "interleaved"))
     ours = hf_tensors(source, interleaved=turns_neighbours(spec))
     records = folder.records(ours, lambda name: is_superfluous(name, source))
     if theirs.tie_word_embeddings:
@@ -132,7 +139,9 @@ def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mes
     return str(path)
 
 
-def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
+def _read_checkpoint(
+    path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh, free: tuple[str, ...]
+) -> str:
     """Fill from a checkpoint of any layout; the step that was read."""
 
     def read(checkpoint: Checkpoint) -> str:
@@ -142,7 +151,7 @@ def _read_checkpoint(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh)
                 f"{checkpoint.folder} does not describe a model: model_config is missing"
             )
         theirs = config_from_json(state["model_config"]).decoder
-        _check_same(spec, theirs, checkpoint.folder, FREE)
+        _check_same(spec, theirs, checkpoint.folder, free)
         checkpoint.load(_untied(wanted) if theirs.tie_word_embeddings else wanted)
         passed = "".join(f"; passed over {reason}" for reason in checkpoint.passed_over)
         return f"{checkpoint.folder}{passed}"
@@ -171,10 +180,13 @@ def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple
         )
     if changed := differences(ours, theirs, free):
         pairs = [line.partition(":") for line in changed]
+        longer = any(name.endswith(tuple(f"rope.{each}" for each in ROPE)) for name, _, _ in pairs)
+        hint = "\nmodel.init_method.accept_changed_rope: true extends their context" * longer
         raise ValueError(
             f"{where} is of another model than model.model_config; first what the config says, "
             "then what the weights were trained with:"
             + "".join(dict.fromkeys(f"\n  {_key(name)}:{values}" for name, _, values in pairs))
+            + hint
         )
 
 

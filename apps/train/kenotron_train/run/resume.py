@@ -35,6 +35,8 @@ from kenotron_train.run.upload import local_copy
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
 """Fields of a model that may differ between a checkpoint and the config that resumes it."""
+ROPE = ("rope_theta", "rope_scaling")
+"""Those that ``checkpoints.accept_changed_rope`` lets differ, too."""
 NO_EFFECT += ("use_cache", "bos_token_id", "eos_token_id", "path")
 
 
@@ -201,17 +203,30 @@ def _check_state(state: dict[str, Any], config: Config, folder: Path) -> None:
             f"{folder} cannot be resumed: its state lacks {', '.join(missing)}; was it written by "
             "this version of apps/train?"
         )
-    here = model_to_json(config.model.model_config, config.multipliers)
-    given = json.loads(json.dumps(here))  # tuples are lists there
+    given = _model_of(config)
+    rope = ROPE if config.checkpoints.accept_changed_rope else ()
     changed = [
         f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
         for name, value in {"multipliers": None, **state["model_config"]}.items()
-        if name not in NO_EFFECT
+        if name not in (*NO_EFFECT, *rope)
         and not name.startswith("is_")
         and _uncut(name, given.get(name)) != _uncut(name, value)
     ]
     if changed:
-        raise ValueError(f"{folder} is of another model: model.model_config." + "; ".join(changed))
+        hint = (
+            ""
+            if not any(line.startswith(ROPE) for line in changed)
+            else (
+                "; --set checkpoints.accept_changed_rope=true extends the context of the checkpoint"
+            )
+        )
+        problems = "; ".join(changed) + hint
+        raise ValueError(f"{folder} is of another model: model.model_config.{problems}")
+
+
+def _model_of(config: Config) -> dict[str, Any]:
+    """What a checkpoint of this config says of its model, as JSON has it: tuples are lists."""
+    return json.loads(json.dumps(model_to_json(config.model.model_config, config.multipliers)))
 
 
 def _uncut(name: str, value: Any) -> Any:
@@ -261,6 +276,10 @@ def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: P
             remark += f"; {name} changes from {before} to {now.get(name)}"
             if name not in ("global_batch_size", "batch_ramp"):
                 remark += ": samples may come twice or not at all"
+    sizes, before = _model_of(config), state["model_config"]
+    for name in ROPE:
+        if name in before and sizes.get(name) != before[name]:
+            remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
     if progress.step >= config.tokens.train_steps:
         remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
     return remark

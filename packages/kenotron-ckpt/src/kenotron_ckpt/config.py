@@ -68,6 +68,9 @@ class CheckpointsConfig:
     """True: read every file back from the disk before the checkpoint counts."""
     on_save_failure: Literal["warn", "raise"] = "warn"
     """``raise``: a checkpoint that cannot be written ends the training."""
+    accept_changed_rope: bool = False
+    """True: resume a model with other rope_theta or rope_scaling, optimizer included, to extend its
+    context. Step and place in the data continue as in any resume."""
     accept_changed_data: bool = False
     """True: resume although the data of a stage are not those that the checkpoint was trained with;
     false: an error."""

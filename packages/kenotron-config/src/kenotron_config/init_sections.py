@@ -118,6 +118,9 @@ class ExistingCheckpointInitConfig:
     path: str
     """A model folder of Hugging Face (config.json and safetensors), a step folder or a run folder;
     model_config must be what the weights were trained with."""
+    accept_changed_rope: bool = False
+    """True: rope_theta and rope_scaling may differ from those of the weights, to extend the context
+    (theta of a longer base, or YaRN)."""
 
     def __post_init__(self) -> None:
         """Check the field."""
