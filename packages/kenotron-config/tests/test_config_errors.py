@@ -160,7 +160,7 @@ def test_what_cannot_be_shared_out_is_named(overrides, sentence):
 def test_items_of_the_optimizers_lists_are_named():
     found = problems(
         "optimizer.weight_decay_exclude_kinds=[norms, norm]",
-        "optimizer.lr_multipliers=[{pattern: '(', multiplier: -1}, {patern: a, multiplier: 1}]",
+        "optimizer.lr_multipliers=[{pattern: '(', multiplier: -1}, {patern: a}]",
     )
     assert [line.removeprefix("--set: optimizer.").split(" (")[0] for line in found] == [
         "weight_decay_exclude_kinds.1: \"norm\" was given; it must be 'norms', 'biases' or "
@@ -168,7 +168,7 @@ def test_items_of_the_optimizers_lists_are_named():
         "lr_multipliers.0.pattern: '(' was given; it must be a regular expression",
         "lr_multipliers.0.multiplier: -1.0 was given; it must be finite and not negative",
         "lr_multipliers.1.patern: is not a known key; did you mean pattern?",
-        "lr_multipliers.1.pattern: is missing; it has no default, so add it",
+        "lr_multipliers.1.multiplier: is missing; it has no default, so add it",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -150,3 +152,43 @@ def test_the_report_counts_logical_elements_and_shortens_names() -> None:
     ]
     with pytest.raises(ValueError, match="no layout for parameters .'other'.: layouts are of the"):
         describe([ParameterGroup(("other",), 0.0)], layouts)
+
+
+def roles_of() -> dict[str, TensorLayout]:
+    roles = {"embedding.weight": "embedding", "norm.weight": "norm", "head.weight": "output"}
+    roles |= {"layers.0.up.weight": "hidden", "layers.0.down.weight": "residual"}
+    return {name: TensorLayout(name, (4, 4), role=role) for name, role in roles.items()}
+
+
+def test_a_role_has_a_learning_rate_of_its_own() -> None:
+    layouts = roles_of()
+    rules = [
+        LRMultiplier(pattern="layers.0.down.*", multiplier=0.5),
+        LRMultiplier(role="embedding", multiplier=10.0),
+        LRMultiplier(role="hidden", multiplier=0.0),
+    ]
+    groups = parameter_groups(sorted(layouts), 0.1, layouts=layouts, lr_multipliers=rules)
+    assert {name: group.lr_multiplier for group in groups for name in group.names} == {
+        "embedding.weight": 10.0, "head.weight": 1.0, "norm.weight": 1.0,
+        "layers.0.up.weight": 0.0, "layers.0.down.weight": 0.5,
+    }  # fmt: skip
+
+
+def test_roles_that_mean_nothing_are_named() -> None:
+    layouts = roles_of()
+
+    def message(rule: LRMultiplier, **known: Any) -> str:
+        with pytest.raises(ValueError) as caught:
+            parameter_groups(sorted(layouts), 0.1, lr_multipliers=[rule], **known)
+        return str(caught.value)
+
+    router = LRMultiplier(role="router", multiplier=2.0)
+    assert "no parameter has the role 'router'" in message(router, layouts=layouts)
+    assert "the model's have embedding, hidden, norm" in message(router, layouts=layouts)
+    assert "roles of lr_multipliers ['router'] were given without layouts" in message(router)
+    with pytest.raises(ValueError, match="one of the two must say which parameters are meant"):
+        LRMultiplier(multiplier=2.0)
+    with pytest.raises(ValueError, match="pattern: 'a' was given, and role 'norm'"):
+        LRMultiplier(pattern="a", role="norm", multiplier=2.0)
+    with pytest.raises(ValueError, match="role: 'heads' was given; it must be one of embedding"):
+        LRMultiplier(role="heads", multiplier=2.0)  # pyrefly: ignore[bad-argument-type]

@@ -220,7 +220,8 @@ def _recompute(
 
 def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     """The same rule and groups; a schedule whose few steps warm up, and then decay."""
-    names = _names(model)
+    roles = _roles(model)
+    names = sorted(roles)
     schedule = section.learning_rate_scheduler
     rule = section.optimizer_factory
     if isinstance(rule, MuonConfig):
@@ -234,7 +235,7 @@ def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
         spikes=None,
         weight_average=None,
         weight_decay_exclude_named_params=exclude,
-        lr_multipliers=_rules(section.lr_multipliers, names),
+        lr_multipliers=_rules(section.lr_multipliers, roles),
         learning_rate_scheduler=replace(
             schedule,
             lr_warmup_steps=min(schedule.lr_warmup_steps, 1),
@@ -244,11 +245,12 @@ def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     )
 
 
-def _names(model: ModelConfig) -> list[str]:
-    """Logical names of all parameters of a model."""
+def _roles(model: ModelConfig) -> dict[str, str]:
+    """Roles of all parameters of a model by logical name."""
     axis = Axis("tp", 0, (0,))
     whole = LayerStack(build_decoder(cast(AnyConfig, model.model_config), Build(axis)))
-    return sorted({layout.name for layout in parameter_layouts(whole, {"tp": 1, "ep": 1}).values()})
+    layouts = parameter_layouts(whole, {"tp": 1, "ep": 1}).values()
+    return {layout.name: layout.role for layout in layouts}
 
 
 def _matching(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
@@ -256,11 +258,20 @@ def _matching(patterns: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
     return tuple(p for p in patterns if any(re.fullmatch(p, name) for name in names))
 
 
-def _rules(rules: tuple[LRMultiplier, ...], names: list[str]) -> tuple[LRMultiplier, ...]:
+def _rules(rules: tuple[LRMultiplier, ...], roles: dict[str, str]) -> tuple[LRMultiplier, ...]:
     """Rules that are left something by earlier ones."""
-    left, kept = set(names), []
+    left, kept = set(roles), []
     for rule in rules:
-        if found := {name for name in left if re.fullmatch(rule.pattern, name)}:
+        found = {
+            name
+            for name in left
+            if (
+                roles[name] == rule.role
+                if rule.pattern is None
+                else re.fullmatch(rule.pattern, name)
+            )
+        }
+        if found:
             kept.append(rule)
             left -= found
     return tuple(kept)

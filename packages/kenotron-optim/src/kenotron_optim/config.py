@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from kenotron_dist import Role
 from kenotron_optim.config_fields import INFINITY, choice, not_negative, raise_all, regex
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.rule_config import UpdateRule
@@ -86,20 +87,33 @@ class LRSchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LRMultiplier:
-    """A factor for the learning rate of some parameters, as maximal update parametrisation needs.
+    """A factor for the learning rate of some parameters, named by a pattern or by their role.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.
     """
 
-    pattern: str
+    pattern: str | None = None
     """Regular expression; holds for a parameter whose whole name matches it."""
+    role: Role | None = None
+    """What the parameters are, instead of a pattern: `embedding`, `output` (the head), `hidden` and
+    `residual` (matrices; the second are added to the residual stream), `norm`, `bias`, `router`,
+    `filter`, `state`."""
     multiplier: float
     """The parameter's learning rate is that of the schedule times this."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        raise_all(regex("pattern", self.pattern) + not_negative("multiplier", self.multiplier))
+        found = [] if self.pattern is None else regex("pattern", self.pattern)
+        found += not_negative("multiplier", self.multiplier)
+        if (self.pattern is None) == (self.role is None):
+            found.append(
+                f"pattern: {self.pattern!r} was given, and role {self.role!r}; one of the two must "
+                "say which parameters are meant: keep one"
+            )
+        if self.role is not None:
+            found += choice("role", self.role, get_args(Role))
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,17 +56,17 @@ def parameter_groups(
         exclude: regular expressions for whole names without weight decay.
         exclude_kinds: kinds without weight decay, by the roles that modules declare. A kind that no
             parameter has excludes nothing.
-        layouts: layouts of the whole model, for ``exclude_kinds``.
-        lr_multipliers: factors of learning rates by regular expressions for whole names; the first
-            that matches a name counts.
+        layouts: layouts of the whole model, for ``exclude_kinds`` and roles.
+        lr_multipliers: factors of learning rates by regular expressions for whole names, or by
+            roles; the first that holds for a name counts.
         factors_of: further factors of learning rate and weight decay by name; None: all are 1.
 
     Returns groups that are not empty: first those without multiplier, then in the order of the
     rules; with weight decay before without. Those that further factors make follow.
     Names keep their order.
 
-    Raises ValueError for a pattern that no name matches, for a multiplier that earlier ones leave
-    nothing to, and for kinds without ``layouts``.
+    Raises ValueError for a pattern or role that holds for no name, for a multiplier that earlier
+    ones leave nothing to, and for kinds or roles without ``layouts``.
     """
     names = list(names)
     if not 0 <= weight_decay < float("inf"):
@@ -75,14 +75,17 @@ def parameter_groups(
     if unknown or isinstance(exclude_kinds, str):
         known = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"exclude_kinds {exclude_kinds!r}: give a list of some of {known}")
-    if exclude_kinds and layouts is None:
+    roles = [rule.role for rule in lr_multipliers if rule.role is not None]
+    if layouts is None and (asked := [*sorted(exclude_kinds), *roles]):
+        what = "exclude_kinds" if exclude_kinds else "roles of lr_multipliers"
         raise ValueError(
-            f"exclude_kinds {sorted(exclude_kinds)} were given without layouts: pass "
+            f"{what} {asked} were given without layouts: pass "
             "layouts=parameter_layouts(model, mesh.axis_sizes)"
         )
     for pattern in exclude:
         _matches(pattern, names, "which shall have no weight decay (exclude)")
-    factors = _first_matches(names, lr_multipliers)
+    role_of = {layout.name: layout.role for layout in (layouts or {}).values()}
+    factors = _first_matches(names, lr_multipliers, role_of)
     plain = NEVER_DECAYED.union(*(KIND_ROLES[kind] for kind in exclude_kinds))
     free = {layout.name for layout in (layouts or {}).values() if layout.role in plain}
     free |= {name for name in names if any(re.fullmatch(pattern, name) for pattern in exclude)}
@@ -159,18 +162,26 @@ def _matches(pattern: str, names: Sequence[str], purpose: str) -> list[str]:
     return found
 
 
-def _first_matches(names: Sequence[str], rules: Sequence[LRMultiplier]) -> dict[str, float]:
-    """The factor of every name that a rule matches."""
+def _first_matches(
+    names: Sequence[str], rules: Sequence[LRMultiplier], role_of: Mapping[str, str]
+) -> dict[str, float]:
+    """The factor of every name that a rule holds for."""
     factors: dict[str, float] = {}
     purpose = "which shall have a learning rate of its own (lr_multipliers)"
     for rule in rules:
-        matched = _matches(rule.pattern, names, purpose)
+        if rule.pattern is not None:
+            matched = _matches(rule.pattern, names, purpose)
+        elif not (matched := [name for name in names if role_of[name] == rule.role]):
+            there = ", ".join(sorted({role_of[name] for name in names}))
+            raise ValueError(
+                f"no parameter has the role {rule.role!r}, {purpose}: the model's have {there}"
+            )
         fresh = [name for name in matched if name not in factors]
         if not fresh:
             raise ValueError(
-                f"the rule {rule.pattern!r} of lr_multipliers has no effect: earlier rules "
-                f"match all of its parameters, such as {matched[0]!r}, and the first match counts; "
-                "put the narrower rule first"
+                f"the rule {rule.pattern or rule.role!r} of lr_multipliers has no effect: earlier "
+                f"rules match all of its parameters, such as {matched[0]!r}, and the first match "
+                "counts; put the narrower rule first"
             )
         factors |= dict.fromkeys(fresh, rule.multiplier)
     return factors
