@@ -11,7 +11,8 @@ from torch import nn
 import kenotron_engine
 from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_engine import CPMode, ModelPlan
+from kenotron_engine import ModelPlan
+from kenotron_train.activations import cp_mode_of, recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,6 @@ with tokens (T,) and a ``kenotron_models.Context``, each other one with what the
 returned; the last returns logits (T, V/t). Cut parameters say so (``kenotron_dist.Placements``)."""
 
 
-def cp_mode_of(config: Config) -> CPMode:
-    """Return how attention runs over cp."""
-    sizes = config.parallelism
-    return CPMode(*config.cp_way, sizes.cp_layout, sizes.cp_block)
-
-
 def plan_of(config: Config) -> ModelPlan:
     """Return a config's model and how its layers compute."""
     spec, parallelism, model = config.decoder, config.parallelism, config.model
@@ -43,7 +38,7 @@ def plan_of(config: Config) -> ModelPlan:
         cp_mode=cp_mode_of(config),
         ep_chunks=parallelism.ep_chunks,
         schedule=parallelism.schedule,
-        recompute=tuple(parallelism.recompute_of(i) for i in range(spec.num_hidden_layers)),
+        recompute=recomputed(config),
         vocab_divisible_by=model.make_vocab_size_divisible_by,
         seed=config.general.seed,
         draws=config.draws,

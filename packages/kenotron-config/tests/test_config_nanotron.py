@@ -251,7 +251,6 @@ SECTIONS = [
         },
     ),
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
-    ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 
 

@@ -53,6 +53,8 @@ SP = {"mode": TPMode(sequence_parallel=True)}
 LAYOUTS: list[tuple[dict[str, int], dict[str, Any], int]] = [
     ({"dp": 2, "ep": 2}, {}, 1),
     ({"dp": 2}, {"recompute": "full"}, 0),
+    ({"tp": 2, "ep": 2}, SP | {"recompute": "feed_forward"}, 1),
+    ({"cp": 2}, {"recompute": "mixer"}, 0),
     ({"tp": 2, "ep": 2}, {}, 1),
     ({"tp": 2}, SP | {"recompute": "selective"}, 1),
     ({"cp": 2, "ep": 2}, {"recompute": "full"}, 0),

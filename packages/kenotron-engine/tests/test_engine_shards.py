@@ -70,6 +70,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {"schedule": "zb-h1", "recompute": "selective", "spec": EXPERTS.decoder},
         {},
     ),
+    "zb-h1, experts again": (
+        {"pp": 2, "tp": 2, "ep": 2},
+        {"schedule": "zb-h1", "recompute": "full", "spec": EXPERTS.decoder},
+        {},
+    ),
     "interleaved": ({"pp": 2, "dp": 2}, {"schedule": "interleaved"}, {}),
     "cp": ({"cp": 2, "dp": 2}, {"recompute": "full"}, {}),
     "ep": ({"dp": 2, "tp": 2, "ep": 2}, {"spec": EXPERTS.decoder}, {}),

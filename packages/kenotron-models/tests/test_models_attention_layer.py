@@ -175,7 +175,7 @@ def test_angles_and_masks_are_made_once_for_all_layers(monkeypatch: pytest.Monke
     assert context._made.keys() == before.keys()
 
 
-@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize("recompute", ["full", "selective", "mixer", "feed_forward"])
 @pytest.mark.parametrize(
     ("backend", "over"), [("sdpa", "head"), ("blocked", "width"), ("plain", "head")]
 )

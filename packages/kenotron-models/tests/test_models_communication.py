@@ -58,7 +58,7 @@ MODES = {
     "sequence, regather": TPMode(sequence_parallel=True, regather=True),
     "sequence, overlap": TPMode(sequence_parallel=True, overlap=True),
 }
-AGAIN: tuple[Recompute, ...] = ("none", "selective", "full")
+AGAIN: tuple[Recompute, ...] = ("none", "selective", "full", "mixer", "feed_forward")
 
 
 def really_sent(

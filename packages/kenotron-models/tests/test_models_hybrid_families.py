@@ -136,7 +136,7 @@ def test_a_granite_has_multipliers_mamba2_attention_and_a_shared_feed_forward() 
     assert {type(b.mixer) for b in GraniteHybridConfig(**GRANITE).decoder.blocks} == {Mamba2Spec}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full", "mixer"])
 def test_what_parts_add_is_scaled_and_so_are_logits(recompute: Recompute) -> None:
     spec = CONFIGS[8].decoder
     plain = replace(

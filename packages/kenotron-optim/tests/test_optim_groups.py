@@ -185,7 +185,7 @@ def test_roles_that_mean_nothing_are_named() -> None:
     router = LRMultiplier(role="router", multiplier=2.0)
     assert "no parameter has the role 'router'" in message(router, layouts=layouts)
     assert "the model's have embedding, hidden, norm" in message(router, layouts=layouts)
-    assert "roles of lr_multipliers ['router'] were given without layouts" in message(router)
+    assert "lr_multipliers ['router'] were given without layouts" in message(router)
     with pytest.raises(ValueError, match="one of the two must say which parameters are meant"):
         LRMultiplier(multiplier=2.0)
     with pytest.raises(ValueError, match="pattern: 'a' was given, and role 'norm'"):

@@ -115,7 +115,9 @@ def remedies(config: Config, *, gpu: bool) -> list[str]:
             f"tokens.micro_batch_size below {tokens.micro_batch_size}, with more "
             "batch_accumulation_per_replica"
         )
-    if parallel.recompute_of(config.decoder.num_hidden_layers - 1) == "none":
+    if (room := parallel.recompute_memory_gb) is not None:
+        found.append(f"parallelism.recompute_memory_gb below {room}")
+    elif parallel.recompute_of(config.decoder.num_hidden_layers - 1) == "none":
         found.append("parallelism.recompute_layer: true")
     if optim.state_dtype == "float32":
         found.append("optimizer.state_dtype: bfloat16")

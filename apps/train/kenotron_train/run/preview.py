@@ -6,6 +6,7 @@ Nothing is started and nothing is allocated: layers are built on torch's meta de
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,21 +23,23 @@ from kenotron_config import (
     unavailable,
 )
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_dist import Axis, Shard, named_parameters, named_placements
-from kenotron_engine import stages_of, way_of
+from kenotron_dist import Shard, named_parameters, named_placements
+from kenotron_engine import way_of
 from kenotron_models import (
-    Build,
+    Recompute,
     TransformersSpec,
-    build_decoder,
     describe,
-    kept_bytes,
-    layer_costs,
     parameter_count,
     sent_bytes,
 )
-from kenotron_pp import simulate
 from kenotron_tp import tokens_at_a_time
-from kenotron_train.assemble import cp_mode_of
+from kenotron_train.activations import (
+    cp_mode_of,
+    layer_activation,
+    layers_by_rank,
+    recomputed,
+    row_tokens,
+)
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.report.parametrisation import parametrisation
@@ -90,6 +93,8 @@ def cannot_run(config: Config) -> list[str]:
         stage_sizes(config)
     except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
         problems.append(f"model.model_config: a tensor of this model is too large: {error}")
+    except ValueError as error:  # of recompute_memory_gb
+        problems.append(str(error))
     problems += [] if problems else beyond_any_machine(config)
     try:
         check_watching(config)
@@ -100,32 +105,18 @@ def cannot_run(config: Config) -> list[str]:
 
 def stage_sizes(config: Config) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
-    parallel, spec = config.parallelism, config.decoder
-    tp, ep = (  # meta tensors are not communicated
-        Axis(name, 0, tuple(range(getattr(parallel, name)))) for name in ("tp", "ep")
-    )
-    layers = build_decoder(
-        spec,
-        Build(tp, parallel.mode, dtype=getattr(torch, config.model.dtype), ep=ep),
-        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
-    )
-    starts, schedule = spec.stage_starts, parallel.schedule
-    stages = stages_of(layers, layer_costs(spec), starts, parallel.pp, schedule)
-    trace = simulate(parallel.schedule, parallel.pp, config.batches.most_microbatches)
-    found, foreign = [], isinstance(spec, TransformersSpec)
-    for rank in range(parallel.pp):
-        own = stages.own(layers, rank)
+    found, foreign = [], isinstance(config.decoder, TransformersSpec)
+    again = recomputed(config)
+    for own, stage in layers_by_rank(config):
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
         routed = sum(_routed(layer) for _, layer in own)
-        decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
-        live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
         nbytes = state_bytes(config, count - routed, routed)
         if not foreign:
-            kept = sum(_layer_activation(config, i) for i in decoders)
-            nbytes["activations"] = int(live * kept)
+            kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
+            nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
-        sent = {} if foreign else _sent(config, decoders)
+        sent = {} if foreign else _sent(config, stage.layers, again)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
@@ -180,40 +171,10 @@ def _is_path(name: str) -> bool:
 
 def _microbatch_tokens(config: Config) -> int:
     """Tokens of a micro-batch on one rank of cp, padding included."""
-    return config.tokens.micro_batch_size * _row_tokens(config)
+    return config.tokens.micro_batch_size * row_tokens(config)
 
 
-def _row_tokens(config: Config) -> int:
-    """Tokens of a row on one rank of cp, padding included."""
-    cut = cp_mode_of(config).cut(config.longest_sequence, config.parallelism.cp)
-    return cut.local
-
-
-def _fuses_norms(config: Config) -> bool:
-    """Whether RMSNorm is one kernel: on an accelerator, for which half precision is meant."""
-    if config.general.device == "cpu":
-        return False
-    return torch.accelerator.is_available() or config.model.dtype != "float32"
-
-
-def _layer_activation(config: Config, layer: int) -> int:
-    """Bytes that one rank keeps of a micro-batch for the backward of a block."""
-    spec, parallel = config.decoder, config.parallelism
-    return kept_bytes(
-        spec.blocks[layer],
-        spec.hidden_size,
-        config.tokens.micro_batch_size,
-        _row_tokens(config),
-        tp=parallel.tp,
-        mode=parallel.mode,
-        dtype=getattr(torch, config.model.dtype),
-        residual=torch.float32 if spec.residual_in_fp32 else None,
-        recompute=parallel.recompute_of(layer),
-        fused_norms=_fuses_norms(config),
-    )
-
-
-def _sent(config: Config, layers: list[int]) -> dict[str, int]:
+def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:
     """Bytes that one rank sends over tp, cp and ep for some blocks in a step."""
     spec, parallel, sent = config.decoder, config.parallelism, Counter[str]()
     mode = cp_mode_of(config)
@@ -223,13 +184,13 @@ def _sent(config: Config, layers: list[int]) -> dict[str, int]:
                 spec.blocks[layer],
                 spec.hidden_size,
                 config.tokens.micro_batch_size,
-                _row_tokens(config),
+                row_tokens(config),
                 tp=parallel.tp,
                 ep=parallel.ep,
                 mode=parallel.mode,
                 dtype=getattr(torch, config.model.dtype),
                 residual=torch.float32 if spec.residual_in_fp32 else None,
-                recompute=parallel.recompute_of(layer),
+                recompute=again[layer],
                 cut=mode.cut(config.longest_sequence, parallel.cp),
                 way=way_of(mode, spec, parallel.grid),
             )

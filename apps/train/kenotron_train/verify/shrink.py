@@ -27,7 +27,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.assemble import cp_mode_of
+from kenotron_train.activations import cp_mode_of
 from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
 from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
 
@@ -92,7 +92,7 @@ def on_one_process(small: Config) -> Config:
         small.parallelism,
         dp=1, pp=1, cp=1, tp=1, ep=1, ep_chunks=1, pp_engine="afab", pp_chunks=None,
         tp_mode="ALL_REDUCE", tp_linear_async_communication=False, recompute="none",
-        recompute_layer=False, recompute_layers=None,
+        recompute_layer=False, recompute_layers=None, recompute_memory_gb=None,
     )  # fmt: skip
     count = small.tokens.batch_accumulation_per_replica * small.parallelism.dp
     return replace(
@@ -209,7 +209,12 @@ def _model(
 def _recompute(
     parallelism: ParallelismConfig, config: Config, model: ModelConfig
 ) -> ParallelismConfig:
-    """As many layers that compute again, in proportion: all, none, or some."""
+    """As many layers that compute again, in proportion: all, none, or some.
+
+    Where memory decides, layers are selective: that of a small model is another.
+    """
+    if parallelism.recompute_memory_gb is not None:
+        return replace(parallelism, recompute_memory_gb=None, recompute="selective")
     count, depth = parallelism.recompute_layers, config.decoder.num_hidden_layers
     if not count:
         return parallelism

@@ -11,13 +11,13 @@ from kenotron_config.init_sections import (
     SpectralMupInitConfig,
 )
 from kenotron_config.masking import EnvText, Mask, credentials, masked, public
+from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.reference import config_reference, json_schema
 from kenotron_config.sections import (
     Device,
     GeneralConfig,
     LoggingConfig,
     ModelConfig,
-    ParallelismConfig,
     TokenizerConfig,
     TokensConfig,
 )

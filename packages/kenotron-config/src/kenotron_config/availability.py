@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from kenotron_config.config import Config
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
-from kenotron_config.sections import ParallelismConfig
 
 NOT_YET: tuple[type, ...] = (
     LightEvalConfig,
@@ -21,7 +20,7 @@ def unavailable(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    found = [*_parallelism(config.parallelism), *_sections(config)]
+    found = _sections(config)
     return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
 
 
@@ -32,11 +31,6 @@ def check_available(config: Config) -> None:
 
 
 _Lines = Iterator[tuple[str, str, str]]
-
-
-def _parallelism(section: ParallelismConfig) -> _Lines:
-    if section.moe_layer_recompute:
-        yield "parallelism.moe_layer_recompute", "true was given; that is", "set it to false"
 
 
 def _sections(config: Config) -> _Lines:

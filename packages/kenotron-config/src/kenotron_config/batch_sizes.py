@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kenotron_config.sections import ParallelismConfig, TokensConfig
+from kenotron_config.parallelism_section import ParallelismConfig
+from kenotron_config.sections import TokensConfig
 from kenotron_data.config import DatasetStageConfig
 
 

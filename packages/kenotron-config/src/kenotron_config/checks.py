@@ -5,14 +5,9 @@ from typing import TypedDict
 
 from kenotron_config.batch_sizes import ramp_problems
 from kenotron_config.expert_checks import chunk_problems, expert_problems
+from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
-from kenotron_config.sections import (
-    CPAttention,
-    ModelConfig,
-    ParallelismConfig,
-    TokenizerConfig,
-    TokensConfig,
-)
+from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
 from kenotron_config.stage_checks import stage_problems
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig

@@ -13,13 +13,12 @@ from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
 )
+from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import multipliers_in, scales_in
 from kenotron_config.sections import (
-    CPAttention,
     GeneralConfig,
     LoggingConfig,
     ModelConfig,
-    ParallelismConfig,
     TokenizerConfig,
     TokensConfig,
 )

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from kenotron_config.sections import ModelConfig, ParallelismConfig, TokensConfig
+from kenotron_config.parallelism_section import ParallelismConfig
+from kenotron_config.sections import ModelConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_models import ExpertsSpec, expert_layers
 

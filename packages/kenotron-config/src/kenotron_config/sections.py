@@ -1,21 +1,17 @@
 """The sections of a training config that belong to the app; the others belong to the packages."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kenotron_config.field_checks import below, raise_all
 from kenotron_config.init_sections import InitMethod
 from kenotron_data.config import BatchRampConfig
-from kenotron_models import AnyConfig, Recompute
-from kenotron_pp import Schedule, schedule_named
-from kenotron_tp import TPMode
+from kenotron_models import AnyConfig
 
 DType = Literal["float32", "bfloat16", "float16"]
 TrackerName = Literal["tensorboard", "wandb"]
 Device = Literal["auto", "cpu", "cuda"]
 """What ranks compute on."""
-CPAttention = Literal["auto", "ring", "gather", "ulysses"]
-"""How attention runs over ranks that share the tokens of a sample."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
 
 
@@ -47,127 +43,11 @@ class GeneralConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _below("seed", self.seed, 0)
+        found = below("seed", self.seed, 0)
         if self.device not in get_args(Device):
             known = ", ".join(get_args(Device))
             found.append(f"device: {self.device} was given; it must be one of {known}")
-        _raise(found)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelismConfig:
-    """How many ranks share the work, and how; there are pp x dp x cp x tp of them."""
-
-    dp: int
-    """Ranks that share the samples (data parallel)."""
-    pp: int
-    """Ranks that share the layers (pipeline parallel)."""
-    tp: int
-    """Ranks that share every layer (tensor parallel)."""
-    pp_engine: Literal["afab", "1f1b", "interleaved", "zb-h1", "zb-v"] = "afab"
-    """Order of the pipeline: all forwards first, one forward one backward, that over several parts
-    of the model a rank, or zero-bubble with one part or two."""
-    pp_chunks: int | None = None
-    """Parts of the model that each pp rank has when pp_engine is interleaved; None: 2."""
-    tp_mode: Literal["ALL_REDUCE", "REDUCE_SCATTER"] = "ALL_REDUCE"
-    """Activations between layers: whole on every tp rank, or cut along the sequence."""
-    tp_linear_async_communication: bool = False
-    """Communication over tp travels while pieces are multiplied; the numbers are the same."""
-    recompute_layer: bool = False
-    """True: activations are computed again in the backward instead of being kept."""
-    recompute: Recompute | None = None
-    """What decoder layers compute again: none; full, all but their input; selective, what is cheap
-    between matrix products. None: full with recompute_layer, else none."""
-    recompute_layers: int | None = None
-    """How many decoder layers do so, from the first one on; None: all."""
-    tp_recompute_allgather: bool = True
-    """With REDUCE_SCATTER: gather activations again in the backward instead of keeping them."""
-    ep: int = 1
-    """Ranks that share the experts (expert parallel): a part of the dp x cp x tp ranks of a
-    pipeline stage, which it divides. Nanotron's name for it, expert_parallel_size, is understood;
-    there it multiplies the number of processes."""
-    ep_chunks: int = 1
-    """Parts of a rank's tokens: one is sent over ep while another is computed. Gradients of experts
-    are equal to rounding. With ep 1 nothing is sent, and it has no effect."""
-    cp: int = 1
-    """Ranks that share the tokens of each sample (context parallel). Nanotron's name for it,
-    context_parallel_size, is understood."""
-    cp_attention: CPAttention = "auto"
-    """How attention runs over cp: keys travel round a ring, keys are gathered, or heads are
-    exchanged for tokens (ulysses). auto: what model_config.attn_implementation names (ring,
-    ring_flash_triton; llama3_ring_attention gathers); else ulysses where it sends less than the
-    ring, or the ring."""
-    cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which tokens a cp rank has: an early and a late piece, which balances the work, or one."""
-    cp_stride: int | None = None
-    """Key heads that are gathered at a time; only where keys are gathered. None: what
-    model_config.ring_attn_heads_k_stride says, or 1."""
-    cp_block: int = 512
-    """Most tokens of the blocks in which attention over cp is computed; a GPU wants larger ones."""
-    moe_layer_recompute: bool = False
-    """True: the activations of experts are computed again in the backward; not available yet."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = []
-        for name in ("dp", "pp", "tp", "cp", "cp_block", "ep", "ep_chunks"):
-            found += _below(name, getattr(self, name), 1)
-        if self.cp_stride is not None:
-            found += _below("cp_stride", self.cp_stride, 1)
-        if self.recompute_layer and self.recompute not in (None, "full"):
-            found.append(
-                f"recompute: {self.recompute} was given; recompute_layer: true means full; keep one"
-            )
-        if self.recompute_layers is not None:
-            found += _below("recompute_layers", self.recompute_layers, 0)
-        try:
-            schedule_named(self.pp_engine, self.pp_chunks)
-        except ValueError as error:
-            found.append(f"pp_chunks: {self.pp_chunks} was given; {error}")
-        stage = self.dp * self.cp * self.tp
-        if self.ep > 1 and stage % self.ep:
-            found.append(
-                f"ep: {self.ep} was given; it must divide dp x cp x tp ({stage}), the ranks of a "
-                "pipeline stage (in Nanotron it multiplies them); change one of them"
-            )
-        _raise(found)
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of the pipeline that `pp_engine` and `pp_chunks` name."""
-        return schedule_named(self.pp_engine, self.pp_chunks)
-
-    def recompute_of(self, layer: int) -> Recompute:
-        """What a decoder layer computes again in the backward."""
-        if self.recompute_layers is not None and layer >= self.recompute_layers:
-            return "none"
-        return self.recompute or ("full" if self.recompute_layer else "none")
-
-    @property
-    def world_size(self) -> int:
-        """Processes that train together."""
-        return math.prod(self.grid.values())
-
-    @property
-    def grid(self) -> dict[str, int]:
-        """Ranks of each axis, in the order in which ranks are numbered."""
-        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
-
-    @property
-    def described(self) -> str:
-        """The sizes in words: `dp 2 x pp 1 x tp 1`, with cp and ep where they are more than 1."""
-        cp = f"x cp {self.cp} " if self.cp > 1 else ""
-        ep = f", ep {self.ep}" if self.ep > 1 else ""
-        return f"dp {self.dp} x pp {self.pp} {cp}x tp {self.tp}{ep}"
-
-    @property
-    def mode(self) -> TPMode:
-        """How the layers communicate over tp."""
-        return TPMode(
-            sequence_parallel=self.tp_mode == "REDUCE_SCATTER" and self.tp > 1,
-            overlap=self.tp_linear_async_communication,
-            regather=self.tp_recompute_allgather,
-        )
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +73,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _below("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1)
+        found = below("make_vocab_size_divisible_by", self.make_vocab_size_divisible_by, 1)
         if self.ddp_bucket_cap_mb is not None:
-            found += _below("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, 1)
-        _raise(found)
+            found += below("ddp_bucket_cap_mb", self.ddp_bucket_cap_mb, 1)
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,8 +98,8 @@ class TokenizerConfig:
         if self.tokenizer_name_or_path == "":
             found.append("tokenizer_name_or_path: nothing was given; give a name, or null")
         if self.tokenizer_max_length is not None:
-            found += _below("tokenizer_max_length", self.tokenizer_max_length, 1)
-        _raise(found)
+            found += below("tokenizer_max_length", self.tokenizer_max_length, 1)
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,15 +131,15 @@ class TokensConfig:
         for name in (
             "sequence_length", "train_steps", "micro_batch_size", "batch_accumulation_per_replica"
         ):  # fmt: skip
-            found += _below(name, getattr(self, name), 1)
+            found += below(name, getattr(self, name), 1)
         if self.val_check_interval != -1 and self.val_check_interval < 1:
             found.append(
                 f"val_check_interval: {self.val_check_interval} was given; it must be at least 1 "
                 "step, or -1 for only after the last step"
             )
-        found += _below("limit_val_batches", self.limit_val_batches, 0)
-        found += _below("limit_test_batches", self.limit_test_batches, 0)
-        _raise(found)
+        found += below("limit_val_batches", self.limit_val_batches, 0)
+        found += below("limit_test_batches", self.limit_test_batches, 0)
+        raise_all(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,19 +160,10 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
-        found = _below("iteration_step_info_interval", self.iteration_step_info_interval, 1)
+        found = below("iteration_step_info_interval", self.iteration_step_info_interval, 1)
         if self.log_level not in get_args(LogLevel):
             found.append(
                 f"log_level: {self.log_level} was given; it must be one of "
                 f"{', '.join(get_args(LogLevel))}"
             )
-        _raise(found)
-
-
-def _below(name: str, given: int, least: int) -> list[str]:
-    return [f"{name}: {given} was given; it must be at least {least}"] if given < least else []
-
-
-def _raise(found: list[str]) -> None:
-    if found:
-        raise ValueError("\n".join(found))
+        raise_all(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_config.init_sections import RandomInitConfig
-from kenotron_config.sections import ModelConfig, ParallelismConfig
+from kenotron_config.parallelism_section import ParallelismConfig
+from kenotron_config.sections import ModelConfig
 from kenotron_models import TransformersConfig, TransformersSpec, layers_on_meta
 
 PATH = "model.model_config"
@@ -44,8 +45,13 @@ def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
             yield f"parallelism.{axis}: {size} was given; {WHOLE}: set it to 1"
     if parallelism.mode.sequence_parallel:
         yield (f"parallelism.tp_mode: REDUCE_SCATTER was given; {WHOLE}: set it to ALL_REDUCE")
-    if parallelism.recompute == "selective":
-        yield f"parallelism.recompute: selective was given; {WHOLE}: choose full or none"
+    if (again := parallelism.recompute) not in (None, "full", "none"):
+        yield f"parallelism.recompute: {again} was given; {WHOLE}: choose full or none"
+    if parallelism.recompute_memory_gb is not None:
+        yield (
+            f"parallelism.recompute_memory_gb: {parallelism.recompute_memory_gb} was given; what "
+            "layers of transformers keep is not known: leave it out, and set recompute"
+        )
 
 
 def _layers(

@@ -32,6 +32,7 @@ from kenotron_engine.gathered_tensors import (
 from kenotron_engine.layer_metrics import LayerMetrics
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.objective import global_counts, loss_fn, token_losses
+from kenotron_engine.recompute_budget import StageLayers, recompute_within
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.stages import stages_of
 from kenotron_engine.step import Gradient, StepResult, gradient, training_step
@@ -39,21 +40,22 @@ from kenotron_engine.throughput import flops_utilization, tflops_per_rank
 from kenotron_engine.training import Training, build_training
 
 __all__ = [
+    "CPMode",
+    "DeviceRead",
+    "ExpertLoad",
     "GRADIENT_FLOOR",
     "GRADIENT_TOLERANCE",
-    "NO_TARGET",
-    "DeviceRead",
-    "CPMode",
-    "ExpertLoad",
     "Gradient",
     "LayerMetrics",
     "Layouts",
     "MicroBatchGraphs",
     "Model",
     "ModelPlan",
+    "NO_TARGET",
     "Piece",
     "Records",
     "Share",
+    "StageLayers",
     "StepResult",
     "Training",
     "Validation",
@@ -75,6 +77,7 @@ __all__ = [
     "loss_fn",
     "perplexity",
     "pieces_of",
+    "recompute_within",
     "replica_deviations",
     "slice_pieces",
     "stages_of",

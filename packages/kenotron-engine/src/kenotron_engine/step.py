@@ -113,30 +113,26 @@ def training_step(
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
     overflow = _overflows(found, loss_scale)
     spike = spikes.find(loss, norm) if spikes else ""
-    updates = count > 0 and not (overflow or spike)
+    updates = count > 0 and not overflow and not spike
     updates = updates and (found is None or config.nonfinite == "continue")
-    if not updates:
-        training.optimizer.left_out()
-    elif training.averages is not None:
-        training.averages.update()
+    _finish_update(training, updates)
     if not count:
         raise ValueError(f"step {step}: no position of the global batch has a target")
     if not overflow:
         allows_update(found, config.nonfinite, step)
-    scale = _next(loss_scale, found, overflow)
     return StepResult(
-        loss=loss,
-        grad_norm=norm,
-        lr=lr,
-        nonfinite=found,
-        skipped=not updates,
-        loss_scale=scale,
-        overflow=overflow,
-        spikes=spikes.after(loss, norm) if spikes else None,
-        spike=spike,
-        tokens=int(tokens),
-        loads=expert_loads(training, loads),
-    )
+        loss, norm, lr, found, not updates, _next(loss_scale, found, overflow), overflow,
+        spikes.after(loss, norm) if spikes else None, spike, int(tokens),
+        expert_loads(training, loads),
+    )  # fmt: skip
+
+
+def _finish_update(training: Training, updates: bool) -> None:
+    """Tell optimizer and averages whether the step counts."""
+    if not updates:
+        training.optimizer.left_out()
+    elif training.averages is not None:
+        training.averages.update()
 
 
 def _blocked(

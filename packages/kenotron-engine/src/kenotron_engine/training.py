@@ -141,14 +141,12 @@ def build_training(
         lr_multipliers=optim.lr_multipliers,
         factors_of={name: (each.lr, each.weight_decay) for name, each in own} or None,
     )
-    state = getattr(torch, optim.state_dtype)
     rule = update_rule(optim.optimizer_factory, model.layouts)
-    sharing = optim.zero_stage, state, optim.regather
+    sharing = optim.zero_stage, getattr(torch, optim.state_dtype), optim.regather
     optimizer = SlicedOptimizer(grads, rule, groups, *sharing, offload=optim.offload)
     fill = _by_layer(model, partial(first_values, plan, mesh, model.layouts)) if sharded else None
     optimizer.overlap_forward(model.stack, fill)
     average = optim.weight_average
-    schedule = LRSchedule.from_config(optim.learning_rate_scheduler, train_steps)
     return Training(
         plan=plan,
         optim=optim,
@@ -158,7 +156,7 @@ def build_training(
         norm=GlobalNorm(grads),
         groups=groups,
         optimizer=optimizer,
-        schedule=schedule,
+        schedule=LRSchedule.from_config(optim.learning_rate_scheduler, train_steps),
         averages=WeightAverages(optimizer, grads, average) if average else None,
         graphs=MicroBatchGraphs(grads, model.stack) if plan.cuda_graph else None,
     )

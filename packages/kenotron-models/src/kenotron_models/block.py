@@ -85,7 +85,8 @@ class Block(nn.Module):
             self.add_module(f"{part.name}_norm", before)
             self.add_module(part.name, part.build(width, build, layer))
             self.add_module(f"{part.name}_post_norm", after)
-            self._part(part.name).computed_again = recompute == "full"
+            again = recompute in ("full", "mixer" if part is spec.mixer else "feed_forward")
+            self._part(part.name).computed_again = again
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile what the block computes; arguments are those of ``torch.compile``.
@@ -152,13 +153,19 @@ class Block(nn.Module):
             part, norm = self._modules[mixer], self._modules[f"{mixer}_norm"]
             after = self._modules[f"{mixer}_post_norm"]
             assert part is not None and norm is not None and after is not None
-            y = part(x, context, norm=norm) if selective else part(norm(x), context)
+            if self.recompute == "mixer" and torch.is_grad_enabled():
+                y = whole(_of_normed, part, norm, x, context)
+            else:
+                y = part(x, context, norm=norm) if selective else part(norm(x), context)
             x = x + self._drop(after(y), context, mixer)
         if (feed_forward := self.feed_forward) is not None:
             part, norm = self._modules[feed_forward], self._modules[f"{feed_forward}_norm"]
             after = self._modules[f"{feed_forward}_post_norm"]
             assert part is not None and norm is not None and after is not None
-            y = part(x, context, norm=norm) if selective else part(norm(x), context)
+            if self.recompute == "feed_forward" and torch.is_grad_enabled():
+                y = whole(_of_normed, part, norm, x, context)
+            else:
+                y = part(x, context, norm=norm) if selective else part(norm(x), context)
             x = x + self._drop(after(y), context, feed_forward)
         return x
 
@@ -176,3 +183,7 @@ class Block(nn.Module):
             self.axis,
             sequence_parallel=self.sequence_parallel,
         )
+
+
+def _of_normed(part: nn.Module, norm: nn.Module, x: Tensor, context: Context) -> Tensor:
+    return part(norm(x), context)

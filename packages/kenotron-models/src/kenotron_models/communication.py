@@ -68,9 +68,10 @@ def sent_bytes(
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
     if cut is None or cut.ranks == 1:
         return found
-    once, back = 0, 0
+    sent = 0
     for part in block.parts:
         if isinstance(part, SendsOverSequence):
             forward, backward = part.sent_over_sequence(rows, cut, way, tp=tp, dtype=dtype)
-            once, back = once + forward, back + backward
-    return found | {"cp": once * (2 if recompute == "full" else 1) + back}
+            again = recompute in ("full", "mixer" if part is block.mixer else "feed_forward")
+            sent += forward * (1 + again) + backward
+    return found | {"cp": sent}

@@ -1,7 +1,8 @@
 """Activations that are computed again in the backward instead of being kept.
 
-``full`` keeps a layer's input; ``selective`` keeps the results of matrix products and of attention
-and computes again what is cheap between them (Korthikanti et al., arXiv 2205.05198).
+``full`` keeps a layer's input, ``mixer`` and ``feed_forward`` that of one part; ``selective`` keeps
+the results of matrix products and of attention and computes again what is cheap between them
+(Korthikanti et al., arXiv 2205.05198).
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-Recompute = Literal["none", "full", "selective"]
-"""What a layer computes again."""
+Recompute = Literal["none", "full", "selective", "mixer", "feed_forward"]
+"""What a layer computes again; the last two: that part of it, and nothing else."""
 
 
 class _View(NamedTuple):

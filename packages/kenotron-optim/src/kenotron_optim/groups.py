@@ -76,12 +76,8 @@ def parameter_groups(
         known = ", ".join(map(repr, get_args(Kind)))
         raise ValueError(f"exclude_kinds {exclude_kinds!r}: give a list of some of {known}")
     roles = [rule.role for rule in lr_multipliers if rule.role is not None]
-    if layouts is None and (asked := [*sorted(exclude_kinds), *roles]):
-        what = "exclude_kinds" if exclude_kinds else "roles of lr_multipliers"
-        raise ValueError(
-            f"{what} {asked} were given without layouts: pass "
-            "layouts=parameter_layouts(model, mesh.axis_sizes)"
-        )
+    if layouts is None:
+        _check_asks_nothing(exclude_kinds=sorted(exclude_kinds), lr_multipliers=roles)
     for pattern in exclude:
         _matches(pattern, names, "which shall have no weight decay (exclude)")
     role_of = {layout.name: layout.role for layout in (layouts or {}).values()}
@@ -100,6 +96,16 @@ def parameter_groups(
     return [
         ParameterGroup(tuple(own), decay, factor) for (factor, decay), own in members.items() if own
     ]
+
+
+def _check_asks_nothing(**asked: Sequence[str]) -> None:
+    """Refuse kinds and roles, which layouts alone know."""
+    for what, names in asked.items():
+        if names:
+            raise ValueError(
+                f"{what} {names} were given without layouts: pass "
+                "layouts=parameter_layouts(model, mesh.axis_sizes)"
+            )
 
 
 def decay_groups(
