@@ -19,7 +19,6 @@ def parse(*overrides):
 @pytest.mark.parametrize(
     "override",
     [
-        "lighteval={slurm: {gpus_per_node: 8, partition: p, time: '1:00:00'}}",
         "parallelism.moe_layer_recompute=true",
     ],
 )
