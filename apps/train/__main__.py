@@ -23,7 +23,7 @@ STARTED: list[int] = []
 
 def starts_ranks(words: list[str]) -> bool:
     """Whether ranks will be started as processes, as far as the words of the command tell."""
-    is_run = not words or words[0].startswith("-") or words[0] == "verify"
+    is_run = not words or words[0].startswith("-") or words[0] in ("verify", "evaluate")
     return is_run and not any(word in ALONE for word in words) and not is_launched()
 
 

@@ -37,6 +37,7 @@ from kenotron_models import (
 from kenotron_pp import simulate
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
+from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.report.parametrisation import parametrisation
@@ -93,6 +94,7 @@ def cannot_run(config: Config) -> list[str]:
     problems += [] if problems else beyond_any_machine(config)
     try:
         check_watching(config)
+        check_evaluate(config.evaluation)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems

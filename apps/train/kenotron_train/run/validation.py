@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
-from kenotron_data import Concatenated, Dataset, Subset
-from kenotron_engine import Validation, evaluate
+from kenotron_config import Config
+from kenotron_data import Concatenated, Dataset, Subset, validation_batches
+from kenotron_engine import ModelOnMesh, Validation, evaluate
 from kenotron_train.assemble import Training
-from kenotron_train.data.stage_dataset import open_validation
 
 
 def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation | None:
@@ -17,7 +16,27 @@ def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation 
     Each source gives its first samples, as many as its share of all, and at least one. Changes
     nothing that training depends on. Collective over the mesh.
     """
-    config = training.config
+    tokens = training.config.tokens
+    rows = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
+    return validate_model(training, training.config, held_out, *rows)
+
+
+def validate_model(
+    model: ModelOnMesh,
+    config: Config,
+    held_out: Mapping[str, Dataset],
+    micro_batch_size: int,
+    microbatches: int,
+) -> Validation | None:
+    """``validate`` with a model on any layout: the samples are those of the config's layout.
+
+    Args:
+        model: the model.
+        config: of the training, which says how many samples are read.
+        held_out: samples of each source.
+        micro_batch_size: rows that a dp rank reads together.
+        microbatches: how often it does before the next pass of the pipeline.
+    """
     limit = config.tokens.limit_val_batches
     if not held_out or not limit:
         return None
@@ -27,8 +46,15 @@ def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation 
         for (name, data), count in zip(held_out.items(), counts, strict=True)
         if count
     }
-    batches = open_validation(config, training.mesh, Concatenated(parts))
-    return evaluate(training, itertools.islice(batches, limit), tuple(parts))
+    batches = validation_batches(
+        Concatenated(parts),
+        micro_batch_size=micro_batch_size,
+        microbatches=microbatches,
+        dp_rank=model.mesh["dp"].rank,
+        dp_size=model.mesh["dp"].size,
+        vocab_size=config.model.model_config.vocab_size,
+    )
+    return evaluate(model, batches, tuple(parts))
 
 
 def _shares(sizes: list[int], most: int) -> list[int]:
