@@ -41,6 +41,7 @@ def start_forkserver() -> None:
     from multiprocessing import forkserver, resource_tracker
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
     resource_tracker.ensure_running()  # here: it lets Ctrl-C in as soon as it has started its own
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

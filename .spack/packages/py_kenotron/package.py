@@ -61,6 +61,7 @@ class PyKenotron(PythonPackage):
     depends_on("py-matplotlib@3.9:", when="+report", type=NEEDED)
     depends_on("py-tensorboard@2.18:", when="+tensorboard", type=NEEDED)
     depends_on("py-lm-eval@0.4.13:", when="+evaluate", type=NEEDED)
+    depends_on("py-tqdm@4.66:", when="+evaluate", type=NEEDED)
     depends_on("py-wandb@0.19:", when="+wandb", type=NEEDED)
     depends_on("py-flash-attn@2.3:", when="+flash", type=NEEDED)
     depends_on("py-mamba-ssm@2.2:", when="+kernels", type=NEEDED)

@@ -122,6 +122,7 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) ->
         for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
             _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+        os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
         limit = timedelta(seconds=arguments.stall_limit)
         given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
         stopped = start_ranks(_train, config, limit, *given, leaves=True, threads=arguments.threads)

@@ -50,6 +50,7 @@ class Request:
 def evaluate_main(argv: Sequence[str]) -> int:
     """Evaluate a checkpoint, write what was found, and print it; the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
     given = evaluate_parser().parse_args(argv)
     try:
         request = _request(given)

@@ -6,6 +6,7 @@ import difflib
 import logging
 import os
 import random
+import threading
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
+from tqdm import tqdm
 
 from kenotron_ckpt import random_state, restore_random_state
 from kenotron_config import EvaluateConfig
@@ -31,6 +33,7 @@ class Harness:
 
     def __init__(self, section: EvaluateConfig) -> None:
         self._section = section
+        tqdm.set_lock(threading.RLock())  # its own is a semaphore, which ranks do not give back
         logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it remarks on every default
         folders: list[str | Path] = [*section.task_folders]
         for folder in section.task_folders:
