@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,20 @@ import pytest
 import runs
 from evaluate_cases import task_file
 
-from kenotron_config import Config, EvaluationJobConfig
+from kenotron_ckpt import read_manifest
+from kenotron_config import EvaluationJobConfig, dump_config, parse_config
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
+from kenotron_train.evaluate import cli
 from kenotron_train.evaluate.language_model import LayoutLM, generation_options
 from kenotron_train.evaluate.text_tokens import open_text_tokens
-from kenotron_train.slurm.evaluation_job import outside, script_of_evaluation
+from kenotron_train.slurm.evaluation_job import (
+    outside,
+    script_of_evaluation,
+    submit_evaluation,
+)
+
+pytestmark = pytest.mark.xdist_group("evaluate")  # one run for all
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +77,8 @@ def test_what_cannot_be_evaluated_is_an_error_that_names_the_flag(folder, capsys
             [*step, *tasks, "--tokenizer", "no.json"],
             "evaluate.tasks needs the tokenizer of the model: tokenizer 'no.json': there is no",
         ),
-        ([*step, *tasks, "--tp", "3"], "3"),
-        (["evaluate", "--ckpt-path", str(folder / "none"), *tasks], "none"),
+        ([*step, *tasks, "--tp", "3"], "cannot split 4 attention heads over 3 tp ranks"),
+        (["evaluate", "--ckpt-path", str(folder / "none"), *tasks], "no checkpoint at"),
     ):
         assert main(flags) == 1, flags
         assert words in capsys.readouterr().err
@@ -76,11 +87,7 @@ def test_what_cannot_be_evaluated_is_an_error_that_names_the_flag(folder, capsys
 def own_data(folder: Path, limit: int = 2) -> Path:
     """A config whose data are its program's own."""
     text = (folder / "checkpoints/3/config.yaml").read_text()
-    config = load_config(folder / "checkpoints/3/config.yaml")
-    assert isinstance(config, Config)
     changed = folder / f"own-{limit}.yaml"
-    from kenotron_config import dump_config, parse_config
-
     stage = {"name": "s", "start_training_step": 1, "data": {"dataset": None, "seed": 1}}
     values = [f"tokens.limit_val_batches={limit}"]
     if limit:
@@ -89,19 +96,19 @@ def own_data(folder: Path, limit: int = 2) -> Path:
     return changed
 
 
-def test_a_checkpoint_without_a_model_or_without_a_config_is_an_error(folder, tmp_path, capsys):
-    import shutil
-
+def test_a_checkpoint_without_a_model_or_without_a_config_is_an_error(
+    folder, tmp_path, capsys, monkeypatch
+):
     step = tmp_path / "run/3"
     shutil.copytree(folder / "checkpoints/3", step)
     (step / "config.yaml").unlink()
     assert main(["evaluate", "--ckpt-path", str(step), "--perplexity"]) == 1
     assert "has no config.yaml, so that its data are not known" in capsys.readouterr().err
-    manifest = json.loads((step / "manifest.json").read_text())
-    del manifest["state"]["model_config"]
-    (step / "manifest.json").write_text(json.dumps(manifest))
+    manifest = read_manifest(step)
+    monkeypatch.setattr(cli, "read_manifest", lambda _: replace(manifest, state={}))
     assert main(["evaluate", "--ckpt-path", str(step), "--tasks", "a"]) == 1
-    assert "3" in capsys.readouterr().err
+    words = f"--ckpt-path {step} does not describe a model (model_config is missing): was it writ"
+    assert words in capsys.readouterr().err
 
 
 class Answers:
@@ -182,8 +189,6 @@ echo 17
 
 
 def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch):
-    from kenotron_train.slurm.evaluation_job import submit_evaluation
-
     program = tmp_path / "bin/sbatch"
     program.parent.mkdir()
     program.write_text(STUB)
@@ -202,3 +207,27 @@ def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch)
                 ValueError, match=r"sbatch refused .*4.sbatch \(no such partition\)"
             ):
                 submit_evaluation(config, config.evaluation, folder)
+
+
+def test_a_run_gives_its_checkpoint_to_a_job_whose_result_the_report_shows(tmp_path, monkeypatch):
+    programs = {"sbatch": 'bash "$2" > "$2.said" 2>&1\necho 21', "srun": 'exec "$@"'}
+    for name, text in programs.items():
+        program = tmp_path / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    section = {
+        "ranks": "job", "tasks": ["house_qa"], "task_folders": [str(task_file(tmp_path / "tasks"))],
+        "job": {"gpus_per_node": 0},
+    }  # fmt: skip
+    changes = {"tokens__train_steps": 2, "evaluate": json.dumps(section)}
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, **changes))
+    assert done.returncode == 0, done.stderr
+    assert "evaluation of step 2: submitted job 21" in done.stdout
+    folder = tmp_path / "checkpoints/evaluations"
+    found = json.loads((folder / "2.json").read_text()), (folder / "2.sbatch.said").read_text()
+    assert "house_qa: acc " in found[1]
+    assert main(["report", str(tmp_path / "checkpoints")]) == 0
+    page = (tmp_path / "checkpoints/report.html").read_text()
+    assert f"<td>{found[0]['tasks']['house_qa']['acc']:.4g} ± " in page

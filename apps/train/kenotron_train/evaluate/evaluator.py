@@ -18,6 +18,11 @@ from kenotron_train.evaluate.text_tokens import open_text_tokens
 if TYPE_CHECKING:
     from kenotron_train.evaluate.harness import Harness
 
+WITHOUT_LIMIT = 1 << 20
+"""A model that says so many positions, or more, has no longest text: Mamba, ALiBi."""
+USUAL_LENGTH = 2048
+"""Most tokens of a text for such a model, as lm-eval has it."""
+
 
 def check_evaluate(section: EvaluateConfig | None) -> None:
     """Raise ValueError where tasks are asked for and lm-eval is not installed."""
@@ -57,7 +62,8 @@ class Evaluator:
                 f"evaluate.tasks needs the tokenizer of the model: {error}; correct "
                 "tokenizer.tokenizer_name_or_path (or --tokenizer)"
             ) from error
-        window = section.max_length or spec.max_position_embeddings
+        most = spec.max_position_embeddings
+        window = section.max_length or (most if most < WITHOUT_LIMIT else USUAL_LENGTH)
         self._passes = LedPasses(model, texts, window=window, batch_size=section.batch_size)
         on_first_at_length(model.mesh, "finding tasks", self._find_tasks)
 

@@ -54,7 +54,8 @@ class LedPasses:
             except Exception as error:
                 if self._broken:
                     raise
-                failure = str(error) or type(error).__name__
+                named = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                failure = f"{named}{error}"
             return self._tell("end", [result, failure])
 
     def score(self, rows: Sequence[Row]) -> list[Score]:

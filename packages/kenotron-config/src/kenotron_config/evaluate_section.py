@@ -79,7 +79,8 @@ class EvaluateConfig:
     batch_size: int = 8
     """Texts that a dp rank reads at a time."""
     max_length: int | None = None
-    """Most tokens of a text that the model reads; None: the longest sequence of the training."""
+    """Most tokens of a text that the model reads; None: the model's
+    max_position_embeddings, or 2048 where it has no limit."""
     job: EvaluationJobConfig | None = None
     """The job, where ranks is job; None: its defaults."""
 
