@@ -68,14 +68,21 @@ def section_in(folder: Path, **changes: Any) -> dict[str, Any]:
     return {"tasks": ["house_qa"], "task_folders": folders, "perplexity": True} | changes
 
 
+DROPOUT = {
+    "is_starcoder2_config": True, "vocab_size": 257, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 128,
+    "attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
+        {"model__model_config": json.dumps(DROPOUT)},
         {"parallelism__dp": 2, "tokens__micro_batch_size": 1, "optimizer__zero_stage": 3},
         {"parallelism__tp": 2, "parallelism__recompute": "selective"},
     ],
-    ids=["one", "dp2 zero3", "tp2 recompute"],
+    ids=["dropout", "dp2 zero3", "tp2 recompute"],
 )
 def test_a_run_with_evaluations_has_the_losses_of_one_without(tmp_path, layout):
     section = section_in(tmp_path)

@@ -45,9 +45,9 @@ class LedPasses:
             failure of the passes themselves is raised.
         """
         mesh = self._model.mesh
+        if mesh.rank:
+            return self._follow()
         with mesh.pulse.busy("evaluating"):
-            if mesh.rank:
-                return self._follow()
             result, failure = None, ""
             try:
                 result = work()
@@ -80,8 +80,9 @@ class LedPasses:
         return self._tell("continue", [prompts, most, list(stops), asdict(sampling)])
 
     def _tell(self, command: str, arguments: Any) -> Any:
-        sent = broadcast_object([command, arguments], self._model.mesh.world)
-        return self._do(*sent)
+        with self._model.mesh.pulse.busy(""):  # passes are watched as those of a training
+            sent = broadcast_object([command, arguments], self._model.mesh.world)
+            return self._do(*sent)
 
     def _follow(self) -> tuple[Any, str]:
         while True:
