@@ -90,6 +90,12 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_rollback.py::test_a_rollback_is_as_if_the_batch_had_never_been",
         "packages/kenotron-dist/tests/test_dist_watchdog.py::test_a_stopped_peer_is_named_by_all",
     ],
+    "perplexity and tasks of lm-eval during training, or of a checkpoint: transformers' results": [
+        "tests/test_evaluate.py::test_every_layout_answers_as_transformers_does_in_lm_eval",
+        "tests/test_evaluate.py::test_tasks_have_the_metrics_that_lm_eval_has_of_the_exported_model",
+        f"{TRAIN}_evaluate.py::test_a_run_with_evaluations_has_the_losses_of_one_without",
+        f"{TRAIN}_evaluate_cli.py::test_another_layout_finds_what_the_run_found_and_the_report_shows_it",
+    ],
     "TensorBoard, Weights & Biases, reports": [
         f"{TRAIN}_trackers.py::test_tensorboard_has_every_figure_and_steps_done_again_once",
         f"{TRAIN}_report.py::test_a_report_of_a_real_run",

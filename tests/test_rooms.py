@@ -53,6 +53,7 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "datasets": HUGGING_FACE,
     "transformers": [*HUGGING_FACE, "kenotron_models/transformers_model.py", "apps/convert/*"],
     "tokenizers": HUGGING_FACE,
+    "lm_eval": ["apps/train/kenotron_train/evaluate/*"],
     "yaml": ["kenotron_config/*"],
     "pydantic": ["kenotron_config/*"],
     "pydantic_core": ["kenotron_config/*"],

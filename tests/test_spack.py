@@ -99,7 +99,7 @@ def test_it_asks_for_the_versions_of_the_pyprojects(recipe: tuple[Recipe, Any]) 
 def test_its_variants_are_nanotrons_and_the_extras(recipe: tuple[Recipe, Any]) -> None:
     found, _ = recipe
     used = {variant for _, variant in found.needs if variant}
-    assert used | {"datastates"} == set(found.variants) and len(found.variants) == 9
+    assert used | {"datastates"} == set(found.variants) and len(found.variants) == 10
     assert {"nanosets", "s3", "datastates"} <= set(found.variants)
     assert found.versions == ["main"]
 

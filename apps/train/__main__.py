@@ -23,7 +23,7 @@ STARTED: list[int] = []
 
 def starts_ranks(words: list[str]) -> bool:
     """Whether ranks will be started as processes, as far as the words of the command tell."""
-    is_run = not words or words[0].startswith("-") or words[0] == "verify"
+    is_run = not words or words[0].startswith("-") or words[0] in ("verify", "evaluate")
     return is_run and not any(word in ALONE for word in words) and not is_launched()
 
 
@@ -41,6 +41,7 @@ def start_forkserver() -> None:
     from multiprocessing import forkserver, resource_tracker
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
     resource_tracker.ensure_running()  # here: it lets Ctrl-C in as soon as it has started its own
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -30,6 +30,8 @@ from kenotron_dist import (
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
+from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import PassingError, as_passing
 from kenotron_train.failures.replay import replay, step_or_record
@@ -77,9 +79,12 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_main,
     "slurm": slurm_main,
     "verify": verify_main,
+    "evaluate": evaluate_main,
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
-        flag_reference([_parser(), slurm_parser(), verify_parser(), report_parser()])
+        flag_reference(
+            [_parser(), slurm_parser(), verify_parser(), evaluate_parser(), report_parser()]
+        )
     ),
 }
 """What the program does besides training, by its first word."""
@@ -112,10 +117,12 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) ->
         check_available(config)
         check_hook(config, loader)
         check_watching(config)
+        check_evaluate(config.evaluation)
         check_machine(config)
         for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
             _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
+        os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
         limit = timedelta(seconds=arguments.stall_limit)
         given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
         stopped = start_ranks(_train, config, limit, *given, leaves=True, threads=arguments.threads)
@@ -211,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
         "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
+        "`evaluate --ckpt-path ...` evaluates a checkpoint, "
         "`config-reference` prints what every key means, `flag-reference` what every flag does.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")

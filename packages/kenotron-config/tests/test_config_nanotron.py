@@ -233,23 +233,6 @@ def test_the_marker_of_another_family_may_say_false_as_older_files_do():
 
 
 SECTIONS = [
-    (
-        "lighteval",
-        {
-            "slurm_template": "t.jinja", "slurm_script_dir": "s", "checkpoints_path": None,
-            "parallelism": {"dp": 8, "pp": 1, "tp": 1, "pp_engine": "1f1b"}, "batch_size": 16,
-            "generation": None, "wandb": {"wandb_project": "x", "wandb_entity": None},
-            "tasks": {"tasks": "a|b|0", "dataset_loading_processes": 4, "max_samples": 1000},
-            "logging": {"local_output_path": "o", "hub_repo_results": None},
-        },
-    ),
-    (
-        "lighteval",
-        {
-            "slurm": {"gpus_per_node": 8, "partition": "p", "time": "1:00:00"}, "eval_interval": 5,
-            "generation": {"greedy": {"temperature": 0.0}, "cold": {"top_k": 3, "seed": 1}},
-        },
-    ),
     ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
 ]  # fmt: skip
 

@@ -8,7 +8,7 @@ from tp_ranks import normal, part
 
 from kenotron_dist import Axis, all_reduce
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import choose_tokens, top_k_top_p, vocabulary_chunk
+from kenotron_tp import choose_tokens, likeliest, top_k_top_p, vocabulary_chunk
 from kenotron_tp import logits as choosing
 from kenotron_tp.top_k_top_p import sortable, survivors, threshold, unsorted
 
@@ -111,8 +111,20 @@ def edges(mesh):
             choose(mesh, broken, **options)
 
 
+def likeliest_of_rows(mesh):
+    """Ids and logits of the highest, where rows have ties, NaN, or nothing but -inf."""
+    logits = normal(ROWS, VOCAB, seed=6).to(torch.bfloat16)
+    logits[0], logits[1], logits[2, 7] = 0.0, -INF, NAN
+    own = cut(logits, mesh)
+    own = own.masked_fill(~cut(torch.ones_like(logits), mesh).bool(), 1e4)
+    token, highest = likeliest(own, mesh["tp"], vocab_size=VOCAB)
+    assert token.tolist() == logits.argmax(-1).tolist()
+    assert torch.equal(highest.float().nan_to_num(1.0), logits.float().amax(-1).nan_to_num(1.0))
+
+
 def everything(mesh):
     edges(mesh)
+    likeliest_of_rows(mesh)
     return choices(mesh)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from kenotron_config import Config
 from kenotron_data import (
-    Batch,
     Corpus,
     Cursor,
-    Dataset,
     IterableLoader,
     Loader,
     SectionOptions,
@@ -24,7 +22,6 @@ from kenotron_data import (
     open_section,
     random_corpus,
     tokenise_section,
-    validation_batches,
 )
 from kenotron_data.config import (
     NanosetDatasetsConfig,
@@ -121,11 +118,6 @@ def open_loader(
     return IterableLoader(
         stream, cursor=cursor, target_mask=target_mask, prefetch=ahead, name=name, **sizes
     )
-
-
-def open_validation(config: Config, mesh: Mesh, dataset: Dataset) -> Iterator[Batch]:
-    """This data rank's part of held-out samples, in order."""
-    return validation_batches(dataset, **_rows(config, mesh))
 
 
 class _naming:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kenotron_config import Mask
 from kenotron_train.report.curves import read_runs, summary
+from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
 from kenotron_train.report.printing import say
 
@@ -21,7 +22,10 @@ def report_main(argv: Sequence[str]) -> int:
     arguments = report_parser().parse_args(argv)
     folder = Path(arguments.output or _folder_of(arguments.runs[0]))
     try:
-        runs = read_runs(arguments.runs)
+        runs = [
+            with_evaluations(run, Path(_folder_of(name)))
+            for run, name in zip(read_runs(arguments.runs), arguments.runs, strict=True)
+        ]
         folder.mkdir(parents=True, exist_ok=True)
         page = folder / "report.html"
         fresh = page.with_name("new.report.html")
@@ -33,6 +37,8 @@ def report_main(argv: Sequence[str]) -> int:
         print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
         return 1
     _show(summary(runs))
+    if table := last_figures(runs):
+        _show([list(column) for column in zip(*table, strict=True)])
     say(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
     if not can_draw_png():
         say("No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository")
@@ -61,9 +67,9 @@ def report_parser() -> argparse.ArgumentParser:
     """The flags of ``report``."""
     parser = argparse.ArgumentParser(
         prog="python apps/train report",
-        description="Draw loss, learning rate, throughput, memory and the load of experts of one "
-        "run, or of several to compare them: report.html needs nothing else, report.png needs "
-        "matplotlib.",
+        description="Draw loss, learning rate, throughput, memory, evaluations and the load of "
+        "experts of one run, or of several to compare them: report.html needs nothing else, "
+        "report.png needs matplotlib.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN_DIR", help="a checkpoints_path with metrics.jsonl in it"

@@ -87,6 +87,8 @@ class StepFigures:
     memory: Memory
     """Of this rank."""
     validation: Validation | None = None
+    evaluation: dict[str, Any] | None = None
+    """What evaluations found, as metrics.jsonl has it; None in most steps."""
     layers: dict[str, float] = field(default_factory=dict)
     """Statistics of layers by name; empty in most steps."""
     sent: dict[str, int] | None = None
@@ -162,6 +164,8 @@ class Meter:
             found |= {"skipped": True, "spike": result.spike}
         if figures.validation is not None:
             found |= _validation(figures.validation)
+        if figures.evaluation is not None:
+            found["evaluation"] = figures.evaluation
         if result.loads:
             found["experts"] = {f"layer_{each.layer}": _load(each) for each in result.loads}
         if figures.sent is not None:

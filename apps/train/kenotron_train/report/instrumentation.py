@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Any
 
 from kenotron_config import Config
 from kenotron_data import Batch
@@ -125,8 +126,13 @@ class Watching:
         batch: Batch,
         consumed: tuple[int, int],
         validation: Validation | None,
+        evaluation: dict[str, Any] | None = None,
     ) -> None:
-        """Report the result of a step; ``consumed``: tokens and samples since the beginning."""
+        """Report the result of a step.
+
+        ``consumed``: tokens and samples since the beginning; ``evaluation``: see
+        ``Evaluation.to_metrics``.
+        """
         figures = StepFigures(
             step=step,
             result=result,
@@ -137,6 +143,7 @@ class Watching:
             consumed_samples=consumed[1],
             memory=Memory.of_step(self._training.mesh.device),
             validation=validation,
+            evaluation=evaluation,
             layers=self._layers.collect() if self._layers is not None else {},
             sent=self._sent,
         )

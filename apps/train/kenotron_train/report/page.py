@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kenotron_train.report.charts import COLOURS, Line, heat_map, line_chart
 from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, Run, summary
+from kenotron_train.report.evaluation_tables import evaluation_charts
 
 AXES = {"step": "step", "tokens": "consumed_tokens"}
 """What is drawn along x, and the figure that has it."""
@@ -89,7 +90,7 @@ def report_html(runs: Sequence[Run], x: str = "step") -> str:
         f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>\n"
         '<div class="panels">\n'
         + "\n".join(charts)
-        + f"\n</div>\n{expert_charts(runs, x)}</body>\n</html>\n"
+        + f"\n</div>\n{evaluation_charts(runs, AXES[x])}{expert_charts(runs, x)}</body>\n</html>\n"
     )
 
 

@@ -22,12 +22,14 @@ from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.nonfinite_record import Taken
 from kenotron_train.failures.recovery import go_back, goes_back, record, recorded
 from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.report.banner import introduce
 from kenotron_train.report.instrumentation import HISTORY, Look, Watching, check_watching
 from kenotron_train.report.report import Report
+from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.progress import Progress
 from kenotron_train.run.resume import going_on, resume
 from kenotron_train.run.sample import show_sample
@@ -60,6 +62,7 @@ class _Run:
     stopper: Stopper
     watching: Watching
     life: LifeCycle
+    evaluations: Evaluations
     failed: dict[int, str] = field(default_factory=dict)
     """Why the last save that failed did, by its step."""
 
@@ -102,7 +105,6 @@ def run(
     """
     _check(config, loader, mesh)
     config = going_on(config, mesh)
-    check_vocabulary(config)
     life = Together(hooks)
     life.pre_init(config, mesh)
     training = build_training(config, mesh, model)
@@ -121,7 +123,8 @@ def run(
         uploads.resumed(progress.step)
         feed = Feed(training, report, loader, target_mask)
         stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
-        work = _Run(training, feed, saver, uploads, report, stopper, watching, life)
+        own = Evaluations(training, report, own_model=model is not None)
+        work = _Run(training, feed, saver, uploads, report, stopper, watching, life, own)
         life.pre_training(training, progress)
         if config.checkpoints.save_initial_state and progress.step == 0:
             _save(work, progress)
@@ -161,6 +164,8 @@ def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
     check_available(config)
     check_hook(config, loader)
     check_watching(config)
+    check_evaluate(config.evaluation)
+    check_vocabulary(config)
     own = torch.tensor([key(json.dumps(asdict(config)), bits=56)], device=mesh.device)
     if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):
         raise ValueError(
@@ -198,10 +203,15 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
         progress = progress.after(config, stage.loader.cursor, result)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
-        if _is_due(config, step) or stopper.save:
+        saves = _is_due(config, step) or stopper.save
+        if saves:
             watching.saving(partial(_save, run, progress))
+        held_out = partial(validate, training, stage.corpus.validation)
+        found = None
+        if not stopper.reason:
+            found = run.evaluations.after(step, saves, validation, held_out)
         consumed = progress.tokens, progress.samples
-        watching.report(step, result, batch, consumed, validation)
+        watching.report(step, result, batch, consumed, validation, found)
         _say_saved(run)
         run.uploads.say()
     if stopper.reason and not _is_due(config, progress.step):
@@ -271,6 +281,7 @@ def _say_saved(run: _Run) -> None:
     for saved in run.saver.reports():
         run.stopper.saved(saved.durable)
         run.life.post_save_checkpoint(run.training, saved)
+        run.evaluations.saved(saved)
         if saved.failure:
             run.failed.clear()  # the last one alone is asked for
             run.failed[saved.step] = saved.failure

@@ -40,6 +40,7 @@ from kenotron_train.activations import (
     recomputed,
     row_tokens,
 )
+from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.report.parametrisation import parametrisation
@@ -98,6 +99,7 @@ def cannot_run(config: Config) -> list[str]:
     problems += [] if problems else beyond_any_machine(config)
     try:
         check_watching(config)
+        check_evaluate(config.evaluation)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kenotron_data import Concatenated, Dataset, Subset
-from kenotron_engine import Validation, evaluate
+from kenotron_config import Config
+from kenotron_data import Concatenated, Dataset, Subset, validation_batches
+from kenotron_engine import ModelOnMesh, Validation, evaluate
 from kenotron_train.assemble import Training
-from kenotron_train.data.stage_dataset import open_validation
 
 
 def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation | None:
@@ -18,7 +17,34 @@ def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation 
     Each source gives its first samples, as many as its share of all, and at least one. Changes
     nothing that training depends on. Collective over the mesh.
     """
-    config = training.config
+    tokens = training.config.tokens
+    rows = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
+    found = validate_model(training, training.config, held_out, *rows)
+    section = training.config.optimizer.weight_average
+    if found is None or training.averages is None or section is None or not section.validate:
+        return found
+    with training.averages.in_place():
+        averaged = validate_model(training, training.config, held_out, *rows)
+    assert averaged is not None
+    return replace(found, averaged=averaged.loss)
+
+
+def validate_model(
+    model: ModelOnMesh,
+    config: Config,
+    held_out: Mapping[str, Dataset],
+    micro_batch_size: int,
+    microbatches: int,
+) -> Validation | None:
+    """``validate`` with a model on any layout: the samples are those of the config's layout.
+
+    Args:
+        model: the model.
+        config: of the training, which says how many samples are read.
+        held_out: samples of each source.
+        micro_batch_size: rows that a dp rank reads together.
+        microbatches: how often it does before the next pass of the pipeline.
+    """
     limit = config.tokens.limit_val_batches
     if not held_out or not limit:
         return None
@@ -28,16 +54,15 @@ def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation 
         for (name, data), count in zip(held_out.items(), counts, strict=True)
         if count
     }
-
-    def measure() -> Validation:
-        batches = open_validation(config, training.mesh, Concatenated(parts))
-        return evaluate(training, itertools.islice(batches, limit), tuple(parts))
-
-    found, section = measure(), config.optimizer.weight_average
-    if training.averages is None or section is None or not section.validate:
-        return found
-    with training.averages.in_place():
-        return replace(found, averaged=measure().loss)
+    batches = validation_batches(
+        Concatenated(parts),
+        micro_batch_size=micro_batch_size,
+        microbatches=microbatches,
+        dp_rank=model.mesh["dp"].rank,
+        dp_size=model.mesh["dp"].size,
+        vocab_size=config.model.model_config.vocab_size,
+    )
+    return evaluate(model, batches, tuple(parts))
 
 
 def _shares(sizes: list[int], most: int) -> list[int]:

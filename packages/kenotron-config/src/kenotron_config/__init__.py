@@ -4,6 +4,7 @@ from kenotron_config.availability import NOT_YET, check_available, unavailable
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config, ignored_keys
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.evaluate_section import EvaluateConfig, EvaluationJobConfig
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
@@ -31,6 +32,8 @@ __all__ = [
     "Device",
     "DoReMiConfig",
     "EnvText",
+    "EvaluateConfig",
+    "EvaluationJobConfig",
     "ExistingCheckpointInitConfig",
     "GeneralConfig",
     "LightEvalConfig",

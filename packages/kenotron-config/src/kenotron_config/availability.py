@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_config.config import Config
-from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.eval_sections import DoReMiConfig
+from kenotron_config.lighteval_tasks import lighteval_problems
 
-NOT_YET: tuple[type, ...] = (
-    LightEvalConfig,
-    DoReMiConfig,
-)
+NOT_YET: tuple[type, ...] = (DoReMiConfig,)
 """Sections that load and that no run can use."""
 
 
@@ -20,8 +18,10 @@ def unavailable(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    found = _sections(config)
-    return [f"{path}: {what} not available yet; {advice}" for path, what, advice in found]
+    lines = [
+        f"{path}: {what} not available yet; {advice}" for path, what, advice in _sections(config)
+    ]
+    return [*lines, *lighteval_problems(vars(config))]
 
 
 def check_available(config: Config) -> None:
@@ -34,9 +34,6 @@ _Lines = Iterator[tuple[str, str, str]]
 
 
 def _sections(config: Config) -> _Lines:
-    for name, what in (
-        ("lighteval", "evaluations are"),
-        ("doremi", "learned weights of domains are"),
-    ):
+    for name, what in (("doremi", "learned weights of domains are"),):
         if isinstance(getattr(config, name), NOT_YET):
             yield name, what, "remove the section"

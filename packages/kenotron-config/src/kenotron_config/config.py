@@ -9,10 +9,12 @@ from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
 from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.checks import Sections, cross_problems, way_over_cp
 from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.evaluate_section import EvaluateConfig, evaluate_problems
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
 )
+from kenotron_config.lighteval_tasks import NO_EFFECT, evaluate_section_of
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import multipliers_in, scales_in
 from kenotron_config.sections import (
@@ -44,6 +46,7 @@ WITHOUT_EFFECT = {
     "logging.log_level_replica": "only the first rank prints",
     "profiler.export_chrome_trace": "every trace can be opened in a browser",
     "tokens.limit_test_batches": "there is no test next to the validation",
+    **NO_EFFECT,
 }
 STAGE_WITHOUT_EFFECT = {
     "data.dataset.tokenizer_name": "the files hold ids already",
@@ -84,8 +87,10 @@ class Config:
     """What is read, in the order of the training."""
     profiler: ProfilerConfig | None = None
     """torch's profiler over some steps."""
+    evaluate: EvaluateConfig | None = None
+    """Evaluations during training; None: there are none."""
     lighteval: LightEvalConfig | None = None
-    """Evaluations during training."""
+    """Evaluations during training, in Nanotron's keys."""
     s3_upload: S3UploadConfig | None = None
     """Copies of checkpoints in a remote store; None: there are none."""
     metrics_logging: MetricsLoggingConfig | None = None
@@ -104,7 +109,7 @@ class Config:
             profiler=self.profiler,
             data_stages=self.data_stages,
         )
-        if problems := cross_problems(sections):
+        if problems := [*cross_problems(sections), *evaluate_problems(vars(self))]:
             raise ValueError("\n".join(problems))
 
     @cached_property
@@ -143,6 +148,13 @@ class Config:
         """
         named = getattr(self.model.model_config, "ring_attn_heads_k_stride", None)
         return way_over_cp(self.model, self.parallelism), self.parallelism.cp_stride or named or 1
+
+    @cached_property
+    def evaluation(self) -> EvaluateConfig | None:
+        """Evaluations during training, in whichever section they are asked for."""
+        if self.evaluate is None and self.lighteval is not None:
+            return evaluate_section_of(self.lighteval)
+        return self.evaluate
 
     @property
     def world_size(self) -> int:

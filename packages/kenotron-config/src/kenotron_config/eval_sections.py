@@ -132,7 +132,11 @@ class EvalSlurmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LightEvalConfig:
-    """Evaluations during training: the keys of both projects together."""
+    """Evaluations during training, as Nanotron and Kénotron ask for them.
+
+    Tasks whose names have a counterpart in lm-eval are evaluated; others are reported when the run
+    starts. `evaluate` has all that can be chosen.
+    """
 
     slurm_template: str | None = None
     """Template of the job's script."""

@@ -12,6 +12,7 @@ import yaml
 
 from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.config import Config
+from kenotron_config.evaluate_section import evaluate_problems
 from kenotron_config.legacy import modern_path, modernise
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
 from kenotron_config.yaml_build import sections, shown
@@ -146,7 +147,7 @@ def parse_config(
         except ConfigError as error:
             problems += error.problems
     built = sections(Config, modernise(data, report), report)
-    for line in cross_problems(cast(Sections, built)):
+    for line in [*cross_problems(cast(Sections, built)), *evaluate_problems(built)]:
         path, _, sentence = line.partition(": ")
         report(path, sentence)
     if problems:

@@ -8,6 +8,7 @@ from kenotron_engine.assembly import (
     build_model,
     decoder_layers,
 )
+from kenotron_engine.continuation import continue_texts
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.evaluation import Validation, evaluate, perplexity
@@ -30,9 +31,11 @@ from kenotron_engine.gathered_tensors import (
     write_slices,
 )
 from kenotron_engine.layer_metrics import LayerMetrics
+from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.objective import global_counts, loss_fn, token_losses
 from kenotron_engine.recompute_budget import StageLayers, recompute_within
+from kenotron_engine.scoring import Row, Score, score_rows
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.stages import stages_of
 from kenotron_engine.step import Gradient, StepResult, gradient, training_step
@@ -50,10 +53,13 @@ __all__ = [
     "Layouts",
     "MicroBatchGraphs",
     "Model",
+    "ModelOnMesh",
     "ModelPlan",
     "NO_TARGET",
     "Piece",
     "Records",
+    "Row",
+    "Score",
     "Share",
     "StageLayers",
     "StepResult",
@@ -63,6 +69,7 @@ __all__ = [
     "assemble",
     "build_model",
     "build_training",
+    "continue_texts",
     "decoder_layers",
     "differences",
     "evaluate",
@@ -79,6 +86,7 @@ __all__ = [
     "pieces_of",
     "recompute_within",
     "replica_deviations",
+    "score_rows",
     "slice_pieces",
     "stages_of",
     "tflops_per_rank",

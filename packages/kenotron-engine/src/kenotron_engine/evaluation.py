@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
+from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
 from kenotron_engine.sequence import NO_TARGET
-from kenotron_engine.training import Training
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if not loss > 700 else math.inf
 
 
-def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...]) -> Validation:
+def evaluate(model: ModelOnMesh, batches: Iterable[Batch], names: tuple[str, ...]) -> Validation:
     """Mean cross entropy over the targets of all ``batches``, in all and of each source.
 
     ``names`` are those of the sources that rows are tagged with. Collective over the mesh.
     """
-    mesh = training.mesh
+    mesh = model.mesh
     total = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device)
     for on_host in batches:
-        share = training.share_of(on_host.to(mesh.device))
-        whole = _summing(training, share.micros, total)
-        training.model.pipeline.evaluate(share.inputs, whole, share.contexts)
+        share = model.share_of(on_host.to(mesh.device))
+        whole = _summing(model, share.micros, total)
+        model.model.pipeline.evaluate(share.inputs, whole, share.contexts)
     # Only ranks with the last layer have seen a loss.
     total = all_reduce(total, mesh["pp", "dp", "cp"])
     losses, counts = total.unbind(-1)
@@ -61,14 +61,14 @@ def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...
 
 
 def _summing(
-    training: Training, batch: list[MicroBatch], total: Tensor
+    model: ModelOnMesh, batch: list[MicroBatch], total: Tensor
 ) -> Callable[[Tensor, int], Tensor]:
     """A loss that adds sums and numbers of targets of each source to ``total`` (K, 2)."""
 
     def loss(hidden: Tensor, microbatch: int) -> Tensor:
         micro = batch[microbatch]
         labels = micro.labels_BS
-        per_row = token_losses(training, hidden, labels).view_as(labels).double().sum(-1)
+        per_row = token_losses(model, hidden, labels).view_as(labels).double().sum(-1)
         seen = torch.stack([per_row, (labels != NO_TARGET).sum(-1).double()], -1)
         sources = micro.sources_B
         assert sources is not None, "validation_batches tags every row"

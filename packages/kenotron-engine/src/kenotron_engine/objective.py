@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import Mesh, all_reduce
+from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.sequence import NO_TARGET
 from kenotron_engine.training import Training
 from kenotron_tp import (
@@ -36,10 +37,10 @@ def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
     return all_reduce(own, mesh["dp"])
 
 
-def token_losses(training: Training, x: Tensor, labels: Tensor) -> Tensor:
+def token_losses(model: ModelOnMesh, x: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of every token, (T,), 0 without target; x as in ``loss_fn``, T labels."""
-    head, tp = training.model.head, training.mesh["tp"]
-    vocab_size = training.plan.spec.vocab_size
+    head, tp = model.model.head, model.mesh["tp"]
+    vocab_size = model.plan.spec.vocab_size
     if head is None:
         return vocab_parallel_cross_entropy(x, labels.flatten(), tp, vocab_size=vocab_size)
     return linear_cross_entropy(

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from kenotron_data import MicroBatch
 from kenotron_dist import Mesh, check_replicas, deferring, named_parameters
 from kenotron_engine.assembly import Model, Records, build_model, first_values
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
+from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
-from kenotron_engine.sequence import Share, share_of
 from kenotron_models import LayerStack
 from kenotron_optim import (
     GlobalNorm,
@@ -31,13 +30,10 @@ from kenotron_pp import NamedLayers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class Training(ModelOnMesh):
     """Everything one step needs."""
 
-    plan: ModelPlan
     optim: OptimizerConfig
-    mesh: Mesh
-    model: Model
     grads: GradAccumulator
     norm: GlobalNorm
     groups: list[ParameterGroup]
@@ -58,18 +54,13 @@ class Training:
         self.optimizer.wait_for_parameters()
         return named_parameters(self.model.stack)
 
-    def share_of(
-        self,
-        batch: Iterable[MicroBatch],
-        dropout_key: int | None = None,
-        count: Tensor | None = None,
-    ) -> Share:
-        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
+    @property
+    def replicas_are_apart(self) -> bool:
+        """Whether dp replicas make their forward passes without one another.
 
-        ``count``: see there; a scalar of shape ().
+        With ZeRO stage 3 they do not: each pass gathers parameters.
         """
-        plan = self.plan
-        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
+        return super().replicas_are_apart and self.optimizer.stage < 3
 
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records, after waiting likewise.

@@ -6,7 +6,7 @@ from kenotron_tp.fused_cross_entropy import linear_cross_entropy
 from kenotron_tp.fused_cross_entropy_sum import linear_cross_entropy_sum, tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
-from kenotron_tp.logits import check_sampling, choose_tokens
+from kenotron_tp.logits import check_sampling, choose_tokens, likeliest
 from kenotron_tp.mode import TPMode
 from kenotron_tp.parallelize import parallelize
 from kenotron_tp.planned_layers import Style
@@ -22,6 +22,7 @@ __all__ = [
     "check_sampling",
     "choose_tokens",
     "join_tokens",
+    "likeliest",
     "linear_cross_entropy",
     "linear_cross_entropy_sum",
     "mark_partial",

@@ -65,6 +65,20 @@ def choose_tokens(
     return _winners(scores_BV.masked_fill(~alive_BV, -torch.inf), first, axis)
 
 
+def likeliest(logits_BV: Tensor, axis: Axis, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """The token of the highest logit of every row, the lowest of equals, and that logit.
+
+    Arguments: (B, V/t), this rank's columns; the tp axis; V, without the columns that pad it.
+
+    Returns int64 (B,) and fp64 (B,), the same on every rank: of a row that holds NaN its first
+    NaN. Gathers two numbers a row and rank. Raises ValueError for a vocabulary that the columns do
+    not hold.
+    """
+    _check_shape(logits_BV, axis, vocab_size)
+    first = axis.rank * logits_BV.shape[-1]
+    return _highest(logits_BV.detach()[:, : max(vocab_size - first, 0)], first, axis)
+
+
 def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) -> Tensor:
     """Log of every probability over that of the row's likeliest, at 0: fp64 (B, V/t).
 
@@ -76,12 +90,10 @@ def _log_odds(x_BV: Tensor, alive_BV: Tensor, temperature: float, axis: Axis) ->
     return odds_BV.masked_fill_(x_BV == largest, 0.0)  # inf - inf too
 
 
-def _winners(scores_BV: Tensor, first: int, axis: Axis) -> Tensor:
-    """Ids of the highest scores (B, at most V/t), the lowest of equals: int64 (B,).
+def _highest(scores_BV: Tensor, first: int, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Ids (B,) int64 of the highest scores (B, at most V/t), the lowest of equals; and the scores.
 
     ``first``: id of this rank's first column.
-
-    Gathers two numbers a row and rank. Raises ValueError where a row holds NaN or only -inf.
     """
     if scores_BV.shape[-1] == 0:  # nothing but padding
         best = scores_BV.new_full((len(scores_BV),), -torch.inf)
@@ -91,6 +103,12 @@ def _winners(scores_BV: Tensor, first: int, axis: Axis) -> Tensor:
     own = torch.stack([best.double(), place.double() + first])
     found = all_gather(own[None], axis)  # (t, 2, B)
     best, winner = found[:, 0].max(0)  # of the lowest rank where scores are equal
+    return found[:, 1].gather(0, winner[None])[0].long(), best
+
+
+def _winners(scores_BV: Tensor, first: int, axis: Axis) -> Tensor:
+    """Ids of ``_highest``. Raises ValueError where a row holds NaN or only -inf."""
+    chosen, best = _highest(scores_BV, first, axis)
     wrong = ~(best > -torch.inf)
     if wrong.any():
         row = int(wrong.nonzero()[0])
@@ -99,7 +117,7 @@ def _winners(scores_BV: Tensor, first: int, axis: Axis) -> Tensor:
             f"row {row} of the logits {what}: no token can be chosen, look at what made them (the "
             "model, a mask)"
         )
-    return found[:, 1].gather(0, winner[None])[0].long()
+    return chosen
 
 
 def _gumbel(ids_V: Tensor, rows_B: Tensor, seed: int, step: int) -> Tensor:

@@ -1,0 +1,1 @@
+"""Evaluations: perplexity of held-out samples, and tasks of lm-eval on the layout as it is."""

@@ -1,0 +1,243 @@
+"""``python apps/train evaluate``: a checkpoint on any layout, as a job of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kenotron_ckpt import open_checkpoint, read_manifest, resolve
+from kenotron_config import Config, EvaluateConfig, Mask
+from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
+from kenotron_models import model_from_json
+from kenotron_train.config_file import load_config
+from kenotron_train.counts import count
+from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
+from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
+from kenotron_train.evaluate.text_tokens import libraries
+from kenotron_train.report.printing import say
+from kenotron_train.run.validation import validate_model
+
+AXES = ("pp", "dp", "cp", "tp", "ep")
+USER_ERRORS = (ValueError, OSError, ImportError)
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as shells have it."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is evaluated; the same on every rank."""
+
+    folder: Path
+    """The step folder."""
+    section: EvaluateConfig
+    config: Config | None
+    """That of the training; None: the checkpoint has none, and held-out samples are not known."""
+    tokenizer: tuple[str | None, str | None]
+    """Name (None: bytes) and revision."""
+    output: Path
+    """The file of the result."""
+
+
+def evaluate_main(argv: Sequence[str]) -> int:
+    """Evaluate a checkpoint, write what was found, and print it; the exit status."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
+    os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
+    given = evaluate_parser().parse_args(argv)
+    try:
+        request = _request(given)
+        check_evaluate(request.section)
+        sizes = _sizes(given, request.folder)
+        found: dict[str, Any] = start(
+            _evaluate,
+            request,
+            config=MeshConfig(**sizes),
+            preload=libraries(request.tokenizer[0]) if request.section.tasks else (),
+            device=given.device,
+            threads=given.threads,
+        )
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+    except PeerLost as error:
+        return _fail(str(error), STALLED)
+    except RankError as error:
+        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
+        return _fail(str(error) if known else error.trace, error.code)
+    except USER_ERRORS as error:
+        return _fail(str(error))
+    return 1 if found["failure"] else 0
+
+
+def _request(given: argparse.Namespace) -> Request:
+    """What the flags ask for, above what the checkpoint's config does. Raises ValueError."""
+    folder = resolve(Path(given.ckpt_path))
+    manifest = read_manifest(folder)
+    if "model_config" not in manifest.state:
+        raise ValueError(
+            f"--ckpt-path {folder} does not describe a model (model_config is missing): was it "
+            "written by apps/train?"
+        )
+    file = Path(given.config_file) if given.config_file else folder / "config.yaml"
+    config = load_config(file) if given.config_file or file.is_file() else None
+    output = Path(given.output) if given.output else folder.parent / FOLDER / f"{folder.name}.json"
+    section = _section(given, config)
+    if section.perplexity:
+        _check_held_out(config, folder)
+    tokenizer = _tokenizer(given.tokenizer, manifest.state, folder)
+    return Request(folder, section, config, tokenizer, output)
+
+
+def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig:
+    """The section of the config with what the flags change."""
+    changes: dict[str, Any] = {
+        name: getattr(given, name)
+        for name in ("num_fewshot", "limit", "batch_size", "max_length", "perplexity")
+        if getattr(given, name) is not None
+    }
+    if given.tasks is not None:
+        changes["tasks"] = tuple(filter(None, given.tasks.split(",")))
+    if given.task_folder:
+        changes["task_folders"] = tuple(given.task_folder)
+    base = None if config is None else config.evaluation
+    if base is None:
+        if not changes.get("tasks") and not changes.get("perplexity"):
+            raise ValueError(
+                "there is nothing to evaluate: give --tasks or --perplexity, or a config with a "
+                "section evaluate (--config-file)"
+            )
+        return EvaluateConfig(**changes)
+    if given.tasks is not None and given.num_fewshot is None:
+        changes["num_fewshot"] = None
+    return replace(base, **changes)
+
+
+def _check_held_out(config: Config | None, folder: Path) -> None:
+    """Raise ValueError where a checkpoint does not know its held-out samples."""
+    if config is None:
+        raise ValueError(
+            f"--perplexity: {folder} has no config.yaml, so that its data are not known: give "
+            "--config-file, or --no-perplexity"
+        )
+    if config.tokens.limit_val_batches <= 0:
+        raise ValueError(
+            "--perplexity: tokens.limit_val_batches of the config is 0, so that no samples were "
+            "held out: give --no-perplexity"
+        )
+    if any(stage.data.dataset is None for stage in config.data_stages):
+        raise ValueError(
+            "--perplexity: data of the training are its program's own (dataset: null), which this "
+            "program does not have: give --no-perplexity"
+        )
+
+
+def _tokenizer(
+    given: str | None, state: Mapping[str, Any], folder: Path
+) -> tuple[str | None, str | None]:
+    """The tokenizer that is asked for, or else the checkpoint's; None: bytes."""
+    if given is not None:
+        return given, None
+    named = state.get("tokenizer")
+    if named:
+        return str(named["name"]), named.get("revision")
+    converted = folder.parent / "tokenizer"
+    return (str(converted) if converted.is_dir() else None), None
+
+
+def _sizes(given: argparse.Namespace, folder: Path) -> dict[str, int]:
+    """Ranks along each axis; 0 stands for the size of the training."""
+    trained = read_manifest(folder).mesh
+    return {name: getattr(given, name) or int(trained.get(name, 1)) for name in AXES}
+
+
+def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
+    """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
+    model = read_model(request.folder, mesh)
+    evaluator = Evaluator(model, request.section, request.tokenizer)
+    step = int(request.folder.name) if request.folder.name.isdecimal() else 0
+    found = evaluator.evaluate(step, lambda: _held_out(model, request, step))
+    if mesh.rank == 0:
+        if not found.failure:
+            write_evaluation(request.output, found, checkpoint=str(request.folder))
+        _show(found, request.output)
+    return {"failure": found.failure}
+
+
+def read_model(folder: Path, mesh: Mesh) -> ModelOnMesh:
+    """Build the model of a checkpoint on a mesh, and read its weights. Collective over the mesh.
+
+    Raises ValueError when the mesh does not fit the model, or a file is damaged.
+    """
+    checkpoint = open_checkpoint(folder, mesh)
+    state = checkpoint.manifest.state
+    config, multipliers = model_from_json(state["model_config"])
+    dtype = state.get("dtype") or "float32"
+    plan = ModelPlan(
+        spec=multipliers.applied(config.decoder), dtype=getattr(torch, dtype), draws=None
+    )
+    model = ModelOnMesh(plan=plan, mesh=mesh, model=build_model(plan, mesh))
+    checkpoint.load(model.records())
+    return model
+
+
+def _held_out(model: ModelOnMesh, request: Request, step: int) -> Validation | None:
+    """Loss on the held-out samples of the stage that the step belongs to."""
+    assert request.config is not None, "checked before"
+    with model.mesh.pulse.busy("reading the corpus"):
+        corpus = open_corpus(request.config, request.config.stage_at(max(step, 1)))
+    rows = request.section.batch_size, model.mesh.sizes["pp"]
+    return validate_model(model, request.config, corpus.validation, *rows)
+
+
+def _show(found: Evaluation, output: Path) -> None:
+    for line in found.lines():
+        say(line)
+    if found.failure:
+        _fail(found.failure)
+    else:
+        say(f"Written in {found.seconds:.1f} s: {output}")
+
+
+def _fail(text: str, code: int = 1) -> int:
+    if first_to_say(text):
+        print(f"error: {Mask().line(text)}", file=sys.stderr, flush=True)
+    return code
+
+
+def evaluate_parser() -> argparse.ArgumentParser:
+    """The flags of ``evaluate``."""
+    parser = argparse.ArgumentParser(
+        prog="python apps/train evaluate",
+        description="Evaluate a checkpoint on any layout: tasks of lm-eval, and perplexity of the "
+        "held-out samples of each source. What is evaluated is that of the section evaluate of "
+        "the training, unless flags say otherwise. The result is a file in evaluations next to "
+        "the step folders, from where a run that continues, and report, take it.",
+    )
+    add = parser.add_argument
+    add("--ckpt-path", required=True, metavar="FOLDER", help="a step folder, or a run folder")
+    add("--config-file", metavar="YAML", help="default: config.yaml of the checkpoint")
+    add("--tasks", metavar="NAME,...", help="tasks, groups or tags of lm-eval, or of task folders")
+    add(
+        "--task-folder", action="append", default=[], metavar="FOLDER",
+        help="task files (YAML) of your own; may be given several times",
+    )  # fmt: skip
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question")
+    add("--limit", type=count, metavar="N", help="most samples of each task")
+    add("--batch-size", type=count, metavar="N", help="texts that a dp rank reads at a time")
+    add("--max-length", type=count, metavar="N", help="most tokens of a text that are read")
+    flag = argparse.BooleanOptionalAction
+    add("--perplexity", action=flag, help="held-out samples of each source")
+    add("--tokenizer", metavar="NAME", help="instead of the checkpoint's; bytes: ids are bytes")
+    for axis in AXES:
+        add(f"--{axis}", type=int, default=1, metavar="N", help="ranks; 0: as trained (default: 1)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs enough")
+    add("--output", metavar="FILE", help="default: evaluations/STEP.json next to the step folder")
+    add("--threads", type=count, metavar="N", help="CPU threads of each rank")
+    return parser

@@ -1,0 +1,96 @@
+"""Texts of tasks as tokens: as lm-eval makes them of a tokenizer of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kenotron_data import (
+    END_OF_DOCUMENT,
+    decode,
+    encode,
+    open_tokenizer,
+    open_transformers,
+)
+
+BYTES = "bytes"
+
+
+@dataclass(frozen=True)
+class TextTokens:
+    """How texts become tokens, and back."""
+
+    to_ids: Callable[[str, bool | None], list[int]]
+    """Tokens of a text; with or without special tokens; None: as the tokenizer does by itself."""
+    to_text: Callable[[Sequence[int]], str]
+    """Text of tokens, without special tokens."""
+    end: int | None
+    """Token that ends a text; None: the tokenizer names none."""
+    begin: int | None
+    """Token that stands before a text without a context; None: the tokenizer names none."""
+    end_text: str = ""
+    """Text of the token that ends a text."""
+
+
+def open_text_tokens(name: str | None, revision: str | None, vocab_size: int) -> TextTokens:
+    """Open a tokenizer for tasks.
+
+    Args:
+        name: a folder or a name that transformers loads, a ``tokenizer.json``, or ``bytes``;
+            None: bytes.
+        revision: of a name of the hub.
+        vocab_size: of the model; bytes have an end where it has room for 256.
+
+    Raises:
+        ValueError: there is no such tokenizer, or it has more ids than the model.
+        ImportError: a library is missing.
+    """
+    if name is None or name == BYTES:
+        end = END_OF_DOCUMENT if vocab_size > END_OF_DOCUMENT else None
+        return TextTokens(lambda text, _: encode([text], 256).tolist(), decode, end, end)
+    if Path(name).suffix == ".json":
+        return _tokenizers_file(name)
+    return _transformers(open_transformers(name, revision))
+
+
+def libraries(name: str | None) -> list[str]:
+    """Modules that ``open_text_tokens`` imports for a tokenizer."""
+    if name is None or name == BYTES:
+        return []
+    if Path(name).suffix == ".json":
+        return ["tokenizers"]
+    return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
+
+
+def _tokenizers_file(name: str) -> TextTokens:
+    opened: Any = open_tokenizer(name, end_of_document=None)
+    inner, end = opened.backend, opened.end
+    return TextTokens(
+        lambda text, special: inner.encode(text, add_special_tokens=special is not False).ids,
+        lambda ids: inner.decode(list(ids), skip_special_tokens=True),
+        end,
+        end,
+        "" if end is None else inner.id_to_token(end),
+    )
+
+
+def _transformers(opened: Any) -> TextTokens:
+    end = opened.eos_token_id
+    begin = end if opened.bos_token_id is None else opened.bos_token_id
+    begin_text = None if begin is None else opened.decode([begin])
+
+    def to_ids(text: str, special: bool | None) -> list[int]:
+        if special is None and begin_text and text.startswith(begin_text):
+            special = False  # the text has it already
+        options = {} if special is None else {"add_special_tokens": special}
+        return list(opened.encode(text, **options))
+
+    return TextTokens(
+        to_ids,
+        lambda ids: opened.decode(list(ids), skip_special_tokens=True),
+        end,
+        begin,
+        "" if end is None else opened.decode([end]),
+    )

@@ -1,0 +1,140 @@
+"""Evaluations of a run: when they are due, on its own ranks or as jobs, and what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kenotron_ckpt import SaveReport
+from kenotron_config import Config, EvaluateConfig
+from kenotron_engine import Validation
+from kenotron_train.assemble import Training
+from kenotron_train.evaluate.evaluator import Evaluator
+from kenotron_train.evaluate.results import FOLDER, read_evaluation
+from kenotron_train.report.report import Report
+from kenotron_train.slurm.evaluation_job import submit_evaluation
+
+LOOK = 10.0
+"""Seconds from one look for results of jobs to the next."""
+
+
+class Evaluations:
+    """The evaluations of a run; every rank has one.
+
+    Results of jobs come when they come: the first rank looks for their files after each step, and
+    one that is there goes to metrics.jsonl and trackers with that step's figures, which name the
+    step that was evaluated.
+
+    Args:
+        training: the model, and the config of the run.
+        report: hears of results and failures.
+        own_model: whether the layers are the program's own, which a job cannot build.
+
+    Collective over the mesh. Raises ValueError for tasks that cannot be evaluated.
+    """
+
+    def __init__(self, training: Training, report: Report, own_model: bool) -> None:
+        self._training, self._report = training, report
+        config = training.config
+        self._section = config.evaluation
+        self._folder = Path(config.checkpoints.checkpoints_path) / FOLDER
+        self._evaluator: Evaluator | None = None
+        self._seen: dict[str, int] = {}
+        self._next_look = 0.0
+        if self._section is None:
+            return
+        tokenizer = config.tokenizer.tokenizer_name_or_path, config.tokenizer.tokenizer_revision
+        if self._section.ranks == "job":
+            _check_job(config, self._section, own_model)
+            self._seen = self._files()
+        else:
+            self._evaluator = Evaluator(training, self._section, tokenizer)
+
+    def after(
+        self,
+        step: int,
+        saves: bool,
+        validation: Validation | None,
+        validate: Callable[[], Validation | None],
+    ) -> dict[str, Any] | None:
+        """Evaluate after a step, where that is due; or return what a job has found.
+
+        Args:
+            step: the step that was made.
+            saves: whether a checkpoint of it is written.
+            validation: the loss on held-out samples, where this step has measured it.
+            validate: measures it.
+
+        Returns:
+            The object for metrics.jsonl; None: there is nothing new. Collective over the mesh.
+        """
+        section = self._section
+        if section is None:
+            return None
+        if self._evaluator is None:
+            return self._arrived()
+        last = step == self._training.config.tokens.train_steps
+        if not (last or (saves if section.interval is None else step % section.interval == 0)):
+            return None
+        found = self._evaluator.evaluate(step, lambda: validation or validate())
+        if found.failure:
+            about = f"evaluation at step {step} failed: {found.failure}; the training continues"
+            self._report.say(about, "error")
+        for line in found.lines():
+            self._report.say(f"evaluation: {step} | {line}")
+        return found.to_metrics()
+
+    def saved(self, report: SaveReport) -> None:
+        """Submit a job for a checkpoint that stands, where one is due. For the first rank."""
+        section, training = self._section, self._training
+        if section is None or section.ranks != "job" or training.mesh.rank or report.failure:
+            return
+        last = report.step == training.config.tokens.train_steps
+        if section.interval and report.step % section.interval and not last:
+            return
+        try:
+            said = submit_evaluation(training.config, section, report.folder.absolute())
+        except (OSError, ValueError) as error:
+            text = f"no evaluation of step {report.step} was submitted: {error}"
+            self._report.say(f"{text}; the training continues", "error")
+        else:
+            self._report.say(said)
+
+    def _files(self) -> dict[str, int]:
+        """Files of results, and when they were written."""
+        found = {}
+        with contextlib.suppress(OSError):
+            for file in sorted(self._folder.glob("*.json"), key=lambda file: len(file.name)):
+                found[file.name] = file.stat().st_mtime_ns
+        return found
+
+    def _arrived(self) -> dict[str, Any] | None:
+        """The first result of a job that was not there before. On the first rank."""
+        if self._training.mesh.rank or time.monotonic() < self._next_look:
+            return None
+        for name, written in self._files().items():
+            if self._seen.get(name) != written:
+                self._seen[name] = written
+                if (found := read_evaluation(self._folder / name)) is not None:
+                    self._report.say(f"evaluation: the job of step {found['evaluated_step']} ended")
+                    return found
+        self._next_look = time.monotonic() + LOOK
+        return None
+
+
+def _check_job(config: Config, section: EvaluateConfig, own_model: bool) -> None:
+    """Raise ValueError for what a job cannot evaluate."""
+    if own_model:
+        raise ValueError(
+            "evaluate.ranks: job was given, but the layers of the model are the program's own, "
+            "which a job does not have; set it to training"
+        )
+    if section.perplexity and any(stage.data.dataset is None for stage in config.data_stages):
+        raise ValueError(
+            "evaluate.perplexity: true was given with evaluate.ranks: job, but data are the "
+            "program's own (dataset: null), which a job does not have; set ranks to training, or "
+            "perplexity to false"
+        )

@@ -1,0 +1,131 @@
+"""The evaluation of a checkpoint as a job of Slurm: its script, and giving it to sbatch."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from kenotron_config import Config, EvaluateConfig, EvaluationJobConfig, public
+from kenotron_train.evaluate.results import FOLDER
+
+TEMPLATE = Path(__file__).with_name("evaluate.sbatch")
+OF_THE_TRAINING = re.compile(
+    r"SLURM_|SBATCH_|SRUN_|PMI|OMPI_|TORCHELASTIC_|KENOTRON_JOB_SECRET$|MASTER_(ADDR|PORT)$"
+    r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)$"
+)
+"""Variables that a launcher gives the ranks of the training, and that a job must not see."""
+_OPTIONS = ("partition", "account", "qos", "reservation", "time")
+
+
+def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path) -> str:
+    """Write the script of a job that evaluates a checkpoint, and give it to sbatch.
+
+    The script stays in ``evaluations`` next to the step folders. Where there is no sbatch, nothing
+    is submitted, and the message has the command.
+
+    Returns:
+        A line for the log.
+
+    Raises:
+        ValueError: sbatch refused the job, or ranks cannot be divided among its nodes.
+        OSError: the script cannot be written.
+    """
+    folder = step_folder.parent / FOLDER
+    command = evaluate_command(config, section.job or EvaluationJobConfig(), step_folder)
+    script = script_of_evaluation(config, section, step_folder, Path.cwd())
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{step_folder.name}.sbatch"
+    file.write_text(script, encoding="utf-8")
+    if shutil.which("sbatch") is None:
+        return (
+            f"evaluation of step {step_folder.name}: sbatch is not there, so run it where you "
+            f"like: {shlex.join(command)}"
+        )
+    words = ["sbatch", "--parsable", str(file)]
+    environment = outside(os.environ)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        why = done.stderr.strip().removeprefix("sbatch: error: ")
+        raise ValueError(f"sbatch refused {file} ({why}): correct evaluate.job")
+    return f"evaluation of step {step_folder.name}: submitted job {done.stdout.strip()}"
+
+
+def outside(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what a launcher added to it."""
+    return {key: text for key, text in environment.items() if not OF_THE_TRAINING.match(key)}
+
+
+def evaluate_command(config: Config, job: EvaluationJobConfig, step_folder: Path) -> list[str]:
+    """Return the command that evaluates a checkpoint on the ranks of the job."""
+    flags = [
+        word for name, size in sizes_of(config, job).items() for word in (f"--{name}", str(size))
+    ]
+    if job.gpus_per_node == 0:
+        flags += ["--device", "cpu"]
+    return [*own_program(), "evaluate", "--ckpt-path", str(step_folder), *flags]
+
+
+def sizes_of(config: Config, job: EvaluationJobConfig) -> dict[str, int]:
+    """Return the sizes of the job's mesh; those that it leaves open are the training's."""
+    trained = config.parallelism
+    return {
+        "pp": job.pp or trained.pp, "dp": job.dp, "cp": job.cp, "tp": job.tp or trained.tp,
+        "ep": job.ep or trained.ep,
+    }  # fmt: skip
+
+
+def own_program() -> list[str]:
+    """Return the words that start this program: of a checkout, else the installed one."""
+    app = Path(__file__).resolve().parents[2]
+    if (app / "__main__.py").is_file():
+        return [sys.executable, str(app)]
+    return [str(Path(sys.executable).with_name("kenotron-train"))]
+
+
+def script_of_evaluation(
+    config: Config, section: EvaluateConfig, step_folder: Path, cwd: Path
+) -> str:
+    """Return the script for sbatch.
+
+    Raises ValueError where ranks cannot be divided among the nodes evenly, and for a value that
+    would not stay on its line.
+    """
+    job = section.job or EvaluationJobConfig()
+    sizes = sizes_of(config, job)
+    ranks = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
+    tasks = job.gpus_per_node or ranks // job.nodes
+    if tasks * job.nodes != ranks:
+        raise ValueError(
+            f"evaluate.job: {ranks} ranks (pp x dp x cp x tp) cannot be {tasks} on each of "
+            f"{job.nodes} nodes: change nodes, gpus_per_node, dp, pp, cp or tp there"
+        )
+    asked = {name: getattr(job, name) for name in _OPTIONS if getattr(job, name)}
+    asked |= {"cpus-per-task": job.cpus_per_task} if job.cpus_per_task else {}
+    asked |= {} if job.gpus_per_node == 0 else {"gpus-per-node": tasks}
+    requests = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items()]
+    log = step_folder.parent / FOLDER / f"{step_folder.name}.out"
+    values = {
+        "title": f"evaluation of {step_folder}",
+        "name": shlex.quote(public(f"{config.general.project}-evaluate-{step_folder.name}")),
+        "nodes": job.nodes,
+        "tasks": tasks,
+        "requests": "\n".join(requests),
+        "log": shlex.quote(str(log).replace("%", "%%")),
+        "cwd": shlex.quote(str(cwd)),
+        "srun": f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "",
+        "command": shlex.join(evaluate_command(config, job, step_folder)),
+    }
+    texts = [str(value) for name, value in values.items() if name != "requests"] + requests
+    if odd := [text for text in texts if text and not text.isprintable()]:
+        raise ValueError(
+            f"{odd[0]!r} has characters that cannot be printed, which would break out of the job's "
+            "script: rename it"
+        )
+    text = TEMPLATE.read_text(encoding="utf-8").replace("{{requests}}\n" * (not requests), "")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)

@@ -1,0 +1,52 @@
+"""A model on its mesh, without anything that updates it: what evaluation and generation take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kenotron_data import MicroBatch
+from kenotron_dist import Mesh, named_parameters
+from kenotron_engine.assembly import Model, Records
+from kenotron_engine.model_plan import ModelPlan
+from kenotron_engine.sequence import Share, share_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOnMesh:
+    """This rank's stage of a model, what the model is made of, and the ranks that share it."""
+
+    plan: ModelPlan
+    mesh: Mesh
+    model: Model
+
+    @property
+    def replicas_are_apart(self) -> bool:
+        """Whether dp replicas make their forward passes without one another.
+
+        They do unless experts are cut over dp ranks.
+        """
+        return self.mesh.sizes["tp"] % self.mesh.config.ep == 0  # ep ranks are neighbours along tp
+
+    def share_of(
+        self,
+        batch: Iterable[MicroBatch],
+        dropout_key: int | None = None,
+        count: Tensor | None = None,
+    ) -> Share:
+        """Return this rank's tokens of its micro-batches (``kenotron_engine.sequence``).
+
+        ``count``: see there; a scalar of shape ().
+        """
+        plan = self.plan
+        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
+
+    def records(self) -> Records:
+        """Return this stage's parameters as checkpoint records."""
+        layouts = self.model.layouts
+        return {
+            layouts[path].name: (parameter.detach(), layouts[path])
+            for path, parameter in named_parameters(self.model.stack).items()
+        }

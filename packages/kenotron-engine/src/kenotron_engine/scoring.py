@@ -1,0 +1,157 @@
+"""Log-probabilities of the last tokens of rows, on any layout, without gathering logits.
+
+Rows are shared by the ranks of dp and read in micro-batches of one length, the longest rows first.
+Each rank of cp scores its part of a row; the vocabulary stays cut over tp.
+
+Shapes: N rows, M micro-batches, B rows of a micro-batch, S tokens that the model reads of a row,
+T = B * S, K tokens with a score among them, D hidden, V vocabulary; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch, MicroBatch
+from kenotron_dist import all_reduce
+from kenotron_engine.model_on_mesh import ModelOnMesh
+from kenotron_engine.sequence import NO_TARGET
+from kenotron_tp import capped_logits, join_tokens, likeliest, vocab_parallel_cross_entropy
+
+_TOKENS_AT_A_TIME = 1024
+"""Tokens whose logits (K, V/t) exist at once."""
+
+
+class Row(NamedTuple):
+    """Tokens of a text, of which the model reads all but the last."""
+
+    tokens: Sequence[int]
+    scored: int
+    """How many tokens at the end are scored."""
+
+
+class Score(NamedTuple):
+    """What a model says of the scored tokens of a row."""
+
+    logprob: float
+    """Sum of their log-probabilities, in nats."""
+    greedy: bool
+    """Whether each of them is the likeliest token of its place (of equals the lowest id)."""
+
+
+def score_rows(model: ModelOnMesh, rows: Sequence[Row], batch_size: int) -> list[Score]:
+    """Score the last tokens of each row.
+
+    Args:
+        model: the model; its layers drop nothing.
+        rows: N rows of any lengths, the same on every rank.
+        batch_size: B, rows that a dp rank reads together.
+
+    Returns:
+        N scores in the order of ``rows``, the same on every rank. Collective over the mesh.
+
+    Raises:
+        ValueError: a row has too few tokens for its score, or one outside the vocabulary.
+    """
+    _check(rows, model.plan.spec.vocab_size, batch_size)
+    mesh = model.mesh
+    order = sorted(range(len(rows)), key=lambda row: -len(rows[row].tokens))
+    found = torch.zeros(len(rows), 2, dtype=torch.float64, device=mesh.device)
+    for numbers, shape in _passes(order, mesh.sizes["dp"], mesh.sizes["pp"], batch_size):
+        width = len(rows[numbers[0]].tokens) - 1
+        own = shape[0] * shape[1]
+        first = mesh["dp"].rank * own
+        batch = _batch(rows, numbers[first : first + own], (*shape, width))
+        share = model.share_of(batch.to(mesh.device))
+        loss = _adding_to(found, model, share.micros)
+        model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
+    # Only ranks with the last layer have seen logits, and each dp rank its own rows alone.
+    found = all_reduce(found, mesh["pp", "dp", "cp"])
+    return [Score(-loss, misses == 0) for loss, misses in found.tolist()]
+
+
+def _passes(
+    order: list[int], replicas: int, stages: int, batch_size: int
+) -> Iterator[tuple[list[int], tuple[int, int]]]:
+    """Numbers of the rows of each pass of the pipeline, and (M, B) of each dp rank.
+
+    M and B are equal on all dp ranks: where replicas share experts or parameters, their passes
+    communicate. A pipeline is filled by one micro-batch a stage.
+    """
+    while order:
+        rows = min(batch_size, -(-len(order) // replicas))
+        micros = min(stages, -(-len(order) // (replicas * rows)))
+        count = replicas * micros * rows
+        numbers, order = order[:count], order[count:]
+        yield numbers, (micros, rows)
+
+
+def _batch(rows: Sequence[Row], numbers: list[int], shape: tuple[int, int, int]) -> Batch:
+    """This dp rank's micro-batches (M, B, S); rows that are missing are padding."""
+    micros, height, width = shape
+    tokens = torch.zeros(micros * height, width, dtype=torch.int64)
+    labels, samples = torch.full_like(tokens, NO_TARGET), torch.full((micros * height,), -1)
+    documents = torch.full_like(tokens, -1)  # -1: no expert sees it
+    for place, number in enumerate(numbers):
+        row = torch.tensor(rows[number].tokens)
+        read = len(row) - 1
+        tokens[place, :read], documents[place, :read] = row[:-1], 0
+        labels[place, read - rows[number].scored : read] = row[-rows[number].scored :]
+        samples[place] = number
+    positions = torch.arange(width).expand(shape).contiguous()
+    return Batch(
+        tokens.view(shape), labels.view(shape), positions, samples.view(shape[:2]),
+        documents_MBS=documents.view(shape),
+    )  # fmt: skip
+
+
+def _adding_to(
+    found: Tensor, model: ModelOnMesh, micros: list[MicroBatch]
+) -> Callable[[Tensor, int], Tensor]:
+    """A loss that adds losses, and tokens that are not the likeliest, to rows of ``found`` (N, 2).
+
+    Its argument is the head's input (T, D), or the logits (T, V/t) of a head that is not ours.
+    """
+
+    def loss(x: Tensor, microbatch: int) -> Tensor:
+        micro = micros[microbatch]
+        labels = micro.labels_BS.flatten()
+        places = (labels != NO_TARGET).nonzero()[:, 0]  # (K,), the same on every rank of tp
+        head, tp = model.model.head, model.mesh["tp"]
+        if head is not None and head.sequence_parallel:
+            x = join_tokens(x, tp, len(labels))
+        row_of = micro.samples_B.repeat_interleave(micro.labels_BS.shape[1])
+        total = torch.zeros((), device=x.device)
+        for part in places.split(_TOKENS_AT_A_TIME) if len(places) else ():
+            logits = x[part]
+            if head is not None:
+                logits = capped_logits(logits @ head.weight.t(), head.cap)
+            vocab_size = model.plan.spec.vocab_size
+            each = vocab_parallel_cross_entropy(logits, labels[part], tp, vocab_size=vocab_size)
+            best, _ = likeliest(logits, tp, vocab_size=vocab_size)
+            misses = best != labels[part]
+            found.index_add_(0, row_of[part], torch.stack([each.double(), misses.double()], -1))
+            total = total + each.sum()
+        return total
+
+    return loss
+
+
+def _check(rows: Sequence[Row], vocab_size: int, batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size {batch_size}: give 1 or more rows")
+    for number, (tokens, scored) in enumerate(rows):
+        if not 0 < scored < len(tokens):
+            raise ValueError(
+                f"row {number} has {len(tokens)} tokens, of which {scored} are scored: at least "
+                "one must be, and at least one must come before"
+            )
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"row {number} has token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}: "
+                "is it of another tokenizer than the model?"
+            )

@@ -1,0 +1,139 @@
+"""Scores and continuations of texts: those of plain torch on one process, on every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine_cases import EXPERTS, LLAMA, plan, training_of
+
+from kenotron_cp import Way
+from kenotron_dist import Mesh
+from kenotron_dist.testing import on_ranks
+from kenotron_engine import (
+    CPMode,
+    ModelOnMesh,
+    Row,
+    Score,
+    Training,
+    build_model,
+    continue_texts,
+    score_rows,
+)
+from kenotron_models import Context, Sampling
+from kenotron_tp import TPMode
+
+LENGTHS = (12, 2, 7, 9, 3, 8, 13, 5, 4)  # no number of dp ranks divides them
+
+
+def rows_of(seed: int = 3) -> list[Row]:
+    """Rows with any number of scored tokens; in one all of them are the likeliest."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, LLAMA.vocab_size, (n,), generator=draw).tolist() for n in LENGTHS]
+    return [Row(each, 1 + place % (len(each) - 1)) for place, each in enumerate(tokens)]
+
+
+def logits_of(training: Training, tokens: list[int]) -> torch.Tensor:
+    """All logits (S, V) of a row on one process."""
+    context = Context(torch.arange(len(tokens))[None])
+    return training.model.pipeline.forward([torch.tensor(tokens)], [context])[0]
+
+
+def greedy(training: Training, prompt: list[int], count: int) -> list[int]:
+    """New tokens by reading the whole text again and again."""
+    text = list(prompt)
+    for _ in range(count):
+        text.append(int(logits_of(training, text)[-1, : LLAMA.vocab_size].argmax()))
+    return text[len(prompt) :]
+
+
+def by_hand(mesh: Mesh, spec) -> tuple[list[Row], list[Score], list[list[int]]]:
+    """Scores of each row alone, the first with the model's own answer; and greedy tokens."""
+    training = training_of(mesh, plan(spec=spec))
+    rows = rows_of()
+    tokens = [*rows[0].tokens[:4], *greedy(training, list(rows[0].tokens[:4]), 5)]
+    rows[0] = Row(tokens, 5)
+    scores = []
+    for row in rows:
+        each = logits_of(training, list(row.tokens[:-1]))[-row.scored :, : LLAMA.vocab_size]
+        targets = torch.tensor(row.tokens[-row.scored :])
+        found = each.double().log_softmax(-1).gather(1, targets[:, None]).sum()
+        scores.append(Score(float(found), bool((each.argmax(-1) == targets).all())))
+    return rows, scores, [greedy(training, list(row.tokens[:4])[:3], 6) for row in rows]
+
+
+def on_layout(mesh: Mesh, spec, mode: TPMode, way: Way, zero_stage: int, rows: list[Row]):
+    """Scores with two batch sizes, and greedy tokens that stop in every second text."""
+    of = plan(spec=spec, mode=mode, cp_mode=CPMode(way))
+    training = training_of(mesh, of, zero_stage=zero_stage)
+    scores = [score_rows(training, rows, batch_size) for batch_size in (2, 5)]
+    count = [0] * len(rows)
+
+    def ends(text: int, token: int) -> bool:
+        count[text] += 1
+        return text % 2 == 1 and count[text] == 4
+
+    prompts = [list(row.tokens[:4])[:3] for row in rows]
+    new = continue_texts(
+        training, prompts, window=12, max_new_tokens=6, batch_size=2, sampling=Sampling(), ends=ends
+    )
+    return scores, new
+
+
+SEQUENCE = TPMode(sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    ("spec", "axes", "mode", "zero_stage"),
+    [
+        (LLAMA, {}, TPMode(), 1),
+        (LLAMA, {"tp": 2, "pp": 2}, SEQUENCE, 1),
+        (LLAMA, {"dp": 2, "cp": 2}, TPMode(), 1),
+        (LLAMA, {"dp": 2, "tp": 2}, TPMode(), 3),
+        (EXPERTS, {"dp": 2, "ep": 2}, TPMode(), 1),
+    ],
+    ids=["one", "tp2 pp2", "dp2 cp2", "dp2 tp2 zero3", "ep2"],
+)
+def test_every_layout_has_the_scores_and_texts_of_plain_torch(spec, axes, mode, zero_stage) -> None:
+    rows, scores, texts = on_ranks(by_hand, spec.decoder)[0]
+    assert scores[0].greedy
+    assert not scores[1].greedy
+    found = on_ranks(on_layout, spec.decoder, mode, "ring", zero_stage, rows, **axes)
+    for both, new in found:
+        for each in both:
+            assert [score.greedy for score in each] == [score.greedy for score in scores]
+            assert [score.logprob for score in each] == pytest.approx(
+                [score.logprob for score in scores], abs=1e-4
+            )
+        assert new == [text[: 4 if place % 2 else 6] for place, text in enumerate(texts)]
+
+
+def without_optimizer(mesh: Mesh) -> list[Score]:
+    of = plan()
+    return score_rows(ModelOnMesh(plan=of, mesh=mesh, model=build_model(of, mesh)), rows_of(), 4)
+
+
+def scores_of_training(mesh: Mesh) -> list[Score]:
+    return score_rows(training_of(mesh), rows_of(), 4)
+
+
+def test_a_model_without_an_optimizer_scores_as_its_training() -> None:
+    (found,) = on_ranks(without_optimizer)
+    assert found == on_ranks(scores_of_training)[0]
+
+
+def refused(mesh: Mesh) -> None:
+    model = training_of(mesh)
+    for row, words in (
+        (Row([1, 2], 2), "row 0 has 2 tokens, of which 2 are scored: at least one must be"),
+        (Row([1, 2], 0), "row 0 has 2 tokens, of which 0 are scored"),
+        (Row([1, 61], 1), r"row 0 has token 61, outside the vocabulary 0\.\.60: is it of another"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            score_rows(model, [row], 1)
+    with pytest.raises(ValueError, match="batch_size 0: give 1 or more rows"):
+        score_rows(model, [Row([1, 2], 1)], 0)
+    assert score_rows(model, [], 1) == []
+
+
+def test_rows_that_cannot_be_scored_are_errors() -> None:
+    on_ranks(refused)
