@@ -10,6 +10,8 @@ from kenotron_engine.assembly import (
 )
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
+from kenotron_engine.domain_losses import DomainBatch, DomainLosses
+from kenotron_engine.domain_weights import DomainWeights, domain_weights_update
 from kenotron_engine.evaluation import Validation, evaluate, perplexity
 from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
@@ -44,6 +46,9 @@ __all__ = [
     "NO_TARGET",
     "DeviceRead",
     "CPMode",
+    "DomainBatch",
+    "DomainLosses",
+    "DomainWeights",
     "ExpertLoad",
     "Gradient",
     "LayerMetrics",
@@ -63,6 +68,7 @@ __all__ = [
     "build_training",
     "decoder_layers",
     "differences",
+    "domain_weights_update",
     "evaluate",
     "flops_utilization",
     "global_counts",
