@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "EMBEDDED_CORPUS",
+    "HUB_FIELD",
     "DataConfig",
     "DatasetStageConfig",
     "HubDatasetsConfig",
