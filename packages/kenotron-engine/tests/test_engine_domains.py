@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 from engine_cases import LLAMA, SEQUENCE, batches_of, plan, training_of
 
 from kenotron_data import Batch
-from kenotron_dist import Mesh
+from kenotron_dist import Mesh, all_gather
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
     DomainBatch,
@@ -20,20 +20,20 @@ from kenotron_engine import (
     DomainWeights,
     Piece,
     StepResult,
+    batch_losses,
     domain_weights_update,
     gradient,
     gradient_deviations,
     gradients_of,
     join_pieces,
     slice_pieces,
-    token_losses,
     training_step,
     weight_pieces,
 )
 
 NAMES = ("prose", "code", "names", "sums")
 SHARES = (0.4, 0.3, 0.2, 0.1)
-LAYOUTS: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+AXES = ("dp", "tp", "pp", "cp")
 START = DomainWeights.start(("a", "b"), 1.0, 1e-3)
 
 
@@ -87,21 +87,37 @@ def weighed(batch: Batch, factors: tuple[float, ...]) -> DomainBatch:
     return DomainBatch(factors, (4.1 + 0.5 * torch.sin(places.double())).float())
 
 
-def trained(mesh: Mesh, z_loss: float = 0.0) -> tuple[list[StepResult], DomainWeights, list[Piece]]:
+class Trained(NamedTuple):
+    """What a rank found."""
+
+    results: list[StepResult]
+    state: DomainWeights
+    weights: list[Piece]
+    before: torch.Tensor
+    """Losses of the tokens of the first global batch, before the first step."""
+
+
+def trained(mesh: Mesh, z_loss: float = 0.0) -> Trained:
     """Three steps of a proxy."""
     training = training_of(mesh, plan(spec=replace(LLAMA.decoder, z_loss=z_loss)))
     state, results = DomainWeights.start(NAMES, 1.0, 1e-3), []
-    for step, batch in enumerate(map(tagged, batches_of(mesh, 3)), 1):
+    batches = list(map(tagged, batches_of(mesh, 3)))
+    before = all_gather(batch_losses(training, batches[0]), mesh["dp"])
+    for step, batch in enumerate(batches, 1):
         factors = tuple(a / p for a, p in zip(state.weights, SHARES, strict=True))
         results.append(training_step(training, batch, step, domains=weighed(batch, factors)))
         assert results[-1].domains is not None
         state = state.after(results[-1].domains.excess)
-    return results, state, weight_pieces(training)
+    return Trained(results, state, weight_pieces(training), before)
 
 
 @cache
-def on_one() -> Any:
-    return on_ranks(trained)[0]
+def on_layout(axis: str | None) -> list[Trained]:
+    return on_ranks(trained, **({} if axis is None else {axis: 2}))
+
+
+def on_one() -> Trained:
+    return on_layout(None)[0]
 
 
 def figures(of: DomainLosses) -> list[float]:
@@ -110,27 +126,30 @@ def figures(of: DomainLosses) -> list[float]:
     return [-1.0 if each is None else each for each in numbers]
 
 
-@pytest.mark.parametrize("axes", LAYOUTS, ids=str)
-def test_every_layout_has_the_losses_and_weights_of_one_process(axes: dict[str, int]) -> None:
-    results, state, weights = on_one()
-    ranks = on_ranks(trained, **axes)
-    for found, own, _ in ranks:
-        assert [r.domains for r in found] == [r.domains for r in ranks[0][0]]  # bit for bit
-        assert own == ranks[0][1]
-        for one, several in zip(results, found, strict=True):
-            assert figures(several.domains) == pytest.approx(figures(one.domains), rel=1e-5)
-            assert several.domains.samples == one.domains.samples
-        assert own.weights == pytest.approx(state.weights, rel=1e-6)
-        assert own.excess == pytest.approx(state.excess, rel=1e-5)
-        if "pp" in axes:
-            assert own == state
-    ours, theirs = join_pieces(r[2] for r in ranks), join_pieces([weights])
+@pytest.mark.parametrize("axis", AXES)
+def test_every_layout_has_the_losses_and_weights_of_one_process(axis: str) -> None:
+    one, ranks = on_one(), on_layout(axis)
+    for found in ranks:
+        assert [r.domains for r in found.results] == [r.domains for r in ranks[0].results]
+        assert found.state == ranks[0].state  # bit for bit
+        for expected, result in zip(one.results, found.results, strict=True):
+            assert expected.domains is not None and result.domains is not None
+            assert figures(result.domains) == pytest.approx(figures(expected.domains), rel=1e-5)
+            assert result.domains.samples == expected.domains.samples
+        assert found.state.weights == pytest.approx(one.state.weights, rel=1e-6)
+        assert found.state.excess == pytest.approx(one.state.excess, rel=1e-5)
+        assert found.before.shape == (8, SEQUENCE)
+        assert torch.allclose(found.before, one.before, rtol=1e-5, atol=1e-6)
+    if axis == "pp":
+        assert ranks[0].state == one.state and (ranks[0].before == one.before).all()
+    ours, theirs = join_pieces(r.weights for r in ranks), join_pieces([one.weights])
     assert all(abs(ours[name] - theirs[name]).max() < 1e-4 for name in theirs)
 
 
 def test_a_domain_that_a_batch_lacks_has_no_loss_and_keeps_its_weight_moving() -> None:
-    results, state, _ = on_one()
+    results, state = on_one().results, on_one().state
     first = results[0].domains
+    assert first is not None
     assert first.losses[3] is None and first.excess[3] is None and first.samples[3] == 0
     assert sum(first.samples) == 8 and state.steps == 3
     assert results[0].loss == first.loss and first.dro_loss != first.loss
@@ -141,16 +160,8 @@ def sums_by_hand(mesh: Mesh) -> tuple[DomainLosses, list[float]]:
     training, batch = training_of(mesh), tagged(batches_of(mesh, 1)[0])
     domains, factors = weighed(batch, (1.0, 2.0, 0.5, 1.0)), torch.tensor([1.0, 2.0, 0.5, 1.0])
     grad = training_step(training, batch, 1, domains=domains).domains
-    fresh, hidden = training_of(mesh), []
-    share = fresh.share_of(batch)
-
-    def keep(x: torch.Tensor, m: int) -> torch.Tensor:
-        labels = share.micros[m].labels_BS
-        hidden.append(token_losses(fresh, x, labels).view_as(labels).detach())
-        return x.sum()
-
-    fresh.model.pipeline.evaluate(share.inputs, keep, share.contexts)
-    losses, targets = torch.stack(hidden).double(), batch.labels_MBS != -100
+    losses = batch_losses(training_of(mesh), batch).view_as(batch.labels_MBS).double()
+    targets = batch.labels_MBS != -100
     excess = (losses - domains.reference_MBS).clamp_min(0)
     assert batch.sources_MB is not None and grad is not None
     rows = [targets & (batch.sources_MB == d)[..., None] for d in range(3)]
@@ -185,7 +196,7 @@ def test_factors_are_constants_and_nothing_is_clamped_in_the_gradient() -> None:
 
 
 def test_a_z_loss_is_weighed_and_is_no_part_of_what_is_reported() -> None:
-    results, _, _ = on_one()
-    ((found, _, _),) = on_ranks(trained, 1e-3)
-    assert figures(found[0].domains) == pytest.approx(figures(results[0].domains), rel=1e-6)
-    assert found[0].grad_norm != results[0].grad_norm
+    plain, with_z = on_one().results[0], on_ranks(trained, 1e-3)[0].results[0]
+    assert plain.domains is not None and with_z.domains is not None
+    assert figures(with_z.domains) == pytest.approx(figures(plain.domains), rel=1e-6)
+    assert with_z.grad_norm != plain.grad_norm

@@ -12,7 +12,7 @@ from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.domain_losses import DomainBatch, DomainLosses
 from kenotron_engine.domain_weights import DomainWeights, domain_weights_update
-from kenotron_engine.evaluation import Validation, evaluate, perplexity
+from kenotron_engine.evaluation import Validation, batch_losses, evaluate, perplexity
 from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
     GRADIENT_FLOOR,
@@ -64,6 +64,7 @@ __all__ = [
     "Validation",
     "Whole",
     "assemble",
+    "batch_losses",
     "build_model",
     "build_training",
     "decoder_layers",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kenotron_cp import join_sequence
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.objective import token_losses
@@ -56,6 +57,30 @@ def evaluate(training: Training, batches: Iterable[Batch], names: tuple[str, ...
         if count
     }
     return Validation(float(losses.sum() / counts.sum()), each)
+
+
+def batch_losses(training: Training, batch: Batch) -> Tensor:
+    """Return the cross entropy of every token of this data rank's rows: (R, S) fp32, R = M * B.
+
+    The same on every rank but those of dp; 0 without target. Nothing is dropped, and no gradient
+    is kept. Collective over pp, cp and tp.
+    """
+    mesh, plan = training.mesh, training.plan
+    share = training.share_of(batch.to(mesh.device))
+    own = torch.zeros(
+        len(batch), *share.micros[0].tokens_BS.shape, dtype=torch.float32, device=mesh.device
+    )
+
+    def loss(hidden: Tensor, microbatch: int) -> Tensor:
+        labels = share.micros[microbatch].labels_BS
+        own[microbatch] = token_losses(training, hidden, labels).view_as(labels)
+        return own[microbatch].sum()
+
+    training.model.pipeline.evaluate(share.inputs, loss, share.contexts)
+    # Only ranks with the last layer have seen a loss; zeros of the others change no bit.
+    rows = all_reduce(own, mesh["pp"]).flatten(0, 1)
+    sequence = batch.tokens_MBS.shape[-1]
+    return join_sequence(rows, mesh["cp"], sequence, layout=plan.cp_mode.layout)
 
 
 def _summing(
