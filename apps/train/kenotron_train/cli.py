@@ -30,6 +30,7 @@ from kenotron_dist import (
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.doremi.cli import doremi_main, doremi_parser
 from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import PassingError, as_passing
 from kenotron_train.failures.replay import replay, step_or_record
@@ -77,9 +78,12 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_main,
     "slurm": slurm_main,
     "verify": verify_main,
+    "doremi": lambda words: doremi_main(words, main),
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
-        flag_reference([_parser(), slurm_parser(), verify_parser(), report_parser()])
+        flag_reference(
+            [_parser(), slurm_parser(), verify_parser(), doremi_parser(), report_parser()]
+        )
     ),
 }
 """What the program does besides training, by its first word."""
@@ -211,6 +215,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a language model. Without a config file: a small model on the Python "
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
         "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
+        "`doremi` learns the weights of domains, "
         "`config-reference` prints what every key means, `flag-reference` what every flag does.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")

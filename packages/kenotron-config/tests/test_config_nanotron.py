@@ -250,7 +250,6 @@ SECTIONS = [
             "generation": {"greedy": {"temperature": 0.0}, "cold": {"top_k": 3, "seed": 1}},
         },
     ),
-    ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
     ("parallelism.moe_layer_recompute", True),
 ]  # fmt: skip
 

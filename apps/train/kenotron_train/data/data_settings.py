@@ -23,6 +23,8 @@ def reading_of(config: Config) -> dict[str, Any]:
         "data_stages": [_stage_reading(stage) for stage in config.data_stages],
         "tokenizer": tokenizer_state(config),
     }
+    if config.doremi is not None:
+        reading["domains"] = config.doremi.shares
     return public(reading)
 
 

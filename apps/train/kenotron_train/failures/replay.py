@@ -141,15 +141,24 @@ def _advance(
         if step == last:
             return Taken(batch, stage, replace(progress, cursor=place))
         start, scale = progress.schedule_start, progress.loss_scale
-        result = training_step(training, batch, step, schedule_start=start, loss_scale=scale)
-        progress = progress.after(training.config, stage.loader.cursor, result.loss_scale)
+        domains = stage.domains(replace(progress, cursor=place))
+        result = training_step(
+            training, batch, step, schedule_start=start, loss_scale=scale, domains=domains
+        )
+        progress = progress.after(training.config, stage.loader.cursor, result)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 
 def _look(training: Training, taken: Taken) -> dict[str, Any]:
     """The step's loss, norms, and what is not finite. Collective over the mesh."""
     progress = taken.progress
-    grad = gradient(training, taken.batch, progress.step + 1, progress.loss_scale)
+    grad = gradient(
+        training,
+        taken.batch,
+        progress.step + 1,
+        progress.loss_scale,
+        domains=taken.stage.domains(progress),
+    )
     norms = training.norm.norms(grad.slices)
     bad = find_nonfinite(training.norm, grad.slices, grad.norm, grad.loss.item())
     if bad is not None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import record
-from kenotron_engine import LayerMetrics, StepResult, Validation
+from kenotron_engine import DomainWeights, LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.report.figures import Memory, StepFigures, named_peak
@@ -125,8 +125,12 @@ class Watching:
         batch: Batch,
         consumed: tuple[int, int],
         validation: Validation | None,
+        domains: DomainWeights | None = None,
     ) -> None:
-        """Report the result of a step; ``consumed``: tokens and samples since the beginning."""
+        """Report the result of a step; ``consumed``: tokens and samples since the beginning.
+
+        ``domains``: weights for the next step, in a proxy run of DoReMi.
+        """
         figures = StepFigures(
             step=step,
             result=result,
@@ -138,6 +142,7 @@ class Watching:
             validation=validation,
             layers=self._layers.collect() if self._layers is not None else {},
             sent=self._sent,
+            domains=domains,
         )
         self._count += 1
         if self._has_table:  # without what is as long as there are layers or axes

@@ -22,6 +22,7 @@ from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.doremi.weights_file import write_weights
 from kenotron_train.failures.nonfinite_record import Taken
 from kenotron_train.failures.recovery import go_back, goes_back, record, recorded
 from kenotron_train.life_cycle import LifeCycle, Together
@@ -195,13 +196,13 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
                 results.pop()
             continue
         results.append(replace(result, loads=()))  # figures of all layers: too much to keep
-        progress = progress.after(config, stage.loader.cursor, result.loss_scale)
+        progress = progress.after(config, stage.loader.cursor, result)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
         if _is_due(config, step) or stopper.save:
             watching.saving(partial(_save, run, progress))
         consumed = progress.tokens, progress.samples
-        watching.report(step, result, batch, consumed, validation)
+        watching.report(step, result, batch, consumed, validation, progress.domains)
         _say_saved(run)
         run.uploads.say()
     if stopper.reason and not _is_due(config, progress.step):
@@ -226,6 +227,7 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
             progress.schedule_start,
             look,
             progress.loss_scale,
+            taken.stage.domains(progress),
         )
     if checked and not goes_back(training, result):
         check_state(training, result, step)
@@ -244,6 +246,9 @@ def _before_update(run: _Run) -> None:
 def _save(run: _Run, progress: Progress) -> None:
     run.life.pre_save_checkpoint(run.training, progress)
     save_run(run.saver, run.training, progress)
+    if progress.domains is not None and run.training.mesh.rank == 0:
+        if trouble := write_weights(run.saver.folder, progress.step, progress.domains):
+            run.report.say(trouble, "warning")
 
 
 def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:

@@ -37,8 +37,8 @@ from kenotron_models import (
 from kenotron_pp import simulate
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.assemble import cp_mode_of
-from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
+from kenotron_train.report.numbers import short
 from kenotron_train.report.parametrisation import parametrisation
 from kenotron_train.run.machine import (
     beyond_any_machine,
@@ -159,8 +159,8 @@ def missing_paths(config: Config) -> list[str]:
     tokenizer = config.tokenizer.tokenizer_name_or_path
     if tokenizer is not None and _is_path(tokenizer):
         places.append(("tokenizer.tokenizer_name_or_path", tokenizer))
-    for number, stage in enumerate(config.data_stages):
-        key, section = f"data_stages.{number}.data.dataset", stage.data.dataset
+    for number in range(len(config.data_stages)):
+        key, section = f"data_stages.{number}.data.dataset", config.section_of(number)
         if isinstance(section, HubDatasetsConfig):
             key += ".hf_dataset_or_datasets"
             places += [(key, name) for name in section.fractions if _is_path(name)]

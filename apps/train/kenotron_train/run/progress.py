@@ -8,6 +8,7 @@ from typing import Any
 
 from kenotron_config import Config
 from kenotron_data import Cursor, Fingerprint
+from kenotron_engine import DomainWeights, StepResult
 from kenotron_optim import LossScale
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
@@ -34,9 +35,19 @@ class Progress:
     """Where the batches begin that are not trained on: a rollback for each."""
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
+    domains: DomainWeights | None = None
+    """Weights of domains for the next step, in a proxy run of DoReMi."""
 
-    def after(self, config: Config, cursor: Cursor, loss_scale: LossScale | None) -> Progress:
-        """One step later."""
+    @classmethod
+    def fresh(cls, config: Config) -> Progress:
+        """Where a run begins."""
+        return cls(loss_scale=fresh_scale(config), domains=fresh_domains(config))
+
+    def after(self, config: Config, cursor: Cursor, result: StepResult) -> Progress:
+        """One step later. A step that was left out leaves the weights of domains alone."""
+        domains, found = self.domains, result.domains
+        if domains is not None and found is not None and found.is_finite and not result.skipped:
+            domains = domains.after(found.excess)
         return replace(
             self,
             step=self.step + 1,
@@ -44,7 +55,8 @@ class Progress:
             samples=self.samples + config.global_batch_size,
             tokens=self.tokens + config.batch_tokens(cursor.stage),
             epoch_known=True,
-            loss_scale=loss_scale,
+            loss_scale=result.loss_scale,
+            domains=domains,
         )
 
     def past(self, cursor: Cursor) -> Progress:
@@ -68,12 +80,14 @@ class Progress:
             "loss_scale": self.loss_scale.to_dict() if self.loss_scale else None,
             "left_out": [cursor.to_dict() for cursor in self.left_out],
             "data": {str(stage): found.to_dict() for stage, found in self.data.items()},
+            "domain_weights": self.domains.to_dict() if self.domains else None,
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
         """Undo ``to_state``. Raises ValueError for values that make no sense."""
         saved, fresh = state.get("loss_scale"), fresh_scale(config)
+        weights, even = state.get("domain_weights"), fresh_domains(config)
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
@@ -87,7 +101,16 @@ class Progress:
                 int(stage): Fingerprint.from_dict(found)
                 for stage, found in state.get("data", {}).items()
             },
+            domains=even.restored(weights) if even and weights else even,
         )
+
+
+def fresh_domains(config: Config) -> DomainWeights | None:
+    """The weights of domains of a fresh run; None unless it is a proxy run of DoReMi."""
+    doremi = config.doremi
+    if doremi is None or not doremi.is_proxy:
+        return None
+    return DomainWeights.start(doremi.names, doremi.step_size, doremi.smoothing_param)
 
 
 def fresh_scale(config: Config) -> LossScale | None:

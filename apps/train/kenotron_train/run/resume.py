@@ -29,7 +29,7 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.run.initial import load_initial
-from kenotron_train.run.progress import NEEDED, Progress, fresh_scale
+from kenotron_train.run.progress import NEEDED, Progress
 from kenotron_train.run.upload import local_copy
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -49,12 +49,12 @@ def resume(training: Training, run: Path | None = None) -> tuple[Progress, str]:
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
     given, fetched = local_copy(config, mesh)
     if given is None:
-        return Progress(loss_scale=fresh_scale(config)), load_initial(training)
+        return Progress.fresh(config), load_initial(training)
     own = given == Path(checkpoints.checkpoints_path)
     if own and not on_first(mesh, lambda: has_manifests(given)):
         begun = load_initial(training)
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
-        return Progress(loss_scale=fresh_scale(config)), afresh + (f"; {begun}" if begun else "")
+        return Progress.fresh(config), afresh + (f"; {begun}" if begun else "")
     try:
         progress, remark, step = load_run(training, given, optimizer=checkpoints.load_optimizer)
     except NoCheckpoint as error:

@@ -3,7 +3,8 @@
 from kenotron_config.availability import NOT_YET, check_available, unavailable
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config, ignored_keys
-from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.doremi_section import DoReMiConfig
+from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_config.config import Config
-from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.sections import ParallelismConfig
 
-NOT_YET: tuple[type, ...] = (
-    LightEvalConfig,
-    DoReMiConfig,
-)
+NOT_YET: tuple[type, ...] = (LightEvalConfig,)
 """Sections that load and that no run can use."""
 
 
@@ -40,9 +37,6 @@ def _parallelism(section: ParallelismConfig) -> _Lines:
 
 
 def _sections(config: Config) -> _Lines:
-    for name, what in (
-        ("lighteval", "evaluations are"),
-        ("doremi", "learned weights of domains are"),
-    ):
+    for name, what in (("lighteval", "evaluations are"),):
         if isinstance(getattr(config, name), NOT_YET):
             yield name, what, "remove the section"

@@ -1,9 +1,15 @@
 """Rules that need more than one section of a training config."""
 
 import math
-from collections.abc import Sequence
 from typing import TypedDict
 
+from kenotron_config.data_checks import (
+    domain_problems,
+    id_problems,
+    stage_problems,
+    vocabulary_problems,
+)
+from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.expert_checks import chunk_problems, expert_problems
 from kenotron_config.parametrisation import mup_problems
 from kenotron_config.sections import (
@@ -15,17 +21,11 @@ from kenotron_config.sections import (
 )
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
-from kenotron_data.config import (
-    DatasetStageConfig,
-    NanosetDatasetsConfig,
-    PretrainDatasetsConfig,
-    SFTDatasetsConfig,
-)
+from kenotron_data.config import DatasetStageConfig
 from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec, TransformersConfig
 from kenotron_optim import OptimizerConfig
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
-BYTE_TOKENS = 256
 SHARED_EXPERTS = "n_shared_experts * moe_intermediate_size"
 NANOTRON_WAYS: dict[str, CPAttention] = {
     "ring": "ring",
@@ -45,6 +45,7 @@ class Sections(TypedDict, total=False):
     optimizer: OptimizerConfig
     profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
+    doremi: DoReMiConfig | None
 
 
 def cross_problems(sections: Sections) -> list[str]:
@@ -74,12 +75,14 @@ def cross_problems(sections: Sections) -> list[str]:
     if parallelism and (optimizer := sections.get("optimizer")):
         found += _shards(parallelism.dp, optimizer.shard_ranks)
     if stages is not None:
-        found += _stage_order(stages)
+        found += stage_problems(stages)
     if model and stages:
-        found += _vocabulary(model, stages, sections.get("tokenizer"))
-        found += _ids_of_folders(model, stages)
+        found += vocabulary_problems(model, stages, sections.get("tokenizer"))
+        found += id_problems(model, stages)
     if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
         found += _profile(tokens, profiler)
+    if stages is not None and (doremi := sections.get("doremi")):
+        found += domain_problems(doremi, stages, model)
     if parallelism and tokens and stages is not None:
         found += chunk_problems(parallelism, tokens, stages)
     return found
@@ -204,63 +207,6 @@ def _graphed(
         if (rate := getattr(sizes, name, 0.0))
     ]
     return found
-
-
-def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
-    if not stages:
-        return ["data_stages: an empty list was given; there must be at least one stage"]
-    found = []
-    if stages[0].start_training_step != 1:
-        found.append(
-            f"data_stages.0.start_training_step: {stages[0].start_training_step} was given; the "
-            "first stage must start at step 1"
-        )
-    names = {stages[0].name}
-    for number, (before, stage) in enumerate(zip(stages, stages[1:], strict=False), start=1):
-        if stage.start_training_step <= before.start_training_step:
-            found.append(
-                f"data_stages.{number}.start_training_step: {stage.start_training_step} was given; "
-                f"it must come after the stage before ({before.start_training_step})"
-            )
-        if stage.name in names:
-            found.append(
-                f"data_stages.{number}.name: {stage.name!r} was given; another stage has that "
-                "name; choose a different one"
-            )
-        names.add(stage.name)
-    return found
-
-
-def _vocabulary(
-    model: ModelConfig, stages: Sequence[DatasetStageConfig], tokenizer: TokenizerConfig | None
-) -> list[str]:
-    size = model.model_config.vocab_size
-    if tokenizer is not None and tokenizer.tokenizer_name_or_path is not None:
-        return []
-    kinds = {type(stage.data.dataset) for stage in stages}
-    path = "model.model_config.vocab_size"
-    if SFTDatasetsConfig in kinds and size <= BYTE_TOKENS:
-        return [
-            f"{path}: {size} was given; answers are read as bytes and ended by {BYTE_TOKENS}, so "
-            f"at least {BYTE_TOKENS + 1} are needed"
-        ]
-    if size >= BYTE_TOKENS or PretrainDatasetsConfig not in kinds:
-        return []
-    return [
-        f"{path}: {size} was given; text is read as bytes and needs at least {BYTE_TOKENS}; "
-        f"{BYTE_TOKENS + 1} also marks where documents end"
-    ]
-
-
-def _ids_of_folders(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
-    size = model.model_config.vocab_size
-    return [
-        f"data_stages.{number}.data.dataset.vocab_size: {section.vocab_size} was given; "
-        f"model.model_config.vocab_size is {size}, which must be at least as many"
-        for number, stage in enumerate(stages)
-        if isinstance(section := stage.data.dataset, NanosetDatasetsConfig)
-        and (section.vocab_size or 0) > size
-    ]
 
 
 def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
