@@ -24,9 +24,7 @@ import torch
 
 APP = Path(__file__).parents[1]
 NAMES = ("prose", "code", "names", "sums")
-SIZES = (1_387_372, 5_610_214, 533_376, 487_737)
-"""Tokens of each domain (Python 3.12); overwritten by what the reference run reports."""
-STEPS, FINAL_STEPS = 300, 300
+STEPS = 200
 SETTINGS = {
     "parallelism.dp": 1,
     "tokens.micro_batch_size": 16,
@@ -109,7 +107,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--final-steps", type=int, default=FINAL_STEPS)
+    parser.add_argument("--final-steps", type=int, default=STEPS)
     given = parser.parse_args()
     begin, weights, runs = time.monotonic(), [], {"doremi": [], "equal": [], "sizes": []}
     for seed in range(1, given.seeds + 1):

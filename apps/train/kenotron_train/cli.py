@@ -58,11 +58,14 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, loader: Hook | None = None, *, leaves: bool = True
+) -> int:
     """Train from a YAML file or the embedded default, draw a report, or submit; the exit status.
 
     ``loader`` is data of one's own for stages with ``dataset: null``, see
-    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
+    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``; ``leaves``: it ends after a
+    training, so that signals that come later do not change its status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
@@ -71,14 +74,14 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     deadline = time.monotonic() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
-    return _run(arguments, loader, deadline)
+    return _run(arguments, loader, deadline, leaves)
 
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "report": report_main,
     "slurm": slurm_main,
     "verify": verify_main,
-    "doremi": lambda words: doremi_main(words, main),
+    "doremi": lambda words: doremi_main(words, lambda flags, leaves: main(flags, leaves=leaves)),
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
         flag_reference(
@@ -104,7 +107,7 @@ def _subcommand(name: str, words: list[str]) -> int:
     )
 
 
-def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) -> int:
+def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, leaves: bool) -> int:
     """Train as the flags ask. Returns the exit status."""
     config, before = None, None
     try:
@@ -121,8 +124,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) ->
             _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         limit = timedelta(seconds=arguments.stall_limit)
-        given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
-        stopped = start_ranks(_train, config, limit, *given, leaves=True, threads=arguments.threads)
+        given = (arguments.config_file is None, loader, deadline, arguments.replay_step, leaves)
+        threads = arguments.threads
+        stopped = start_ranks(_train, config, limit, *given, leaves=leaves, threads=threads)
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
@@ -140,13 +144,14 @@ def _train(
     loader: Hook | None,
     deadline: float,
     replayed: int | Path | None,
+    leaves: bool,
 ) -> str:
     """What every rank does; why it stopped before the last step, if it did."""
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""
     try:
-        return run(mesh, config, sample, loader, deadline=deadline, leaves=True).stopped
+        return run(mesh, config, sample, loader, deadline=deadline, leaves=leaves).stopped
     except OSError as error:
         raise as_passing(error) from error
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,17 @@ import numpy as np
 import pytest
 import runs
 
-from kenotron_data import StoredLosses
-from kenotron_engine import DomainWeights
+from kenotron_data import Cursor, StoredLosses
+from kenotron_engine import DomainLosses, DomainWeights, StepResult
 from kenotron_train.cli import main
+from kenotron_train.config_file import load_config
+from kenotron_train.doremi.cli import EXAMPLE, doremi_main
 from kenotron_train.doremi.weights_file import read_average, write_weights
+from kenotron_train.run.preview import preview
+from kenotron_train.run.progress import Progress
 
+HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"
+RUN = "checkpoints.checkpoints_path="
 NAMES = ("first", "second", "third")
 WEIGHTS = (0.5, 0.3, 0.2)
 SECTION = f"\ndoremi: {{domain_names: '{', '.join(NAMES)}', domain_weights: {list(WEIGHTS)}}}\n"
@@ -124,13 +133,14 @@ def test_any_layout_writes_the_losses(walked: Path) -> None:
     assert one.samples == STEPS * 4
     changes = {
         "parallelism__dp": 2, "parallelism__cp": 2, "tokens__micro_batch_size": 1,
+        "optimizer__nonfinite": "rollback", "optimizer__max_rollbacks": 2,  # two batches more
         "doremi__ref_model_resume_checkpoint_path": walked / "walk/reference",
     }  # fmt: skip
     given = flags(walked, "other", **changes)
     done = runs.program("apps/train", walked, "doremi", "losses", *given)
     assert done.returncode == 0, done.stderr
     other = StoredLosses(walked / "other/proxy/reference_losses/stage-0.losses")
-    assert other.about == one.about
+    assert other.about == one.about and other.samples == (STEPS + 2) * 4
     losses = one.rows(0, one.samples)
     assert losses.mean() > 1 and np.allclose(other.rows(0, one.samples), losses, atol=1e-5)
 
@@ -165,6 +175,49 @@ def test_a_step_of_a_proxy_is_made_again(walked: Path, stopped: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads((stopped / "nonfinite/replay-5/step-5.json").read_text())
     assert float(found["grad_norm"]) == runs.metrics(walked, "walk/proxy")[4]["grad_norm"]
+
+
+def test_signals_are_heard_until_the_last_command_and_a_stopped_one_is_the_last(
+    walked: Path,
+) -> None:
+    def train(words: Sequence[str], leaves: bool) -> int:
+        (path,) = (w for w in words if w.startswith(RUN) and "walk/" in w)
+        called.append((Path(json.loads(path.removeprefix(RUN))).name, leaves))
+        return status
+
+    called: list[tuple[str, bool]] = []
+    status = 0
+    assert doremi_main(flags(walked, "walk"), train) == 0
+    assert called == [("reference", False), ("proxy", False), ("final", True)]
+    called.clear()
+    status = 85
+    named = {"doremi__ref_model_resume_checkpoint_path": walked / "walk/reference"}
+    assert doremi_main(flags(walked, "walk", **named), train) == 85
+    assert called == [("proxy", False)]
+
+
+def test_a_step_that_is_left_out_leaves_the_weights_alone(walked: Path) -> None:
+    words = flags(walked, "x", doremi__ref_model_resume_checkpoint_path="reference")
+    config = load_config(words[1], words[3::2])
+    losses = DomainLosses(1.0, 1.0, (1.0, None, 2.0), (0.5, None, 0.0), (1, 0, 1))
+    before = Progress.fresh(config)
+    made = before.after(config, Cursor(), StepResult(1.0, 1.0, 0.1, domains=losses)).domains
+    assert before.domains is not None and made == before.domains.after(losses.excess)
+    skipped = StepResult(1.0, 1.0, 0.1, skipped=True, domains=losses)
+    assert before.after(config, Cursor(), skipped).domains == before.domains
+    bad = replace(losses, excess=(math.nan, None, 0.0))
+    result = StepResult(1.0, 1.0, 0.1, domains=bad)
+    assert before.after(config, Cursor(), result).domains == before.domains
+
+
+def test_check_names_the_data_set_of_each_domain_and_the_reference(walked: Path) -> None:
+    words = flags(walked, "x", doremi__ref_model_resume_checkpoint_path="no/reference")
+    said = preview(load_config(words[1], words[3::2]))
+    assert "doremi.ref_model_resume_checkpoint_path: no/reference does not exist here" in said
+    assert said.count("does not exist here") == 1
+    lost = load_config(words[1], [*words[3::2], HUB + f"={walked}"])
+    assert f"{HUB}: {walked}/first does not exist here" in preview(lost)
+    assert "does not exist" not in preview(load_config(EXAMPLE))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -25,8 +25,8 @@ COMMANDS = ("reference", "losses", "proxy", "weights", "final")
 """The commands in their order; `all` does one after the other."""
 LIMIT = timedelta(minutes=5)
 """How long a rank may keep others waiting while losses are written."""
-Train = Callable[[Sequence[str]], int]
-"""The command line of a training, to its exit status."""
+Train = Callable[[Sequence[str], bool], int]
+"""The command line of a training, and whether the process ends afterwards, to its exit status."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
             raise ValueError(f"{file}: doremi: is missing; add it with domain_names")
         walk = _Walk(file, overrides, config)
         if given.command != "all":
-            return _do(walk, given.command, train)
+            return _do(walk, given.command, train, leaves=True)
         if launcher() != "none":
             raise ValueError(
                 "doremi all starts ranks several times: under a launcher give its commands one by "
@@ -97,18 +97,18 @@ def _all(walk: _Walk, train: Train) -> int:
     given = walk.config.doremi.ref_model_resume_checkpoint_path is not None
     for command in COMMANDS[1 if given else 0 :]:
         say(f"doremi {command}")
-        if status := _do(walk, command, train):
+        if status := _do(walk, command, train, leaves=command == COMMANDS[-1]):
             return status
     return 0
 
 
-def _do(walk: _Walk, command: str, train: Train) -> int:
+def _do(walk: _Walk, command: str, train: Train, *, leaves: bool) -> int:
     if command == "weights":
         return _weights(walk)
     if command != "losses":
-        return train(walk.flags(command))
+        return train(walk.flags(command), leaves)
     config = load_config(walk.file, [*walk.overrides, *walk.changes(command)])
-    start_ranks(write_reference_losses, config, LIMIT, leaves=True)
+    start_ranks(write_reference_losses, config, LIMIT, leaves=leaves)
     return 0
 
 

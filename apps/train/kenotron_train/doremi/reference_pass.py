@@ -58,7 +58,7 @@ def _write_stage(training: Training, stage: int, folder: Path) -> None:
     about = read_by(config, stage, found)
     about |= {"reference": on_first(mesh, lambda: reference_identity(folder))}
     kept = on_first(mesh, lambda: _kept(path, about, sequence))
-    needed = config.steps_of(stage) * config.global_batch_size
+    needed = (config.steps_of(stage) + _left_out(config)) * config.global_batch_size
     named = f"{path}: losses of {max(kept, needed):,} samples by {folder}"
     if kept >= needed:
         _tell(mesh, f"{named}, all of them there already")
@@ -78,6 +78,11 @@ def _write_stage(training: Training, stage: int, folder: Path) -> None:
         if writer is not None:
             writer.finish()
     _tell(mesh, f"{named}, {done - kept:,} of them written")
+
+
+def _left_out(config: Config) -> int:
+    """How many batches a run may leave out, and read others instead."""
+    return config.optimizer.max_rollbacks if config.optimizer.nonfinite == "rollback" else 0
 
 
 def _kept(path: Path, about: dict[str, object], sequence: int) -> int:

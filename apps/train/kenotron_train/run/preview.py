@@ -21,7 +21,7 @@ from kenotron_config import (
     ignored_keys,
     unavailable,
 )
-from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
+from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Axis, Shard, named_parameters, named_placements
 from kenotron_engine import stages_of, way_of
 from kenotron_models import (
@@ -155,6 +155,9 @@ def _logits_bytes(tokens: int, config: Config) -> int:
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    if config.doremi is not None:
+        key = "doremi.ref_model_resume_checkpoint_path"
+        named[key] = config.doremi.ref_model_resume_checkpoint_path
     places = [(key, path) for key, path in named.items() if path is not None]
     tokenizer = config.tokenizer.tokenizer_name_or_path
     if tokenizer is not None and _is_path(tokenizer):
@@ -175,7 +178,8 @@ def missing_paths(config: Config) -> list[str]:
 
 def _is_path(name: str) -> bool:
     """Whether a name is that of a file or folder rather than one of the hub."""
-    return "/" in name or "." in name
+    built_in = name.partition("/")[0] == EMBEDDED_CORPUS
+    return not built_in and ("/" in name or "." in name)
 
 
 def _microbatch_tokens(config: Config) -> int:
