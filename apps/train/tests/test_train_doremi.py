@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+from doremi_runs import NAMES, STEPS, flags, write_domains
 
 from kenotron_data import Cursor, StoredLosses
 from kenotron_engine import DomainLosses, DomainWeights, StepResult
@@ -25,33 +26,9 @@ from kenotron_train.run.progress import Progress
 
 HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"
 RUN = "checkpoints.checkpoints_path="
-NAMES = ("first", "second", "third")
-WEIGHTS = (0.5, 0.3, 0.2)
-SECTION = f"\ndoremi: {{domain_names: '{', '.join(NAMES)}', domain_weights: {list(WEIGHTS)}}}\n"
-STEPS = 6
+HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"
 EXACT = ("lm_loss", "dro_loss", "grad_norm", "domain_losses", "domain_excess", "domain_weights")
 """Figures of a step that follow from the numbers of a training alone."""
-
-
-def write_domains(folder: Path) -> None:
-    """Three texts, the last of them the least regular."""
-    for place, name in enumerate(NAMES):
-        (folder / "texts" / name).mkdir(parents=True)
-        lines = [f"{name} {i} {i * i * (7 + place) % (11 * 9**place)}\n" for i in range(700)]
-        (folder / "texts" / name / "text.txt").write_text("".join(lines))
-
-
-def flags(folder: Path, run: str, **changes: object) -> list[str]:
-    """Flags of a tiny run of three domains in ``folder``."""
-    values: dict[str, Any] = {
-        "tokens.train_steps": STEPS,
-        "tokens.limit_val_batches": 1,
-        "data_stages.0.data.dataset.hf_dataset_or_datasets": folder / "texts",
-        "checkpoints.checkpoints_path": folder / run,
-    }
-    values |= {key.replace("__", "."): value for key, value in changes.items()}
-    given = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
-    return ["--config-file", str(folder / "domains.yaml"), *runs.arguments(folder), *given]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +36,6 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which all commands have run, on one process."""
     folder = tmp_path_factory.mktemp("doremi")
     write_domains(folder)
-    default = (runs.APP / "kenotron_train/default.yaml").read_text()
-    (folder / "domains.yaml").write_text(default + SECTION)
     done = runs.program("apps/train", folder, "doremi", *flags(folder, "walk"))
     assert done.returncode == 0, done.stderr
     (folder / "said.txt").write_text(done.stdout)

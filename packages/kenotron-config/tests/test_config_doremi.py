@@ -51,6 +51,31 @@ def test_one_data_set_is_a_folder_of_domains() -> None:
     assert plain.section_of(0) is plain.data_stages[0].data.dataset
 
 
+PILE = (
+    "Pile-CC, Github, OpenWebText2, StackExchange, Wikipedia (en), PubMed Abstracts, "
+    "USPTO Backgrounds, FreeLaw, PubMed Central, Enron Emails, HackerNews, NIH ExPorter, Books3, "
+    "ArXiv, DM Mathematics, OpenSubtitles, Gutenberg (PG-19), Ubuntu IRC, BookCorpus2, EuroParl, "
+    "YoutubeSubtitles, PhilPapers"
+)
+TUNED = (
+    "0.2333, 0.0700, 0.1154, 0.0528, 0.0665, 0.0670, 0.0366, 0.0571, 0.0451, 0.0036, 0.0087, "
+    "0.0078, 0.0708, 0.0656, 0.0034, 0.0048, 0.0222, 0.0084, 0.0038, 0.0186, 0.0149, 0.0235"
+)
+
+
+def test_nanotrons_files_of_the_pile_load() -> None:
+    data = json.loads(json.dumps(BASE))
+    (first, *_) = data.pop("data_stages")
+    dataset = first["data"]["dataset"] | {"hf_dataset_or_datasets": "/data/the_pile"}
+    data["data"] = {"dataset": dataset, "num_loading_workers": 1, "seed": 42}
+    for more in ({"domain_weights": TUNED}, {"ref_model_resume_checkpoint_path": "/ref/70000"}):
+        section = {"smoothing_param": 1e-3, "step_size": 1.0, "domain_names": PILE} | more
+        config = parse_config(yaml.safe_dump(data | {"doremi": section}), "c.yaml")
+        assert config.doremi is not None and len(config.doremi.shares) == 22
+        read = config.section_of(0)
+        assert read.hf_dataset_or_datasets[4] == "/data/the_pile/Wikipedia (en)"
+
+
 SUM = "0.5, 0.3, 0.3 was given, with the sum 1.1; it must be 1 (to 0.001): for the same"
 WRONG = [
     ("domain_weights", "0.5,0.3,0.3", SUM),

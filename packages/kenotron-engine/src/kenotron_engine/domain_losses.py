@@ -84,7 +84,10 @@ def weighted_loss_fn(
         A function of the head's input (T, D), as ``loss_fn`` returns it.
     """
     axis, layout = training.mesh["cp"], training.plan.cp_mode.layout
-    factors_k = torch.tensor(domains.factors, device=training.mesh.device, dtype=torch.float64)
+    factors_k = torch.tensor(domains.factors, dtype=torch.float64)
+    if training.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing
+        factors_k = factors_k.pin_memory()
+    factors_k = factors_k.to(training.mesh.device, non_blocking=True)
     z_loss = training.plan.spec.z_loss
 
     def loss(x: Tensor, microbatch: int) -> Tensor:
