@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
-from doremi_runs import NAMES, STEPS, flags, write_domains
+from doremi_runs import NAMES, STEPS, WEIGHTS, flags, write_domains
 
 from kenotron_data import Cursor, StoredLosses
-from kenotron_engine import DomainLosses, DomainWeights, StepResult
+from kenotron_engine import DomainLosses, DomainWeights, StepResult, domain_weights_update
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.cli import EXAMPLE, doremi_main
@@ -75,6 +75,22 @@ def test_all_commands_follow_one_another(walked: Path) -> None:
     assert "dro_loss" not in runs.metrics(walked, "walk/final")[0]
     samples = [sum(step["domain_samples"].values()) for step in steps]
     assert samples == [4] * STEPS and "[DoReMi] Domain weights: first" in said
+
+
+def test_each_step_follows_from_the_figures_of_the_step_before(walked: Path) -> None:
+    weights, last = (1 / 3,) * 3, [0.0] * 3
+    for step in runs.metrics(walked, "walk/proxy"):
+        counts, losses = step["domain_samples"].values(), step["domain_losses"].values()
+        terms = zip(weights, WEIGHTS, counts, losses, strict=True)
+        weighted = sum(a / p * n * loss for a, p, n, loss in terms if n)
+        assert step["dro_loss"] == pytest.approx(weighted / sum(counts), rel=1e-4)
+        found = step["domain_excess"].values()
+        last = [old if new is None else new for old, new in zip(last, found, strict=True)]
+        weights = domain_weights_update(weights, last, step_size=1.0, smoothing=1e-3)
+        assert list(step["domain_weights"].values()) == list(weights)
+    assert any(
+        None in step["domain_excess"].values() for step in runs.metrics(walked, "walk/proxy")
+    )
 
 
 def test_done_commands_do_nothing_again(walked: Path) -> None:
