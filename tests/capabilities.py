@@ -64,10 +64,15 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_nanoset.py::test_a_mixture_is_the_same_on_two_data_ranks",
         f"{TRAIN}_own_data.py::test_all_kinds_train_alike_on_every_layout",
     ],
-    "checkpoints that any layout resumes, and that a kill leaves whole": [
+    "DoReMi: weights of domains from a proxy, those of one process on every layout": [
+        f"{TRAIN}_doremi.py::test_every_layout_learns_the_weights_of_one_process",
+        "packages/kenotron-engine/tests/test_engine_domains.py::test_two_domains_have_the_weights_of_the_paper",
+    ],
+    "checkpoints that any layout resumes, and that a kill leaves whole; copies in S3": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         f"{CKPT}_layouts.py::test_any_layout_loads_the_bits_that_any_layout_saved",
         f"{CKPT}_crash.py::test_at_every_moment_there_is_the_old_checkpoint_or_the_new",
+        f"{TRAIN}_upload.py::test_a_run_goes_on_from_its_copy_as_if_never_stopped",
     ],
     "a check of one's own config: a small copy of it on its layout, against one process": [
         f"{TRAIN}_verify.py::test_a_planted_fault_is_found_and_named",
@@ -75,7 +80,6 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "planted bugs, each of them seen by numbers": [
         "tests/test_mutants.py::test_the_table_has_every_bug_and_who_caught_it",
     ],
-    "copies in S3": [f"{TRAIN}_upload.py::test_a_run_goes_on_from_its_copy_as_if_never_stopped"],
     "Nanotron's files and checkpoints": [
         "packages/kenotron-config/tests/test_config_nanotron.py::test_models_are_told_apart_by_their_marker",
         f"{CKPT}_nanotron.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",

@@ -30,6 +30,7 @@ from kenotron_dist import (
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.doremi.cli import doremi_main, doremi_parser
 from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.last_failure import latest_start, told
@@ -59,11 +60,14 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 
 
-def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, loader: Hook | None = None, *, leaves: bool = True
+) -> int:
     """Train from a YAML file or the embedded default, draw a report, or submit; the exit status.
 
     ``loader`` is data of one's own for stages with ``dataset: null``, see
-    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``.
+    ``own_data.Hook``. End the process with ``kenotron_dist.shutdown``; ``leaves``: it ends after a
+    training, so that signals that come later do not change its status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
@@ -72,7 +76,7 @@ def main(argv: Sequence[str] | None = None, loader: Hook | None = None) -> int:
     deadline = time.monotonic() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
-    return _run(arguments, loader, deadline)
+    return _run(arguments, loader, deadline, leaves)
 
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -80,10 +84,18 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "slurm": slurm_main,
     "verify": verify_main,
     "evaluate": evaluate_main,
+    "doremi": lambda words: doremi_main(words, lambda flags, leaves: main(flags, leaves=leaves)),
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
         flag_reference(
-            [_parser(), slurm_parser(), verify_parser(), evaluate_parser(), report_parser()]
+            [
+                _parser(),
+                slurm_parser(),
+                verify_parser(),
+                evaluate_parser(),
+                doremi_parser(),
+                report_parser(),
+            ]  # fmt: skip
         )
     ),
 }
@@ -105,7 +117,7 @@ def _subcommand(name: str, words: list[str]) -> int:
     )
 
 
-def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) -> int:
+def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, leaves: bool) -> int:
     """Train as the flags ask. Returns the exit status."""
     config, before = None, None
     try:
@@ -124,8 +136,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float) ->
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
         limit = timedelta(seconds=arguments.stall_limit)
-        given = (arguments.config_file is None, loader, deadline, arguments.replay_step)
-        stopped = start_ranks(_train, config, limit, *given, leaves=True, threads=arguments.threads)
+        given = (arguments.config_file is None, loader, deadline, arguments.replay_step, leaves)
+        threads = arguments.threads
+        stopped = start_ranks(_train, config, limit, *given, leaves=leaves, threads=threads)
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
@@ -143,13 +156,14 @@ def _train(
     loader: Hook | None,
     deadline: float,
     replayed: int | Path | None,
+    leaves: bool,
 ) -> str:
     """What every rank does; why it stopped before the last step, if it did."""
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""
     try:
-        return run(mesh, config, sample, loader, deadline=deadline, leaves=True).stopped
+        return run(mesh, config, sample, loader, deadline=deadline, leaves=leaves).stopped
     except OSError as error:
         raise as_passing(error) from error
 
@@ -219,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
         "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
         "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
         "`evaluate --ckpt-path ...` evaluates a checkpoint, "
+        "`doremi` learns the weights of domains, "
         "`config-reference` prints what every key means, `flag-reference` what every flag does.",
     )
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")

@@ -21,7 +21,7 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult, global_counts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.report import figures, speed_table
+from kenotron_train.report import numbers, speed_table
 from kenotron_train.report.figures import Memory, Meter, StepFigures
 from kenotron_train.report.stopwatch import StepTimes, Stopwatch
 from kenotron_train.run.loop import train
@@ -282,7 +282,7 @@ def test_memory_of_a_step_is_its_own_and_that_of_the_device(
     found = Meter(config_of(tmp_path), torch.device("cpu")).metrics(step)
     names = ("memory_gb", "memory_reserved_gb", "memory_device_gb")
     assert [found[name] for name in names] == [5, 10, 28]
-    assert figures.short(999.6) == "1e+03"
+    assert numbers.short(999.6) == "1e+03"
 
 
 def test_a_file_gets_plain_lines(tmp_path: Path) -> None:

@@ -232,20 +232,14 @@ def test_the_marker_of_another_family_may_say_false_as_older_files_do():
         parse({**markers, "model.model_config.is_llama_config": True})
 
 
-SECTIONS = [
-    ("doremi", {"domain_names": "a, b", "domain_weights": "0.1, 0.9"}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("path", "value"), SECTIONS)
-def test_what_is_not_there_yet_loads_and_says_so_in_one_sentence(path, value):
-    config = parse({path: value})
+def test_what_cannot_be_run_loads_and_says_so_in_one_sentence():
+    config = parse({"lighteval": {"tasks": {"tasks": "lighteval|unknown|0|0"}}})
     assert parse_config(dump_config(config), "again") == config
     (line,) = unavailable(config)
-    assert line.startswith(path)
-    assert "not available yet; " in line
-    with pytest.raises(ValueError, match="not available yet"):
+    assert line.startswith("lighteval.tasks.tasks: ")
+    with pytest.raises(ValueError, match="lighteval.tasks.tasks"):
         check_available(config)
+    assert unavailable(parse({"parallelism.moe_layer_recompute": True})) == []
 
 
 DATA = [

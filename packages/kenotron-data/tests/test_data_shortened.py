@@ -55,7 +55,7 @@ def test_what_has_no_revisions_says_so(bpe_file, chat_folder):
 
 def test_the_embedded_corpus_is_one_of_several(tmp_path, jsonl, monkeypatch):
     texts = builtin_documents(limit=50_000)
-    monkeypatch.setattr("kenotron_data.builtin.builtin_documents", lambda: texts)
+    monkeypatch.setattr("kenotron_data.builtin_text.builtin_documents", lambda: texts)
     path = jsonl([{"text": "ab"}])
     config = PretrainDatasetsConfig(hf_dataset_or_datasets={"python-stdlib": 0.5, str(path): 1})
     tokens = cached_tokens(config, open_tokenizer("bytes"), tmp_path / "cache")

@@ -25,6 +25,8 @@ def reading_of(config: Config) -> dict[str, Any]:
     }
     if config.tokens.batch_ramp is not None:
         reading["batch_ramp"] = asdict(config.tokens.batch_ramp)
+    if config.doremi is not None:
+        reading["domains"] = config.doremi.shares
     return public(reading)
 
 

@@ -48,6 +48,7 @@ def section_options(config: Config) -> SectionOptions:
         longest=tokenizer.tokenizer_max_length,
         validates=config.tokens.limit_val_batches > 0,
         separate_documents=config.decoder.separate_documents,
+        domains=None if config.doremi is None else config.doremi.shares,
     )
 
 

@@ -15,10 +15,12 @@ from kenotron_data import (
     has_index,
     origins,
 )
+from kenotron_engine import DomainBatch
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import check_data, fingerprint_of
 from kenotron_train.data.own_data import Hook
 from kenotron_train.data.stage_dataset import MaskTargets, open_corpus, open_loader
+from kenotron_train.doremi.reference import Reference, open_reference
 from kenotron_train.report.report import Report
 from kenotron_train.run.progress import Progress
 
@@ -63,12 +65,14 @@ class Feed:
         if not progress.epoch_known and has_index(corpus.training):
             epoch = cursor.consumed // len(corpus.training)
             cursor = Cursor(number, epoch, cursor.consumed)
+        reference = open_reference(config, mesh, number, corpus, found)
         loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
         self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
         if corpus.about:
             self._report.say(corpus.about)
         seed = config.data_stages[number].data.seed
-        return OpenStage(number, corpus, loader, config.sequence_of(number), seed, found)
+        sequence = config.sequence_of(number)
+        return OpenStage(number, corpus, loader, sequence, seed, found, reference)
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,14 @@ class OpenStage:
     """Of the order in which samples are read."""
     fingerprint: Fingerprint | None = None
     """Of what it trains on; None for data without an index."""
+    reference: Reference | None = None
+    """Losses of the reference, in a proxy run of DoReMi."""
+
+    def domains(self, progress: Progress) -> DomainBatch | None:
+        """What weighs the batch that begins where ``progress`` stands; None in ordinary runs."""
+        if self.reference is None or progress.domains is None:
+            return None
+        return self.reference.batch(progress.cursor, progress.domains)
 
     def next_batch(self, step: int) -> Batch:
         """The batch of a step. Raises ValueError at the end of the data, or for another length."""

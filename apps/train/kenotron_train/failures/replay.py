@@ -147,6 +147,7 @@ def _advance(
             schedule_start=progress.schedule_start,
             loss_scale=progress.loss_scale,
             spikes=progress.spikes,
+            domains=stage.domains(replace(progress, cursor=place)),
         )
         progress = progress.after(training.config, stage.loader.cursor, result)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
@@ -155,7 +156,13 @@ def _advance(
 def _look(training: Training, taken: Taken) -> dict[str, Any]:
     """The step's loss, norms, and what is not finite. Collective over the mesh."""
     progress = taken.progress
-    grad = gradient(training, taken.batch, progress.step + 1, progress.loss_scale)
+    grad = gradient(
+        training,
+        taken.batch,
+        progress.step + 1,
+        progress.loss_scale,
+        domains=taken.stage.domains(progress),
+    )
     norms = training.norm.norms(grad.slices)
     bad = find_nonfinite(training.norm, grad.slices, grad.norm, grad.loss.item())
     if bad is not None:

@@ -8,7 +8,7 @@ from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training
-from kenotron_train.report.figures import short
+from kenotron_train.report.numbers import short
 from kenotron_train.report.report import Report
 
 

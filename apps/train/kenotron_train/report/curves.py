@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from kenotron_train.report.figures import short
 from kenotron_train.report.metrics_file import read_journal
+from kenotron_train.report.numbers import short
 
 Points = list[tuple[float, float]]
 MOST_POINTS = 1000

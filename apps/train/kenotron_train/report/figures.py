@@ -13,6 +13,7 @@ import torch
 
 from kenotron_config import Config
 from kenotron_engine import (
+    DomainWeights,
     ExpertLoad,
     StepResult,
     Validation,
@@ -21,25 +22,12 @@ from kenotron_engine import (
     tflops_per_rank,
 )
 from kenotron_models import peak_bf16_flops
+from kenotron_train.report.domain_figures import domain_metrics
+from kenotron_train.report.numbers import or_null
 from kenotron_train.report.stopwatch import StepTimes
 
 PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
 """Environment variable: bf16 TFLOP/s of a device that ``kenotron_models`` does not list."""
-
-
-def short(value: float) -> str:
-    """Three significant digits with K, M, G, T or P: 2.05K, 0.0123, 3e-05, 1e+30."""
-    if abs(value) >= 1e18:
-        return f"{value:.3g}"
-    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= factor:
-            return f"{value / factor:.3g}{unit}"
-    return f"{value:.3g}"
-
-
-def or_null(value: float) -> float | None:
-    """JSON has no nan and no infinity."""
-    return value if math.isfinite(value) else None
 
 
 @dataclass(frozen=True)
@@ -93,6 +81,8 @@ class StepFigures:
     """Statistics of layers by name; empty in most steps."""
     sent: dict[str, int] | None = None
     """Bytes that left this rank in the step, by mesh axis; None where they are not counted."""
+    domains: DomainWeights | None = None
+    """Weights for the next step, in a proxy run of DoReMi."""
 
 
 class Meter:
@@ -162,6 +152,8 @@ class Meter:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
         if result.spike:
             found |= {"skipped": True, "spike": result.spike}
+        if figures.domains is not None and result.domains is not None:
+            found |= domain_metrics(figures.domains, result.domains)
         if figures.validation is not None:
             found |= _validation(figures.validation)
         if figures.evaluation is not None:

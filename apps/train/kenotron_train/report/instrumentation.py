@@ -12,7 +12,7 @@ from typing import Any
 from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import record
-from kenotron_engine import LayerMetrics, StepResult, Validation
+from kenotron_engine import DomainWeights, LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.report.figures import Memory, StepFigures, named_peak
@@ -127,11 +127,12 @@ class Watching:
         consumed: tuple[int, int],
         validation: Validation | None,
         evaluation: dict[str, Any] | None = None,
+        domains: DomainWeights | None = None,
     ) -> None:
         """Report the result of a step.
 
         ``consumed``: tokens and samples since the beginning; ``evaluation``: see
-        ``Evaluation.to_metrics``.
+        ``Evaluation.to_metrics``; ``domains``: weights for the next step, in a proxy run of DoReMi.
         """
         figures = StepFigures(
             step=step,
@@ -146,6 +147,7 @@ class Watching:
             evaluation=evaluation,
             layers=self._layers.collect() if self._layers is not None else {},
             sent=self._sent,
+            domains=domains,
         )
         self._count += 1
         if self._has_table:  # without what is as long as there are layers or axes

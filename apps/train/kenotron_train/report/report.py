@@ -13,9 +13,11 @@ from rich.console import Console
 from kenotron_config import Config, Mask
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult, Validation, perplexity
-from kenotron_train.report.figures import Meter, StepFigures, short
+from kenotron_train.report.domain_figures import domain_lines
+from kenotron_train.report.figures import Meter, StepFigures
 from kenotron_train.report.line_writer import LineWriter
 from kenotron_train.report.metrics_file import Journal
+from kenotron_train.report.numbers import short
 from kenotron_train.report.printing import StandardOutput, on_screen
 from kenotron_train.report.progress_bar import ProgressBar
 from kenotron_train.report.step_row import StepRows
@@ -130,6 +132,8 @@ class Report:
         self._rows.took(figures.times.step)
         if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
             self._say_step(figures)
+            if figures.domains is not None and result.domains is not None:
+                self.say("\n".join(domain_lines(figures.domains, result.domains)))
         if validation is not None:
             self.say(f"validation: {step} / {last} | {_validation_line(validation)}")
         if self._bar is not None:
@@ -171,6 +175,7 @@ class Report:
             "tokens_per_sec_per_gpu": short(speed / self._config.world_size),
             "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
+            **({} if result.domains is None else {"dro_loss": short(result.domains.dro_loss)}),
             "lr": short(result.lr),
             "model_tflops_per_gpu": short(tflops),
             "hardware_tflops_per_gpu": short(tflops),

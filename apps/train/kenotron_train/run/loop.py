@@ -22,6 +22,7 @@ from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.doremi.weights_file import write_weights
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.nonfinite_record import Taken
 from kenotron_train.failures.recovery import go_back, goes_back, record, recorded
@@ -211,7 +212,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
         if not stopper.reason:
             found = run.evaluations.after(step, saves, validation, held_out)
         consumed = progress.tokens, progress.samples
-        watching.report(step, result, batch, consumed, validation, found)
+        watching.report(step, result, batch, consumed, validation, found, progress.domains)
         _say_saved(run)
         run.uploads.say()
     if stopper.reason and not _is_due(config, progress.step):
@@ -237,6 +238,7 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
             look,
             progress.loss_scale,
             progress.spikes,
+            taken.stage.domains(progress),
         )
     if checked and not goes_back(training, result):
         check_state(training, result, step)
@@ -255,6 +257,9 @@ def _before_update(run: _Run) -> None:
 def _save(run: _Run, progress: Progress) -> None:
     run.life.pre_save_checkpoint(run.training, progress)
     save_run(run.saver, run.training, progress)
+    if progress.domains is not None and run.training.mesh.rank == 0:
+        if trouble := write_weights(run.saver.folder, progress.step, progress.domains):
+            run.report.say(trouble, "warning")
 
 
 def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:

@@ -22,7 +22,7 @@ from kenotron_config import (
     ignored_keys,
     unavailable,
 )
-from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
+from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_dist import Shard, named_parameters, named_placements
 from kenotron_engine import way_of
 from kenotron_models import (
@@ -41,8 +41,8 @@ from kenotron_train.activations import (
     row_tokens,
 )
 from kenotron_train.evaluate.evaluator import check_evaluate
-from kenotron_train.report.figures import short
 from kenotron_train.report.instrumentation import check_watching
+from kenotron_train.report.numbers import short
 from kenotron_train.report.parametrisation import parametrisation
 from kenotron_train.run.machine import (
     beyond_any_machine,
@@ -148,12 +148,15 @@ def _logits_bytes(tokens: int, config: Config) -> int:
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    if config.doremi is not None:
+        key = "doremi.ref_model_resume_checkpoint_path"
+        named[key] = config.doremi.ref_model_resume_checkpoint_path
     places = [(key, path) for key, path in named.items() if path is not None]
     tokenizer = config.tokenizer.tokenizer_name_or_path
     if tokenizer is not None and _is_path(tokenizer):
         places.append(("tokenizer.tokenizer_name_or_path", tokenizer))
-    for number, stage in enumerate(config.data_stages):
-        key, section = f"data_stages.{number}.data.dataset", stage.data.dataset
+    for number in range(len(config.data_stages)):
+        key, section = f"data_stages.{number}.data.dataset", config.section_of(number)
         if isinstance(section, HubDatasetsConfig):
             key += ".hf_dataset_or_datasets"
             places += [(key, name) for name in section.fractions if _is_path(name)]
@@ -168,7 +171,8 @@ def missing_paths(config: Config) -> list[str]:
 
 def _is_path(name: str) -> bool:
     """Whether a name is that of a file or folder rather than one of the hub."""
-    return "/" in name or "." in name
+    built_in = name.partition("/")[0] == EMBEDDED_CORPUS
+    return not built_in and ("/" in name or "." in name)
 
 
 def _microbatch_tokens(config: Config) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from kenotron_config import Config
 from kenotron_data import Cursor, Fingerprint
-from kenotron_engine import StepResult
+from kenotron_engine import DomainWeights, StepResult
 from kenotron_optim import LossScale, SpikeGuard
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
@@ -37,16 +37,28 @@ class Progress:
     """Where the batches begin that are not trained on: a rollback for each."""
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
+    domains: DomainWeights | None = None
+    """Weights of domains for the next step, in a proxy run of DoReMi."""
 
     @classmethod
     def fresh(cls, config: Config) -> Progress:
-        """Return that of a run that begins."""
-        return cls(loss_scale=fresh_scale(config), spikes=_fresh_spikes(config))
+        """Where a run begins."""
+        return cls(
+            loss_scale=fresh_scale(config),
+            spikes=_fresh_spikes(config),
+            domains=fresh_domains(config),
+        )
 
     def after(self, config: Config, cursor: Cursor, result: StepResult) -> Progress:
-        """One step later, which read the samples up to ``cursor`` of its stage."""
+        """One step later, which read the samples up to ``cursor`` of its stage.
+
+        A step that was left out leaves the weights of domains alone.
+        """
         before = self.cursor.consumed if self.cursor.stage == cursor.stage else 0
         samples = cursor.consumed - before
+        domains, found = self.domains, result.domains
+        if domains is not None and found is not None and found.is_finite and not result.skipped:
+            domains = domains.after(found.excess)
         return replace(
             self,
             step=self.step + 1,
@@ -56,6 +68,7 @@ class Progress:
             epoch_known=True,
             loss_scale=result.loss_scale,
             spikes=result.spikes,
+            domains=domains,
         )
 
     def past(self, cursor: Cursor) -> Progress:
@@ -80,6 +93,7 @@ class Progress:
             "spikes": self.spikes.to_dict() if self.spikes else None,
             "left_out": [cursor.to_dict() for cursor in self.left_out],
             "data": {str(stage): found.to_dict() for stage, found in self.data.items()},
+            "domain_weights": self.domains.to_dict() if self.domains else None,
         }
 
     @classmethod
@@ -87,6 +101,7 @@ class Progress:
         """Undo ``to_state``. Raises ValueError for values that make no sense."""
         saved, fresh = state.get("loss_scale"), fresh_scale(config)
         seen, guard = state.get("spikes"), _fresh_spikes(config)
+        weights, even = state.get("domain_weights"), fresh_domains(config)
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
@@ -101,7 +116,16 @@ class Progress:
                 int(stage): Fingerprint.from_dict(found)
                 for stage, found in state.get("data", {}).items()
             },
+            domains=even.restored(weights) if even and weights else even,
         )
+
+
+def fresh_domains(config: Config) -> DomainWeights | None:
+    """The weights of domains of a fresh run; None unless it is a proxy run of DoReMi."""
+    doremi = config.doremi
+    if doremi is None or not doremi.is_proxy:
+        return None
+    return DomainWeights.start(doremi.names, doremi.step_size, doremi.smoothing_param)
 
 
 def fresh_scale(config: Config) -> LossScale | None:

@@ -19,7 +19,7 @@ from kenotron_ckpt import (
 )
 from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_train.report.figures import short
+from kenotron_train.report.numbers import short
 from kenotron_train.report.report import Report
 
 

@@ -1,9 +1,10 @@
 """The YAML of a training run: its sections, their checks, and errors that name the key."""
 
-from kenotron_config.availability import NOT_YET, check_available, unavailable
+from kenotron_config.availability import check_available, unavailable
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config, ignored_keys
-from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.doremi_section import DoReMiConfig
+from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.evaluate_section import EvaluateConfig, EvaluationJobConfig
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
@@ -26,7 +27,6 @@ from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
 from kenotron_config.yaml_config import ConfigError, dump_config, load_config, parse_config
 
 __all__ = [
-    "NOT_YET",
     "Config",
     "ConfigError",
     "Device",

@@ -4,11 +4,17 @@ import math
 from typing import TypedDict
 
 from kenotron_config.batch_sizes import ramp_problems
+from kenotron_config.data_checks import (
+    domain_problems,
+    id_problems,
+    stage_problems,
+    vocabulary_problems,
+)
+from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.expert_checks import chunk_problems, expert_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
 from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
-from kenotron_config.stage_checks import stage_problems
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
@@ -35,6 +41,7 @@ class Sections(TypedDict, total=False):
     optimizer: OptimizerConfig
     profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
+    doremi: DoReMiConfig | None
 
 
 def cross_problems(sections: Sections) -> list[str]:
@@ -64,9 +71,14 @@ def cross_problems(sections: Sections) -> list[str]:
     if parallelism and (optimizer := sections.get("optimizer")):
         found += _shards(parallelism.dp, optimizer.shard_ranks)
     if stages is not None:
-        found += stage_problems(stages, model, sections.get("tokenizer"))
+        found += stage_problems(stages)
+    if model and stages:
+        found += vocabulary_problems(model, stages, sections.get("tokenizer"))
+        found += id_problems(model, stages)
     if (tokens := sections.get("tokens")) and (profiler := sections.get("profiler")):
         found += _profile(tokens, profiler)
+    if stages is not None and (doremi := sections.get("doremi")):
+        found += domain_problems(doremi, stages, model)
     if parallelism and tokens and stages is not None:
         found += chunk_problems(parallelism, tokens, stages)
         found += ramp_problems(parallelism, tokens, stages)

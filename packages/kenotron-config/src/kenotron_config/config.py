@@ -8,7 +8,8 @@ from typing import Any
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
 from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.checks import Sections, cross_problems, way_over_cp
-from kenotron_config.eval_sections import DoReMiConfig, LightEvalConfig
+from kenotron_config.doremi_section import DoReMiConfig
+from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.evaluate_section import EvaluateConfig, evaluate_problems
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
@@ -25,7 +26,13 @@ from kenotron_config.sections import (
     TokensConfig,
 )
 from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
-from kenotron_data.config import DatasetStageConfig, SFTDatasetsConfig
+from kenotron_data.config import (
+    DatasetStageConfig,
+    NanosetDatasetsConfig,
+    PretrainDatasetsConfig,
+    SFTDatasetsConfig,
+    domain_section,
+)
 from kenotron_models import DecoderSpec, Multipliers, ParameterScale
 from kenotron_optim import OptimizerConfig
 
@@ -96,7 +103,7 @@ class Config:
     metrics_logging: MetricsLoggingConfig | None = None
     """Figures of every layer in the log."""
     doremi: DoReMiConfig | None = None
-    """Weights of domains that are learned."""
+    """Domains of the data, and how their weights are learned."""
 
     def __post_init__(self) -> None:
         """Check the sections against one another."""
@@ -108,6 +115,7 @@ class Config:
             optimizer=self.optimizer,
             profiler=self.profiler,
             data_stages=self.data_stages,
+            doremi=self.doremi,
         )
         if problems := [*cross_problems(sections), *evaluate_problems(vars(self))]:
             raise ValueError("\n".join(problems))
@@ -182,6 +190,15 @@ class Config:
     def longest_sequence(self) -> int:
         """Tokens of a sample in the stage that has the longest ones."""
         return max(self.sequence_of(stage) for stage in range(len(self.data_stages)))
+
+    def section_of(
+        self, stage: int
+    ) -> PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig | None:
+        """What a stage reads: its section, with a data set for each domain where there are some."""
+        section = self.data_stages[stage].data.dataset
+        if section is None or self.doremi is None:
+            return section
+        return domain_section(section, self.doremi.names)
 
     def sequence_of(self, stage: int) -> int:
         """Tokens of a sample in a stage."""

@@ -1,4 +1,4 @@
-"""The section `lighteval`, in Kénotron's and Nanotron's shapes, and `doremi`: read and checked."""
+"""The section `lighteval`, in Kénotron's and Nanotron's shapes: read and checked."""
 
 from dataclasses import dataclass
 
@@ -180,19 +180,3 @@ class LightEvalConfig:
     """Training steps from one evaluation to the next."""
     eval_interval_file: str | None = None
     """A file that marks a running training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DoReMiConfig:
-    """Weights of domains that are learned (Xie et al., arXiv 2305.10429)."""
-
-    domain_names: str
-    """Names of the domains, with commas between."""
-    smoothing_param: float = 1e-3
-    """Share of even weights that is mixed in."""
-    step_size: float = 1.0
-    """Rate at which weights of domains move."""
-    domain_weights: str | tuple[float, ...] | None = None
-    """Weights to begin with, or to train with."""
-    ref_model_resume_checkpoint_path: str | None = None
-    """Checkpoint of the reference model."""

@@ -14,7 +14,6 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter
 
-from kenotron_config.availability import NOT_YET
 from kenotron_config.config import Config
 from kenotron_models import ATTENTIONS
 
@@ -116,8 +115,7 @@ def _about(form: type) -> str:
     """A class docstring up to its lists of arguments and errors."""
     said = inspect.cleandoc(form.__doc__ or "").split("\n\n")
     kept = [part for part in said if not part.startswith(("Raises:", "Building "))]
-    later = ["**Not available yet**: it loads and is checked, and a run that has it is refused."]
-    return "\n\n".join([*kept, *(later if form in NOT_YET else [])]) + "\n"
+    return "\n\n".join(kept) + "\n"
 
 
 def _called(form: type) -> str:

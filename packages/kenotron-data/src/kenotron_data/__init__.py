@@ -28,6 +28,7 @@ from kenotron_data.section_datasets import SectionOptions, tokenise_section
 from kenotron_data.sft import SupervisedExamples, supervised
 from kenotron_data.shortened import ShortenedTokens
 from kenotron_data.source_files import file_pieces
+from kenotron_data.stored_losses import LossWriter, StoredLosses
 from kenotron_data.subsets import Concatenated, Subset
 from kenotron_data.text import text_documents
 from kenotron_data.text_pieces import TextFile
@@ -59,6 +60,7 @@ __all__ = [
     "Int64Array",
     "IterableLoader",
     "Loader",
+    "LossWriter",
     "MicroBatch",
     "Mixture",
     "Nanoset",
@@ -72,6 +74,7 @@ __all__ = [
     "SectionOptions",
     "ShortenedTokens",
     "Source",
+    "StoredLosses",
     "Subset",
     "SupervisedExamples",
     "TargetMask",

@@ -4,13 +4,9 @@ It needs no download. It is the same for every run of one Python release, not be
 """
 
 import os
-import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
-
-from kenotron_data.text_pieces import Row
 
 DEFAULT_LIMIT = 8_000_000
 
@@ -58,47 +54,6 @@ def builtin_documents(
             "name a text file or folder as the dataset instead"
         )
     return documents
-
-
-@dataclass(frozen=True, kw_only=True)
-class BuiltinText:
-    """The embedded corpus as a piece to tokenise: a row is a module.
-
-    Args:
-        rows: the first modules that are read; None: all.
-    """
-
-    rows: int | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes of the corpus, roughly."""
-        return DEFAULT_LIMIT
-
-    def __iter__(self) -> Iterator[Row]:
-        """Yield the modules in order."""
-        for place, text in enumerate(builtin_documents()[: self.rows]):
-            yield place, (text,)
-
-    def describe(self, place: int) -> str:
-        """Name the module by its number."""
-        return f"module {place} of the standard library"
-
-    def identity(self) -> str:
-        """Name the release of Python."""
-        return f"standard library of {sys.version}:{DEFAULT_LIMIT}:{self.rows}"
-
-    def cut(self, size: int) -> "Sequence[BuiltinText]":
-        """Return the corpus: it is not cut."""
-        return [self]
-
-    def count(self) -> int:
-        """Return the number of modules."""
-        return len(builtin_documents()[: self.rows])
-
-    def first(self, rows: int) -> "BuiltinText":
-        """Return the corpus of the first modules."""
-        return replace(self, rows=rows if self.rows is None else min(rows, self.rows))
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -5,25 +5,29 @@ class raises ValueError with one line for each problem: field, value given, what
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from kenotron_data.batch_ramp import BatchRampConfig
 
 __all__ = [
     "EMBEDDED_CORPUS",
     "BatchRampConfig",
+    "HUB_FIELD",
     "DataConfig",
     "DatasetStageConfig",
     "HubDatasetsConfig",
     "NanosetDatasetsConfig",
     "PretrainDatasetsConfig",
     "SFTDatasetsConfig",
+    "domain_section",
 ]
 
 EMBEDDED_CORPUS = "python-stdlib"
 """The dataset name of the corpus that needs no download: the standard library's sources."""
+HUB_FIELD = "hf_dataset_or_datasets"
+"""The field that names data sets of text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +182,24 @@ class NanosetDatasetsConfig:
         for limit in self.dataset_max_tokens or ():
             if limit < 1:
                 yield f"dataset_max_tokens: {limit} was given; it must be at least 1"
+
+
+Section = TypeVar("Section", bound=HubDatasetsConfig | NanosetDatasetsConfig)
+
+
+def domain_section(section: Section, names: Sequence[str]) -> Section:
+    """Name the data set of each domain: one name alone is a folder, `<folder>/<domain>` are read.
+
+    Args:
+        section: several data sets, which stay as they are, or one name.
+        names: the domains.
+    """
+    field = "dataset_folder" if isinstance(section, NanosetDatasetsConfig) else HUB_FIELD
+    given = getattr(section, field)
+    if not isinstance(given, str):
+        return section
+    named = [f"{given.rstrip('/')}/{name}" for name in names]
+    return replace(section, **{field: named})
 
 
 @dataclass(frozen=True, kw_only=True)

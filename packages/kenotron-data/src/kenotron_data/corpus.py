@@ -6,7 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from kenotron_data.config import NanosetDatasetsConfig, PretrainDatasetsConfig, SFTDatasetsConfig
+from kenotron_data.config import (
+    NanosetDatasetsConfig,
+    PretrainDatasetsConfig,
+    SFTDatasetsConfig,
+    domain_section,
+)
 from kenotron_data.mixture import Mixture
 from kenotron_data.pack import RandomTokens
 from kenotron_data.row_samples import Dataset
@@ -46,7 +51,8 @@ def open_section(
 ) -> Corpus:
     """Open the data sets of a section: files are mapped; bytes of text and examples are in memory.
 
-    Several folders of tokens are mixed by their weights; other data sets follow one another.
+    Domains, and several folders of tokens, are mixed by their weights; other data sets follow one
+    another.
 
     Args:
         section: which data sets.
@@ -57,11 +63,19 @@ def open_section(
         OSError, ValueError: something is missing, is damaged, or holds too little.
         ImportError: a library that reads it is not installed.
     """
+    if options.domains is not None:
+        section = domain_section(section, tuple(options.domains))
     if isinstance(section, NanosetDatasetsConfig):
-        return _mixed(section, folder_datasets(section, options, sequence))
-    if isinstance(section, SFTDatasetsConfig):
-        return _one_after_the_other(answer_datasets(section, options, sequence))
-    return _one_after_the_other(text_datasets(section, options, sequence))
+        found = folder_datasets(section, options, sequence)
+    elif isinstance(section, SFTDatasetsConfig):
+        found = answer_datasets(section, options, sequence)
+    else:
+        found = text_datasets(section, options, sequence)
+    if options.domains is not None:
+        return _of_domains(found, options.domains)
+    if isinstance(section, NanosetDatasetsConfig):
+        return _mixed(section, found)
+    return _one_after_the_other(found)
 
 
 def random_corpus(vocab_size: int, sequence: int, seed: int, *, held_out: int) -> Corpus:
@@ -102,5 +116,23 @@ def _mixed(section: NanosetDatasetsConfig, found: SectionDatasets) -> Corpus:
     weights = section.weights
     shares = None if weights is None else dict(zip(names, weights, strict=True))
     mixture = Mixture(found.training, shares)
-    said = ", ".join(f"{name} {share:.4g}" for name, share in mixture.shares.items())
-    return Corpus(mixture, found.held_out, f"mixture of {said}")
+    return Corpus(mixture, found.held_out, _described(mixture))
+
+
+def _of_domains(found: SectionDatasets, domains: Mapping[str, float]) -> Corpus:
+    """A mixture whose sources have the names of the domains."""
+    if len(found.training) != len(domains):
+        raise ValueError(
+            f"{len(found.training)} data sets have samples, but there are {len(domains)} domains "
+            f"({', '.join(domains)}): give one data set for each"
+        )
+    name_of = dict(zip(found.training, domains, strict=True))
+    training = {name_of[name]: data for name, data in found.training.items()}
+    held_out = {name_of[name]: data for name, data in found.held_out.items()}
+    mixture = Mixture(training, domains)
+    return Corpus(mixture, held_out, "\n".join([*found.about, _described(mixture)]))
+
+
+def _described(mixture: Mixture) -> str:
+    shares = ", ".join(f"{name} {share:.4g}" for name, share in mixture.shares.items())
+    return f"mixture of {shares}"

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_data.builtin import BuiltinText
+from kenotron_data.builtin_domains import BUILTIN_DOMAINS
+from kenotron_data.builtin_text import BuiltinText
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
 from kenotron_data.hub_reach import asked_once
 from kenotron_data.json_lines import is_json_lines
@@ -137,8 +138,8 @@ def data_pieces(
     """List the pieces of one data set.
 
     Args:
-        name: a path to files, to a folder of `save_to_disk`, a name of the hub, or
-            `python-stdlib`.
+        name: a path to files, to a folder of `save_to_disk`, a name of the hub,
+            `python-stdlib`, or one of its domains (`python-stdlib/prose`).
         columns: columns that are read.
         split: which split; of the hub also a stretch such as `train[:10%]`.
         config_name: configuration of a data set that has several; it needs `datasets`.
@@ -148,10 +149,15 @@ def data_pieces(
         ValueError: the data set, the split or the configuration does not exist.
     """
     path = Path(name)
-    if name == EMBEDDED_CORPUS:
+    corpus, _, domain = name.partition("/")
+    if corpus == EMBEDDED_CORPUS:
         if split != "train":
             raise ValueError(f"{name!r} has no split {split!r}: all of it is 'train'")
-        return [BuiltinText()]
+        if domain and domain not in BUILTIN_DOMAINS:
+            raise ValueError(
+                f"{name!r} was given; the domains of {corpus} are {', '.join(BUILTIN_DOMAINS)}"
+            )
+        return [BuiltinText(domain=domain or None)]
     saved = any((path / file).is_file() for file in SAVED)
     if path.is_file() or (path.is_dir() and not saved and not config_name and "[" not in split):
         return file_pieces(path, columns, split=split)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from kenotron_data.config import (
     NanosetDatasetsConfig,
     PretrainDatasetsConfig,
     SFTDatasetsConfig,
+    domain_section,
 )
 from kenotron_data.hub import SAVED, cached_tokens, chosen_splits
 from kenotron_data.pack import Nanoset, PackedTokens, split
@@ -57,6 +58,8 @@ class SectionOptions:
     """Whether samples are held out."""
     separate_documents: bool = False
     """Whether the model keeps documents apart, so that several examples may share a sample."""
+    domains: Mapping[str, float] | None = None
+    """Names of a section's data sets, in order, and the weights with which they are mixed."""
 
 
 @dataclass
@@ -88,6 +91,7 @@ def tokenise_section(section: PretrainDatasetsConfig, options: SectionOptions) -
     ``dataset_overwrite_cache`` is obeyed here alone: call it once for a training, before ranks
     start or on all of them together. Raises as ``cached_tokens`` does.
     """
+    section = domain_section(section, tuple(options.domains)) if options.domains else section
     if _is_in_memory(section, options):
         return
     tokenizer = options.text_tokenizer()

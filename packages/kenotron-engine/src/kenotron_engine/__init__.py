@@ -11,7 +11,9 @@ from kenotron_engine.assembly import (
 from kenotron_engine.continuation import continue_texts
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
-from kenotron_engine.evaluation import Validation, evaluate, perplexity
+from kenotron_engine.domain_losses import DomainBatch, DomainLosses
+from kenotron_engine.domain_weights import DomainWeights, domain_weights_update
+from kenotron_engine.evaluation import Validation, batch_losses, evaluate, perplexity
 from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
     GRADIENT_FLOOR,
@@ -48,6 +50,13 @@ __all__ = [
     "ExpertLoad",
     "GRADIENT_FLOOR",
     "GRADIENT_TOLERANCE",
+    "NO_TARGET",
+    "DeviceRead",
+    "CPMode",
+    "DomainBatch",
+    "DomainLosses",
+    "DomainWeights",
+    "ExpertLoad",
     "Gradient",
     "LayerMetrics",
     "Layouts",
@@ -67,11 +76,13 @@ __all__ = [
     "Validation",
     "Whole",
     "assemble",
+    "batch_losses",
     "build_model",
     "build_training",
     "continue_texts",
     "decoder_layers",
     "differences",
+    "domain_weights_update",
     "evaluate",
     "flops_utilization",
     "global_counts",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kenotron_cp import join_sequence
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
@@ -58,6 +59,30 @@ def evaluate(model: ModelOnMesh, batches: Iterable[Batch], names: tuple[str, ...
         if count
     }
     return Validation(float(losses.sum() / counts.sum()), each)
+
+
+def batch_losses(model: ModelOnMesh, batch: Batch) -> Tensor:
+    """Return the cross entropy of every token of this data rank's rows: (R, S) fp32, R = M * B.
+
+    The same on every rank but those of dp; 0 without target. Nothing is dropped, and no gradient
+    is kept. Collective over pp, cp and tp.
+    """
+    mesh, plan = model.mesh, model.plan
+    share = model.share_of(batch.to(mesh.device))
+    own = torch.zeros(
+        len(batch), *share.micros[0].tokens_BS.shape, dtype=torch.float32, device=mesh.device
+    )
+
+    def loss(hidden: Tensor, microbatch: int) -> Tensor:
+        labels = share.micros[microbatch].labels_BS
+        own[microbatch] = token_losses(model, hidden, labels).view_as(labels)
+        return own[microbatch].sum()
+
+    model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
+    # Only ranks with the last layer have seen a loss; zeros of the others change no bit.
+    rows = all_reduce(own, mesh["pp"]).flatten(0, 1)
+    sequence = batch.tokens_MBS.shape[-1]
+    return join_sequence(rows, mesh["cp"], sequence, layout=plan.cp_mode.layout)
 
 
 def _summing(

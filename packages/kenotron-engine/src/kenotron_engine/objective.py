@@ -39,12 +39,24 @@ def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
 
 def token_losses(model: ModelOnMesh, x: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy of every token, (T,), 0 without target; x as in ``loss_fn``, T labels."""
-    head, tp = model.model.head, model.mesh["tp"]
+    return losses_and_z(model, x, labels, 0.0)[0]
+
+
+def losses_and_z(
+    model: ModelOnMesh, x: Tensor, labels: Tensor, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Loss of every token (T,) and the z-loss in it, which has no gradient of its own.
+
+    Both are 0 without target. ``x`` and ``labels`` as in ``token_losses``.
+    """
+    head, tp, own = model.model.head, model.mesh["tp"], labels.flatten()
     vocab_size = model.plan.spec.vocab_size
     if head is None:
-        return vocab_parallel_cross_entropy(x, labels.flatten(), tp, vocab_size=vocab_size)
+        return vocab_parallel_cross_entropy(
+            x, own, tp, vocab_size=vocab_size, z_loss=z_loss, return_z_loss=True
+        )
     return linear_cross_entropy(
-        x, head.weight, labels.flatten(), tp, vocab_size=vocab_size,
+        x, head.weight, own, tp, vocab_size=vocab_size, z_loss=z_loss, return_z_loss=True,
         sequence_parallel=head.sequence_parallel, cap=head.cap,
     )  # fmt: skip
 

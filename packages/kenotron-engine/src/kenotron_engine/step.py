@@ -17,6 +17,14 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
+from kenotron_engine.domain_losses import (
+    COLUMNS,
+    DomainBatch,
+    DomainLosses,
+    domain_losses,
+    global_rows,
+    weighted_loss_fn,
+)
 from kenotron_engine.expert_load import (
     ExpertLoad,
     balance_experts,
@@ -65,6 +73,8 @@ class StepResult:
     """Tokens of the global batch that are no padding."""
     loads: tuple[ExpertLoad, ...] = ()
     """How tokens were spread over the experts of each layer that has some."""
+    domains: DomainLosses | None = None
+    """Losses by domain, of a step that weighs them."""
 
 
 def training_step(
@@ -76,6 +86,7 @@ def training_step(
     look: Callable[[Slices], None] = lambda _: None,
     loss_scale: LossScale | None = None,
     spikes: SpikeGuard | None = None,
+    domains: DomainBatch | None = None,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
@@ -86,6 +97,7 @@ def training_step(
     The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
     gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
     smaller. A loss or gradient norm beyond the bounds of ``spikes`` leaves the step out, too.
+    ``domains`` weighs the losses of each domain (DoReMi).
 
     Everything is queued before this process waits for the device, once: whether parameters change
     is decided there. When it returns, parameters may still travel to other data ranks: read them
@@ -94,7 +106,7 @@ def training_step(
     blame, and ``Training.optim.nonfinite`` is ``error``: the parameters are then unchanged.
     """
     config = training.optim
-    grad = gradient(training, batch, step, loss_scale, look)
+    grad = gradient(training, batch, step, loss_scale, look, domains)
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
     blocked = _blocked(grad, config.nonfinite, loss_scale, spikes)
@@ -106,8 +118,8 @@ def training_step(
     )
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    (loss,), (norm,), (count, tokens), *loads = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, *balance]
+    (loss,), (norm,), (count, tokens), rows, *loads = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, grad.rows, *balance]
     ).wait()
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
@@ -120,10 +132,12 @@ def training_step(
         raise ValueError(f"step {step}: no position of the global batch has a target")
     if not overflow:
         allows_update(found, config.nonfinite, step)
+    split = _by_domain(rows, domains)
     return StepResult(
-        loss, norm, lr, found, not updates, _next(loss_scale, found, overflow), overflow,
+        loss if split is None else split.loss, norm, lr, found, not updates,
+        _next(loss_scale, found, overflow), overflow,
         spikes.after(loss, norm) if spikes else None, spike, int(tokens),
-        expert_loads(training, loads),
+        expert_loads(training, loads), split,
     )  # fmt: skip
 
 
@@ -160,13 +174,15 @@ class Gradient:
     """What forward and backward of a global batch gave; all but the slices is every rank's."""
 
     loss: Tensor
-    """Scalar fp32, without the z-loss."""
+    """Scalar fp32, without the z-loss; of weighted tokens where domains are weighed."""
     slices: Slices
     """This rank's part, of the loss itself and not of its multiple."""
     norm: Tensor
     """2-norm of all of it, fp64."""
     counts: Tensor
     """Targets and real tokens of the global batch (2,), int64."""
+    rows: Tensor
+    """What ``domain_losses`` adds up (G, 4), fp64; empty unless domains are weighed."""
 
 
 def gradient(
@@ -175,6 +191,7 @@ def gradient(
     step: int,
     loss_scale: LossScale | None = None,
     look: Callable[[Slices], None] = lambda _: None,
+    domains: DomainBatch | None = None,
 ) -> Gradient:
     """Forward and backward of one global batch. Collective; see ``training_step``."""
     mesh = training.mesh
@@ -184,15 +201,19 @@ def gradient(
     factor = loss_scale.factor if loss_scale else 1.0
     count = counts[0].double() / factor
     key = counter_key(training.plan.seed, "dropout", step)
+    rows = batch.tokens_MBS.new_zeros((*batch.samples_MB.shape, COLUMNS - 1), dtype=torch.float64)
 
     def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
         share = training.share_of(batch, key, counts[1].double() / factor)
-        own_loss = loss_fn(training, share.micros, count, extra)
+        if domains is None:
+            own_loss = loss_fn(training, share.micros, count, extra)
+        else:
+            own_loss = weighted_loss_fn(training, share.micros, domains, count, extra, rows)
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
         training.optimizer.wait_for_parameters()
-    if training.graphs is not None and training.graphs.usable:
+    if training.graphs is not None and training.graphs.usable and domains is None:
         loss = training.graphs.run(batch, count, run, extra) / factor
     else:
         training.grads.start(len(batch))
@@ -205,7 +226,13 @@ def gradient(
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
     if training.plan.spec.z_loss:
         loss = loss - _z_loss(mesh, extra) / factor
-    return Gradient(loss, slices, norm, counts)
+    if domains is None:
+        return Gradient(loss, slices, norm, counts, rows.new_empty(0))
+    return Gradient(loss, slices, norm, counts, global_rows(batch, rows, mesh))
+
+
+def _by_domain(rows: list[float], domains: DomainBatch | None) -> DomainLosses | None:
+    return None if domains is None else domain_losses(rows, domains.factors)
 
 
 def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:

@@ -1,9 +1,11 @@
-"""Rules for the stages of the data, and for what they need of the model's vocabulary."""
+"""Rules on the data of stages, which may need the model, the tokenizer or the domains."""
 
 from collections.abc import Sequence
 
+from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.sections import ModelConfig, TokenizerConfig
 from kenotron_data.config import (
+    HUB_FIELD,
     DatasetStageConfig,
     NanosetDatasetsConfig,
     PretrainDatasetsConfig,
@@ -11,22 +13,11 @@ from kenotron_data.config import (
 )
 
 BYTE_TOKENS = 256
+"""Ids of text that is read as bytes."""
 
 
-def stage_problems(
-    stages: Sequence[DatasetStageConfig],
-    model: ModelConfig | None,
-    tokenizer: TokenizerConfig | None,
-) -> list[str]:
-    """Name contradictions between stages, and between them and the model."""
-    found = _stage_order(stages)
-    if model and stages:
-        found += _vocabulary(model, stages, tokenizer)
-        found += _ids_of_folders(model, stages)
-    return found
-
-
-def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
+def stage_problems(stages: Sequence[DatasetStageConfig]) -> list[str]:
+    """Name what is wrong with the order and the names of stages."""
     if not stages:
         return ["data_stages: an empty list was given; there must be at least one stage"]
     found = []
@@ -51,9 +42,10 @@ def _stage_order(stages: Sequence[DatasetStageConfig]) -> list[str]:
     return found
 
 
-def _vocabulary(
+def vocabulary_problems(
     model: ModelConfig, stages: Sequence[DatasetStageConfig], tokenizer: TokenizerConfig | None
 ) -> list[str]:
+    """Name a vocabulary that is too small for text that is read as bytes."""
     size = model.model_config.vocab_size
     if tokenizer is not None and tokenizer.tokenizer_name_or_path is not None:
         return []
@@ -72,7 +64,8 @@ def _vocabulary(
     ]
 
 
-def _ids_of_folders(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+def id_problems(model: ModelConfig, stages: Sequence[DatasetStageConfig]) -> list[str]:
+    """Name token files with more ids than the model has."""
     size = model.model_config.vocab_size
     return [
         f"data_stages.{number}.data.dataset.vocab_size: {section.vocab_size} was given; "
@@ -81,3 +74,41 @@ def _ids_of_folders(model: ModelConfig, stages: Sequence[DatasetStageConfig]) ->
         if isinstance(section := stage.data.dataset, NanosetDatasetsConfig)
         and (section.vocab_size or 0) > size
     ]
+
+
+def domain_problems(
+    doremi: DoReMiConfig, stages: Sequence[DatasetStageConfig], model: ModelConfig | None
+) -> list[str]:
+    """Name contradictions between domains and what stages read."""
+    found = []
+    for number, stage in enumerate(stages):
+        found += _domains_of(doremi, f"data_stages.{number}.data.dataset", stage)
+    if doremi.is_proxy and model is not None and model.cuda_graph:
+        found.append(
+            "model.cuda_graph: true was given with doremi.ref_model_resume_checkpoint_path; a "
+            "graph repeats one loss, and a proxy weighs each batch otherwise: set cuda_graph to "
+            "false"
+        )
+    return found
+
+
+def _domains_of(doremi: DoReMiConfig, path: str, stage: DatasetStageConfig) -> list[str]:
+    section, count = stage.data.dataset, len(doremi.names)
+    if section is None:
+        return [f"{path}: null was given; doremi needs a data set for each of its {count} domains"]
+    folders = isinstance(section, NanosetDatasetsConfig)
+    field = "dataset_folder" if folders else HUB_FIELD
+    given, found = getattr(section, field), []
+    if not isinstance(given, str) and len(given) != count:
+        found.append(
+            f"{path}.{field}: {len(given)} data sets were given; doremi.domain_names has {count} "
+            f"domains ({', '.join(doremi.names)}): give one for each in their order, or a folder "
+            "that has one under the name of each"
+        )
+    if folders and section.weights is not None:
+        key = "dataset_folder" if isinstance(given, dict) else "dataset_weights"
+        found.append(
+            f"{path}.{key}: weights were given; doremi.domain_weights has the weights of domains: "
+            "remove one of them"
+        )
+    return found

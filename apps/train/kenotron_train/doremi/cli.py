@@ -1,0 +1,147 @@
+"""``python apps/train doremi``: reference, its losses, proxy, averaged weights, final run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from kenotron_config import Config, Mask, check_available
+from kenotron_dist import PeerLost, RankError
+from kenotron_dist.launch import launcher
+from kenotron_train.config_file import load_config
+from kenotron_train.doremi.reference_pass import write_reference_losses
+from kenotron_train.doremi.weights_file import read_average
+from kenotron_train.report.printing import say
+from kenotron_train.run.start_ranks import start_ranks
+
+EXAMPLE = Path(__file__).with_name("doremi.yaml")
+"""The config of the walk through all commands: four domains of the embedded corpus."""
+COMMANDS = ("reference", "losses", "proxy", "weights", "final")
+"""The commands in their order; `all` does one after the other."""
+LIMIT = timedelta(minutes=5)
+"""How long a rank may keep others waiting while losses are written."""
+Train = Callable[[Sequence[str], bool], int]
+"""The command line of a training, and whether the process ends afterwards, to its exit status."""
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Where the runs of a config are, and the flags with which each is trained."""
+
+    file: str
+    overrides: tuple[str, ...]
+    config: Config
+
+    @property
+    def folder(self) -> Path:
+        """`checkpoints_path` of the config, below which each run has its own."""
+        return Path(self.config.checkpoints.checkpoints_path)
+
+    @property
+    def reference(self) -> str:
+        """The checkpoint that the config names, or the run of `doremi reference`."""
+        assert self.config.doremi is not None
+        given = self.config.doremi.ref_model_resume_checkpoint_path
+        return str(self.folder / "reference") if given is None else given
+
+    def changes(self, command: str) -> list[str]:
+        """What differs from the config in the run of a command."""
+        run = "proxy" if command == "losses" else command
+        found = [f"checkpoints.checkpoints_path={json.dumps(str(self.folder / run))}"]
+        named = json.dumps(self.reference) if run == "proxy" else "null"
+        found.append(f"doremi.ref_model_resume_checkpoint_path={named}")
+        if command == "final":
+            _, average = read_average(self.folder / "proxy")
+            found.append(f"doremi.domain_weights={json.dumps(list(average.values()))}")
+        return found
+
+    def flags(self, command: str) -> list[str]:
+        """The command line of a training."""
+        every = [*self.overrides, *self.changes(command)]
+        return ["--config-file", self.file, *(part for each in every for part in ("--set", each))]
+
+
+def doremi_main(argv: Sequence[str], train: Train) -> int:
+    """Do one command of DoReMi, or all; ``train`` trains. Returns the exit status."""
+    given = doremi_parser().parse_args(argv)
+    file, overrides = given.config_file or str(EXAMPLE), tuple(given.set)
+    config = None
+    try:
+        config = load_config(file, overrides)
+        check_available(config)
+        if config.doremi is None:
+            raise ValueError(f"{file}: doremi: is missing; add it with domain_names")
+        walk = _Walk(file, overrides, config)
+        if given.command != "all":
+            return _do(walk, given.command, train, leaves=True)
+        if launcher() != "none":
+            raise ValueError(
+                "doremi all starts ranks several times: under a launcher give its commands one by "
+                f"one ({', '.join(COMMANDS)})"
+            )
+        return _all(walk, train)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except (RankError, PeerLost, OSError, ValueError) as error:
+        return _fail(Mask(config).line(str(error)), 1)
+
+
+def _all(walk: _Walk, train: Train) -> int:
+    """All commands, up to the first that does not end well; those that are done do nothing."""
+    assert walk.config.doremi is not None
+    given = walk.config.doremi.ref_model_resume_checkpoint_path is not None
+    for command in COMMANDS[1 if given else 0 :]:
+        say(f"doremi {command}")
+        if status := _do(walk, command, train, leaves=command == COMMANDS[-1]):
+            return status
+    return 0
+
+
+def _do(walk: _Walk, command: str, train: Train, *, leaves: bool) -> int:
+    if command == "weights":
+        return _weights(walk)
+    if command != "losses":
+        return train(walk.flags(command), leaves)
+    config = load_config(walk.file, [*walk.overrides, *walk.changes(command)])
+    start_ranks(write_reference_losses, config, LIMIT, leaves=leaves)
+    return 0
+
+
+def _weights(walk: _Walk) -> int:
+    """Print the averaged weights of the proxy run, as a config has them."""
+    step, average = read_average(walk.folder / "proxy")
+    say(f"# averaged over {step} steps of {walk.folder / 'proxy'}")
+    say("doremi:")
+    say(f"  domain_names: {json.dumps(list(average))}")
+    say(f"  domain_weights: {json.dumps(list(average.values()))}")
+    return 0
+
+
+def _fail(text: str, code: int) -> int:
+    print(f"error: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def doremi_parser() -> argparse.ArgumentParser:
+    """The flags of ``doremi``."""
+    parser = argparse.ArgumentParser(
+        prog="python apps/train doremi",
+        description="Learn the weights of domains with a small proxy model, then train with them. "
+        "`reference` trains a reference model, `losses` stores its loss of every token that the "
+        "proxy will read, `proxy` learns the weights, `weights` prints their average, `final` "
+        "trains with it; `all` does one after the other, and continues where it was stopped. Each "
+        "run has a folder of its name in checkpoints_path.",
+    )
+    add = parser.add_argument
+    add("command", nargs="?", choices=("all", *COMMANDS), default="all", help="default: `all`")
+    add(
+        "--config-file", metavar="YAML",
+        help="a config with a section `doremi`; default: four domains of the embedded corpus",
+    )  # fmt: skip
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    return parser

@@ -1,0 +1,152 @@
+"""The stored losses of a reference model: which file, what they are of, and how steps read them.
+
+R: rows of a rank in one batch, M * B; S: sequence length; k: domains.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kenotron_ckpt import MANIFEST, on_first, steps_in
+from kenotron_config import Config
+from kenotron_data import Corpus, Cursor, Fingerprint, Mixture, StoredLosses
+from kenotron_dist import Mesh
+from kenotron_engine import DomainBatch, DomainWeights
+
+KEY = "doremi.reference_losses_path"
+COMMAND = "python apps/train doremi losses"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The reference's losses on the samples of a stage, and the shares of domains in it."""
+
+    stored: StoredLosses
+    shares: tuple[float, ...]
+    """(k,) share of each domain in the samples."""
+    mesh: Mesh
+    shape: tuple[int, int, int]
+    """(M, B, S) of a rank's batch."""
+
+    def batch(self, place: Cursor, weights: DomainWeights) -> DomainBatch:
+        """What the step needs whose batch begins at ``place``, on this rank's device.
+
+        Raises:
+            ValueError: there are no losses of its samples.
+        """
+        micro, rows, _ = self.shape
+        first = place.consumed + self.mesh["dp"].rank * micro * rows
+        try:
+            losses = torch.from_numpy(self.stored.rows(first, micro * rows)).view(self.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{KEY}: {error} with `{COMMAND}` and the config of this run"
+            ) from error
+        device = self.mesh.device
+        if device.type == "cuda":
+            losses = losses.pin_memory()
+        factors = zip(weights.weights, self.shares, strict=True)
+        moved = losses.to(device, non_blocking=True)
+        return DomainBatch(tuple(weight / share for weight, share in factors), moved)
+
+
+def losses_path(config: Config, stage: int) -> Path:
+    """The file of a stage's losses."""
+    assert config.doremi is not None
+    given = config.doremi.reference_losses_path
+    folder = Path(config.checkpoints.checkpoints_path) / "reference_losses"
+    return (folder if given is None else Path(given)) / f"stage-{stage}.losses"
+
+
+def read_by(config: Config, stage: int, found: Fingerprint) -> dict[str, Any]:
+    """What samples of a stage and their order follow from, as the file describes it."""
+    return {
+        "data": found.to_dict(),
+        "seed": config.data_stages[stage].data.seed,
+        "stage": stage,
+        "separate_documents": config.decoder.separate_documents,
+    }
+
+
+def reference_identity(folder: Path) -> dict[str, Any]:
+    """The step folder of a reference, and a hash of its manifest, which has all checksums."""
+    manifest = (folder / MANIFEST).read_bytes()
+    return {
+        "path": str(folder.resolve()),
+        "checksum": hashlib.blake2b(manifest, digest_size=8).hexdigest(),
+    }
+
+
+def open_reference(
+    config: Config, mesh: Mesh, stage: int, corpus: Corpus, found: Fingerprint | None
+) -> Reference | None:
+    """Open the losses that a proxy run reads in a stage; None for other runs.
+
+    Collective over the mesh. Raises ValueError where there are none, or they are of other samples
+    or of another checkpoint than the config names.
+    """
+    doremi = config.doremi
+    if doremi is None or not doremi.is_proxy:
+        return None
+    assert found is not None and isinstance(corpus.training, Mixture)
+    path, expected = losses_path(config, stage), read_by(config, stage, found)
+    sequence = config.sequence_of(stage)
+    on_first(mesh, lambda: _check(config, path, expected, sequence))
+    shape = (-1, config.tokens.micro_batch_size, sequence)  # micro-batches may grow in number
+    shares = tuple(corpus.training.shares[name] for name in doremi.names)
+    return Reference(StoredLosses(path), shares, mesh, shape)
+
+
+def _check(config: Config, path: Path, expected: Mapping[str, Any], sequence: int) -> None:
+    """Refuse losses of other samples, or of another reference."""
+    try:
+        stored = StoredLosses(path)
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{KEY}: there are no losses of the reference in {path}: write them with `{COMMAND}` "
+            "and the config of this run"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{KEY}: {error}") from error
+    changed = difference(stored, expected, sequence)
+    changed = changed or _other_reference(config, stored.about.get("reference", {}))
+    if changed:
+        raise ValueError(f"{KEY}: {path} {changed}: write it again with `{COMMAND}`")
+
+
+def difference(stored: StoredLosses, expected: Mapping[str, Any], sequence: int) -> str:
+    """Say in what stored losses differ from those that are needed; empty where they do not."""
+    if stored.sequence != sequence:
+        return f"is of samples of {stored.sequence} tokens, and the run has {sequence}"
+    for name, needed in expected.items():
+        given = stored.about.get(name)
+        if given == needed:
+            continue
+        if name == "data":
+            what = Fingerprint.from_dict(given or {}).difference(Fingerprint.from_dict(needed))
+            return f"is of other data: {what}"
+        return f"was written with {name} {given}, and the run has {needed}"
+    return ""
+
+
+def _other_reference(config: Config, known: Mapping[str, Any]) -> str:
+    """Say that the config names another checkpoint, where that one is there to look at."""
+    assert config.doremi is not None
+    folder = Path(str(config.doremi.ref_model_resume_checkpoint_path))
+    steps = steps_in(folder) if folder.is_dir() else []
+    places = [place for place in (folder, *(folder / str(n) for n in steps)) if _is_whole(place)]
+    if not places:  # gone: the losses are enough
+        return ""
+    if known.get("checksum") in (reference_identity(place)["checksum"] for place in places):
+        return ""
+    return f"is of {known.get('path')}, and ref_model_resume_checkpoint_path names {folder}"
+
+
+def _is_whole(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file()

@@ -1,0 +1,67 @@
+"""A proxy that goes back: weights of domains are those of a run that never saw the bad batch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import runs
+from doremi_runs import STEPS, flags, write_domains
+
+from kenotron_config import Config
+from kenotron_data import Cursor
+from kenotron_dist import Mesh, spawn
+from kenotron_engine import step as room
+from kenotron_train.config_file import load_config
+from kenotron_train.doremi.weights_file import read_average
+from kenotron_train.run import loop
+
+BAD = Cursor(consumed=16)
+"""Where the fifth batch of four samples begins."""
+PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
+
+
+def train(mesh: Mesh, config: Config) -> list[tuple]:
+    """A run whose fifth batch has a loss of nan."""
+    right = room.weighted_loss_fn
+
+    def weighted(training, micros, *given):
+        whole = right(training, micros, *given)
+        if all(BAD.consumed not in micro.samples_B for micro in micros):
+            return whole
+        return lambda x, m: whole(x, m) * math.nan
+
+    with mock.patch.object(room, "weighted_loss_fn", weighted):
+        return [(r.loss, r.domains) for r in loop.train(mesh, config)]
+
+
+def left_out(mesh: Mesh, config: Config) -> list[tuple]:
+    """A run that leaves the fifth batch out from the beginning."""
+    right = loop.resume
+
+    def resume(training):
+        progress, remark = right(training)
+        return replace(progress, left_out=(BAD,)), remark
+
+    with mock.patch.object(loop, "resume", resume):
+        return [(r.loss, r.domains) for r in loop.train(mesh, config)]
+
+
+def test_weights_are_those_of_a_run_without_the_batch(tmp_path: Path) -> None:
+    write_domains(tmp_path)
+    back = {"optimizer__nonfinite": "rollback", "tokens__limit_val_batches": 0}
+    for command in ("reference", "losses"):
+        done = runs.program(
+            "apps/train", tmp_path, "doremi", command, *flags(tmp_path, "w", **back)
+        )
+        assert done.returncode == 0, done.stderr
+    back["doremi__ref_model_resume_checkpoint_path"] = tmp_path / "w/reference"
+    back["doremi__reference_losses_path"] = tmp_path / "w/proxy/reference_losses"
+    found = {}
+    for call in (train, left_out):
+        words = flags(tmp_path, call.__name__, **back)
+        (found[call],) = spawn(call, load_config(words[1], words[3::2]), preload=PRELOAD)
+    assert found[train] == found[left_out] and len(found[train]) == STEPS
+    assert read_average(tmp_path / "train") == read_average(tmp_path / "left_out")

@@ -1,0 +1,139 @@
+"""Losses of tokens in the order of training, in a file that is mapped: those of a reference model.
+
+A file has S losses of each sample, fp32 and little-endian, samples in their order; next to it lies
+a description in JSON, which is written last. R: rows, S: sequence length.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FORMAT = 1
+"""Number of the format."""
+LOSSES = np.dtype("<f4")
+"""Type of a loss in the file."""
+
+
+class StoredLosses:
+    """Losses of the first samples of a stage's order, as `LossWriter` has written them.
+
+    Args:
+        path: the file; its description is `<path>.json`.
+
+    Raises:
+        FileNotFoundError: there is no description.
+        ValueError: the file is of another format, or shorter than it is described.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        found = json.loads(_description(self.path).read_text(encoding="utf-8"))
+        if found.get("format") != FORMAT:
+            raise ValueError(
+                f"{self.path} has format {found.get('format')!r}, but this release reads {FORMAT}: "
+                "write the losses again"
+            )
+        self.samples, self.sequence = int(found["samples"]), int(found["sequence"])
+        self.about: dict[str, Any] = found["about"]
+        """What the losses are of, as the writer was told."""
+        size, needed = self.path.stat().st_size, self.samples * self.sequence * LOSSES.itemsize
+        if size < needed:
+            raise ValueError(
+                f"{self.path} has {size} bytes, but {self.samples} samples of {self.sequence} "
+                f"tokens need {needed}: it is cut off; write the losses again"
+            )
+        shape = (self.samples, self.sequence)
+        self._losses = np.memmap(self.path, LOSSES, "r", shape=shape) if needed else None
+
+    def rows(self, first: int, count: int) -> NDArray[np.float32]:
+        """Return the losses of `count` samples from sample `first` on: (R, S), a copy.
+
+        Raises:
+            ValueError: the file ends before.
+        """
+        if self._losses is None or first + count > self.samples:
+            raise ValueError(
+                f"{self.path} has losses of {self.samples} samples, but samples [{first}, "
+                f"{first + count}) are needed: write those that are missing"
+            )
+        return np.array(self._losses[first : first + count], dtype=np.float32)
+
+
+class LossWriter:
+    """Write losses in the order of samples; use it as a context manager.
+
+    What was added counts from `finish` on. Without it an earlier description stays valid.
+
+    Args:
+        path: the file; its folder is made.
+        sequence: S.
+        about: what the losses are of, as JSON values.
+        begin: samples that the file keeps; more are added after them.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        sequence: int,
+        about: Mapping[str, Any],
+        begin: int = 0,
+    ) -> None:
+        self._path, self._about = Path(path), dict(about)
+        self.samples, self._sequence = begin, sequence
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        if not begin:
+            _description(self._path).unlink(missing_ok=True)
+        self._file = self._path.open("r+b" if begin else "wb")
+        self._file.seek(begin * sequence * LOSSES.itemsize)
+
+    def add(self, losses_RS: NDArray[np.floating]) -> None:
+        """Add the losses of the next samples.
+
+        Raises:
+            ValueError: they are not (R, S).
+        """
+        if losses_RS.ndim != 2 or losses_RS.shape[1] != self._sequence:
+            raise ValueError(
+                f"losses of shape {losses_RS.shape} were given; {self._path} has "
+                f"{self._sequence} losses of each sample: give (samples, {self._sequence})"
+            )
+        self._file.write(losses_RS.astype(LOSSES).tobytes())
+        self.samples += len(losses_RS)
+
+    def finish(self) -> None:
+        """Write to the disk, then describe what is there."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        described = {
+            "format": FORMAT,
+            "samples": self.samples,
+            "sequence": self._sequence,
+            "about": self._about,
+        }
+        target = _description(self._path)
+        fresh = target.with_name(f"new.{target.name}")
+        fresh.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(target)
+
+    def __enter__(self) -> "LossWriter":
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _description(path: Path) -> Path:
+    return path.with_name(f"{path.name}.json")

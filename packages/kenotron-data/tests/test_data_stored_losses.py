@@ -1,0 +1,61 @@
+"""Losses of tokens in a file: every bit comes back, and a file that is not whole is named."""
+
+import json
+
+import numpy as np
+import pytest
+
+from kenotron_data import LossWriter, StoredLosses
+
+S = 5
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "losses" / "stage-0.losses"
+
+
+def losses(rows, first=0):
+    return np.sin(np.arange(first * S, (first + rows) * S, dtype=np.float32)).reshape(rows, S)
+
+
+def write(path, rows, begin=0):
+    with LossWriter(path, S, {"seed": 3}, begin) as writer:
+        writer.add(losses(rows, begin))
+        writer.finish()
+
+
+def test_every_bit_comes_back_in_order_and_more_can_be_added(path):
+    write(path, 4)
+    write(path, 3, begin=4)
+    found = StoredLosses(path)
+    assert (found.samples, found.sequence, found.about) == (7, S, {"seed": 3})
+    assert (found.rows(2, 5) == losses(5, 2)).all() and found.rows(0, 1).dtype == np.float32
+
+
+def test_what_was_not_finished_does_not_count(path):
+    write(path, 4)
+    with LossWriter(path, S, {}, begin=4) as writer:
+        writer.add(losses(2))
+    assert StoredLosses(path).samples == 4
+    with LossWriter(path, S, {}):
+        pass
+    with pytest.raises(FileNotFoundError):
+        StoredLosses(path)
+
+
+def test_what_is_missing_is_named(path):
+    write(path, 4)
+    with pytest.raises(ValueError, match=r"has losses of 4 samples, but samples \[3, 5\) are need"):
+        StoredLosses(path).rows(3, 2)
+    with LossWriter(path, S, {}, 4) as writer:
+        with pytest.raises(ValueError, match=r"shape \(2, 4\) were given; .* has 5 losses of each"):
+            writer.add(np.zeros((2, 4)))
+    with path.open("r+b") as file:
+        file.truncate(70)
+    with pytest.raises(ValueError, match="has 70 bytes, but 4 samples of 5 tokens need 80: it is"):
+        StoredLosses(path)
+    description = path.with_name("stage-0.losses.json")
+    description.write_text(json.dumps({"format": 2}))
+    with pytest.raises(ValueError, match="has format 2, but this release reads 1: write the loss"):
+        StoredLosses(path)
