@@ -6,8 +6,9 @@ R: rows of a rank in one batch, M * B; S: sequence length; k: domains.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ class Reference:
     shares: tuple[float, ...]
     """(k,) share of each domain in the samples."""
     mesh: Mesh
-    shape: tuple[int, int, int]
-    """(M, B, S) of a rank's batch."""
+    shape: tuple[int, int]
+    """(B, S) of a micro-batch."""
+    microbatches: Callable[[int], int]
+    """M of a rank's batch after so many samples of the stage."""
 
     def batch(self, place: Cursor, weights: DomainWeights) -> DomainBatch:
         """What the step needs whose batch begins at ``place``, on this rank's device.
@@ -40,10 +43,10 @@ class Reference:
         Raises:
             ValueError: there are no losses of its samples.
         """
-        micro, rows, _ = self.shape
+        micro, (rows, _) = self.microbatches(place.consumed), self.shape
         first = place.consumed + self.mesh["dp"].rank * micro * rows
         try:
-            losses = torch.from_numpy(self.stored.rows(first, micro * rows)).view(self.shape)
+            losses = torch.from_numpy(self.stored.rows(first, micro * rows)).view(-1, *self.shape)
         except ValueError as error:
             raise ValueError(
                 f"{KEY}: {error} with `{COMMAND}` and the config of this run"
@@ -98,9 +101,12 @@ def open_reference(
     path, expected = losses_path(config, stage), read_by(config, stage, found)
     sequence = config.sequence_of(stage)
     on_first(mesh, lambda: _check(config, path, expected, sequence))
-    shape = (-1, config.tokens.micro_batch_size, sequence)  # micro-batches may grow in number
+    shape, microbatches = (
+        (config.tokens.micro_batch_size, sequence),
+        partial(config.batches.microbatches, stage),
+    )
     shares = tuple(corpus.training.shares[name] for name in doremi.names)
-    return Reference(StoredLosses(path), shares, mesh, shape)
+    return Reference(StoredLosses(path), shares, mesh, shape, microbatches)
 
 
 def _check(config: Config, path: Path, expected: Mapping[str, Any], sequence: int) -> None:

@@ -230,16 +230,9 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
         check_batch(training, batch, step)
     with recorded(training, taken):
         result = training_step(
-            training,
-            batch,
-            step,
-            partial(_before_update, run),
-            progress.schedule_start,
-            look,
-            progress.loss_scale,
-            progress.spikes,
-            taken.stage.domains(progress),
-        )
+            training, batch, step, partial(_before_update, run), progress.schedule_start, look,
+            progress.loss_scale, progress.spikes, taken.stage.domains(progress),
+        )  # fmt: skip
     if checked and not goes_back(training, result):
         check_state(training, result, step)
     return result

@@ -1,8 +1,7 @@
 """The arguments of the data, as plain dataclasses (no torch, no YAML here).
 
-Fields have Nanotron's names and keep the shape that was given; properties tell what it means. Every
-class raises ValueError with one line for each problem: field, value given, what is needed.
-"""
+Fields have Nanotron's names and the shape that was given; properties tell what it means. Classes
+raise ValueError, a line for each problem: field, value given, what is needed."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

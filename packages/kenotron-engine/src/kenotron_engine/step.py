@@ -110,12 +110,8 @@ def training_step(
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
     blocked = _blocked(grad, config.nonfinite, loss_scale, spikes)
-    training.optimizer.step(
-        grad.slices,
-        lr,
-        coefficient=clip_coefficient(grad.norm, config.clip_grad),
-        blocked=blocked,
-    )
+    coefficient = clip_coefficient(grad.norm, config.clip_grad)
+    training.optimizer.step(grad.slices, lr, coefficient=coefficient, blocked=blocked)
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
     (loss,), (norm,), (count, tokens), rows, *loads = DeviceRead(
