@@ -59,7 +59,6 @@ class GradAccumulator:
         fp32: buffers in fp32; otherwise in each parameter's own dtype.
         bucket_mb: parameters are reduced in buckets of about this many MiB. None: 25 on a CPU, on
             an accelerator as many as keep its links busy (see ``make_buckets``).
-        whole: logical names of tensors that one data rank owns altogether, not in slices.
         irregular: logical names of tensors that may get no gradient on some ranks. Their sums start
             in ``finish``, in one order on all ranks. None: all tensors of the expert grid.
         reduce: step: gradients of all micro-batches are added first, in buffers of their full size.
@@ -70,8 +69,8 @@ class GradAccumulator:
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
     made later over the same parameters takes their gradients. Raises ValueError for a parameter
-    without a layout, of another shape or not contiguous, an unknown name in ``whole`` or
-    ``irregular``, a tie frozen in part, and data ranks that differ. Collective over the mesh.
+    without a layout, of another shape or not contiguous, an unknown name in ``irregular``, a tie
+    frozen in part, and data ranks that differ. Collective over the mesh.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class GradAccumulator:
         *,
         fp32: bool = True,
         bucket_mb: float | None = None,
-        whole: Collection[str] = (),
         irregular: Collection[str] | None = None,
         reduce: Reduce = "step",
         shard_ranks: int | None = None,
@@ -90,12 +88,11 @@ class GradAccumulator:
         check_parameters(parameters, layouts, mesh)
         frozen = frozen_ties(parameters, layouts, mesh)
         parameters = {path: p for path, p in parameters.items() if p.requires_grad}
-        check_known(layouts, whole=whole, irregular=irregular or ())
+        check_known(layouts, irregular or ())
         self.mesh, self.parameters, self.shard_ranks = mesh, parameters, shard_ranks
         self.logical = first_owners(parameters, layouts)
         self.name_of = {path: layouts[path].name for path in parameters}
         self.layouts = {name: layouts[path] for name, path in self.logical.items()}
-        self.whole = frozenset(whole)
         self.names = sorted({layout.name for layout in layouts.values()})
         """Logical names of the whole model."""
         learning = {path: each for path, each in layouts.items() if each.name not in frozen}
@@ -103,11 +100,11 @@ class GradAccumulator:
         backward = {name: parameters[path] for name, path in reversed(list(self.logical.items()))}
         experts = [layout.name for layout in layouts.values() if layout.grid == "expert"]
         late = self._sync.names.union(experts if irregular is None else irregular)
-        how = bucket_mb, whole, shard_ranks
+        how = bucket_mb, shard_ranks
         self.buckets = order_buckets(backward, self.layouts, mesh, late, *how)
         self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
         """Ranks that must accumulate the same tensors: with experts the whole stage."""
-        check_alike([(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()], self.peers)
+        check_alike([(s.name, s.numel, str(b.dtype)) for b, s in self.spans()], self.peers)
         made = make_buffers(
             self.buckets, mesh, late, reduce, self.peers, fp32=fp32, shard_ranks=shard_ranks
         )

@@ -31,12 +31,11 @@ def check_parameters(
             )
 
 
-def check_known(layouts: Mapping[str, TensorLayout], **given: Collection[str]) -> None:
-    """Raise ValueError for names that the model has not; keywords are the arguments' names."""
+def check_known(layouts: Mapping[str, TensorLayout], irregular: Collection[str]) -> None:
+    """Raise ValueError for names that the model has not."""
     known = {layout.name for layout in layouts.values()}
-    for argument, names in given.items():
-        if unknown := sorted(set(names) - known):
-            raise ValueError(f"{argument}: the model has no tensors {unknown}: give logical names")
+    if unknown := sorted(set(irregular) - known):
+        raise ValueError(f"irregular: the model has no tensors {unknown}: give logical names")
 
 
 def frozen_ties(
