@@ -93,14 +93,13 @@ def check_order(axis: Axis, buckets: Sequence[Bucket], order: Sequence[tuple[int
             )
 
 
-def first_owners(
+def owners_of(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
-) -> dict[str, str]:
-    """Logical name -> the parameter of this stage that stands for it, in the model's order."""
-    found: dict[str, str] = {}
+) -> dict[str, list[str]]:
+    """Logical name -> the parameters of this stage that are it, in the model's order."""
+    found: dict[str, list[str]] = {}
     for path in parameters:
-        name = layouts[path].name
-        found[name] = min(found.get(name, path), path)
+        found.setdefault(layouts[path].name, []).append(path)
     return found
 
 
