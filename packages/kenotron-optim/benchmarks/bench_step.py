@@ -53,8 +53,8 @@ def costs(
 ) -> tuple[float, float]:
     """(MB of memory at the peak of a step, MB sent by all ranks in a step) of one contestant.
 
-    ``begins``: what is counted from, ``forward`` or ``backward``. The least of several steps counts:
-    other processes may send something.
+    ``begins``: where counting begins, ``forward`` or ``backward``. The least of several steps is
+    returned: other processes may send something.
     """
     barrier(mesh["dp"])
     before = _resident("VmRSS")
