@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from kenotron_config import (
     Config,
@@ -22,10 +21,11 @@ from kenotron_config import (
     unavailable,
 )
 from kenotron_data.config import HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_dist import Axis, Shard, named_parameters, named_placements
+from kenotron_dist import Axis, parameter_layouts
 from kenotron_engine import stages_of, way_of
 from kenotron_models import (
     Build,
+    LayerStack,
     TransformersSpec,
     build_decoder,
     describe,
@@ -43,7 +43,10 @@ from kenotron_train.report.parametrisation import parametrisation
 from kenotron_train.run.machine import (
     beyond_any_machine,
     machine_cautions,
+    mesh_sizes,
     offloaded,
+    sent_over_data,
+    stage_tensors,
     state_bytes,
     without_gpus,
 )
@@ -61,7 +64,7 @@ class StageSize:
     bytes_of: dict[str, int]
     """Bytes by what they are for."""
     sent: dict[str, int]
-    """Bytes that its blocks send in a step, by axis."""
+    """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
 
 
 def preview(config: Config) -> str:
@@ -111,33 +114,27 @@ def stage_sizes(config: Config) -> list[StageSize]:
     )
     starts, schedule = spec.stage_starts, parallel.schedule
     stages = stages_of(layers, layer_costs(spec), starts, parallel.pp, schedule)
+    layouts = parameter_layouts(
+        LayerStack(layers), mesh_sizes(config).axis_sizes, stages.of_parameter
+    )
     trace = simulate(parallel.schedule, parallel.pp, config.tokens.batch_accumulation_per_replica)
     found, foreign = [], isinstance(spec, TransformersSpec)
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        routed = sum(_routed(layer) for _, layer in own)
         decoders = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
         live = trace.peak_live[rank] / max(1, parallel.schedule.chunks)
-        nbytes = state_bytes(config, count - routed, routed)
+        tensors = stage_tensors(config, LayerStack(own), layouts, rank)
+        nbytes = state_bytes(config, tensors)
         if not foreign:
             kept = sum(_layer_activation(config, i) for i in decoders)
             nbytes["activations"] = int(live * kept)
         if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
         sent = {} if foreign else _sent(config, decoders)
+        sent |= sent_over_data(config, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
-
-
-def _routed(layer: nn.Module) -> int:
-    """Parameters of a layer that ep divides."""
-    cut = named_placements(layer)
-    return sum(
-        parameter.numel()
-        for path, parameter in named_parameters(layer).items()
-        if any(isinstance(p, Shard) and p.axis == "ep" for p in cut.get(path, ()))
-    )
 
 
 def _logits_bytes(tokens: int, config: Config) -> int:
@@ -285,7 +282,7 @@ def _memory(config: Config) -> str:
             lines.append("Activations of transformers' layers are not known and not counted")
         if stage.sent:
             sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
-            lines.append(f"pp rank {rank} sends for its blocks in a step, in GB a process: {sent}")
+            lines.append(f"pp rank {rank} sends in a step, in GB a process: {sent}")
     return "\n".join(lines)
 
 
