@@ -7,6 +7,7 @@ from kenotron_optim.config import (
     LRSchedulerConfig,
     NonFinitePolicy,
     OptimizerConfig,
+    shard_ranks_problems,
 )
 from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
@@ -54,6 +55,7 @@ __all__ = [
     "learning_rate",
     "matrix_parts",
     "parameter_groups",
+    "shard_ranks_problems",
     "state_bytes",
     "unscale_",
     "update_rule",

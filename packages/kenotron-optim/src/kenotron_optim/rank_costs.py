@@ -53,7 +53,8 @@ def held_tensors(
     its matrix is gathered once for forward and backward.
 
     Args:
-        parameters: those of the rank's stage by their global names; they may be on meta.
+        parameters: those of the rank's stage by their global names, of any shape; they may be on
+            meta.
         layouts: of the whole model.
         mesh: sizes of the axes.
         rank: global number of the rank.
