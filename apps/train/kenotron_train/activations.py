@@ -5,27 +5,34 @@ Nothing is allocated: layers are built on torch's meta device.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import nn
 
 from kenotron_config import Config
-from kenotron_dist import Axis
+from kenotron_dist import Axis, MeshConfig, TensorLayout, parameter_layouts
 from kenotron_engine import CPMode, StageLayers, recompute_within, stages_of
 from kenotron_models import (
     Build,
+    LayerStack,
     Recompute,
     build_decoder,
     expert_layers,
     kept_bytes,
     layer_costs,
 )
-from kenotron_pp import simulate
+from kenotron_pp import NamedLayers, simulate
 
 
 def cp_mode_of(config: Config) -> CPMode:
     """Return how attention runs over cp."""
     sizes = config.parallelism
     return CPMode(*config.cp_way, sizes.cp_layout, sizes.cp_block)
+
+
+def mesh_sizes(config: Config) -> MeshConfig:
+    """Return the sizes of the axes."""
+    return MeshConfig(**config.parallelism.grid, ep=config.parallelism.ep)
 
 
 def row_tokens(config: Config) -> int:
@@ -51,8 +58,18 @@ def layer_activation(config: Config, layer: int, again: Recompute) -> int:
     )
 
 
-def layers_by_rank(config: Config) -> list[tuple[list[tuple[str, nn.Module]], StageLayers]]:
-    """Return the layers of each pipeline rank, in one of its tp and dp ranks, on meta."""
+@dataclass(frozen=True)
+class Stages:
+    """The layers of each pipeline rank, in one of its tp and dp ranks, on meta."""
+
+    ranks: list[tuple[NamedLayers, StageLayers]]
+    """All of them, and which decoder layers are among them."""
+    layouts: dict[str, TensorLayout]
+    """Of the whole model's parameters."""
+
+
+def layers_by_rank(config: Config) -> Stages:
+    """Return the layers of each pipeline rank."""
     parallel, spec = config.parallelism, config.decoder
     tp, ep = (  # meta tensors are not communicated
         Axis(name, 0, tuple(range(getattr(parallel, name)))) for name in ("tp", "ep")
@@ -64,14 +81,17 @@ def layers_by_rank(config: Config) -> list[tuple[list[tuple[str, nn.Module]], St
     )
     schedule = parallel.schedule
     stages = stages_of(layers, layer_costs(spec), spec.stage_starts, parallel.pp, schedule)
+    layouts = parameter_layouts(
+        LayerStack(layers), mesh_sizes(config).axis_sizes, stages.of_parameter
+    )
     trace = simulate(schedule, parallel.pp, config.batches.most_microbatches)
-    found = []
+    found: list[tuple[NamedLayers, StageLayers]] = []
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         numbers = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
         live = trace.peak_live[rank] / max(1, schedule.chunks)
         found.append((own, StageLayers(numbers, live)))
-    return found
+    return Stages(found, layouts)
 
 
 def recomputed(config: Config) -> tuple[Recompute, ...]:
@@ -88,7 +108,7 @@ def recomputed(config: Config) -> tuple[Recompute, ...]:
             "feed_forward" if way == "none" and layer in experts else way
             for layer, way in enumerate(again)
         )
-    stages = [stage for _, stage in layers_by_rank(config)]
+    stages = [stage for _, stage in layers_by_rank(config).ranks]
     try:
         return recompute_within(
             room * 1e9, stages, lambda layer, again: layer_activation(config, layer, again)

@@ -38,10 +38,14 @@ Run = tuple[list[float], list[Piece], list[Piece], int]
 def train(mesh: Mesh, optim: dict[str, Any], model: dict[str, Any]) -> Run:
     """Losses and norms, weights before the first step and after the last; bytes kept at the end."""
     model = dict(model)
+    idle = model.pop("idle experts", 0)
     if schedule := model.pop("schedule", None):
         model["schedule"] = SCHEDULES[schedule]
     made = plan(**{"draws": (0.1, "NUM_LAYERS"), **model})
     training = build_training(made, replace(ADAMW, **optim), mesh, train_steps=STEPS)
+    for name, buffer in training.model.stack.named_buffers():
+        if idle and name.endswith("choice_bias"):
+            buffer[-idle:] = -1e9
     first, numbers = weight_pieces(training), list[float]()
     for step, batch in enumerate(batches_of(mesh, STEPS), start=1):
         result = training_step(training, batch, step)
@@ -78,6 +82,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "interleaved": ({"pp": 2, "dp": 2}, {"schedule": "interleaved"}, {}),
     "cp": ({"cp": 2, "dp": 2}, {"recompute": "full"}, {}),
     "ep": ({"dp": 2, "tp": 2, "ep": 2}, {"spec": EXPERTS.decoder}, {}),
+    "no tokens": (
+        {"dp": 2, "tp": 2, "ep": 4},
+        {"spec": EXPERTS.decoder, "idle experts": 4, "recompute": "full", "schedule": "zb-h1"},
+        {},
+    ),
     "bf16": ({"dp": 2, "tp": 2}, {"dtype": torch.bfloat16}, {}),
     "own sums": ({"dp": 2}, {"dtype": torch.bfloat16}, {"accumulate_grad_in_fp32": False}),
     "muon": ({"dp": 2, "pp": 2}, {}, {"optimizer_factory": MuonConfig()}),
@@ -109,6 +118,32 @@ def test_stages_agree_to_the_bit_and_stage_3_keeps_no_parameter(case: str) -> No
         for other in others:
             assert one.keys() == other.keys()
             assert all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def kept_whole(mesh: Mesh, schedule: str) -> set[str]:
+    """Names of the parameters whose gradients stage 2 keeps whole."""
+    made = plan(
+        spec=EXPERTS.decoder,
+        schedule=SCHEDULES[schedule],
+        mode=TPMode(sequence_parallel=mesh["tp"].size > 1),
+    )
+    grads = build_training(made, replace(ADAMW, zero_stage=2), mesh, train_steps=1).grads
+    return {
+        span.name
+        for bucket, buffer in zip(grads.buckets, grads.buffers, strict=True)
+        for span in bucket.spans
+        if not buffer.is_meta
+    } | grads._seconds.keys()
+
+
+def test_gradients_of_norms_and_of_matrices_that_stages_tie_are_whole() -> None:
+    assert on_ranks(kept_whole, "1f1b", dp=2) == [set()] * 2
+    assert on_ranks(kept_whole, "zb-v", dp=2, pp=2) == [set()] * 4  # both owners on the first rank
+    for names in on_ranks(kept_whole, "1f1b", dp=2, pp=2):
+        assert names == {"embedding.weight"}
+    for names in on_ranks(kept_whole, "1f1b", dp=2, tp=2, ep=2):
+        kinds = {name.split(".")[-2].rpartition("_")[2] for name in names}
+        assert kinds == {"norm", "router", "gate"}  # vectors, and a row for each expert
 
 
 def test_slices_of_each_micro_batch_are_within_rounding() -> None:

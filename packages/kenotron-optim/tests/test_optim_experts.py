@@ -131,7 +131,7 @@ def test_buckets_of_both_grids_are_in_the_order_in_which_they_are_ready() -> Non
         (8e-4, ["d4 d3", "e3 e2", "d2 d1"]),  # two in a bucket; e2 is ready after d3
     ):
         for late in ((), ("d4",)):
-            found = order_buckets(tensors, layouts, Mesh.connect(), late, cap_mb, ())
+            found = order_buckets(tensors, layouts, Mesh.connect(), late, cap_mb)
             names = [" ".join(span.name for span in bucket.spans) for bucket in found]
             assert names[-1] == "d4" if late else names == due
             assert all((b.axes == ("edp",)) == (b.spans[0].name[0] == "e") for b in found)

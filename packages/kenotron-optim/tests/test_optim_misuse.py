@@ -167,8 +167,6 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"'weight' has shape \(2, 3\), but by its layout a"):
         GradAccumulator(own, {"weight": TensorLayout("weight", (20, 30))}, mesh)
     layouts = parameter_layouts(layer, mesh.sizes)
-    with pytest.raises(ValueError, match=r"whole: the model has no tensors \['no'\]: give logical"):
-        GradAccumulator(own, layouts, mesh, whole=["no"])
     with pytest.raises(ValueError, match=r"irregular: the model has no tensors \['no'\]: give lo"):
         GradAccumulator(own, layouts, mesh, irregular=["no"])
     grads = GradAccumulator(own, layouts, mesh)
@@ -206,8 +204,8 @@ def test_a_norm_may_be_a_number_and_layouts_a_mapping() -> None:
     clip_(slices, 1.0, 2.0)
     assert torch.allclose(slices["a"], torch.full((4,), 0.5))
     layouts = {"a": TensorLayout("a", (4,)), "b": TensorLayout("b", (2, 2))}
-    table = describe(decay_groups(["a", "b"], 0.1), layouts, whole=["b"]).splitlines()
-    assert [row.split()[:2] for row in table[1:]] == [["0", "1"], ["0", "whole"]]
+    table = describe(decay_groups(["a", "b"], 0.1), layouts).splitlines()
+    assert [row.split()[:2] for row in table[1:]] == [["0", "1"]]
 
 
 @pytest.mark.parametrize("rule", [torch.optim.Adafactor, torch.optim.LBFGS])

@@ -70,16 +70,13 @@ class Trained:
     """A model, and what trains it."""
 
     def __init__(
-        self, mesh: Mesh, dtype: torch.dtype = torch.float32, overlap: bool = True, rule=None
+        self, mesh: Mesh, dtype: torch.dtype = torch.float32, overlap: bool = True
     ) -> None:
         self.model, self.mesh = Tied(dtype), mesh
         layouts = parameter_layouts(self.model, mesh.sizes)
-        self.grads = GradAccumulator(
-            named_parameters(self.model), layouts, mesh, bucket_mb=SMALL,
-            whole=() if rule is None else ["first.0.weight", "first.2.weight", "second.weight"],
-        )  # fmt: skip
+        self.grads = GradAccumulator(named_parameters(self.model), layouts, mesh, bucket_mb=SMALL)
         groups = parameter_groups(self.grads.names, 0.1)
-        self.optimizer = SlicedOptimizer(self.grads, rule or _adamw, groups)
+        self.optimizer = SlicedOptimizer(self.grads, _adamw, groups)
         if overlap:
             self.optimizer.overlap_forward(self.model.children())
 
@@ -111,19 +108,14 @@ def late_gather(pieces, axis) -> Handle:
     return Handle(None, lambda: gather_pieces(pieces, axis))
 
 
-def trained(mesh: Mesh, dtype: torch.dtype, late: bool, rule=None) -> list:
+def trained(mesh: Mesh, dtype: torch.dtype, late: bool) -> list:
     """Losses and parameters after some steps, overlapped or not."""
     gather = late_gather if late else gather_pieces
     with mock.patch.object(parameter_gather, "gather_pieces", gather):
-        own = [Trained(mesh, dtype, overlap, rule) for overlap in (False, True)]
+        own = [Trained(mesh, dtype, overlap) for overlap in (False, True)]
         losses = [[each.step(i) for i in range(5)] for each in own]
         own[1].optimizer.wait_for_parameters()
         return [*losses, *([p.tolist() for p in each.parameters()] for each in own)]
-
-
-def muon(groups: list[dict]) -> list[torch.optim.Optimizer]:
-    parts = [[g for g in groups if g["whole"] is whole] for whole in (True, False)]
-    return [torch.optim.SGD(part, lr=0.0, momentum=0.9) for part in parts if part]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -131,12 +123,6 @@ def muon(groups: list[dict]) -> list[torch.optim.Optimizer]:
 @pytest.mark.parametrize("dp", [2, 3])
 def test_bits_are_those_of_waiting_at_once(dp: int, dtype: torch.dtype, late: bool) -> None:
     for at_once, behind, first, second in on_ranks(trained, dtype, late, dp=dp):
-        assert behind == at_once and second == first
-
-
-def test_whole_matrices_travel_behind_the_forward_too() -> None:
-    found = on_ranks(trained, torch.float32, True, muon, dp=2)
-    for at_once, behind, first, second in found:
         assert behind == at_once and second == first
 
 
@@ -188,11 +174,11 @@ class Log:
         return found
 
 
-def events(mesh: Mesh, rule=None) -> list[list[str]]:
+def events(mesh: Mesh) -> list[list[str]]:
     """What happens in an update, in a forward, in a second one, and in updates in a row."""
     log = Log()
     with mock.patch.object(parameter_gather, "gather_pieces", log.gather):
-        own = Trained(mesh, rule=rule)
+        own = Trained(mesh)
         log.watch(own.model)
         own.step(0)
         log.events = log.events[-len(own.optimizer._gathers.groups) :]
@@ -228,12 +214,6 @@ def test_a_module_waits_for_what_it_reads_and_nothing_else() -> None:
             "update",
             *(f"start {i}" for i in range(6)),
         ]
-
-
-def test_whole_matrices_are_gathered_module_by_module() -> None:
-    for update, forward, *_ in on_ranks(events, muon, dp=2):
-        assert len(update) == 4  # the table, two biases, the matrices of first, that of second
-        assert forward[0] == "land 0" and forward[-4:-2] == ["first", "land 3"]
 
 
 LAYERS, DELAY, LAYER = 6, 0.05, 0.06  # a gather, one after another; a layer

@@ -104,41 +104,6 @@ def test_a_gradient_too_many_is_an_error():
     on_ranks(misuse)
 
 
-def owned(mesh):
-    """Tensors that one rank owns altogether: each element once, ranks about equally loaded."""
-    model = Branches()
-    names = [name for name, p in model.named_parameters() if p.ndim == 2]
-    grads = accumulator(model, mesh, whole=names)
-    loads = [0] * mesh["dp"].size
-    for _, span in grads.spans():
-        ranges = [span.owned(rank) for rank in range(mesh["dp"].size)]
-        if span.name in names:
-            assert sorted(stop - start for start, stop in ranges)[-2:] in (
-                [0, span.numel],
-                [span.numel],
-            )
-            loads[[stop > start for start, stop in ranges].index(True)] += span.numel
-        assert sum(stop - start for start, stop in ranges) == span.numel
-    assert max(loads) - min(loads) <= 120  # the largest tensor
-    grads.start(1)
-    model.backward(batches(mesh.rank, 1)[0], range(6))
-    slices = grads.finish()
-    return {name: slice_ for name, slice_ in slices.items() if name in names}
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_a_whole_tensor_has_one_owner(dp):
-    ranks = on_ranks(owned, dp=dp)
-    model = Branches()
-    for rank in range(dp):
-        model.backward(batches(rank, 1)[0], range(6))
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            own = [found[name] for found in ranks if found[name].numel()]
-            assert len(own) == 1
-            torch.testing.assert_close(own[0].view_as(parameter), parameter.grad)
-
-
 @pytest.mark.parametrize(("backend", "waited"), [("nccl", 0), ("gloo", 6)])
 def test_sums_wait_for_one_another_only_where_memory_is_reused(backend, waited):
     handles = []

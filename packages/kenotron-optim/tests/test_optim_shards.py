@@ -178,9 +178,9 @@ def bytes_of(tensors: Any) -> int:
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def held(mesh: Mesh, stage: int, regather: str) -> dict[str, Any]:
+def held(mesh: Mesh, stage: int, regather: str, tied: bool = False) -> dict[str, Any]:
     """Bytes of parameters and gradients at the end of a step and at most within it."""
-    model, grads, optimizer = build(mesh, stage, regather=regather)
+    model, grads, optimizer = build(mesh, stage, regather=regather, tied=tied)
     learning = [p for p in model.parameters() if p.requires_grad]
     most = 0
 
@@ -199,6 +199,7 @@ def held(mesh: Mesh, stage: int, regather: str) -> dict[str, Any]:
     between = bytes_of(learning)
     optimizer.step(grads.finish(), lr=0.1)
     gradients = [buffer for buffer in grads.buffers if not buffer.is_meta] + grads.slice_sums
+    gradients += grads._seconds.values()
     return {
         "most": most,
         "between": between,
@@ -221,6 +222,13 @@ def test_memory_is_that_of_slices_and_two_units() -> None:
     pairs = zip(three["units"], three["units"][1:], strict=False)
     assert three["most"] == max(a + b for a, b in pairs)
     assert step["most"] == step["between"] == whole
+
+
+def test_of_tied_parameters_of_a_stage_slices_are_kept() -> None:
+    one, two = (on_ranks(held, stage, "layer", True, dp=2)[0] for stage in (1, 2))
+    whole = sum(one["units"][:-1])
+    assert one["gradients"] >= whole + one["units"][-1]  # each owner has a buffer
+    assert whole / 2 <= two["gradients"] < 0.52 * whole
 
 
 def resumed(mesh: Mesh, first: int, then: int, dtype: torch.dtype) -> bool:

@@ -35,7 +35,7 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     )
     report.say(
         f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
-        + describe(training.groups, training.model.layouts, training.grads.whole)
+        + describe(training.groups, training.model.layouts)
     )
     for line in cautions(config):
         report.say(line, "warning")

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
+import kenotron_optim as optim
 from kenotron_config import Config
-from kenotron_dist import gpu_problem, usable_cores, visible_gpus
+from kenotron_dist import (
+    TensorLayout,
+    gpu_problem,
+    named_parameters,
+    usable_cores,
+    visible_gpus,
+)
 from kenotron_dist.launch import local_ranks
 from kenotron_models import expert_parameters, parameter_count
-from kenotron_optim import MuonConfig, SGDConfig
+from kenotron_optim import Held
+from kenotron_train.activations import mesh_sizes
 
 GB = 1e9
 MOST_PER_CORE = 32
@@ -212,7 +221,8 @@ def state_of_rank(config: Config, place: Place = "all") -> float:
     routed = expert_parameters(config.decoder)
     dense = (parameter_count(config.decoder) - routed) // (parallel.tp * parallel.pp)
     routed //= parallel.ep * parallel.pp
-    sizes = state_bytes(config, dense, routed)
+    means = Held(count=dense, matrix=True), Held(count=routed, expert=True, matrix=True)
+    sizes = state_bytes(config, means)
     host = offloaded(config, sizes)
     return float(
         {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
@@ -224,27 +234,31 @@ def offloaded(config: Config, sizes: Mapping[str, int]) -> int:
     return sum(sizes.get(what, 0) for what in OFFLOADED) if config.optimizer.offload else 0
 
 
-def state_bytes(config: Config, dense: int, routed: int = 0) -> dict[str, int]:
-    """Bytes of a rank's parameters, gradients and optimizer state.
+def state_bytes(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
+    """Bytes of a rank's parameters, gradients and optimizer state, for some of its tensors."""
+    width = getattr(torch, config.model.dtype).itemsize
+    return optim.state_bytes(tensors, config.optimizer, mesh_sizes(config), width)
+
+
+def sent_over_data(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
+    """Bytes that a rank sends in a step for gradients and parameters, by data axis."""
+    width = getattr(torch, config.model.dtype).itemsize
+    times = config.batches.most_microbatches
+    return optim.data_bytes(tensors, config.optimizer, mesh_sizes(config), width, times)
+
+
+def stage_tensors(
+    config: Config, stage: nn.Module, layouts: Mapping[str, TensorLayout], pp_rank: int
+) -> list[Held]:
+    """Describe the parameters of the first rank of a pipeline stage.
 
     Args:
         config: that of the run.
-        dense: parameters of a rank that all ranks of dp and cp have.
-        routed: parameters of experts of a rank, which one in ep ranks of a stage has.
+        stage: its layers under their global names, on meta.
+        layouts: of the whole model.
+        pp_rank: place of the stage.
     """
-    optim, parallel = config.optimizer, config.parallelism
-    width = getattr(torch, config.model.dtype).itemsize
-    ranks = parallel.dp * parallel.cp, parallel.dp * parallel.cp * parallel.tp // parallel.ep
-    count, cut = dense + routed, dense // ranks[0] + routed // ranks[1]
-    owned, stage = cut if optim.zero_stage else count, optim.zero_stage
-    summed = dense // ranks[0] + routed if optim.reduce == "micro_batch" else count
-    rule = optim.optimizer_factory
-    states = 0 if isinstance(rule, SGDConfig) else 1 if isinstance(rule, MuonConfig) else 2
-    return {
-        # With stage 3 those of a layer or two in use, next to slices where masters are elsewhere.
-        "parameters": count * width if stage < 3 else owned * width * optim.offload,
-        "gradients": (summed if stage > 1 else count)
-        * (4 if optim.accumulate_grad_in_fp32 else width),
-        "fp32 masters": 0 if width == 4 and stage < 3 and not optim.offload else owned * 4,
-        "optimizer": states * owned * getattr(torch, optim.state_dtype).itemsize,
-    } | ({"weight averages": owned * 4} if optim.weight_average else {})
+    sizes = mesh_sizes(config)
+    first = pp_rank * sizes.world_size // sizes.pp
+    rule = config.optimizer.optimizer_factory
+    return optim.held_tensors(named_parameters(stage), layouts, sizes, first, rule)

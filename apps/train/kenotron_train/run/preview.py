@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from kenotron_config import (
     Config,
@@ -23,9 +22,9 @@ from kenotron_config import (
     unavailable,
 )
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
-from kenotron_dist import Shard, named_parameters, named_placements
 from kenotron_engine import way_of
 from kenotron_models import (
+    LayerStack,
     Recompute,
     TransformersSpec,
     describe,
@@ -48,6 +47,8 @@ from kenotron_train.run.machine import (
     beyond_any_machine,
     machine_cautions,
     offloaded,
+    sent_over_data,
+    stage_tensors,
     state_bytes,
     without_gpus,
 )
@@ -65,7 +66,7 @@ class StageSize:
     bytes_of: dict[str, int]
     """Bytes by what they are for."""
     sent: dict[str, int]
-    """Bytes that its blocks send in a step, by axis."""
+    """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
 
 
 def preview(config: Config) -> str:
@@ -108,29 +109,20 @@ def cannot_run(config: Config) -> list[str]:
 def stage_sizes(config: Config) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
     found, foreign = [], isinstance(config.decoder, TransformersSpec)
-    again = recomputed(config)
-    for own, stage in layers_by_rank(config):
+    again, stages = recomputed(config), layers_by_rank(config)
+    for rank, (own, stage) in enumerate(stages.ranks):
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        routed = sum(_routed(layer) for _, layer in own)
-        nbytes = state_bytes(config, count - routed, routed)
+        tensors = stage_tensors(config, LayerStack(own), stages.layouts, rank)
+        nbytes = state_bytes(config, tensors)
         if not foreign:
             kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
         sent = {} if foreign else _sent(config, stage.layers, again)
+        sent |= sent_over_data(config, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
-
-
-def _routed(layer: nn.Module) -> int:
-    """Parameters of a layer that ep divides."""
-    cut = named_placements(layer)
-    return sum(
-        parameter.numel()
-        for path, parameter in named_parameters(layer).items()
-        if any(isinstance(p, Shard) and p.axis == "ep" for p in cut.get(path, ()))
-    )
 
 
 def _logits_bytes(tokens: int, config: Config) -> int:
@@ -257,7 +249,7 @@ def _memory(config: Config) -> str:
             lines.append("Activations of transformers' layers are not known and not counted")
         if stage.sent:
             sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
-            lines.append(f"pp rank {rank} sends for its blocks in a step, in GB a process: {sent}")
+            lines.append(f"pp rank {rank} sends in a step, in GB a process: {sent}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec, TransformersConfig
-from kenotron_optim import OptimizerConfig
+from kenotron_optim import OptimizerConfig, shard_ranks_problems
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
 SHARED_EXPERTS = "n_shared_experts * moe_intermediate_size"
@@ -69,7 +69,8 @@ def cross_problems(sections: Sections) -> list[str]:
         found += _stride(model, parallelism)
         found += _graphed(model, parallelism, sections.get("optimizer"))
     if parallelism and (optimizer := sections.get("optimizer")):
-        found += _shards(parallelism.dp, optimizer.shard_ranks)
+        lines = shard_ranks_problems(optimizer.shard_ranks, parallelism.dp)
+        found += [f"optimizer.{line}" for line in lines]
     if stages is not None:
         found += stage_problems(stages)
     if model and stages:
@@ -162,15 +163,6 @@ def _stride(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
             "keep one"
         ]
     return []
-
-
-def _shards(dp: int, ranks: int | None) -> list[str]:
-    if ranks is None or dp % ranks == 0:
-        return []
-    return [
-        f"optimizer.shard_ranks: {ranks} was given; it must divide parallelism.dp ({dp}), whose "
-        "ranks it cuts into blocks: choose a divisor"
-    ]
 
 
 def _graphed(

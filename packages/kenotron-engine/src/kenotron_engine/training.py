@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,7 +118,7 @@ def build_training(
     model = build_model(plan, mesh, layers, memory=not sharded)
     if plan.cuda_graph:
         _check_graphed(model, mesh, optim)
-    grads = _accumulator(model, optim, mesh, bucket_mb)
+    grads = _accumulator(model, optim, mesh, bucket_mb, None if layers else ())
     if layers is None:  # ours use each of these weights once in a backward
         cut = {id(layer.weight) for layer in deferring(model.stack)}
         grads.take_products([path for path, p in grads.parameters.items() if id(p) in cut])
@@ -154,15 +154,24 @@ def build_training(
 
 
 def _accumulator(
-    model: Model, optim: OptimizerConfig, mesh: Mesh, bucket_mb: int | None
+    model: Model,
+    optim: OptimizerConfig,
+    mesh: Mesh,
+    bucket_mb: int | None,
+    irregular: Collection[str] | None,
 ) -> GradAccumulator:
-    """Add hooks that sum up the gradients of this stage."""
+    """Add hooks that sum up the gradients of this stage.
+
+    Own experts have a gradient in every backward, of zeros where they have no tokens: nothing is
+    ``irregular``. That of other layers is not known.
+    """
     return GradAccumulator(
         named_parameters(model.stack),
         model.layouts,
         mesh,
         fp32=optim.accumulate_grad_in_fp32,
         bucket_mb=bucket_mb,
+        irregular=irregular,
         reduce=optim.reduce if optim.zero_stage > 1 else "step",
         shard_ranks=optim.shard_ranks,
     )

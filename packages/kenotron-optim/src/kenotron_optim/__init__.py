@@ -7,6 +7,7 @@ from kenotron_optim.config import (
     LRSchedulerConfig,
     NonFinitePolicy,
     OptimizerConfig,
+    shard_ranks_problems,
 )
 from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
@@ -16,6 +17,7 @@ from kenotron_optim.lr import LRSchedule, learning_rate
 from kenotron_optim.muon_params import MatrixPart, matrix_parts
 from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
 from kenotron_optim.parameter_shards import Regather
+from kenotron_optim.rank_costs import Held, data_bytes, held_tensors, state_bytes
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
@@ -28,6 +30,7 @@ __all__ = [
     "AdamWConfig",
     "GlobalNorm",
     "GradAccumulator",
+    "Held",
     "LRMultiplier",
     "LRSchedule",
     "LRSchedulerConfig",
@@ -52,12 +55,16 @@ __all__ = [
     "allows_update",
     "clip_",
     "clip_coefficient",
+    "data_bytes",
     "decay_groups",
     "describe",
     "find_nonfinite",
+    "held_tensors",
     "learning_rate",
     "matrix_parts",
     "parameter_groups",
+    "shard_ranks_problems",
+    "state_bytes",
     "unscale_",
     "update_rule",
 ]

@@ -22,8 +22,8 @@ from kenotron_optim.checks import (
     check_count,
     check_known,
     check_parameters,
-    first_owners,
     frozen_ties,
+    owners_of,
 )
 from kenotron_optim.config import Reduce
 from kenotron_optim.data_axes import data_axes
@@ -59,19 +59,18 @@ class GradAccumulator:
         fp32: buffers in fp32; otherwise in each parameter's own dtype.
         bucket_mb: parameters are reduced in buckets of about this many MiB. None: 25 on a CPU, on
             an accelerator as many as keep its links busy (see ``make_buckets``).
-        whole: logical names of tensors that one data rank owns altogether, not in slices.
         irregular: logical names of tensors that may get no gradient on some ranks. Their sums start
             in ``finish``, in one order on all ranks. None: all tensors of the expert grid.
         reduce: step: gradients of all micro-batches are added first, in buffers of their full size.
-            micro_batch: those of each are reduced, and only this rank's slices are kept (ZeRO-2),
-            but for tied, partial and ``irregular`` tensors; several are summed in another order.
+            micro_batch: those of each are reduced, and only this rank's slices are kept (ZeRO-2);
+            not of partial and ``irregular`` tensors, and those that stages tie.
         shard_ranks: so many consecutive ranks of dp (each with its cp ranks) own slices; other
             blocks of them own the same, and sums run over these afterwards. None: all.
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
     made later over the same parameters takes their gradients. Raises ValueError for a parameter
-    without a layout, of another shape or not contiguous, an unknown name in ``whole`` or
-    ``irregular``, a tie frozen in part, and data ranks that differ. Collective over the mesh.
+    without a layout, of another shape or not contiguous, an unknown name in ``irregular``, a tie
+    frozen in part, and data ranks that differ. Collective over the mesh.
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class GradAccumulator:
         *,
         fp32: bool = True,
         bucket_mb: float | None = None,
-        whole: Collection[str] = (),
         irregular: Collection[str] | None = None,
         reduce: Reduce = "step",
         shard_ranks: int | None = None,
@@ -90,26 +88,26 @@ class GradAccumulator:
         check_parameters(parameters, layouts, mesh)
         frozen = frozen_ties(parameters, layouts, mesh)
         parameters = {path: p for path, p in parameters.items() if p.requires_grad}
-        check_known(layouts, whole=whole, irregular=irregular or ())
+        check_known(layouts, irregular or ())
         self.mesh, self.parameters, self.shard_ranks = mesh, parameters, shard_ranks
-        self.logical = first_owners(parameters, layouts)
+        owners = owners_of(parameters, layouts)
+        self.logical = {name: min(paths) for name, paths in owners.items()}
         self.name_of = {path: layouts[path].name for path in parameters}
         self.layouts = {name: layouts[path] for name, path in self.logical.items()}
-        self.whole = frozenset(whole)
         self.names = sorted({layout.name for layout in layouts.values()})
         """Logical names of the whole model."""
         learning = {path: each for path, each in layouts.items() if each.name not in frozen}
         self._sync = GradientSync(learning, self.logical, mesh)
         backward = {name: parameters[path] for name, path in reversed(list(self.logical.items()))}
         experts = [layout.name for layout in layouts.values() if layout.grid == "expert"]
-        late = self._sync.names.union(experts if irregular is None else irregular)
-        how = bucket_mb, whole, shard_ranks
-        self.buckets = order_buckets(backward, self.layouts, mesh, late, *how)
+        added = [n for n in self._sync.pairs if reduce != "step" and self.axis_of(n).size > 1]
+        late = self._sync.names.difference(added).union(experts if irregular is None else irregular)
+        self.buckets = order_buckets(backward, self.layouts, mesh, late, bucket_mb, shard_ranks)
         self.peers = mesh[("dp", "cp", "tp") if experts else DATA_AXES["dense"]]
         """Ranks that must accumulate the same tensors: with experts the whole stage."""
-        check_alike([(s.name, s.numel, s.owner, str(b.dtype)) for b, s in self.spans()], self.peers)
+        check_alike([(s.name, s.numel, str(b.dtype)) for b, s in self.spans()], self.peers)
         made = make_buffers(
-            self.buckets, mesh, late, reduce, self.peers, fp32=fp32, shard_ranks=shard_ranks
+            self.buckets, owners, mesh, late, reduce, self.peers, fp32=fp32, shard_ranks=shard_ranks
         )
         self._sums, self._reduction, self._bucket_of = made.sums, made.reduction, made.number
         self.buffers, self._places = made.buffers, made.places
@@ -176,7 +174,7 @@ class GradAccumulator:
                     view.zero_()
         self._sums.finish()
         self._reduction.start_early()  # before other sums, on ranks whose hooks did not fire, too
-        self._sync.run(self._read, self._write)
+        self._sync.run(self._read, self._write, self._sums)
         self._reduction.finish()
         return {name: view.float() for name, view in self._owned.items()}
 
@@ -210,7 +208,7 @@ class GradAccumulator:
 
     def _find_blocks(self, path: str, layout: TensorLayout, fp32: bool) -> None:
         """Find where the gradient of a parameter is added up."""
-        if self.logical[layout.name] == path:
+        if self.logical[layout.name] == path or layout.name in self._sums:
             places = list(blocks(*self._places[layout.name]))
             self._blocks[path] = shaped(places, self.parameters[path])
         else:
@@ -223,7 +221,8 @@ class GradAccumulator:
         """Add a gradient, of the parameter's own shape, to its buffer (for its hook)."""
         count, name = self._count(path), self.name_of[path]
         if name in self._sums:
-            copy(self._sums.places(name, count), gradient)
+            places, empty = self._sums.places(name, count)
+            (copy if empty else add)(places, gradient)
         else:
             (add if count or self._zeroed else copy)(self._blocks[path], gradient)
         self._counted(path, count)
@@ -262,10 +261,11 @@ class GradAccumulator:
     def receive_products(self, path: str, products: Sequence[Factors]) -> None:
         """Add the products of a backward pass to a parameter's buffer (for its taker)."""
         count, name, places = self._count(path), self.name_of[path], self._matrices[path]
-        leaves = name in self._sums
-        if leaves:
-            places = matrices(self._sums.places(name, count), self.parameters[path])
-        add_products(places, products, replaces=leaves or not (count or self._zeroed))
+        replaces = not (count or self._zeroed)
+        if name in self._sums:
+            flat, replaces = self._sums.places(name, count)
+            places = matrices(flat, self.parameters[path])
+        add_products(places, products, replaces=replaces)
         self._taken_in[path] = current_backward()
         self._counted(path, count)
 
@@ -283,7 +283,7 @@ class GradAccumulator:
             if (told := watcher()) is not None:
                 told(path)
         if name in self._sums:
-            self._sums.arrived(name, before)
+            self._sums.arrived(name, path, before)
         elif before + 1 == self._backwards:
             bucket = self._bucket_of[name]
             self._missing[bucket] -= 1

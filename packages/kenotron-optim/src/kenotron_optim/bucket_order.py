@@ -19,7 +19,6 @@ def order_buckets(
     mesh: Mesh,
     late: Collection[str],
     cap_mb: float | None,
-    whole: Collection[str],
     shard_ranks: int | None = None,
 ) -> list[Bucket]:
     """Return buckets of tensors that are reduced over the same axes, by when they are ready.
@@ -30,7 +29,6 @@ def order_buckets(
         mesh: the mesh.
         late: names of tensors whose sums cannot start during the backward; they come last.
         cap_mb: MiB of a bucket. None: see ``make_buckets``.
-        whole: names of tensors that one rank owns altogether.
         shard_ranks: see ``data_axes``.
     """
     cap_bytes = None if cap_mb is None else cap_mb * 2**20
@@ -42,9 +40,7 @@ def order_buckets(
             if (name in late) is is_late:
                 by_axes.setdefault(mesh.view(layouts[name]).data, {})[name] = tensor
         runs = [
-            make_buckets(
-                own, data_axes(mesh, axes, shard_ranks).slices.size, cap_bytes, whole, axes
-            )
+            make_buckets(own, data_axes(mesh, axes, shard_ranks).slices.size, cap_bytes, axes)
             for axes, own in by_axes.items()
         ]
         buckets += _merged(runs, place)

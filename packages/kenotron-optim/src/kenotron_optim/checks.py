@@ -31,12 +31,11 @@ def check_parameters(
             )
 
 
-def check_known(layouts: Mapping[str, TensorLayout], **given: Collection[str]) -> None:
-    """Raise ValueError for names that the model has not; keywords are the arguments' names."""
+def check_known(layouts: Mapping[str, TensorLayout], irregular: Collection[str]) -> None:
+    """Raise ValueError for names that the model has not."""
     known = {layout.name for layout in layouts.values()}
-    for argument, names in given.items():
-        if unknown := sorted(set(names) - known):
-            raise ValueError(f"{argument}: the model has no tensors {unknown}: give logical names")
+    if unknown := sorted(set(irregular) - known):
+        raise ValueError(f"irregular: the model has no tensors {unknown}: give logical names")
 
 
 def frozen_ties(
@@ -94,14 +93,13 @@ def check_order(axis: Axis, buckets: Sequence[Bucket], order: Sequence[tuple[int
             )
 
 
-def first_owners(
+def owners_of(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout]
-) -> dict[str, str]:
-    """Logical name -> the parameter of this stage that stands for it, in the model's order."""
-    found: dict[str, str] = {}
+) -> dict[str, list[str]]:
+    """Logical name -> the parameters of this stage that are it, in the model's order."""
+    found: dict[str, list[str]] = {}
     for path in parameters:
-        name = layouts[path].name
-        found[name] = min(found.get(name, path), path)
+        found.setdefault(layouts[path].name, []).append(path)
     return found
 
 

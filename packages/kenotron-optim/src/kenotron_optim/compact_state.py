@@ -21,8 +21,8 @@ from kenotron_dist.rng import counter_key
 from kenotron_optim.partition import Span
 
 BLOCK = 2**24
-"""Elements that are updated together, but for matrices that are updated whole. Temporaries take 4
-bytes for each of them and each kind of state, and 12 for rounding."""
+"""Elements that are updated together. Temporaries take 4 bytes for each of them and each kind of
+state, and 12 for rounding."""
 DROPPED = 16
 """Bits by which fp32 is longer than bfloat16."""
 
@@ -128,11 +128,6 @@ class CompactState:
         for master in group["params"]:
             fresh, start, count = master not in optimizer.state, 0, master.numel()
             if master.grad is None:
-                continue
-            if group.get("whole"):
-                leaf = master.detach()
-                leaf.grad = master.grad
-                yield _Piece(master, leaf, slice(0, count), 0, 0, fresh)
                 continue
             while start < count:
                 block, place = divmod(self._slots[master].start + start, BLOCK)

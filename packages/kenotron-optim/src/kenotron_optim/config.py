@@ -116,6 +116,22 @@ class LRMultiplier:
         raise_all(found)
 
 
+def shard_ranks_problems(shard_ranks: int | None, dp: int | None = None) -> list[str]:
+    """Describe why ranks cannot be cut into blocks: a line, or none.
+
+    Args:
+        shard_ranks: ranks of dp in a block; None: all.
+        dp: ranks of dp; None: it is not known yet.
+    """
+    if shard_ranks is None or (shard_ranks > 0 and (dp is None or dp % shard_ranks == 0)):
+        return []
+    among = "dp" if dp is None else f"dp ({dp})"
+    return [
+        f"shard_ranks: {shard_ranks} was given; it must divide {among}, whose ranks it cuts into "
+        "blocks: choose a divisor"
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Everything between the last backward and the updated parameters.
@@ -188,8 +204,7 @@ class OptimizerConfig:
                 f"regather: {self.regather} was given; zero_stage {self.zero_stage} keeps all "
                 "parameters: leave it out, or set zero_stage to 3"
             )
-        if self.shard_ranks is not None and self.shard_ranks < 1:
-            found.append(f"shard_ranks: {self.shard_ranks} was given; it must be a divisor of dp")
+        found += shard_ranks_problems(self.shard_ranks)
         if self.clip_grad is not None and not 0 < self.clip_grad < INFINITY:
             found.append(
                 f"clip_grad: {self.clip_grad} was given; it must be a finite number above 0, or "

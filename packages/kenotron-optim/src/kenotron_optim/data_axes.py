@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kenotron_dist import Axis, Handle, Mesh, all_reduce, sum_rows
+from kenotron_optim.config import shard_ranks_problems
+from kenotron_optim.config_fields import raise_all
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,7 @@ def data_axes(mesh: Mesh, axes: tuple[str, ...], shard_ranks: int | None) -> Dat
         ValueError: ``shard_ranks`` does not divide dp.
     """
     dp = mesh.sizes["dp"]
-    if shard_ranks is not None and (shard_ranks < 1 or dp % shard_ranks):
-        raise ValueError(
-            f"shard_ranks: {shard_ranks} was given; it must divide dp ({dp}), whose ranks it cuts "
-            "into blocks: choose a divisor"
-        )
+    raise_all(shard_ranks_problems(shard_ranks, dp))
     if shard_ranks is None or shard_ranks == dp or "dp" not in axes:
         return DataAxes(mesh[axes])
     return DataAxes(*mesh.blocks(axes, shard_ranks * mesh.sizes["cp"]))

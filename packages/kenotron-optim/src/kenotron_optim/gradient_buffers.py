@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
@@ -37,6 +37,7 @@ class GradientBuffers:
 
 def make_buffers(
     buckets: Sequence[Bucket],
+    owners: Mapping[str, Sequence[str]],
     mesh: Mesh,
     late: Collection[str],
     reduce: Reduce,
@@ -49,6 +50,7 @@ def make_buffers(
 
     Args:
         buckets: what is reduced together, in the order in which it is ready.
+        owners: parameters of this stage by logical name.
         mesh: the mesh.
         late: logical names whose sums start when a step is over: their buckets are kept whole.
         reduce: whether the others are.
@@ -70,6 +72,7 @@ def make_buffers(
     ]
     sums = SliceSums(
         list(compress(buckets, leaves)),
+        owners,
         [buffer.dtype for buffer in compress(buffers, leaves)],
         list(compress(axes, leaves)),
         device,

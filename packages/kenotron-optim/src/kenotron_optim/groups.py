@@ -121,13 +121,11 @@ def decay_groups(
 def describe(
     groups: Sequence[ParameterGroup],
     layouts: Iterable[TensorLayout] | Mapping[str, TensorLayout],
-    whole: Collection[str] = (),
 ) -> str:
     """A table of groups: multiplier, weight decay, tensors, logical elements, some names.
 
-    Arguments: the groups; layouts of the whole model (tied ones may come more than once); tensors
-    that are updated whole, which get rows of their own. Numbers in names are shown as ``*``. Raises
-    ValueError for a name without layout.
+    Arguments: the groups; layouts of the whole model (tied ones may come more than once). Numbers
+    in names are shown as ``*``. Raises ValueError for a name without layout.
     """
     each = layouts.values() if isinstance(layouts, Mapping) else layouts
     shapes = {layout.name: layout.shape for layout in each}
@@ -136,19 +134,17 @@ def describe(
         raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")
     rows = [("group", "lr x", "weight decay", "tensors", "elements", "names")]
     for number, group in enumerate(groups):
-        for uncut in (False, True):
-            names = [name for name in group.names if (name in whole) is uncut]
-            if names:
-                rows.append(
-                    (
-                        f"{number} whole" if uncut else str(number),
-                        f"{group.lr_multiplier:.6g}",
-                        f"{group.weight_decay:.6g}",
-                        str(len(names)),
-                        f"{sum(_product(shapes[name]) for name in names):,}",
-                        _shortened(names),
-                    )
+        if group.names:
+            rows.append(
+                (
+                    str(number),
+                    f"{group.lr_multiplier:.6g}",
+                    f"{group.weight_decay:.6g}",
+                    str(len(group.names)),
+                    f"{sum(_product(shapes[name]) for name in group.names):,}",
+                    _shortened(group.names),
                 )
+            )
     *widths, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
         "  ".join([*(cell.rjust(n) for cell, n in zip(row, widths, strict=False)), row[-1]])

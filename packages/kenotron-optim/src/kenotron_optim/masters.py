@@ -58,12 +58,9 @@ def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: int) -
 
 
 def range_of(accumulator: GradAccumulator, span: Span, rank: int) -> Tensor:
-    """What a rank owns of a parameter: (n,), or the parameter's own shape where it owns it all.
-
-    A view; zeros where the parameter has no memory.
-    """
+    """What a rank owns of a parameter: (n,), a view; zeros where the parameter has no memory."""
     parameter = accumulator.parameters[accumulator.logical[span.name]].detach()
     start, stop = span.owned(rank)
     if not parameter.untyped_storage().nbytes():
-        return parameter.new_zeros(parameter.shape if span.owner is not None else (stop - start,))
-    return parameter if span.owner is not None else parameter.view(-1)[start:stop]
+        return parameter.new_zeros(stop - start)
+    return parameter.view(-1)[start:stop]

@@ -67,11 +67,6 @@ class MatrixExchange:
         self.parts = parts
         self._axis = accumulator.mesh["dp", "cp", "tp"]
         self._spans = {span.name: span for _, span in accumulator.spans()}
-        if cut := sorted(name for name, span in self._spans.items() if span.owner is not None):
-            raise ValueError(
-                f"{cut[0]!r} is in GradAccumulator(whole=...), but Muon brings slices together "
-                "itself: leave whole= out"
-            )
         self._found: dict[tuple[MatrixPart, int, bool], list[_Block]] = {}
         self._views = [views_of(accumulator.mesh.config, rank) for rank in self._axis.ranks]
         own = [part for name in sorted(parts.keys() & self._spans) for part in parts[name]]

@@ -87,7 +87,7 @@ class ParameterGathers:
         self.wait()
         for i, (data, pieces) in enumerate(self._pieces()):
             cast = [
-                (range_, master if master.ndim == 1 else master.view(-1))
+                (range_, master)
                 for rank, own in enumerate(pieces)
                 for name, range_ in own.items()
                 if (master := masters.get((name, rank))) is not None
@@ -212,8 +212,8 @@ def _remove_from_copy(module: nn.Module, _: Any) -> None:
 
 
 def _cut(bucket: Bucket, first: dict[str, int], *, by_module: bool) -> list[Group]:
-    """A bucket as one group; one of whole tensors, of any size, as a group for each module."""
-    if not by_module and all(span.owner is None for span in bucket.spans):
+    """A bucket as one group, or as a group for each module."""
+    if not by_module:
         return [bucket.spans]
     groups: dict[int, list[Span]] = {}
     for span in bucket.spans:

@@ -5,13 +5,12 @@ range r, the last ones may be shorter or empty. Ranges are cut per parameter, so
 bucket sizes nor pipeline cuts move a boundary.
 
 A bucket is a buffer (d, width): row r holds range r of each of its parameters, side by side. A
-reduce-scatter of its rows gives every rank the sums of what it owns. A tensor that one rank owns
-altogether lies in that rank's row alone.
+reduce-scatter of its rows gives every rank the sums of what it owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -43,14 +42,10 @@ class Span:
     offset: int
     """First column in the bucket."""
     size: int
-    """Columns: ceil(N/d), or N where one rank owns it all."""
-    owner: int | None = None
-    """The rank that owns it all; None: every rank owns its range."""
+    """Columns: ceil(N/d)."""
 
     def owned(self, rank: int) -> tuple[int, int]:
         """Range of the flattened local tensor that ``rank`` owns; empty when start = stop."""
-        if self.owner is not None:
-            return (0, self.numel) if rank == self.owner else (0, 0)
         start = min(rank * self.size, self.numel)
         return start, min(start + self.size, self.numel)
 
@@ -81,7 +76,6 @@ def make_buckets(
     parameters: Mapping[str, Tensor],
     ranks: int,
     cap_bytes: float | None = None,
-    whole: Collection[str] = (),
     axes: tuple[str, ...] = ("dp", "cp"),
 ) -> list[Bucket]:
     """Group parameters, in the order given, into buckets of one dtype and about ``cap_bytes``.
@@ -91,31 +85,13 @@ def make_buckets(
     Without a cap a bucket has about ``HOST_BUCKET_BYTES`` on a CPU, elsewhere ``BUCKET_ELEMENTS``
     elements, or ``RANK_ELEMENTS`` for each rank where that is more.
 
-    A parameter is in one bucket: one larger than the cap has a bucket to itself. Those named in
-    ``whole`` go to one rank each, in buckets of their own. Raises ValueError unless the cap is
-    positive.
+    A parameter is in one bucket: one larger than the cap has a bucket to itself. Raises ValueError
+    unless the cap is positive.
     """
     if cap_bytes is not None and cap_bytes <= 0:
         raise ValueError(f"a bucket of {cap_bytes} bytes holds nothing: give a positive size")
-    cut = {name: x for name, x in parameters.items() if name not in whole}
-    uncut = {name: x for name, x in parameters.items() if name in whole}
-    buckets = _cut_buckets(cut, ranks, cap_bytes) + _whole_buckets(uncut, ranks)
+    buckets = _cut_buckets(parameters, ranks, cap_bytes)
     return [replace(bucket, axes=axes) for bucket in buckets]
-
-
-def _whole_buckets(parameters: Mapping[str, Tensor], ranks: int) -> list[Bucket]:
-    """One bucket for each dtype; the largest tensors are dealt first, each to the emptiest rank."""
-    found = []
-    for dtype in dict.fromkeys(x.dtype for x in parameters.values()):
-        filled = [0] * ranks
-        spans = []
-        same_dtype = [(name, x.numel()) for name, x in parameters.items() if x.dtype == dtype]
-        for name, numel in sorted(same_dtype, key=lambda each: (-each[1], each[0])):
-            owner = filled.index(min(filled))
-            spans.append(Span(name, numel, filled[owner], numel, owner))
-            filled[owner] += numel
-        found.append(Bucket(ranks, dtype, tuple(spans)))
-    return found
 
 
 def _cap_of(parameter: Tensor, ranks: int) -> float:
@@ -154,9 +130,6 @@ def blocks(buffer: Tensor, span: Span) -> Iterator[Place]:
     rows move in one strided operation.
     """
     if not span.size:
-        return
-    if span.owner is not None:
-        yield buffer[span.owner, span.offset : span.offset + span.size], slice(0, span.numel)
         return
     rows, rest = divmod(span.numel, span.size)
     columns = slice(span.offset, span.offset + span.size)

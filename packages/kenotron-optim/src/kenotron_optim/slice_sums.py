@@ -8,8 +8,9 @@ that of their first step, and keep it also where a gradient does not come later.
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,14 +33,16 @@ class _Filling:
     buffer: Tensor
     """(d, width)."""
     missing: set[str]
-    """Logical names without a gradient so far."""
+    """Parameters without a gradient so far."""
 
 
 class SliceSums:
-    """Sums of some buckets' slices. Buffers are of the same memory again and again.
+    """Sums of some buckets' slices. Most buffers are of the same memory again and again.
 
     Args:
         buckets: what is reduced together; all over more than one rank.
+        owners: the parameters of this stage whose gradients are added for each logical name: one,
+            or two that are tied, whose sum is the same in any order.
         dtypes: of the sums, by bucket.
         axes: over which each bucket is reduced: replicas in ``finish``, once.
         device: of the gradients.
@@ -49,13 +52,14 @@ class SliceSums:
     def __init__(
         self,
         buckets: Sequence[Bucket],
+        owners: Mapping[str, Sequence[str]],
         dtypes: Sequence[torch.dtype],
         axes: Sequence[DataAxes],
         device: torch.device,
         check: Callable[[list[Key]], None],
     ) -> None:
         self._buckets, self._axes, self._device = list(buckets), list(axes), device
-        self._check = check
+        self._check, self._owners = check, owners
         self.sums = [
             torch.zeros(bucket.width, dtype=dtype, device=device)
             for bucket, dtype in zip(buckets, dtypes, strict=True)
@@ -64,8 +68,10 @@ class SliceSums:
         self._place = {
             span.name: (i, span) for i, bucket in enumerate(buckets) for span in bucket.spans
         }
-        sizes = zip(buckets, self.sums, strict=True)
-        self._largest = max((b.ranks * sums.nbytes for b, sums in sizes), default=0)
+        sizes = [b.ranks * sums.nbytes for b, sums in zip(buckets, self.sums, strict=True)]
+        self._common = max((n for n in sizes if n <= 2 * statistics.median(sizes)), default=0)
+        """Bytes of buffers that are kept. A few larger ones, of embeddings, have memory only while
+        they are used."""
         self._free: list[Tensor] = []
         self._filling: dict[Key, _Filling] = {}
         self._flying: deque[tuple[int, Tensor, Handle]] = deque()
@@ -93,16 +99,21 @@ class SliceSums:
         self._started: list[Key] = []
         self._complete: set[Key] = set()
 
-    def places(self, name: str, backward: int) -> list[Place]:
-        """Return where a tensor's gradient of a backward, counted from 0, is to be written."""
-        i, span = self._place[name]
-        return list(blocks(self._of(i, backward).buffer, span))
+    def places(self, name: str, backward: int) -> tuple[list[Place], bool]:
+        """Return where a tensor's gradient of a backward, counted from 0, belongs.
 
-    def arrived(self, name: str, backward: int) -> None:
-        """Say that it was written. The last one of a bucket starts its sum."""
+        Returns:
+            Views of a buffer, and whether it is the first there: what they hold has no meaning.
+        """
+        i, span = self._place[name]
+        filling = self._of(i, backward)
+        return list(blocks(filling.buffer, span)), filling.missing.issuperset(self._owners[name])
+
+    def arrived(self, name: str, path: str, backward: int) -> None:
+        """Say that a parameter's was added. The last one of a bucket starts its sum."""
         i, _ = self._place[name]
         filling = self._of(i, backward)
-        filling.missing.discard(name)
+        filling.missing.discard(path)
         if not filling.missing:
             self._completed((backward, i))
 
@@ -141,8 +152,9 @@ class SliceSums:
             keys = {(b, i) for b in range(self._backwards) for i in range(len(self._buckets))}
             left = sorted(keys.difference(self._started))
         for backward, i in left:
-            for name in self._of(i, backward).missing:
-                for view, _ in self.places(name, backward):
+            for span in self._buckets[i].spans:
+                places, empty = self.places(span.name, backward)
+                for view, _ in places if empty else ():
                     view.zero_()
             self._start((backward, i))
         while self._flying:
@@ -156,17 +168,19 @@ class SliceSums:
 
     def _of(self, i: int, backward: int) -> _Filling:
         if (backward, i) not in self._filling:
-            names = {span.name for span in self._buckets[i].spans}
-            self._filling[backward, i] = _Filling(self._buffer(i), names)
+            paths = {path for span in self._buckets[i].spans for path in self._owners[span.name]}
+            self._filling[backward, i] = _Filling(self._buffer(i), paths)
         return self._filling[backward, i]
 
     def _buffer(self, i: int) -> Tensor:
-        if not self._free:
-            memory = torch.zeros(self._largest, dtype=torch.uint8, device=self._device)
-            self._free.append(memory)
         bucket, dtype = self._buckets[i], self.sums[i].dtype
         nbytes = bucket.ranks * self.sums[i].nbytes
-        return self._free.pop()[:nbytes].view(dtype).view(bucket.ranks, bucket.width)
+        if self._free and nbytes <= self._common:
+            memory = self._free.pop()
+        else:
+            size = max(nbytes, self._common)
+            memory = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        return memory[:nbytes].view(dtype).view(bucket.ranks, bucket.width)
 
     def _start(self, key: Key) -> None:
         if len(self._flying) == _IN_FLIGHT:
@@ -184,5 +198,7 @@ class SliceSums:
         # A first one is copied: 0 + -0 is another number of the same value.
         self.sums[i].add_(row) if self._added[i] else self.sums[i].copy_(row)
         self._added[i] += 1
-        whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._free.append(whole.set_(buffer.untyped_storage()))
+        memory = buffer.untyped_storage()
+        if memory.nbytes() == self._common:
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._free.append(whole.set_(memory))

@@ -65,10 +65,9 @@ class SlicedOptimizer:
         self._axes = {span.name: accumulator.axis_of(span.name) for _, span in accumulator.spans()}
         self._memory = HostState(accumulator.mesh.device) if offload else DeviceState()
         self.masters = self._memory.make_masters(accumulator, stage)
-        whole = {span.name for _, span in accumulator.spans() if span.owner is not None}
         check_names(groups, accumulator.names)
         self._exchange = exchange_of(make_optimizer, accumulator, whole=stage == 0)
-        options = options_of(groups, self.masters, whole, self._exchange)
+        options = options_of(groups, self.masters, self._exchange)
         made = make_optimizer(options) if options else []  # a rank may own nothing
         self._inner = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         torch_groups.check_elementwise(self._inner)
@@ -112,7 +111,7 @@ class SlicedOptimizer:
         gradients = gather_gradients(self._accumulator, slices) if gathers else None
         for (name, rank), master in self.masters.items():
             gradient = slices[name] if gradients is None else gradients[name, rank]
-            master.grad = gradient if master.ndim == 1 else gradient.view_as(master)
+            master.grad = gradient
         self._update(lr, coefficient, blocked)
         self._steps += 1
         for master in self.masters.values():

@@ -6,7 +6,7 @@ heads that live on several ranks over those ranks, tied tensors over their owner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,14 @@ class GradientSync:
             layout.name for layout in whole.values() if gradient_sums(layout, mesh.view(layout))
         }
         """Logical names of tensors whose gradient some sum changes."""
+        self.pairs = {
+            tied.layout.name: tied.layout.owners
+            for tied in self._ties
+            if len(tied.owners) == 2
+            and tied.axis.size == 1
+            and not gradient_sums(tied.layout, mesh.view(tied.layout))
+        }
+        """Owners of tied tensors of which this stage has both, and that no other sum changes."""
         self._partial: list[tuple[Axis, list[tuple[str, TensorLayout, tuple[Box, ...]]]]] = []
         for key, axis in axes.items():
             members = [
@@ -63,10 +71,14 @@ class GradientSync:
             if members:
                 self._partial.append((axis, members))
 
-    def run(self, read: Read, write: Write) -> None:
-        """Replace accumulated gradients by their sums. Collective over the mesh."""
+    def run(self, read: Read, write: Write, done: Container[str]) -> None:
+        """Replace accumulated gradients by their sums. Collective over the mesh.
+
+        ``done``: tied tensors whose owners have been added up.
+        """
         for tied in self._ties:
-            write(tied.layout.name, _sum_owners(tied, read))
+            if tied.layout.name not in done:
+                write(tied.layout.name, _sum_owners(tied, read))
         for axis, members in self._partial:
             _sum_boxes(axis, members, read, write)
 

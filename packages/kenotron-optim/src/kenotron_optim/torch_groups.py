@@ -17,8 +17,7 @@ Piece = tuple[str, int]
 """(logical name, data rank whose slice it is)"""
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizers]
-"""Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones for slices,
-any for groups that are marked ``whole``, whose tensors have the parameters' own shapes."""
+"""Parameter groups -> ``torch.optim`` optimizers that share them out: elementwise ones."""
 
 
 def check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> None:
@@ -35,7 +34,6 @@ def check_names(groups: Sequence[ParameterGroup], names: Collection[str]) -> Non
 def options_of(
     groups: Sequence[ParameterGroup],
     masters: Mapping[Piece, Tensor],
-    whole: Collection[str],
     matrices: Container[str] | None,
 ) -> list[dict[str, Any]]:
     """torch parameter groups over the masters, each piece in the group of its name."""
@@ -44,11 +42,9 @@ def options_of(
         pieces.setdefault(name, []).append(master)
     options = []
     for group in groups:
-        kinds = {
-            name: (name in whole, matrices is not None and name in matrices) for name in group.names
-        }
-        for uncut, is_matrix in sorted(set(kinds.values())):
-            names = [name for name, kind in kinds.items() if kind == (uncut, is_matrix)]
+        kinds = {name: matrices is not None and name in matrices for name in group.names}
+        for is_matrix in sorted(set(kinds.values())):
+            names = [name for name, kind in kinds.items() if kind is is_matrix]
             own = [master for name in names for master in pieces.pop(name, [])]
             if own:
                 options.append(
@@ -56,7 +52,6 @@ def options_of(
                         "params": own,
                         "weight_decay": group.weight_decay,
                         "lr_multiplier": group.lr_multiplier,  # torch keeps keys of others
-                        "whole": uncut,
                         "matrices": is_matrix,
                     }
                 )
@@ -69,12 +64,11 @@ def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Raise ValueError for one whose numbers on slices would depend on the number of ranks."""
     for optimizer in optimizers:
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        cut = any(not group.get("whole") for group in optimizer.param_groups)
-        if cut and (found := sorted(kinds & NOT_ELEMENTWISE)):
+        if found := sorted(kinds & NOT_ELEMENTWISE):
             raise ValueError(
                 f"{type(optimizer).__name__} ({found[0]}) looks at whole tensors, and gets slices "
                 "of them here: take an elementwise one (AdamW, Adam, SGD, Adagrad, RMSprop), or "
-                "name its tensors in GradAccumulator(whole=...)"
+                "update_rule(MuonConfig(), layouts)"
             )
 
 

@@ -1,0 +1,188 @@
+"""Memory of a rank and bytes that it sends, by arithmetic: for plans of runs that do not exist.
+
+Everything is a pure function of layouts and of the optimizer's config. N elements of a tensor on a
+rank are owned by d ranks, ceil(N / d) by each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from kenotron_dist import MeshConfig, TensorLayout, gradient_sums, views_of
+from kenotron_optim.config import OptimizerConfig
+from kenotron_optim.muon_params import matrix_parts
+from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule
+
+STATE_DTYPES = {"float32": 4, "bfloat16": 2}
+"""Bytes of an element of the optimizer's state by ``OptimizerConfig.state_dtype``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A tensor of a rank, or several of the same kind."""
+
+    count: int
+    """Elements on this rank, N."""
+    expert: bool = False
+    """Whether its gradients are summed over edp, not over dp and cp."""
+    whole: bool = False
+    """Whether stages 2 and 3 keep its gradient whole; see ``GradAccumulator``."""
+    owners: int = 1
+    """Parameters of this rank that are tied to it, itself included."""
+    matrix: bool = False
+    """Whether Muon updates it."""
+    learns: bool = True
+    """Whether it is not frozen."""
+    gathers: int = 2
+    """So often stage 3 gathers it for a micro-batch, with ``regather`` by layer."""
+
+
+def held_tensors(
+    parameters: Mapping[str, Tensor],
+    layouts: Mapping[str, TensorLayout],
+    mesh: MeshConfig,
+    rank: int,
+    rule: UpdateRule,
+) -> list[Held]:
+    """Describe the tensors of a rank.
+
+    An output layer is taken for one that leaves its product to the loss, as kenotron-models' does:
+    its matrix is gathered once for forward and backward.
+
+    Args:
+        parameters: those of the rank's stage by their global names, of any shape; they may be on
+            meta.
+        layouts: of the whole model.
+        mesh: sizes of the axes.
+        rank: global number of the rank.
+        rule: the update rule.
+    """
+    view, owned = views_of(mesh, rank), dict[str, list[str]]()
+    for path in parameters:
+        owned.setdefault(layouts[path].name, []).append(path)
+    by_muon = isinstance(rule, MuonConfig)
+    matrices = matrix_parts(layouts, rule.adamw_named_params) if by_muon else {}
+    found = []
+    for name, paths in owned.items():
+        layout, parameter = layouts[paths[0]], parameters[paths[0]]
+        tied = len(layout.owners) > 1
+        alone = len(layout.stages) == 1 and len(layout.owners) == 2
+        found.append(
+            Held(
+                count=parameter.numel(),
+                expert=layout.grid == "expert",
+                whole=bool(gradient_sums(layout, view(layout))) or (tied and not alone),
+                owners=len(paths),
+                matrix=name in matrices,
+                learns=not isinstance(parameter, nn.Parameter) or parameter.requires_grad,
+                gathers=1 if layout.role == "output" else 2 * len(paths) - (len(paths) > 1),
+            )
+        )
+    return found
+
+
+def state_bytes(
+    tensors: Iterable[Held], config: OptimizerConfig, mesh: MeshConfig, itemsize: int
+) -> dict[str, int]:
+    """Return the bytes that a rank keeps between steps, by class.
+
+    Buffers of gradients and parameters that are in use, of a bucket or a layer, come in addition.
+
+    Args:
+        tensors: those of the rank.
+        config: of the optimizer.
+        mesh: sizes of the axes.
+        itemsize: bytes of an element of a parameter.
+
+    Returns:
+        Bytes of ``parameters``, ``gradients``, ``fp32 masters``, ``optimizer`` (its state) and, where
+        there are some, ``weight averages``. With ``offload`` all after gradients are in host memory
+        where ranks compute on an accelerator.
+    """
+    found = dict.fromkeys(("parameters", "gradients", "fp32 masters", "optimizer"), 0)
+    state, stage = STATE_DTYPES[config.state_dtype], config.zero_stage
+    summed = 4 if config.accumulate_grad_in_fp32 else itemsize
+    for each in tensors:
+        if not each.learns:
+            found["parameters"] += each.count * itemsize
+            continue
+        ranks = slice_ranks(each, config, mesh)
+        cut = -(-each.count // ranks)
+        owned = cut if stage else each.count
+        if stage < 3:
+            found["parameters"] += each.count * itemsize
+        elif config.offload:  # what is gathered, next to masters that are elsewhere
+            found["parameters"] += owned * itemsize
+        kept = cut if _leaves(each, config, ranks) else each.count * each.owners
+        found["gradients"] += kept * summed
+        if itemsize != 4 or stage == 3 or config.offload:  # else they are the parameters' memory
+            found["fp32 masters"] += owned * 4
+        if config.weight_average is not None:
+            found["weight averages"] = found.get("weight averages", 0) + owned * 4
+        found["optimizer"] += _moments(each, config.optimizer_factory) * owned * state
+    return found
+
+
+def data_bytes(
+    tensors: Iterable[Held],
+    config: OptimizerConfig,
+    mesh: MeshConfig,
+    itemsize: int,
+    backwards: int,
+) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step for gradients and parameters, by axes.
+
+    They are those of ``kenotron_dist.diagnosis.record`` on the rank that owns the first elements.
+    Muon's exchange, sums over tp and those of tied owners over stages, and the few bytes of norms
+    are left out.
+
+    Args:
+        tensors: those of the rank.
+        config: of the optimizer.
+        mesh: sizes of the axes.
+        itemsize: bytes of an element of a parameter.
+        backwards: micro-batches of a step.
+
+    Returns:
+        Bytes over ``dp`` (with cp) and over ``edp``, where there are any.
+    """
+    found = {"dp": 0, "edp": 0}
+    summed = 4 if config.accumulate_grad_in_fp32 else itemsize
+    for each in tensors:
+        ranks = slice_ranks(each, config, mesh)
+        if not each.learns:
+            continue
+        cut = -(-each.count // ranks)
+        sums = backwards if _leaves(each, config, ranks) else 1
+        sent = sums * (ranks - 1) * cut * summed
+        if not each.expert and config.shard_ranks is not None:
+            replicas = mesh.dp // config.shard_ranks
+            sent += 2 * (replicas - 1) * cut * summed // replicas
+        by_layer = config.zero_stage == 3 and config.regather == "layer"
+        times = each.gathers * backwards if by_layer else 1
+        sent += times * (ranks - 1) * cut * (itemsize if config.zero_stage else 4)
+        found["edp" if each.expert else "dp"] += sent
+    return {axis: sent for axis, sent in found.items() if sent}
+
+
+def slice_ranks(tensor: Held, config: OptimizerConfig, mesh: MeshConfig) -> int:
+    """Return d, the ranks that own the slices of a tensor."""
+    if tensor.expert:
+        return mesh.expert_sizes["edp"]
+    return (config.shard_ranks or mesh.dp) * mesh.cp
+
+
+def _leaves(tensor: Held, config: OptimizerConfig, ranks: int) -> bool:
+    """Whether only slices of a gradient outlive a backward."""
+    sliced = config.zero_stage > 1 and config.reduce == "micro_batch"
+    return sliced and ranks > 1 and not tensor.whole
+
+
+def _moments(tensor: Held, rule: UpdateRule) -> int:
+    """Values that the optimizer's state has for each element."""
+    if isinstance(rule, SGDConfig):
+        return int(rule.momentum > 0)
+    return 1 if tensor.matrix and isinstance(rule, MuonConfig) else 2
