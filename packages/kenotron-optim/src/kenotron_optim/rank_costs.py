@@ -98,7 +98,7 @@ def state_bytes(
         itemsize: bytes of an element of a parameter.
 
     Returns:
-        Bytes of ``parameters``, ``gradients``, ``fp32 masters``, ``optimizer`` (its state) and, where
+        Bytes of ``parameters``, ``gradients``, ``fp32 masters``, ``optimizer`` (state) and, where
         there are some, ``weight averages``. With ``offload`` all after gradients are in host memory
         where ranks compute on an accelerator.
     """
