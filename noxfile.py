@@ -179,9 +179,10 @@ def bench_kernels(session: nox.Session) -> None:
 
 @nox.session(name="bench-mup", default=False)
 def bench_mup(session: nox.Session) -> None:
-    """Check that activations move as far at every width (µP): ``mup.json`` and ``mup.svg``."""
+    """Check µP: activations move as far at every width, and the best learning rate stays."""
     install_tree(session, use=ALL, test=[])
-    session.run("python", "apps/train/benchmarks/bench_mup.py", *session.posargs)
+    for name in ("bench_mup", "bench_mup_rates"):
+        session.run("python", f"apps/train/benchmarks/{name}.py", *session.posargs)
 
 
 @nox.session

@@ -25,7 +25,7 @@ from kenotron_engine import ModelPlan, Training, build_training, training_step
 from kenotron_models import Context, LlamaConfig, Mup, multipliers_of, mup_scales
 from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig
 
-WIDTHS, STEPS, SEEDS = (64, 128, 256, 512), 5, 4
+WIDTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), 10, 4
 STD, RATE, VOCABULARY, TOKENS, ROWS, LENGTH = 0.1, 8e-3, 256, 8, 8, 32
 LARGEST = 0.05
 """Largest slope of a coordinate with µP at the last step; the standard one exceeds SEEN."""
