@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -12,6 +13,7 @@ from own_runs import configure, documents, jsonl, run, trace
 from kenotron_ckpt import open_checkpoint, read_box
 from kenotron_convert.cli import main
 from kenotron_dist import Mesh
+from kenotron_optim import WeightAverages
 from kenotron_train.run.preview import preview
 
 EMA = {
@@ -117,3 +119,21 @@ def test_what_cannot_be_averaged_is_named(
     assert "nowhere" in said("--ckpt", paths[0], str(tmp_path / "nowhere"))
     text = preview(configure(tmp_path, dataset, EMA))
     assert "weight averages" in text
+
+
+def test_an_evaluation_while_a_checkpoint_is_copied_leaves_the_averages_alone(
+    tmp_path: Path, dataset: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are exchanged with the weights in validations alone, before a checkpoint begins."""
+    swaps, swapped = [], WeightAverages.in_place
+
+    def counted(self: WeightAverages) -> Any:
+        swaps.append(1)
+        return swapped(self)
+
+    monkeypatch.setattr(WeightAverages, "in_place", counted)
+    more = EMA | {"evaluate": "{interval: 1, perplexity: true}", "tokens.val_check_interval": 3}
+    trace(Mesh.connect(), configure(tmp_path / "1", dataset, more), str(tmp_path / "cache"))
+    steps = runs.metrics(tmp_path / "1")
+    assert sum("evaluation" in str(step) for step in steps) == 4
+    assert len(swaps) == sum("validation_loss" in step for step in steps) == 2

@@ -207,7 +207,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
         saves = _is_due(config, step) or stopper.save
         if saves:
             watching.saving(partial(_save, run, progress))
-        held_out = partial(validate, training, stage.corpus.validation)
+        held_out = partial(validate, training, stage.corpus.validation, averages=False)
         found = None
         if not stopper.reason:
             found = run.evaluations.after(step, saves, validation, held_out)

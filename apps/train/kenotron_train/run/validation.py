@@ -11,17 +11,26 @@ from kenotron_engine import ModelOnMesh, Validation, evaluate
 from kenotron_train.assemble import Training
 
 
-def validate(training: Training, held_out: Mapping[str, Dataset]) -> Validation | None:
+def validate(
+    training: Training, held_out: Mapping[str, Dataset], *, averages: bool = True
+) -> Validation | None:
     """Loss on ``limit_val_batches`` global batches, shared by the sources; None: there are none.
 
     Each source gives its first samples, as many as its share of all, and at least one. Changes
     nothing that training depends on. Collective over the mesh.
+
+    Args:
+        training: what is trained.
+        held_out: samples of each source.
+        averages: whether averages of weights, where the config keeps and validates them, are
+            measured too. They are exchanged with the weights: not while a checkpoint copies both.
     """
     tokens = training.config.tokens
     rows = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
     found = validate_model(training, training.config, held_out, *rows)
     section = training.config.optimizer.weight_average
-    if found is None or training.averages is None or section is None or not section.validate:
+    measures = averages and section is not None and section.validate
+    if found is None or training.averages is None or not measures:
         return found
     with training.averages.in_place():
         averaged = validate_model(training, training.config, held_out, *rows)
