@@ -68,6 +68,12 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_doremi.py::test_every_layout_learns_the_weights_of_one_process",
         "packages/kenotron-engine/tests/test_engine_domains.py::test_two_domains_have_the_weights_of_the_paper",
     ],
+    "batches that grow, averages of weights, spikes left out, longer contexts: on every layout": [
+        f"{TRAIN}_batch_sizes.py::test_a_ramp_is_one_of_samples_on_every_layout",
+        f"{TRAIN}_weight_average.py::test_averages_are_saved_and_resumed_on_another_layout",
+        f"{TRAIN}_spikes.py::test_a_spike_is_left_out_on_every_layout",
+        f"{TRAIN}_long_context.py::test_a_run_resumes_with_a_longer_context_on_every_layout",
+    ],
     "checkpoints that any layout resumes, and that a kill leaves whole; copies in S3": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
         f"{CKPT}_layouts.py::test_any_layout_loads_the_bits_that_any_layout_saved",
