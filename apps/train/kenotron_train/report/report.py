@@ -171,6 +171,7 @@ class Report:
             "tokens_per_sec_per_gpu": short(speed / self._config.world_size),
             "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
+            **({} if result.mtp_loss is None else {"mtp_loss": short(result.mtp_loss)}),
             "lr": short(result.lr),
             "model_tflops_per_gpu": short(tflops),
             "hardware_tflops_per_gpu": short(tflops),

@@ -23,7 +23,7 @@ from kenotron_engine.expert_load import (
     expert_loads,
     forget_loads,
 )
-from kenotron_engine.objective import global_counts, loss_fn
+from kenotron_engine.objective import global_counts, loss_fn, with_further
 from kenotron_engine.training import Training
 from kenotron_optim import (
     LossScale,
@@ -65,6 +65,9 @@ class StepResult:
     """Tokens of the global batch that are no padding."""
     loads: tuple[ExpertLoad, ...] = ()
     """How tokens were spread over the experts of each layer that has some."""
+    mtp_loss: float | None = None
+    """Cross entropy of the module that predicts the token after the next, over the targets of
+    ``loss``; None: there is no such module."""
 
 
 def training_step(
@@ -106,9 +109,11 @@ def training_step(
     )
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    (loss,), (norm,), (count, tokens), *loads = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, *balance]
+    further = [] if grad.mtp_loss is None else [grad.mtp_loss]
+    (loss,), (norm,), (count, tokens), *more = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, *further, *balance]
     ).wait()
+    loads = more[len(further) :]
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
     overflow = _overflows(found, loss_scale)
@@ -123,7 +128,7 @@ def training_step(
     return StepResult(
         loss, norm, lr, found, not updates, _next(loss_scale, found, overflow), overflow,
         spikes.after(loss, norm) if spikes else None, spike, int(tokens),
-        expert_loads(training, loads),
+        expert_loads(training, loads), more[0][0] if further else None,
     )  # fmt: skip
 
 
@@ -167,6 +172,8 @@ class Gradient:
     """2-norm of all of it, fp64."""
     counts: Tensor
     """Targets and real tokens of the global batch (2,), int64."""
+    mtp_loss: Tensor | None = None
+    """Scalar, of the module that predicts the token after the next; None: there is none."""
 
 
 def gradient(
@@ -188,6 +195,7 @@ def gradient(
     def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
         share = training.share_of(batch, key, counts[1].double() / factor)
         own_loss = loss_fn(training, share.micros, count, extra)
+        own_loss = with_further(training, own_loss, share, count, extra)
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
@@ -203,9 +211,13 @@ def gradient(
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    if training.plan.spec.z_loss:
-        loss = loss - _z_loss(mesh, extra) / factor
-    return Gradient(loss, slices, norm, counts)
+    spec, further = training.plan.spec, None
+    if spec.mtp_weight:
+        z_loss, further = (_of_all(mesh, extra, (2,)) / factor).unbind()
+        loss = loss - z_loss
+    elif spec.z_loss:
+        loss = loss - _of_all(mesh, extra, ()) / factor
+    return Gradient(loss, slices, norm, counts, further)
 
 
 def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:
@@ -220,7 +232,7 @@ def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
     return math.isfinite(found.loss)
 
 
-def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
-    """The z-loss of the global batch, on all ranks; the last stage's have ``extra`` of it."""
-    own = torch.stack(extra).sum() if extra else torch.zeros((), device=mesh.device)
+def _of_all(mesh: Mesh, extra: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Sums over the global batch, on all ranks; the last stage's have ``extra`` of them."""
+    own = torch.stack(extra).sum(0) if extra else torch.zeros(shape, device=mesh.device)
     return all_reduce(own, mesh["pp", "dp", "cp"])
