@@ -42,6 +42,8 @@ from kenotron_models.hf import (
 )
 
 SHARD_BYTES = 5 * 10**9
+FURTHER = "mtp."
+"""Begins the names of a module that predicts further tokens: no architecture is written with it."""
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 
@@ -111,8 +113,14 @@ def export_hf(
         deviation,
         checkpoint.passed_over,
         bool(tokenizer_files(folder)),
-        [] if isinstance(config, TransformersConfig) else not_carried(config),
+        [] if isinstance(config, TransformersConfig) else _left_out(checkpoint, config),
     )
+
+
+def _left_out(checkpoint: Checkpoint, config: AnyConfig) -> list[str]:
+    """Name what the folder does not have: fields of the training, and further predictions."""
+    tensors = sum(name.startswith(FURTHER) for name in checkpoint.manifest.records)
+    return not_carried(config) + ([f"model.mtp: {tensors} tensors"] if tensors else [])
 
 
 def _write_model(
@@ -171,7 +179,8 @@ def _config_of(checkpoint: Checkpoint) -> tuple[AnyConfig, Multipliers]:
 def _check_records(checkpoint: Checkpoint, ours: Mapping[str, Whole]) -> None:
     records = checkpoint.manifest.records
     lines = [f"{name} is missing" for name in ours if name not in records]
-    lines += [f"{n} is none of its" for n in records if _is_weight(n) and n not in ours]
+    weights = [n for n in records if _is_weight(n) and not n.startswith(FURTHER)]
+    lines += [f"{name} is none of its" for name in weights if name not in ours]
     lines += [
         f"{name} has shape {list(records[name].shape)}, its model_config makes it "
         f"{list(whole.shape)}"

@@ -27,6 +27,7 @@ PROBLEMS = {
     "parallelism.tp_mode=REDUCE_SCATTER": "parallelism.tp_mode: REDUCE_SCATTER was given; a model",
     "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
     "model.compile=true": "model.compile: true was given; a model of transformers",
+    "model.mtp={}": "model.mtp.layers: 1 was given; layers of transformers have no such module",
     "model.cuda_graph=true": "model.cuda_graph: true was given; a model of transformers",
     "model.make_vocab_size_divisible_by=8": "make_vocab_size_divisible_by: 8 was given; the vocab",
     "parallelism.pp=9": r"parallelism.pp: 9 was given \(9 parts\); the model has 5 layers",

@@ -124,6 +124,7 @@ class Meter:
         found: dict[str, Any] = {
             "step": figures.step,
             "lm_loss": or_null(result.loss),
+            **({} if result.mtp_loss is None else {"mtp_loss": or_null(result.mtp_loss)}),
             "grad_norm": or_null(result.grad_norm),
             "lr": result.lr,
             "consumed_tokens": figures.consumed_tokens,

@@ -176,6 +176,7 @@ class Report:
             "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
             **({} if result.domains is None else {"dro_loss": short(result.domains.dro_loss)}),
+            **({} if result.mtp_loss is None else {"mtp_loss": short(result.mtp_loss)}),
             "lr": short(result.lr),
             "model_tflops_per_gpu": short(tflops),
             "hardware_tflops_per_gpu": short(tflops),

@@ -12,6 +12,7 @@ from kenotron_config.data_checks import (
 )
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.expert_checks import chunk_problems, expert_problems
+from kenotron_config.mtp_checks import mtp_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
 from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
@@ -56,10 +57,12 @@ def cross_problems(sections: Sections) -> list[str]:
     found: list[str] = []
     parallelism, model = sections.get("parallelism"), sections.get("model")
     stages = sections.get("data_stages")
+    if model:
+        found += mtp_problems(model, sections.get("doremi"))
     if model and isinstance(model.model_config, TransformersConfig):
         own = transformers_problems(model, model.model_config, parallelism)
         if own:  # other rules need the model
-            return own
+            return found + own
     if model:
         found += mup_problems(model, sections.get("optimizer"))
     if model and parallelism:

@@ -1,7 +1,7 @@
 """A whole training config: the sections of the app and of the packages, and what they imply."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -122,8 +122,10 @@ class Config:
 
     @cached_property
     def decoder(self) -> DecoderSpec:
-        """What the model is made of, with the multipliers of its parametrisation."""
-        return self.multipliers.applied(self.model.model_config.decoder)
+        """What the model is made of, with `mtp` and the multipliers of its parametrisation."""
+        spec = self.multipliers.applied(self.model.model_config.decoder)
+        mtp = self.model.mtp
+        return spec if mtp is None else replace(spec, mtp_weight=mtp.weight)
 
     @cached_property
     def multipliers(self) -> Multipliers:

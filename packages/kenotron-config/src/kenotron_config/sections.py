@@ -51,6 +51,31 @@ class GeneralConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MTPConfig:
+    """Multi-token prediction: a module that learns to predict the token after the next."""
+
+    layers: int = 1
+    """Number of modules, each of which predicts one token further; 1 is what there is."""
+    weight: float = 0.3
+    """What their cross entropy is multiplied with in the objective; `lm_loss` is without it."""
+
+    def __post_init__(self) -> None:
+        """Check all fields at once."""
+        found = []
+        if self.layers != 1:
+            found.append(
+                f"layers: {self.layers} was given; it must be 1, a module that predicts the token "
+                "after the next: set it to 1, or leave mtp out"
+            )
+        if not 0 < self.weight < float("inf"):
+            found.append(
+                f"weight: {self.weight} was given; it must be finite and above 0: set it to 0.3, "
+                "or leave mtp out"
+            )
+        raise_all(found)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model, its initial weights and its number format."""
 
@@ -58,6 +83,8 @@ class ModelConfig:
     """Sizes of the model; its `is_*_config` names the family."""
     init_method: InitMethod
     """How weights begin: drawn, or read."""
+    mtp: MTPConfig | None = None
+    """A module that predicts the token after the next, as an auxiliary objective; None: none."""
     dtype: DType = "bfloat16"
     """Number format of parameters and activations; masters and sums are float32."""
     make_vocab_size_divisible_by: int = 1

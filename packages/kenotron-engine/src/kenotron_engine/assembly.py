@@ -135,7 +135,8 @@ def build_model(
         memory: whether parameters that learn have memory and values; see ``assemble``.
 
     Raises:
-        ValueError: layers were given, and ``plan.scales``, which are those of ``plan.spec``.
+        ValueError: layers were given, and ``plan.scales``, which are those of ``plan.spec``, or a
+            further prediction, whose module they do not have.
     """
     if layers is not None and plan.scales is not None:
         raise ValueError(
@@ -146,6 +147,11 @@ def build_model(
     def fill(stack: LayerStack, layouts: Layouts) -> None:
         first_values(plan, mesh, layouts, stack)
 
+    if layers is not None and plan.spec.mtp_weight:
+        raise ValueError(
+            f"mtp_weight {plan.spec.mtp_weight} was given for layers that are not of the plan's "
+            "spec: they have no module that predicts a further token; set it to 0"
+        )
     costs = layer_costs(plan.spec) if layers is None else None
     layers = decoder_layers(plan, mesh) if layers is None else layers
     check_cut(plan.cp_mode, plan.spec, layers, mesh)

@@ -103,8 +103,13 @@ def expert_loads(training: Training, read: list[list[float]]) -> tuple[ExpertLoa
 
 
 def experts_by_layer(training: Training) -> dict[int, ExpertsSpec]:
-    """Return the experts of the whole model by layer, from 0."""
-    return expert_layers(training.plan.spec)
+    """Return the experts of the whole model by layer, from 0.
+
+    Those of the module that predicts the token after the next come after the last layer.
+    """
+    spec = training.plan.spec
+    found, depth = expert_layers(spec), spec.num_hidden_layers
+    return found | ({depth: found[depth - 1]} if spec.mtp_weight and depth - 1 in found else {})
 
 
 def _routers(training: Training) -> dict[int, Router]:

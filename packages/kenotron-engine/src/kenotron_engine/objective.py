@@ -14,7 +14,7 @@ from torch import Tensor
 from kenotron_data import Batch, MicroBatch
 from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
-from kenotron_engine.sequence import NO_TARGET
+from kenotron_engine.sequence import NO_TARGET, Share
 from kenotron_engine.training import Training
 from kenotron_tp import (
     linear_cross_entropy,
@@ -90,5 +90,50 @@ def loss_fn(
         if extra is not None and z_loss:
             extra.append(z)
         return total
+
+    return loss
+
+
+def with_further(
+    training: Training,
+    main: Callable[[Tensor, int], Tensor],
+    share: Share,
+    count: Tensor,
+    extra: list[Tensor],
+) -> Callable[[Tensor, int], Tensor]:
+    """Add the gradient of the module that predicts the token after the next to a loss.
+
+    Its cross entropy, divided by ``count``, has the head and the weight of ``DecoderSpec``. It adds
+    a gradient to the loss, and 0 to its value.
+
+    Args:
+        training: the model, which has the module.
+        main: loss of the main stream (T, D) of a micro-batch.
+        share: with the labels of the module; without them ``main`` is returned.
+        count: targets of the global batch, by which losses are divided, a scalar.
+        extra: takes a tensor (2,) of each micro-batch: its z-loss, which ``main`` has put there, or
+            0, and the cross entropy of the module.
+
+    Returns:
+        The loss of head inputs (2T, D): those of the main stream, then those of the module.
+    """
+    if not share.further:
+        return main
+    spec, times = training.plan.spec, 1 / count.double()
+
+    def loss(x: Tensor, microbatch: int) -> Tensor:
+        head, before = training.model.head, len(extra)
+        assert head is not None  # the module is only in decoders that have it
+        own, ahead = x.chunk(2)
+        total = main(own, microbatch)
+        further, _ = linear_cross_entropy_sum(
+            ahead, head.weight, share.further[microbatch].flatten(), training.mesh["tp"],
+            vocab_size=spec.vocab_size, times=times, sequence_parallel=head.sequence_parallel,
+            cap=head.cap,
+        )  # fmt: skip
+        value = further.detach()
+        z = extra.pop() if len(extra) > before else torch.zeros_like(value)
+        extra.append(torch.stack([z, value]))
+        return total + spec.mtp_weight * (further - value)
 
     return loss

@@ -67,6 +67,8 @@ class Share(NamedTuple):
     """Its tokens (B, n) and their labels."""
     contexts: list[Context]
     """What the layers may read of each of them."""
+    further: list[Tensor]
+    """Labels (B, n) of the module that predicts the token after the next; empty without one."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -91,7 +93,7 @@ def share_of(
         batch: micro-batches of whole rows, the same on all ranks of cp.
         dropout_key: of seed and step; without one layers drop nothing.
         count: tokens of the global batch but padding, by which losses of layers are divided, a
-            scalar; without it layers add none.
+            scalar; without it layers add none, and only the next token is predicted.
 
     Returns:
         Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
@@ -99,27 +101,51 @@ def share_of(
     """
     micros, axis = list(batch), mesh["cp"]
     weight = 1 / count.float() if count is not None and spec.routes else None
+    further = [after_next(each) for each in micros] if count is not None and spec.mtp_weight else []
+    following: list[Tensor | None] = [tokens for tokens, _ in further] or [None] * len(micros)
     if axis.size == 1:
         made = [
             Context(
                 micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
                 host_positions_BS=micro.host_positions_BS, loss_weight=weight,
-                padding_BS=padding_of(micro) if spec.routes else None,
+                padding_BS=padding_of(micro) if spec.routes else None, next_tokens_BS=tokens,
             )
-            for micro in micros
+            for micro, tokens in zip(micros, following, strict=True)
         ]  # fmt: skip
-        return Share(micros, made)
+        return Share(micros, made, [labels for _, labels in further])
     way, layout = way_of(mode, spec, mesh.sizes), mode.layout
-    own = [_cut(micro, axis, layout) for micro in micros]
+    own, cut = (
+        [_cut(each, axis, layout) for each in micros],
+        partial(cut_sequence, axis=axis, layout=layout),
+    )
     contexts = [
         Context(
             part.positions_BS, part.samples_B, dropout_key, to_loss=True,
             cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride), loss_weight=weight,
             padding_BS=_cut_padding(micro, axis, layout) if spec.routes else None,
+            next_tokens_BS=None if tokens is None else cut(tokens),
         )
-        for micro, part in zip(micros, own, strict=True)
+        for micro, part, tokens in zip(micros, own, following, strict=True)
     ]  # fmt: skip
-    return Share(own, contexts)
+    return Share(own, contexts, [cut(labels, fill=NO_TARGET) for _, labels in further])
+
+
+def after_next(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Shift whole rows once more, for the prediction of the token after the next.
+
+    Args:
+        micro: its labels are shifted once: that of a place is the next token.
+
+    Returns:
+        The next token of each place, and the label of the token after it, both (B, S). A place
+        whose next one is of another document, or outside the row, has no target.
+    """
+    tokens, labels = micro.tokens_BS.roll(-1, 1), micro.labels_BS.roll(-1, 1)
+    follows = micro.positions_BS.roll(-1, 1) == micro.positions_BS + 1
+    if micro.documents_BS is not None:
+        follows &= micro.documents_BS.roll(-1, 1) == micro.documents_BS
+    follows[:, -1] = False
+    return tokens, labels.masked_fill(~follows, NO_TARGET)
 
 
 def padding_of(micro: MicroBatch) -> Tensor:

@@ -31,7 +31,7 @@ from kenotron_engine.expert_load import (
     expert_loads,
     forget_loads,
 )
-from kenotron_engine.objective import global_counts, loss_fn
+from kenotron_engine.objective import global_counts, loss_fn, with_further
 from kenotron_engine.training import Training
 from kenotron_optim import (
     LossScale,
@@ -75,6 +75,9 @@ class StepResult:
     """How tokens were spread over the experts of each layer that has some."""
     domains: DomainLosses | None = None
     """Losses by domain, of a step that weighs them."""
+    mtp_loss: float | None = None
+    """Cross entropy of the module that predicts the token after the next, over the targets of
+    ``loss``; None: there is no such module."""
 
 
 def training_step(
@@ -114,9 +117,11 @@ def training_step(
     training.optimizer.step(grad.slices, lr, coefficient=coefficient, blocked=blocked)
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    (loss,), (norm,), (count, tokens), rows, *loads = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, grad.rows, *balance]
+    further = [] if grad.mtp_loss is None else [grad.mtp_loss]
+    (loss,), (norm,), (count, tokens), rows, *more = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, grad.rows, *further, *balance]
     ).wait()
+    loads = more[len(further) :]
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
     overflow = _overflows(found, loss_scale)
@@ -133,7 +138,7 @@ def training_step(
         loss if split is None else split.loss, norm, lr, found, not updates,
         _next(loss_scale, found, overflow), overflow,
         spikes.after(loss, norm) if spikes else None, spike, int(tokens),
-        expert_loads(training, loads), split,
+        expert_loads(training, loads), split, more[0][0] if further else None,
     )  # fmt: skip
 
 
@@ -179,6 +184,8 @@ class Gradient:
     """Targets and real tokens of the global batch (2,), int64."""
     rows: Tensor
     """What ``domain_losses`` adds up (G, 4), fp64; empty unless domains are weighed."""
+    mtp_loss: Tensor | None = None
+    """Scalar, of the module that predicts the token after the next; None: there is none."""
 
 
 def gradient(
@@ -203,6 +210,7 @@ def gradient(
         share = training.share_of(batch, key, counts[1].double() / factor)
         if domains is None:
             own_loss = loss_fn(training, share.micros, count, extra)
+            own_loss = with_further(training, own_loss, share, count, extra)
         else:
             own_loss = weighted_loss_fn(training, share.micros, domains, count, extra, rows)
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
@@ -220,11 +228,14 @@ def gradient(
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    if training.plan.spec.z_loss:
-        loss = loss - _z_loss(mesh, extra) / factor
-    if domains is None:
-        return Gradient(loss, slices, norm, counts, rows.new_empty(0))
-    return Gradient(loss, slices, norm, counts, global_rows(batch, rows, mesh))
+    spec, further = training.plan.spec, None
+    if spec.mtp_weight:
+        z_loss, further = (_of_all(mesh, extra, (2,)) / factor).unbind()
+        loss = loss - z_loss
+    elif spec.z_loss:
+        loss = loss - _of_all(mesh, extra, ()) / factor
+    own = rows.new_empty(0) if domains is None else global_rows(batch, rows, mesh)
+    return Gradient(loss, slices, norm, counts, own, further)
 
 
 def _by_domain(rows: list[float], domains: DomainBatch | None) -> DomainLosses | None:
@@ -243,7 +254,7 @@ def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
     return math.isfinite(found.loss)
 
 
-def _z_loss(mesh: Mesh, extra: list[Tensor]) -> Tensor:
-    """The z-loss of the global batch, on all ranks; the last stage's have ``extra`` of it."""
-    own = torch.stack(extra).sum() if extra else torch.zeros((), device=mesh.device)
+def _of_all(mesh: Mesh, extra: list[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Sums over the global batch, on all ranks; the last stage's have ``extra`` of them."""
+    own = torch.stack(extra).sum(0) if extra else torch.zeros(shape, device=mesh.device)
     return all_reduce(own, mesh["pp", "dp", "cp"])

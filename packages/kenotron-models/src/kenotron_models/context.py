@@ -41,6 +41,9 @@ class Context:
     loss_weight: Tensor | None = None
     """What a layer's own loss is multiplied with: 1 over the tokens of the global batch; a scalar.
     None: there is no loss to add to."""
+    next_tokens_BS: Tensor | None = None
+    """Token after each one, int64, for the module that predicts the one after it; None: the module
+    computes nothing."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
     """What layers keep of their forward for the case that the backward computes them again."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)

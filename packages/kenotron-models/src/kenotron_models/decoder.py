@@ -18,6 +18,7 @@ from kenotron_models.block import Block
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
+from kenotron_models.mtp import MTP, MultiTokenPrediction
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import Architecture
 from kenotron_models.transformers_layers import transformers_layers
@@ -102,8 +103,9 @@ def build_decoder(
     recompute: Recompute | Sequence[Recompute] = "none",
     vocab_divisible_by: int = 1,
 ) -> list[tuple[str, nn.Module]]:
-    """Make all layers of a decoder by name, in order: embedding, layers.i, norm, head.
+    """Make all layers of a decoder by name, in order: embedding, layers.i, mtp.0, norm, head.
 
+    ``mtp.0`` is there with ``DecoderSpec.mtp_weight``.
     Those of a model of transformers: see ``transformers_layers``.
 
     Args:
@@ -136,14 +138,21 @@ def build_decoder(
     head.narrows = spec.residual_in_fp32
     head.scale, head.cap = spec.logit_scale, spec.logit_cap
     declare_roles(head, weight="output")
-    if spec.tie_word_embeddings:
-        _tie(embedding, head)
+    tied: list[Embedding | Head] = [head] if spec.tie_word_embeddings else []
+    if spec.mtp_weight:
+        module = MultiTokenPrediction(
+            spec, build, recompute=again[-1], vocab_divisible_by=vocab_divisible_by
+        )
+        layers.append((MTP, module))
+        tied.append(module.embedding)
+    if tied:
+        _tie(embedding, *tied)
     return [*layers, ("norm", norm), ("head", head)]
 
 
-def _tie(embedding: Embedding, head: Head) -> None:
-    """Declare both matrices to be logical tensor ``embedding.weight``."""
-    for layer in (embedding, head):
+def _tie(*owners: Embedding | Head) -> None:
+    """Declare their matrices to be logical tensor ``embedding.weight``."""
+    for layer in owners:
         cut = layer.placements["weight"]
         assert isinstance(cut, Shard)  # as the layers of kenotron_tp declare it
         layer.placements["weight"] = (cut, Tie("embedding.weight"))

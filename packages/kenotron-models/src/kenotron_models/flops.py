@@ -11,6 +11,7 @@ import math
 
 from kenotron_dist import MATRICES, TensorLayout
 from kenotron_models.block import BlockSpec
+from kenotron_models.mtp import mtp_work
 from kenotron_models.part import Sparse
 from kenotron_models.shapes import ONE, block_layouts
 from kenotron_models.spec import Architecture
@@ -29,13 +30,15 @@ def forward_flops(
     spec, tokens = config.decoder, batch * sequence
     if isinstance(spec, TransformersSpec):
         return flops(spec, batch, sequence, causal=causal)
-    matrices = sum(_matrices(block, spec.hidden_size) for block in spec.blocks)
+    blocks = [*spec.blocks, *spec.mtp_blocks]
+    matrices = sum(_matrices(block, spec.hidden_size) for block in blocks)
     mixing = sum(
         part.mixing_flops(batch, sequence, causal=causal)
-        for block in spec.blocks
+        for block in blocks
         for part in block.parts
     )
     head = spec.hidden_size * spec.vocab_size
+    head += len(spec.mtp_blocks) * (head + 2 * spec.hidden_size**2)
     return float(2 * tokens * (matrices + head) + mixing)
 
 
@@ -52,17 +55,20 @@ def parameter_count(config: Architecture) -> int:
     if isinstance(spec, TransformersSpec):
         return element_count(spec)
     width = spec.hidden_size
-    blocks = sum(_elements(block_layouts(block, width)) for block in spec.blocks)
+    kinds = [*spec.blocks, *spec.mtp_blocks]
+    blocks = sum(_elements(block_layouts(block, width)) for block in kinds)
     matrices = 1 if spec.tie_word_embeddings else 2
     places = spec.max_position_embeddings * width if spec.learned_positions else 0
     norm = sum(p.numel() for p in spec.norm.build(width, ONE).parameters())
-    return blocks + matrices * spec.vocab_size * width + places + norm
+    further = len(spec.mtp_blocks) * (2 * norm + 2 * width**2)
+    return blocks + matrices * spec.vocab_size * width + places + norm + further
 
 
 def expert_parameters(config: Architecture) -> int:
     """Count the parameters that ep divides: those of experts, without routers."""
     spec = config.decoder
-    found = (block_layouts(block, spec.hidden_size) for block in spec.blocks)
+    kinds = [*spec.blocks, *spec.mtp_blocks]
+    found = (block_layouts(block, spec.hidden_size) for block in kinds)
     return sum(
         _elements({name: each for name, each in layouts.items() if each.grid == "expert"})
         for layouts in found
@@ -78,7 +84,8 @@ def layer_costs(config: Architecture) -> list[float]:
     if isinstance(spec, TransformersSpec):
         return work(spec)
     blocks = [float(sum(p.cost(spec.hidden_size) for p in block.parts)) for block in spec.blocks]
-    return [0.0, *blocks, 0.0, float(spec.vocab_size * spec.hidden_size)]
+    heads = 1 + len(spec.mtp_blocks)
+    return [0.0, *blocks, *mtp_work(spec), 0.0, float(heads * spec.vocab_size * spec.hidden_size)]
 
 
 def _matrices(block: BlockSpec, width: int) -> int:

@@ -52,7 +52,7 @@ _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 OF_THE_RUN = (
     "backend", "separate_documents", "z_loss", "balance_loss", "balance", "layers", "bias_rate",
-    "jitter", "capacity_factor", "way", "chunk", "stage_starts",
+    "jitter", "capacity_factor", "way", "chunk", "stage_starts", "mtp_weight",
 )  # fmt: skip
 """Fields of a spec that do not say what the weights mean: config.json may have no word for them."""
 OF_A_TRAINING = (

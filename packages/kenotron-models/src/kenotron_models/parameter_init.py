@@ -54,7 +54,9 @@ def standard_init(
             return Uniform(layout.shape[-1] ** -0.5 / (math.sqrt(depth) if divided else 1))
         if layout.role == "residual" and scaling in ("NUM_LAYERS", "LAYER_INDEX"):
             by_layer = scaling == "LAYER_INDEX"
-            depth = _number(layout) if by_layer else config.decoder.num_hidden_layers
+            depth = config.decoder.num_hidden_layers
+            if by_layer:
+                depth = depth + 1 if layout.name.startswith("mtp.") else _number(layout)
             return Normal(std / math.sqrt(2 * depth))
         if layout.role in DRAWN:
             return Normal(std)
@@ -69,11 +71,12 @@ def standard_init(
 
 def _of_part(layout: TensorLayout, config: Architecture) -> Initializer | None:
     """What the part that has a tensor says of its first values; None: nothing."""
-    found = re.match(r"layers\.(\d+)\.(\w+)\.(.+)", layout.name)
+    found = re.match(r"(?:layers\.(\d+)|mtp\.0\.block)\.(\w+)\.(.+)", layout.name)
     blocks = config.decoder.blocks
-    if not found or int(found[1]) >= len(blocks):
+    number = int(found[1] or len(blocks) - 1) if found else len(blocks)
+    if not found or number >= len(blocks):
         return None
-    for part in blocks[int(found[1])].parts:
+    for part in blocks[number].parts:
         if part.name == found[2] and isinstance(part, HasFirstValues):
             return part.first_values(found[3])
     return None

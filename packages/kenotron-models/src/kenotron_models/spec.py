@@ -42,6 +42,9 @@ class DecoderSpec:
     """Logits l become cap * tanh(l / cap); None: they stay."""
     z_loss: float = 0.0
     """Weight of the squared log of the softmax's sum in the loss (PaLM, arXiv 2204.02311)."""
+    mtp_weight: float = 0.0
+    """Weight of the loss of a module that predicts the token after the next (``mtp``); 0: there is
+    no such module."""
     stage_starts: tuple[int, ...] = ()
     """Blocks (from 0) that begin a further stage of a training's pipeline; none: costs decide."""
     residual_in_fp32: bool = False
@@ -60,6 +63,11 @@ class DecoderSpec:
     def num_hidden_layers(self) -> int:
         """Number of blocks."""
         return len(self.blocks)
+
+    @property
+    def mtp_blocks(self) -> tuple[BlockSpec, ...]:
+        """The block of the module that predicts the token after the next, if there is one."""
+        return self.blocks[-1:] if self.mtp_weight else ()
 
     @property
     def routes(self) -> bool:
