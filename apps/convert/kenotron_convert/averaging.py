@@ -14,6 +14,7 @@ from kenotron_ckpt import Checkpoint, Record, Source, open_checkpoint, read_box
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh
 from kenotron_models import model_from_json
+from kenotron_models.hf import differences
 
 OPTIMIZER = "optimizer."
 MOVING = "optimizer.average."
@@ -40,14 +41,22 @@ def average(
     """
     if not ckpts:
         raise ValueError("no checkpoint was given; give --ckpt one step folder or several")
+    if len(ckpts) == 1 and not ema:
+        raise ValueError(
+            f"--ckpt {ckpts[0]}: one checkpoint was given, and the mean of one is itself: give "
+            "several, or --ema for the moving average that it keeps"
+        )
     opened = [open_checkpoint(each, Mesh.connect(), select=_is_read(ema)) for each in ckpts]
+    folders = [each.folder.resolve() for each in opened]
+    if twice := [folder for folder in folders if folders.count(folder) > 1]:
+        raise ValueError(f"--ckpt {twice[0]}: this checkpoint was given twice: give each once")
     records = [_records(each, ema) for each in opened]
     first = opened[0]
     for checkpoint, own in zip(opened[1:], records[1:], strict=True):
         _check_alike(first, records[0], checkpoint, own)
+    for checkpoint in opened:
+        _check_model(first, checkpoint)
     state = first.manifest.state
-    if "model_config" not in state:
-        raise ValueError(f"{first.folder} does not describe a model: model_config is missing")
     check_free(folder, overwrite)
     weights = {n: r for n, r in first.manifest.records.items() if not n.startswith(OPTIMIZER)}
     sources = {}
@@ -98,6 +107,23 @@ def _check_alike(
         raise ValueError(
             f"{other.folder} is of another model than {first.folder}: {different[0]} is {there} "
             f"there and {here} here; give checkpoints of one model"
+        )
+
+
+def _check_model(first: Checkpoint, other: Checkpoint) -> None:
+    """Refuse checkpoints whose weights mean other models."""
+    for each in (first, other):
+        if "model_config" not in each.manifest.state:
+            raise ValueError(f"{each.folder} does not describe a model: model_config is missing")
+    (ours, scaled), (theirs, their_scaled) = (
+        model_from_json(each.manifest.state["model_config"]) for each in (first, other)
+    )
+    changed = differences(ours.decoder, theirs.decoder, ("max_position_embeddings",))
+    changed += [] if scaled == their_scaled else ["multipliers"]
+    if changed:
+        raise ValueError(
+            f"{other.folder} is of another model than {first.folder}: {changed[0]}; give "
+            "checkpoints of one model"
         )
 
 

@@ -72,3 +72,8 @@ def test_what_is_likely_a_mistake_is_a_warning():
 def test_paths_that_are_not_here_are_warnings(tmp_path):
     text = preview(parse(f"checkpoints.resume_checkpoint_path={tmp_path}/none"))
     assert "Warning: checkpoints.resume_checkpoint_path: " in text
+
+
+def test_rules_that_name_no_parameter_cannot_be_run():
+    text = preview(parse("optimizer.lr_multipliers=[{role: router, multiplier: 5}]"))
+    assert "Cannot be run: optimizer: no parameter has the role 'router'" in text

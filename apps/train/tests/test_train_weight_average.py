@@ -49,6 +49,11 @@ def test_averages_are_saved_and_resumed_on_another_layout(tmp_path: Path, datase
     last = runs.metrics(tmp_path / "1")[-1]
     assert last["validation_loss_averaged"] > last["validation_loss"]
     resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
+    first = run(tmp_path / "first", dataset, EMA | {"checkpoints.checkpoint_interval": 1})
+    assert first == one
+    begun = tmp_path / "first/checkpoints/1"  # the average begins with the first update
+    weights, average = tensors(begun), tensors(begun, "optimizer.average.")
+    assert all(torch.equal(x, average[name]) for name, x in weights.items())
     assert run(tmp_path / "2", dataset, EMA | resumed) == one[2:]
     assert (
         runs.metrics(tmp_path / "2")[-1]["validation_loss_averaged"]
@@ -69,7 +74,7 @@ def test_a_checkpoint_without_averages_begins_them(
     }
     config = configure(tmp_path / "2", dataset, EMA | resumed)
     trace(Mesh.connect(), config, str(tmp_path / "cache"))
-    assert "optimizer.weight_average begins with the weights" in capsys.readouterr().out
+    assert "optimizer.weight_average begins with the next update" in capsys.readouterr().out
     assert runs.metrics(tmp_path / "2")[-1]["validation_loss_averaged"] > 0
     weights, average = (
         tensors(tmp_path / "2/checkpoints/4", prefix) for prefix in ("", "optimizer.average.")
@@ -83,6 +88,11 @@ def test_the_command_averages_checkpoints_and_takes_out_moving_averages(
 ) -> None:
     run(tmp_path / "1", dataset, EMA)
     two, four = (tmp_path / "1/checkpoints" / step for step in ("2", "4"))
+    config = configure(tmp_path / "again", dataset, EMA | {
+        "checkpoints.resume_checkpoint_path": two
+    })  # fmt: skip
+    trace(Mesh.connect(), config, str(tmp_path / "cache"))
+    assert "left behind" not in capsys.readouterr().out
     out = tmp_path / "mean"
     assert main(["average", "--ckpt", str(two), str(four), "--out", str(out)]) == 0
     assert f"wrote {out / '0'}" in capsys.readouterr().out
@@ -115,6 +125,12 @@ def test_what_cannot_be_averaged_is_named(
         return capsys.readouterr().err
 
     assert "has no moving average of its weights" in said("--ckpt", paths[0], "--ema")
+    assert "one checkpoint was given, and the mean of one is itself" in said("--ckpt", paths[0])
+    assert "was given twice" in said("--ckpt", paths[0], paths[0])
+    run(tmp_path / "3", dataset, two | {"model.model_config.rope_theta": 5e5})
+    theirs = str(tmp_path / "3/checkpoints/2")
+    said_of_theta = said("--ckpt", paths[0], theirs)
+    assert "is of another model than" in said_of_theta and "rope.theta" in said_of_theta
     assert "is of another model than" in said("--ckpt", *paths)
     assert "nowhere" in said("--ckpt", paths[0], str(tmp_path / "nowhere"))
     text = preview(configure(tmp_path, dataset, EMA))

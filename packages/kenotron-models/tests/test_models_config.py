@@ -4,6 +4,7 @@ import pytest
 
 from kenotron_models import LlamaConfig
 from kenotron_models.families.fields import check
+from kenotron_models.rope_scaling import RopeScaling
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 
@@ -58,3 +59,8 @@ def test_all_problems_come_together():
     with pytest.raises(ValueError) as caught:
         LlamaConfig(hidden_size=0, vocab_size=0, hidden_act="gelu")
     assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_rope_scaling_that_shortens_is_refused():
+    with pytest.raises(ValueError, match="factor: 0.5 was given; it must be at least 1"):
+        RopeScaling(factor=0.5, rope_type="yarn")

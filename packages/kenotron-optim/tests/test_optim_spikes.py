@@ -41,6 +41,15 @@ def test_a_spike_counts_as_its_bound_and_a_lasting_rise_is_followed() -> None:
     assert guard_after([*VALUES, math.nan, math.inf]) == guard_after(VALUES)
 
 
+def test_equal_values_have_a_bound_above_them_that_rises() -> None:
+    guard = guard_after([1.0] * 8)
+    assert guard.bounds == pytest.approx((2.006, 1.003))
+    left_out = 0
+    while guard.find(2.2, 1.1):
+        guard, left_out = guard.after(2.2, 1.1), left_out + 1
+    assert 0 < left_out < 40
+
+
 def test_a_checkpoint_keeps_the_window() -> None:
     guard = guard_after(VALUES * 4)
     assert len(guard.norms) == 8

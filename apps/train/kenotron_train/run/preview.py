@@ -31,6 +31,7 @@ from kenotron_models import (
     parameter_count,
     sent_bytes,
 )
+from kenotron_optim import parameter_groups
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.activations import (
     cp_mode_of,
@@ -93,6 +94,7 @@ def cannot_run(config: Config) -> list[str]:
         return problems
     try:
         stage_sizes(config)
+        problems += _groups(config)
     except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
         problems.append(f"model.model_config: a tensor of this model is too large: {error}")
     except ValueError as error:  # of recompute_memory_gb
@@ -104,6 +106,24 @@ def cannot_run(config: Config) -> list[str]:
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems
+
+
+def _groups(config: Config) -> list[str]:
+    """What is wrong with rules that name parameters."""
+    optim, layouts = config.optimizer, layers_by_rank(config).layouts
+    names = sorted({layout.name for layout in layouts.values()})
+    try:
+        parameter_groups(
+            names,
+            optim.weight_decay,
+            exclude=optim.weight_decay_exclude_named_params,
+            exclude_kinds=optim.weight_decay_exclude_kinds,
+            layouts=layouts,
+            lr_multipliers=optim.lr_multipliers,
+        )
+    except ValueError as error:
+        return [f"optimizer: {error}"]
+    return []
 
 
 def stage_sizes(config: Config) -> list[StageSize]:

@@ -113,14 +113,14 @@ def _load_from(
     parameters: dict[str, Any] = dict(training.records())
     wanted: dict[str, Any] = {}
     dropped = ""
+    averages, remark = _averages(training, checkpoint, optimizer and steps > 0)
     if optimizer:
         # Before its first update an optimizer has masters and no more: what a damaged checkpoint
         # left in other state is zero again.
         wanted = training.optimizer.wanted(started=steps > 0)
-        names = [layout.name for _, layout in (parameters | wanted).values()]
+        names = [layout.name for _, layout in (parameters | wanted | averages).values()]
         dropped = _check_optimizer(names, manifest.records, config, folder)
         dropped += _converted(wanted, manifest.records)
-    averages, remark = _averages(training, checkpoint, optimizer)
     checkpoint.load(parameters)
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
@@ -130,7 +130,7 @@ def _load_from(
     else:
         training.optimizer.reload()
     if training.averages is not None and not averages:
-        training.averages.begin()
+        training.averages.forget()
     progress = comparable(Progress.from_state(state, config), state["reading"], config)
     remark = _remark(progress, state, config, folder) + dropped + remark
     for reason in checkpoint.passed_over:
@@ -139,15 +139,18 @@ def _load_from(
 
 
 def _averages(
-    training: Training, checkpoint: Checkpoint, optimizer: bool
+    training: Training, checkpoint: Checkpoint, updated: bool
 ) -> tuple[dict[str, Any], str]:
-    """Averaged weights to be read, and a remark where they begin again."""
-    if training.averages is None:
+    """Averaged weights to be read, and a remark where they begin again.
+
+    ``updated``: whether the optimizer is read, and has made updates.
+    """
+    if training.averages is None or not updated:
         return {}, ""
     prefix = f"optimizer.{AVERAGE}."
-    if optimizer and any(name.startswith(prefix) for name in checkpoint.manifest.records):
+    if any(name.startswith(prefix) for name in checkpoint.manifest.records):
         return dict(training.averages.wanted()), ""
-    return {}, "; optimizer.weight_average begins with the weights of this checkpoint"
+    return {}, "; optimizer.weight_average begins with the next update"
 
 
 def going_on(config: Config, mesh: Mesh) -> Config:

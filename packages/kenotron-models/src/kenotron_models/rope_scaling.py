@@ -49,6 +49,8 @@ class RopeScaling:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 found.append(f"{name}: {value} was given; it must be a finite number above 0")
+        if 0 < self.factor < 1:
+            found.append(f"factor: {self.factor} was given; it must be at least 1")
         if self.high_freq_factor <= self.low_freq_factor and self.rope_type == "llama3":
             found.append(
                 f"high_freq_factor: {self.high_freq_factor} was given; it must be above "

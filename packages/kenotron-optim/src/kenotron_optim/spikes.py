@@ -14,6 +14,9 @@ from typing import Any
 
 from kenotron_optim.config_fields import INFINITY, raise_all
 
+LEAST = 1e-3
+"""Least deviation, as a share of the mean: equal values bound those after them, too."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
@@ -94,4 +97,5 @@ class SpikeGuard:
 
 
 def _bound(values: Sequence[float], sigma: float) -> float:
-    return statistics.fmean(values) + sigma * statistics.stdev(values)
+    mean = statistics.fmean(values)
+    return mean + sigma * max(statistics.stdev(values), LEAST * abs(mean))

@@ -64,13 +64,24 @@ class WeightAverages:
     def begin(self) -> None:
         """Forget what was averaged: the average is the weights of now."""
         self._has_begun = True
+        self._copy()
+
+    def forget(self) -> None:
+        """Begin with the next update that is taken in."""
+        self._has_begun = False
+
+    @torch.no_grad()
+    def _copy(self) -> None:
         for piece, master in self._optimizer.kept_masters().items():
             self._averages[piece].copy_(master)
 
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
-        """Return this rank's slices as logical tensors, for checkpoints; live ones, no copies."""
+        """Return this rank's slices as logical tensors, for checkpoints; live ones, no copies.
+
+        Before the first update that is taken in they are the weights.
+        """
         if not self._has_begun:
-            self.begin()
+            self._copy()
         own = [(self._averages[piece], self._layouts[piece]) for piece in self._own]
         return {layout.name: (average, layout) for average, layout in own}
 
@@ -89,7 +100,7 @@ class WeightAverages:
         Afterwards the weights have their bits again.
         """
         if not self._has_begun:
-            self.begin()
+            self._copy()
         self._swap()
         try:
             yield
