@@ -23,7 +23,7 @@ BASE = yaml.safe_load((runs.APP / "kenotron_train/default.yaml").read_text())
 FILES = sorted(
     [
         *runs.APP.glob("configs/*.yaml"),
-        *runs.APP.glob("examples/*/*.yaml"),
+        *runs.APP.glob("examples/[!t]*/*.yaml"),  # tasks are of lm-eval
         runs.APP / "kenotron_train/default.yaml",
         runs.TINY_LLAMA,
     ]
