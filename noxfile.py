@@ -248,7 +248,7 @@ def measure(session: nox.Session, section: str) -> None:
 @nox.session(default=False)
 def grid(session: nox.Session) -> None:
     """Measure the rows of the grid that `integration` checks: `tests/GRID.md`."""
-    for section in ("sample", "context", "experts", "mixers"):
+    for section in ("sample", "context", "experts", "mixers", "extras"):
         measure(session, section)
 
 

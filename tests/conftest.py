@@ -15,7 +15,7 @@ LOADED = (
 )
 
 
-CHECKED = ["sample", "context", "experts", "mixers"]
+CHECKED = ["sample", "context", "experts", "mixers", "extras"]
 """Sections of the grid that every run of the tests checks."""
 
 
@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["checked", *CHECKED, "full"],
         default="checked",
-        help="sample, rows that cut samples (context), have experts or other mixers, or all of "
+        help="sample, rows that cut samples (context), have experts, other mixers or extras, or all of "
         "these (checked); full: all pairs on every layout of up to eight ranks, 20 steps a row",
     )
     parser.addoption(

@@ -64,6 +64,8 @@ class Row:
     """Parts in which tokens are sent over ep."""
     reduce: str = "micro_batch"
     """When ZeRO 2 and 3 add gradients over data ranks: after each micro-batch, or once a step."""
+    extra: str = ""
+    """What is not in every training: mtp (further predictions), mup, or ramp (of the batch)."""
 
     @property
     def ranks(self) -> int:
@@ -101,15 +103,18 @@ class Row:
             "tied" if self.tied else "untied", f"layers{self.layers}",
         ]  # fmt: skip
         words[9], words[11] = f"v{self.vocab}", f"drop{self.dropout:g}"
-        words[-7:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
+        words[-8:] = [f"cp{self.cp}", self.way, self.order] if self.cp > 1 else []
         words += [f"s{self.sequence}"] if self.sequence != Row.sequence else []
         words += [f"ep{self.ep}"] if self.ep > 1 else []
         words += [f"chunks{self.chunks}"] if self.chunks > 1 else []
         words += ["reduced-once"] if self.reduce == "step" else []
+        words += [self.extra] if self.extra else []
         return "-".join(words)
 
 
-OF_THE_MODEL = ("arch", "tied", "layers", "vocab", "documents", "dropout", "dtype", "sequence")
+OF_THE_MODEL = (
+    "arch", "tied", "layers", "vocab", "documents", "dropout", "dtype", "sequence", "extra",
+)  # fmt: skip
 AXES: dict[str, tuple] = {
     "engine": ENGINES,
     "mode": ("plain", "sp", "overlap", "sp+overlap"),
@@ -247,6 +252,23 @@ def mixers() -> list[Row]:
     """
     sizes = [each for ranks in (1, 2) for each in factorisations(ranks)]
     return [*covering(sizes, familiar=3, among=MIXERS), *MIXERS_BY_HAND]
+
+
+def extras() -> list[Row]:
+    """Rows with what is not in every training: further predictions, µP, a batch that grows."""
+    cut, eight = CUT_LENGTH, (2, 2, 2)
+    return [
+        Row(sizes=(2, 1, 2), extra="mtp", mode="sp", engine="zb-v", tied=True, recompute="full"),
+        Row(sizes=(1, 2, 1), extra="mtp", cp=2, arch="qwen2", documents="separate", zero=3,
+            micro=1, sequence=cut),
+        Row(sizes=eight, extra="mtp", ep=2, arch="deepseek", engine="interleaved", mode="overlap"),
+        Row(sizes=(2, 2, 1), extra="mtp", engine="zb-h1", arch="mistral", dtype="bf16", zero=2),
+        Row(sizes=eight, extra="mup", arch="qwen3", engine="zb-v", mode="sp+overlap", tied=True),
+        Row(sizes=(1, 4, 1), extra="mup", zero=3, recompute="selective", layers=6, vocab=264),
+        Row(sizes=(1, 1, 2), extra="mup", cp=2, arch="starcoder2", dropout=0.1, sequence=cut),
+        Row(sizes=eight, extra="ramp", engine="zb-h1", arch="mistral", zero=2, reduce="step"),
+        Row(sizes=(1, 2, 2), extra="ramp", mode="sp", zero=3, arch="qwen2", saver="datastates"),
+    ]  # fmt: skip
 
 
 WITHOUT_ATTENTION = ("mamba", "mamba2")

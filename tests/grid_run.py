@@ -102,6 +102,17 @@ FAMILIES = {
     "qwen3": (Qwen3Config, {"head_dim": 16, "rope_interleaved": True, "rope_scaling": YARN}),
 }
 """Families of Llama's keys, and keys of theirs."""
+PART = GLOBAL_BATCH // 3
+EXTRAS = {
+    "": {},
+    "mtp": {"model.mtp": "{weight: 0.3}"},
+    "mup": {
+        "model.init_method": "{use_mup: true, std: 0.05, output_multiplier: 2.0, depth_rule: "
+        "inverse, base: {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2}}"
+    },
+    "ramp": {"tokens.batch_ramp": f"{{start: {PART}, increment: {PART}, samples: {2 * PART}}}"},
+}
+"""Keys of the config that a row's extra has. A ramp has one, two and three micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +207,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
     }
     if resume is not None:
         overrides["checkpoints.resume_checkpoint_path"] = resume
-    flags = [f"{key}={value}" for key, value in overrides.items()]
+    flags = [f"{key}={value}" for key, value in {**overrides, **EXTRAS[row.extra]}.items()]
     config = parse_config(parity.YAML, "grid", flags)
     model = replace(config.model, model_config=model_of(row))
     parallelism = replace(config.parallelism, ep=row.ep, ep_chunks=row.chunks)
