@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--grid",
         choices=["checked", *CHECKED, "full"],
         default="checked",
-        help="sample, rows that cut samples (context), have experts, other mixers or extras, or all of "
-        "these (checked); full: all pairs on every layout of up to eight ranks, 20 steps a row",
+        help="sample, rows that cut samples (context), have experts, other mixers or extras, or "
+        "all of these (checked); full: all pairs on every layout of up to 8 ranks, 20 steps a row",
     )
     parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"
