@@ -77,3 +77,28 @@ def test_a_schedule_beyond_the_run_is_named(changes: dict[str, int], said: str) 
     own = {f"{SCHEDULE}.{name}": value for name, value in changes.items()}
     config = configure({"tokens.train_steps": 6} | own)
     assert cautions(config) == ([f"{SCHEDULE}.{said}"] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"tokens.batch_ramp": "{start: 2, increment: 2, samples: 100}"},
+            "tokens.batch_ramp.samples: 100 was given, but the run ends after 6 steps and 12 "
+            "samples: the batch never has its full size",
+        ),
+        (
+            {"optimizer.weight_average": "{every: 7}"},
+            "optimizer.weight_average.every: 7 was given, but the run ends after 6 steps: nothing",
+        ),
+        (
+            {"optimizer.spikes": "{window: 12}"},
+            "optimizer.spikes.window: 12 was given, but the run ends after 6 steps: the first half",
+        ),
+        ({"optimizer.weight_average": "{every: 6}", "optimizer.spikes": "{window: 11}"}, ""),
+    ],
+)  # fmt: skip
+def test_what_a_run_never_reaches_is_named(changes: dict[str, str], said: str) -> None:
+    batch = {"tokens.micro_batch_size": 1, "tokens.batch_accumulation_per_replica": 4}
+    lines = cautions(configure({"tokens.train_steps": 6} | batch | changes))
+    assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kenotron_config import Config, ConfigError, dump_config, parse_config, unavailable
+from kenotron_config import Config, ConfigError, cautions, dump_config, parse_config, unavailable
 
 YAML = Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8")
 BASE = (
@@ -36,6 +36,15 @@ def test_the_rule_of_nanotron_has_no_base() -> None:
     assert config.scales["layers.0.mlp.gate_up.weight"].lr == 8.0
     assert config.scales["embedding.weight"].std == (1.0,)
     assert {block.mixer.factor for block in config.decoder.blocks} == {0.25}  # 1/K
+    assert not any("use_mup" in line for line in cautions(config))
+
+
+def test_a_file_of_nanotron_has_its_rule_and_a_caution() -> None:
+    config, named = parse(""), parse(", rule: nanotron")
+    assert config.scales == named.scales and config.multipliers == named.multipliers
+    (line,) = (line for line in cautions(config) if "use_mup" in line)
+    assert "true was given without base: the table of Nanotron's own runs is taken (rule: " in line
+    assert parse_config(dump_config(config), "again") == config
 
 
 def test_attention_and_depth_follow_their_rules() -> None:
@@ -57,7 +66,7 @@ def test_without_use_mup_nothing_is_multiplied() -> None:
 @pytest.mark.parametrize(
     ("method", "changes", "sentence"),
     [
-        ("", (), "base: nothing was given; µP needs the widths of a base model: add them, such as"),
+        (", std: 0.1", (), "base: nothing was given; µP needs the widths of a base model: add"),
         (", rule: spectral", (), "or set rule to nanotron for Nanotron's own table"),
         (", base: {num_hidden_layers: 1}", (), "was given; µP needs the widths of a base model"),
         (", base: {hidden_size: 0}", (), "base: hidden_size: 0 was given; it must be at least 1"),

@@ -1,4 +1,4 @@
-"""What can be run and is likely a mistake: lengths, schedules, and tokens of another tokenizer."""
+"""What can be run and is likely a mistake: lengths, schedules, rules, tokens of a tokenizer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kenotron_config.config import Config
+from kenotron_config.init_sections import SpectralMupInitConfig
 from kenotron_data import tokenizer_of_folder
 from kenotron_data.config import NanosetDatasetsConfig
 
@@ -21,7 +22,13 @@ def cautions(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: value was given; what is odd`.
     """
-    return [*_long_sequences(config), *_schedule(config), *_other_tokenizers(config)]
+    return [
+        *_long_sequences(config),
+        *_schedule(config),
+        *_never_reached(config),
+        *_rule(config),
+        *_other_tokenizers(config),
+    ]
 
 
 def _long_sequences(config: Config) -> list[str]:
@@ -61,6 +68,39 @@ def _schedule(config: Config) -> Iterator[str]:
             f"{SCHEDULE}.lr_decay_steps: {decay} was given: the decay ends at step {end}, but "
             f"tokens.train_steps is {steps}: the learning rate never reaches min_decay_lr"
         )
+
+
+def _never_reached(config: Config) -> Iterator[str]:
+    """Batches, averages and bounds that need more steps than the run has."""
+    tokens, optim, batches = config.tokens, config.optimizer, config.batches
+    end = f"but the run ends after {tokens.train_steps} steps"
+    read = sum(map(batches.samples, range(len(config.data_stages))))
+    if tokens.batch_ramp is not None and tokens.batch_ramp.samples > read:
+        yield (
+            f"tokens.batch_ramp.samples: {tokens.batch_ramp.samples} was given, {end} and "
+            f"{read} samples: the batch never has its full size"
+        )
+    if (average := optim.weight_average) is not None and average.every > tokens.train_steps:
+        yield (
+            f"optimizer.weight_average.every: {average.every} was given, {end}: nothing is averaged"
+        )
+    if (spikes := optim.spikes) is not None and spikes.window // 2 >= tokens.train_steps:
+        yield (
+            f"optimizer.spikes.window: {spikes.window} was given, {end}: the first half of a "
+            "window has no bound, so no step is left out"
+        )
+
+
+def _rule(config: Config) -> list[str]:
+    """Nanotron's files have no key but `use_mup`."""
+    method = config.model.init_method
+    if not isinstance(method, SpectralMupInitConfig) or method.rule or not method.is_nanotron:
+        return []
+    return [
+        "model.init_method.use_mup: true was given without base: the table of Nanotron's own runs "
+        "is taken (rule: nanotron), whose learning rates do not transfer to other widths; give "
+        "base, the widths that hyperparameters were chosen for, or write rule: nanotron"
+    ]
 
 
 def _other_tokenizers(config: Config) -> Iterator[str]:

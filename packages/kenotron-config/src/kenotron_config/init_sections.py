@@ -46,9 +46,10 @@ class SpectralMupInitConfig:
 
     use_mup: bool
     """Marks a YAML mapping as this class; always true."""
-    rule: Literal["spectral", "nanotron"] = "spectral"
+    rule: Literal["spectral", "nanotron"] | None = None
     """`spectral`: factors relative to `base`, by the optimizer; `nanotron`: the table of Nanotron's
-    own runs, which gives AdamW the learning rates of SGD, the head too, and reads no other key."""
+    own runs, which gives AdamW the learning rates of SGD, the head too, and reads no other key.
+    None: spectral; nanotron where no other key is given, as in Nanotron's files."""
     base: dict[str, int] = field(default_factory=dict)
     """Keys of `model_config` and their values in the base model: widths, such as `hidden_size`, and
     `num_hidden_layers`, which `depth_rule` reads."""
@@ -83,7 +84,7 @@ class SpectralMupInitConfig:
         ]
         if self.rule == "nanotron":
             found += self._unread()
-        elif not {*self.base} - {DEPTH}:
+        elif not self.is_nanotron and not {*self.base} - {DEPTH}:
             found.append(
                 f"base: {self.base or 'nothing'} was given; µP needs the widths of a base model: "
                 "add them, such as base: {hidden_size: 256, intermediate_size: 1024, "
@@ -96,6 +97,11 @@ class SpectralMupInitConfig:
             )
         if found:
             raise ValueError("\n".join(found))
+
+    @property
+    def is_nanotron(self) -> bool:
+        """Whether the factors are those of Nanotron's table."""
+        return self.rule == "nanotron" or (self.rule is None and not self._unread())
 
     def _unread(self) -> list[str]:
         read = ("use_mup", "rule")

@@ -28,7 +28,7 @@ def mup_of(model: ModelConfig) -> Mup | None:
     method, sizes = model.init_method, model.model_config
     if not isinstance(method, SpectralMupInitConfig):
         return None
-    if method.rule == "nanotron":
+    if method.is_nanotron:
         return Mup(rule="nanotron")
     known = {each.name for each in fields(sizes)}
     if unknown := sorted({*method.base} - known):
