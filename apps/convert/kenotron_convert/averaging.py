@@ -91,7 +91,8 @@ def _records(checkpoint: Checkpoint, ema: bool) -> dict[str, Record]:
     if not moving:
         raise ValueError(
             f"{checkpoint.folder} has no moving average of its weights: it was written without "
-            "optimizer.weight_average; leave out --ema for the mean of several checkpoints"
+            "optimizer.weight_average, or before its first update; leave out --ema for the mean of "
+            "several checkpoints"
         )
     return weights | moving
 

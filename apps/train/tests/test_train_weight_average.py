@@ -64,6 +64,18 @@ def test_averages_are_saved_and_resumed_on_another_layout(tmp_path: Path, datase
     assert other == pytest.approx(last["validation_loss_averaged"], rel=1e-5)
 
 
+def test_a_run_that_resumes_before_the_first_average_begins_with_the_same_update(
+    tmp_path: Path, dataset: dict
+) -> None:
+    rare = EMA | {"optimizer.weight_average": "{decay: 0.5, every: 3}"}
+    one = run(tmp_path / "1", dataset, rare)
+    assert tensors(tmp_path / "1/checkpoints/2", "optimizer.average.") == {}
+    resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
+    assert run(tmp_path / "2", dataset, rare | resumed) == one[2:]
+    first, second = (runs.metrics(tmp_path / each)[-1] for each in "12")
+    assert first["validation_loss_averaged"] == second["validation_loss_averaged"]
+
+
 def test_a_checkpoint_without_averages_begins_them(
     tmp_path: Path, dataset: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,10 +78,11 @@ class WeightAverages:
     def state(self) -> dict[str, tuple[Tensor, TensorLayout]]:
         """Return this rank's slices as logical tensors, for checkpoints; live ones, no copies.
 
-        Before the first update that is taken in they are the weights.
+        Before the first update that is taken in there are none: a run that resumes then begins
+        with the same update as one that was not stopped.
         """
         if not self._has_begun:
-            self._copy()
+            return {}
         own = [(self._averages[piece], self._layouts[piece]) for piece in self._own]
         return {layout.name: (average, layout) for average, layout in own}
 
