@@ -10,6 +10,7 @@ from kenotron_dist.init import Normal, initialize
 from kenotron_models import (
     Build,
     Context,
+    DeepseekV3Config,
     Gemma2Config,
     LayerStack,
     LlamaConfig,
@@ -26,6 +27,11 @@ from kenotron_models import (
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 60, "max_position_embeddings": 16,
+}  # fmt: skip
+LATENT = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"} | {
+    "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16, "first_k_dense_replace": 1,
 }  # fmt: skip
 GIVEN = Multipliers(embedding=3.0, logits=0.3, attention=(0.5, 0.7), residual=0.6)
 
@@ -55,6 +61,8 @@ def logits(stack):
         Starcoder2Config(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}),
         Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8),
         OLMo2Config(**SIZES),
+        DeepseekV3Config(**LATENT, q_lora_rank=24),
+        DeepseekV3Config(**LATENT, q_lora_rank=None),
         Qwen3MoEConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
     ],
     ids=lambda config: type(config).__name__,

@@ -9,6 +9,7 @@ from kenotron_dist import Axis, Mesh, materialize, named_parameters, parameter_l
 from kenotron_dist.init import initialize
 from kenotron_models import (
     Build,
+    Gemma2Config,
     GptOssConfig,
     LayerStack,
     LlamaConfig,
@@ -223,6 +224,15 @@ def test_scores_are_divided_by_the_head_width_and_by_its_root_at_the_base():
     assert kept.blocks == wide.blocks
     more = multipliers_of(wide, Mup(base=base), embedding=3.0, output=2.0).applied(wide)
     assert (more.embedding_scale, more.logit_scale) == (3.0, 0.5)
+
+
+def test_tokens_are_as_large_at_every_width_where_the_config_scales_them():
+    sizes = {**SIZES, "head_dim": 8, "num_key_value_heads": 2}
+    wide, base = (Gemma2Config(**sizes, **width).decoder for width in (WIDE, BASE))
+    assert wide.embedding_scale == 8.0
+    applied = multipliers_of(wide, Mup(base=base), embedding=3.0).applied(wide)
+    assert applied.embedding_scale == 12.0  # 3 sqrt(16)
+    assert multipliers_of(base, Mup(base=base)).applied(base) == base
 
 
 def test_multipliers_survive_json():

@@ -111,7 +111,8 @@ def build_decoder(
     Args:
         config: what it is made of.
         build: the tp axis, how cut layers communicate over it, device and dtype.
-        recompute: what decoder layers compute again in the backward, all or one by one.
+        recompute: what decoder layers compute again in the backward, all or one by one. ``mtp.0``
+            does what a further one says, else what the last one says.
         vocab_divisible_by: vocabulary rows per rank are a multiple of this.
 
     Raises:
@@ -121,13 +122,13 @@ def build_decoder(
     spec = config.decoder
     depth, vocab = spec.num_hidden_layers, spec.vocab_size
     again = [recompute] * depth if isinstance(recompute, str) else list(recompute)
-    if len(again) != depth:
+    if len(again) not in (depth, depth + len(spec.mtp_blocks)):
         raise ValueError(f"recompute names {len(again)} layers, but the model has {depth}")
     if isinstance(spec, TransformersSpec):
         return transformers_layers(spec, build, again)
     embedding = Embedding(spec, build, divisible_by=vocab_divisible_by)
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
-    for i, (block, what) in enumerate(zip(spec.blocks, again, strict=True)):
+    for i, (block, what) in enumerate(zip(spec.blocks, again[:depth], strict=True)):
         layer = Block(block, spec.hidden_size, build, layer=i, recompute=what)
         layers.append((f"layers.{i}", layer))
     chunk = vocabulary_chunk(vocab, build.tp.size, vocab_divisible_by)

@@ -19,6 +19,7 @@ from kenotron_models.attention import AttentionSpec
 from kenotron_models.attention_mix import MixingSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.hf_tensors import EMBEDDING
+from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.mup import POWERS, Mup
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
@@ -103,7 +104,7 @@ def multipliers_of(
     Args:
         spec: what the config says.
         mup: the parametrisation.
-        embedding: further factor of embedded tokens.
+        embedding: further factor of embedded tokens, whose own factor stays that of the base.
         output: further factor of logits.
         attention_scale: scores are divided by K, as at the base width by its root (``inverse``), or
             by the root of K at every width. Nanotron's rule divides by K.
@@ -112,8 +113,9 @@ def multipliers_of(
         return Multipliers(attention=_attention(spec, None))
     assert mup.base is not None
     scores = _attention(spec, mup.base) if attention_scale == "inverse" else ()
+    scale, first = spec.embedding_scale, mup.base.embedding_scale  # Gemma's grows with the width
     return Multipliers(
-        embedding=embedding,
+        embedding=embedding if scale is None or first is None else embedding * (first / scale),
         logits=output / (spec.hidden_size / mup.base.hidden_size),
         attention=scores,
         residual=mup.depth_ratio(spec) ** -POWERS[mup.depth_rule],
@@ -202,6 +204,11 @@ def _queries(
     spec = block.mixer
     if isinstance(spec, AttentionSpec) and spec.qk_norm is not None:
         _norm(found, layouts, f"{at}{spec.name}.q_norm", factor)
+    elif isinstance(spec, LatentAttentionSpec):
+        last = "q" if spec.q_rank is None else "q_b"  # what makes queries has no other rows
+        for kind in ("weight", "bias"):
+            if (path := f"{at}{spec.name}.{last}.{kind}") in layouts:
+                found[path] = Fold(factor)
     elif isinstance(spec, AttentionSpec) and not spec.gate:
         for kind in ("weight", "bias"):
             if (path := f"{at}{spec.name}.qkv.{kind}") in layouts:
