@@ -42,10 +42,13 @@ def row_tokens(config: Config) -> int:
 
 
 def layer_activation(config: Config, layer: int, again: Recompute) -> int:
-    """Return the bytes that one rank keeps of a micro-batch for the backward of a block."""
+    """Return the bytes that one rank keeps of a micro-batch for the backward of a block.
+
+    The block of the module of `mtp` counts as one more layer.
+    """
     spec, parallel = config.decoder, config.parallelism
     return kept_bytes(
-        spec.blocks[layer],
+        (*spec.blocks, *spec.mtp_blocks)[layer],
         spec.hidden_size,
         config.tokens.micro_batch_size,
         row_tokens(config),
@@ -89,13 +92,14 @@ def layers_by_rank(config: Config) -> Stages:
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
         numbers = [int(name.split(".")[1]) for name, _ in own if name.startswith("layers.")]
+        numbers += [spec.num_hidden_layers for name, _ in own if name == "mtp.0"]
         live = trace.peak_live[rank] / max(1, schedule.chunks)
         found.append((own, StageLayers(numbers, live)))
     return Stages(found, layouts)
 
 
 def recomputed(config: Config) -> tuple[Recompute, ...]:
-    """Return what each decoder layer computes again in the backward.
+    """Return what each decoder layer computes again in the backward, then the module of `mtp`.
 
     Raises:
         ValueError: ``parallelism.recompute_memory_gb`` is too small for any choice.
@@ -104,10 +108,11 @@ def recomputed(config: Config) -> tuple[Recompute, ...]:
     if (room := parallel.recompute_memory_gb) is None:
         again = [parallel.recompute_of(layer) for layer in range(depth)]
         experts = expert_layers(config.decoder) if parallel.moe_layer_recompute else ()
-        return tuple(
+        found: list[Recompute] = [
             "feed_forward" if way == "none" and layer in experts else way
             for layer, way in enumerate(again)
-        )
+        ]
+        return (*found, *found[-1:] * len(config.decoder.mtp_blocks))
     stages = [stage for _, stage in layers_by_rank(config).ranks]
     try:
         return recompute_within(

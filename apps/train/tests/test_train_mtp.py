@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import runs
-from own_runs import documents, jsonl, run
+from own_runs import configure, documents, jsonl, run, trace
 
 from kenotron_convert.cli import main
+from kenotron_dist import Mesh, RankError
+from kenotron_train.activations import layer_activation, recomputed
+from kenotron_train.run.preview import stage_sizes
 
 MTP = {
     "model.mtp": "{weight: 0.3}",
@@ -28,7 +31,14 @@ def test_a_run_resumes_with_its_module_and_is_exported_without(
     resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "1/checkpoints/2"}
     assert run(tmp_path / "2", dataset, MTP | resumed) == one[2:]
     assert [metrics["mtp_loss"] for metrics in runs.metrics(tmp_path / "2")] == logged[2:]
-    run(tmp_path / "plain", dataset, MTP | {"model.mtp": "null"})
+    plain = {"model.mtp": "null", "logging.log_level": "info"}
+    config = configure(tmp_path / "without", dataset, MTP | resumed | plain)
+    trace(Mesh.connect(), config, str(tmp_path / "cache"))
+    assert "; the module of model.mtp is left behind" in capsys.readouterr().out
+    run(tmp_path / "plain", dataset, MTP | plain)
+    resumed = {"checkpoints.resume_checkpoint_path": tmp_path / "plain/checkpoints/2"}
+    with pytest.raises(RankError, match=r"/2 has no module of model.mtp, which was given: its ru"):
+        run(tmp_path / "3", dataset, MTP | resumed)
     assert "mtp_loss" not in runs.metrics(tmp_path / "plain")[-1]
     command = [
         "kenotron-to-hf",
@@ -41,3 +51,18 @@ def test_a_run_resumes_with_its_module_and_is_exported_without(
     said = capsys.readouterr()
     assert "config.json does not have: model.mtp: 9 tensors\n" in said.err
     assert "its logits are ours to" in said.out
+
+
+def test_its_block_is_in_the_memory_of_activations(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents()])
+    dataset = {"hf_dataset_or_datasets": str(path)}
+    config = configure(tmp_path / "1", dataset, MTP | {"parallelism.recompute": "selective"})
+    sizes = [layer_activation(config, 2, way) for way in ("none", "selective")]
+    assert recomputed(config) == ("selective",) * 3
+    assert stage_sizes(config)[0].bytes_of["activations"] == 3 * sizes[1]
+    room = {"parallelism.recompute_memory_gb": (2 * sizes[0] + sizes[1]) / 1e9}
+    assert recomputed(configure(tmp_path / "1", dataset, MTP | room)) == (
+        "selective", "none", "none",
+    )  # fmt: skip
+    first = run(tmp_path / "1", dataset, MTP | {"tokens.train_steps": 1} | room)
+    assert first == run(tmp_path / "2", dataset, MTP | {"tokens.train_steps": 1})

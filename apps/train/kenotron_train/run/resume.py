@@ -121,6 +121,7 @@ def _load_from(
         names = [layout.name for _, layout in (parameters | wanted | averages).values()]
         dropped = _check_optimizer(names, manifest.records, config, folder)
         dropped += _converted(wanted, manifest.records)
+    dropped += _module(config, folder, manifest.records)
     checkpoint.load(parameters)
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
@@ -256,6 +257,17 @@ def _check_optimizer(
         )
     extra = ", ".join(sorted(there - needed))
     return f"; {extra} of another optimizer is left behind" if extra else ""
+
+
+def _module(config: Config, folder: Path, saved: Iterable[str]) -> str:
+    """Refuse a checkpoint without the module of `model.mtp`; a remark on one that is not read."""
+    there, wanted = any(name.startswith("mtp.") for name in saved), config.model.mtp is not None
+    if wanted and not there:
+        raise ValueError(
+            f"{folder} has no module of model.mtp, which was given: its run had none; leave mtp "
+            "out, or begin a new run with it"
+        )
+    return "; the module of model.mtp is left behind" if there and not wanted else ""
 
 
 def _converted(wanted: Records, saved: Mapping[str, Record]) -> str:
