@@ -71,6 +71,8 @@ def test_without_use_mup_nothing_is_multiplied() -> None:
         (", base: {num_hidden_layers: 1}", (), "was given; µP needs the widths of a base model"),
         (", base: {hidden_size: 0}", (), "base: hidden_size: 0 was given; it must be at least 1"),
         (", base: {width: 8}", (), "model.init_method.base: width was given; it must have keys of"),
+        (", base: {vocab_size: 8}", (), "vocab_size was given; it must have keys of model.model_c"),
+        (", base: {rms_norm_eps: 8}", (), "model_config that are widths, such as hidden_size"),
         (", base: {hidden_size: 9}", (), "model.init_method.base: hidden_size: 9 was given; it"),
         (f", {BASE}, std: 0", (), "std: 0.0 was given; it must be finite and above 0"),
         (f", {BASE}, output_multiplier: -1", (), "output_multiplier: -1.0 was given; it must be"),

@@ -17,6 +17,13 @@ from kenotron_models import (
 from kenotron_optim import AdamWConfig, MuonConfig, OptimizerConfig
 
 AT = "model.init_method"
+COUNTS = ("int", "int | None", int, int | None)
+"""Types of the fields that may be widths."""
+NO_WIDTHS = frozenset(
+    {"vocab_size", "max_position_embeddings", "sliding_window", "sliding_window_size"}
+    | {"bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"}
+)
+"""Whole numbers of models that no factor follows from."""
 
 
 def mup_of(model: ModelConfig) -> Mup | None:
@@ -30,11 +37,11 @@ def mup_of(model: ModelConfig) -> Mup | None:
         return None
     if method.is_nanotron:
         return Mup(rule="nanotron")
-    known = {each.name for each in fields(sizes)}
+    known = {each.name for each in fields(sizes) if each.type in COUNTS} - NO_WIDTHS
     if unknown := sorted({*method.base} - known):
         raise ValueError(
-            f"{AT}.base: {', '.join(unknown)} was given; it must have keys of model.model_config, "
-            "such as hidden_size"
+            f"{AT}.base: {', '.join(unknown)} was given; it must have keys of model.model_config "
+            "that are widths, such as hidden_size"
         )
     widths = {key: size for key, size in method.base.items() if key != DEPTH}
     try:
