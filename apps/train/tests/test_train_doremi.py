@@ -24,7 +24,6 @@ from kenotron_train.doremi.weights_file import read_average, write_weights
 from kenotron_train.run.preview import preview
 from kenotron_train.run.progress import Progress
 
-HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"
 RUN = "checkpoints.checkpoints_path="
 HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"
 EXACT = ("lm_loss", "dro_loss", "grad_norm", "domain_losses", "domain_excess", "domain_weights")
@@ -187,6 +186,19 @@ def test_signals_are_heard_until_the_last_command_and_a_stopped_one_is_the_last(
     assert called == [("proxy", False)]
 
 
+def test_each_run_uploads_to_a_place_of_its_own(walked: Path) -> None:
+    def train(words: Sequence[str], leaves: bool) -> int:
+        section = load_config(words[1], words[3::2]).s3_upload
+        found.append(section and section.upload_s3_path)
+        return 0
+
+    found: list[str | None] = []
+    given = flags(walked, "walk", s3_upload="{upload_s3_path: 's3://bucket/x/'}")
+    for command in ("reference", "proxy", "final"):
+        assert doremi_main([command, *given], train) == 0
+    assert found == [f"s3://bucket/x/{run}" for run in ("reference", "proxy", "final")]
+
+
 def test_a_step_that_is_left_out_leaves_the_weights_alone(walked: Path) -> None:
     words = flags(walked, "x", doremi__ref_model_resume_checkpoint_path="reference")
     config = load_config(words[1], words[3::2])
@@ -219,6 +231,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 REFUSED = [
     ({}, "doremi.reference_losses_path: there are no losses of the reference in"),
     ({"data_stages__0__data__seed": 5}, "was written with seed 42, and the run has 5: write it ag"),
+    (
+        {"doremi__domain_names": "[first, 2nd, third]", HUB: [f"texts/{each}" for each in NAMES]},
+        "was written with domains ['first', 'second', 'third'], and the run has ['first', '2nd', ",
+    ),
     ({"tokens__sequence_length": 16}, "is of samples of 32 tokens, and the run has 16"),
     ({"doremi__domain_weights": [0.4, 0.4, 0.2]}, "is of other data: both have"),
     (

@@ -12,7 +12,7 @@ import runs
 from evaluate_cases import task_file
 from own_runs import PRELOAD, documents, jsonl
 
-from kenotron_ckpt import SaveReport
+from kenotron_ckpt import MANIFEST, SaveReport
 from kenotron_config import Config, EvaluateConfig
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
@@ -20,7 +20,7 @@ from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.report.cli import report_main
-from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.run.evaluations import Evaluations, _check_job
 from kenotron_train.run.loop import train
 
 LOADED = (*PRELOAD, "lm_eval.evaluator")
@@ -216,7 +216,8 @@ def jobs(mesh: Mesh, config: Config, folder: Path) -> tuple[list[tuple[str, str]
     """What is said of saves, and what arrives, where evaluations are jobs without Slurm."""
     os.environ["PATH"] = ""
     listener = Listener()
-    evaluations = Evaluations(build_training(config, mesh), listener, own_model=False)
+    training = build_training(config, mesh)
+    evaluations = Evaluations(training, listener, own_model=False)
     for step in (2, 4, 5, 6):
         saved = SaveReport(step=step, folder=folder / f"run/{step}", blocked=0.0, durable=0.0)
         evaluations.saved(saved)
@@ -227,6 +228,12 @@ def jobs(mesh: Mesh, config: Config, folder: Path) -> tuple[list[tuple[str, str]
     (folder / "run/evaluations/1.json").write_text("{")
     evaluations._next_look = 0.0
     arrived += [evaluations.after(6, True, None, lambda: None) for _ in range(3)]
+    (folder / "run/4").mkdir()
+    (folder / "run/4" / MANIFEST).touch()
+    os.utime(folder / "run/evaluations/2.json", (0, 0))  # that of step 4 came after the checkpoint
+    for step in (4, 3):
+        resumed = Evaluations(training, listener, own_model=False, step=step)
+        arrived.append(resumed.after(5, True, None, lambda: None))
     return listener.said, arrived
 
 
@@ -244,12 +251,10 @@ def test_jobs_are_written_for_checkpoints_and_their_results_come_later(tmp_path)
     assert sorted(path.name for path in (tmp_path / "run/evaluations").glob("*.sbatch")) == [
         "4.sbatch", "6.sbatch",
     ]  # fmt: skip
-    assert [each and each["evaluated_step"] for each in arrived] == [None, 2, 4, None]
+    assert [each and each["evaluated_step"] for each in arrived] == [None, 2, 4, None, 4, None]
 
 
 def test_what_a_job_cannot_evaluate_is_an_error(tmp_path):
-    from kenotron_train.run.evaluations import _check_job
-
     config = configure(tmp_path, section_in(tmp_path, ranks="job"))
     assert config.evaluation is not None
     with pytest.raises(ValueError, match="evaluate.ranks: job was given, but the layers of the"):
@@ -263,4 +268,18 @@ def test_what_a_job_cannot_evaluate_is_an_error(tmp_path):
     )
     assert config.evaluation is not None
     with pytest.raises(ValueError, match="evaluate.perplexity: true was given with evaluate.rank"):
+        _check_job(config, config.evaluation, own_model=False)
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ({"ep": 2}, "evaluate.job: ep = 2 does not divide the dp=1 .* choose a divisor of 1, or"),
+        ({"nodes": 2}, "evaluate.job: 1 ranks .* cannot be 0 on each of 2 nodes"),
+    ],
+)
+def test_a_job_whose_ranks_do_not_fit_is_an_error_before_the_first_step(tmp_path, job, words):
+    config = configure(tmp_path, section_in(tmp_path, ranks="job", job=job))
+    assert config.evaluation is not None
+    with pytest.raises(ValueError, match=words):
         _check_job(config, config.evaluation, own_model=False)

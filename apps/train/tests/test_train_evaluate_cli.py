@@ -20,6 +20,9 @@ from kenotron_train.config_file import load_config
 from kenotron_train.evaluate import cli
 from kenotron_train.evaluate.language_model import LayoutLM, generation_options
 from kenotron_train.evaluate.text_tokens import open_text_tokens
+from kenotron_train.report.curves import Run
+from kenotron_train.report.evaluation_tables import with_evaluations
+from kenotron_train.slurm import evaluation_job
 from kenotron_train.slurm.evaluation_job import (
     outside,
     script_of_evaluation,
@@ -184,6 +187,9 @@ if grep -q refuse "$2"; then
     echo "sbatch: error: no such partition" >&2
     exit 1
 fi
+if grep -q silent "$2"; then
+    exec sleep 60
+fi
 echo 17
 """
 
@@ -194,7 +200,11 @@ def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch)
     program.write_text(STUB)
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    for partition, said in (("good", "submitted job 17"), ("refuse", "")):
+    failures = {
+        "refuse": r"sbatch refused .*4.sbatch \(no such partition\)",
+        "silent": "sbatch did not answer within 0.2 s: submit .*4.sbatch once it does",
+    }
+    for partition, said in (("good", "submitted job 17"), *dict.fromkeys(failures, "").items()):
         section = {"tasks": ["a"], "ranks": "job", "job": {"partition": partition}}
         config = load_config(runs.TINY_LLAMA, [f"evaluate={json.dumps(section)}"])
         assert config.evaluation is not None
@@ -203,9 +213,9 @@ def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch)
             line = submit_evaluation(config, config.evaluation, folder)
             assert line == f"evaluation of step 4: {said}"
         else:
-            with pytest.raises(
-                ValueError, match=r"sbatch refused .*4.sbatch \(no such partition\)"
-            ):
+            if partition == "silent":
+                monkeypatch.setattr(evaluation_job, "PATIENCE", 0.2)
+            with pytest.raises(ValueError, match=failures[partition]):
                 submit_evaluation(config, config.evaluation, folder)
 
 
@@ -231,3 +241,12 @@ def test_a_run_gives_its_checkpoint_to_a_job_whose_result_the_report_shows(tmp_p
     assert main(["report", str(tmp_path / "checkpoints")]) == 0
     page = (tmp_path / "checkpoints/report.html").read_text()
     assert f"<td>{found[0]['tasks']['house_qa']['acc']:.4g} ± " in page
+
+
+def test_the_report_has_what_the_run_found_next_to_what_a_file_has(tmp_path):
+    (tmp_path / "evaluations").mkdir()
+    text = json.dumps({"evaluated_step": 2, "tasks": {"a": {"acc": 0.5}}})
+    (tmp_path / "evaluations/2.json").write_text(text)
+    own = {"evaluated_step": 2, "tasks": {"a": {"acc": 0.1}, "b": {"acc": 0.2}}}
+    run = with_evaluations(Run("r", [{"step": 1}, {"step": 2, "evaluation": own}]), tmp_path)
+    assert run.steps[1]["evaluated"] == {"a: acc": 0.5, "b: acc": 0.2}

@@ -143,6 +143,10 @@ def test_lighteval_becomes_the_same_tasks_of_lm_eval_in_a_job() -> None:
             "lighteval.tasks.custom_tasks: m.tasks was given; its tasks are lighteval's; write an",
         ),
         (
+            {"tasks": {"tasks": "lighteval|copa|0|0, lighteval|copa|0|1, lighteval|copa|5|0"}},
+            "lighteval.tasks.tasks: lighteval|copa|5|0 was given, and the task with 0 examples bef",
+        ),
+        (
             {"tasks": {"tasks": "leaderboard|gsm8k|5|0"}, "eval_interval": 0},
             "lighteval: interval: 0 was given; it must be at least 1; write an evaluate section",
         ),

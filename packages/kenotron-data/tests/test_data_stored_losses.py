@@ -44,6 +44,27 @@ def test_what_was_not_finished_does_not_count(path):
         StoredLosses(path)
 
 
+def test_what_was_added_a_minute_ago_counts(path, monkeypatch):
+    monkeypatch.setattr("kenotron_data.stored_losses.KEPT_EVERY", 0.0)
+    with LossWriter(path, S, {"seed": 3}) as writer:
+        writer.add(losses(2))
+        assert StoredLosses(path).samples == 2
+    write(path, 1, begin=2)
+    assert (StoredLosses(path).rows(0, 3) == losses(3)).all()
+
+
+def test_two_writers_leave_no_hole_and_a_reader_keeps_its_file(path):
+    write(path, 4)
+    reader = StoredLosses(path)
+    with LossWriter(path, S, {}) as first, LossWriter(path, S, {}) as second:
+        assert (reader.rows(0, 4) == losses(4)).all()
+        first.add(losses(3))
+        second.add(losses(1))
+        first.finish()
+    with pytest.raises(ValueError, match="has 20 bytes, but 3 samples of 5 tokens need 60"):
+        StoredLosses(path)
+
+
 def test_what_is_missing_is_named(path):
     write(path, 4)
     with pytest.raises(ValueError, match=r"has losses of 4 samples, but samples \[3, 5\) are need"):
@@ -56,6 +77,10 @@ def test_what_is_missing_is_named(path):
     with pytest.raises(ValueError, match="has 70 bytes, but 4 samples of 5 tokens need 80: it is"):
         StoredLosses(path)
     description = path.with_name("stage-0.losses.json")
+    for text in ("{", "[]", json.dumps({"format": 1, "samples": 4})):
+        description.write_text(text)
+        with pytest.raises(ValueError, match=r"stage-0.losses.json is damaged \(.*\): write"):
+            StoredLosses(path)
     description.write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match="has format 2, but this release reads 1: write the loss"):
         StoredLosses(path)

@@ -137,3 +137,20 @@ def refused(mesh: Mesh) -> None:
 
 def test_rows_that_cannot_be_scored_are_errors() -> None:
     on_ranks(refused)
+
+
+def refused_texts(mesh: Mesh) -> None:
+    model = training_of(mesh)
+    for text, words in (
+        ([5, 61], r"text 2 has token 61, outside the vocabulary 0\.\.60: is it of another"),
+        ([], "text 2 has no tokens: give at least one"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            continue_texts(
+                model, [[1, 2], [3, 4], text], window=12, max_new_tokens=1, batch_size=2,
+                sampling=Sampling(), ends=lambda text, token: False,
+            )  # fmt: skip
+
+
+def test_texts_that_cannot_be_continued_are_errors_on_all_ranks() -> None:
+    on_ranks(refused_texts, dp=2)

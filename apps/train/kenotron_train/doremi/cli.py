@@ -55,6 +55,9 @@ class _Walk:
         found = [f"checkpoints.checkpoints_path={json.dumps(str(self.folder / run))}"]
         named = json.dumps(self.reference) if run == "proxy" else "null"
         found.append(f"doremi.ref_model_resume_checkpoint_path={named}")
+        if (section := self.config.s3_upload) and section.upload_s3_path:  # a place for each run
+            url = f"{section.upload_s3_path.rstrip('/')}/{run}"
+            found.append(f"s3_upload.upload_s3_path={json.dumps(url)}")
         if command == "final":
             _, average = read_average(self.folder / "proxy")
             found.append(f"doremi.domain_weights={json.dumps(list(average.values()))}")

@@ -69,8 +69,10 @@ def losses_path(config: Config, stage: int) -> Path:
 
 def read_by(config: Config, stage: int, found: Fingerprint) -> dict[str, Any]:
     """What samples of a stage and their order follow from, as the file describes it."""
+    assert config.doremi is not None
     return {
         "data": found.to_dict(),
+        "domains": list(config.doremi.names),  # keys of the orders of their samples
         "seed": config.data_stages[stage].data.seed,
         "stage": stage,
         "separate_documents": config.decoder.separate_documents,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from kenotron_train.data.changed_data import fingerprint_of
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.doremi.reference import (
+    KEY,
     difference,
     losses_path,
     read_by,
@@ -69,16 +72,30 @@ def _write_stage(training: Training, stage: int, folder: Path) -> None:
         loader = opened.enter_context(open_loader(config, mesh, corpus, cursor))
         writer = None
         if mesh.rank == 0:
-            writer = opened.enter_context(LossWriter(path, sequence, about, kept))
+            with _writing(path):
+                writer = opened.enter_context(LossWriter(path, sequence, about, kept))
         done = kept
         while done < needed:
             rows = all_gather(batch_losses(training, next(loader)), mesh["dp"])
             done += len(rows)
             if writer is not None:
-                writer.add(rows.cpu().numpy())
-        if writer is not None:
-            writer.finish()
+                with _writing(path):
+                    writer.add(rows.cpu().numpy())
+                    if done >= needed:
+                        writer.finish()
     _tell(mesh, f"{named}, {done - kept:,} of them written")
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Name the key and the file in an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{KEY}: {path} cannot be written ({error}): make room there, or give another folder; "
+            "the same command continues"
+        ) from error
 
 
 def _left_out(config: Config) -> int:

@@ -44,7 +44,7 @@ def open_text_tokens(name: str | None, revision: str | None, vocab_size: int) ->
         vocab_size: of the model; bytes have an end where it has room for 256.
 
     Raises:
-        ValueError: there is no such tokenizer, or it has more ids than the model.
+        ValueError: there is no such tokenizer.
         ImportError: a library is missing.
     """
     if name is None or name == BYTES:

@@ -19,12 +19,14 @@ def with_evaluations(run: Run, folder: Path) -> Run:
 
     Args:
         run: its steps; the line of a step may have what a job found of an earlier one.
-        folder: of the run, with the files that jobs and users have left there.
+        folder: of the run, with the files that jobs and users have left there. A figure of these
+            replaces the same figure of the run.
     """
     found = {step: figures_of(each) for step, each in read_evaluations(folder / FOLDER).items()}
     for step in run.steps:
         if isinstance(each := step.get("evaluation"), dict):
-            found.setdefault(int(each.get("evaluated_step", 0)), figures_of(each))
+            evaluated = int(each.get("evaluated_step", 0))
+            found[evaluated] = figures_of(each) | found.get(evaluated, {})
     steps = [step | {"evaluated": found.get(step["step"], {})} for step in run.steps]
     return Run(run.name, steps)
 

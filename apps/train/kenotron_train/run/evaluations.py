@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import SaveReport
+from kenotron_ckpt import MANIFEST, SaveReport
 from kenotron_config import Config, EvaluateConfig
 from kenotron_engine import Validation
 from kenotron_train.assemble import Training
 from kenotron_train.evaluate.evaluator import Evaluator
 from kenotron_train.evaluate.results import FOLDER, read_evaluation
 from kenotron_train.report.report import Report
-from kenotron_train.slurm.evaluation_job import submit_evaluation
+from kenotron_train.slurm.evaluation_job import script_of_evaluation, submit_evaluation
 
 LOOK = 10.0
 """Seconds from one look for results of jobs to the next."""
@@ -26,17 +26,18 @@ class Evaluations:
 
     Results of jobs come when they come: the first rank looks for their files after each step, and
     one that is there goes to metrics.jsonl and trackers with that step's figures, which name the
-    step that was evaluated.
+    step that was evaluated. A run that resumes takes what came since its checkpoint.
 
     Args:
         training: the model, and the config of the run.
         report: hears of results and failures.
         own_model: whether the layers are the program's own, which a job cannot build.
+        step: the step after which the run resumes.
 
     Collective over the mesh. Raises ValueError for tasks that cannot be evaluated.
     """
 
-    def __init__(self, training: Training, report: Report, own_model: bool) -> None:
+    def __init__(self, training: Training, report: Report, own_model: bool, step: int = 0) -> None:
         self._training, self._report = training, report
         config = training.config
         self._section = config.evaluation
@@ -49,7 +50,7 @@ class Evaluations:
         tokenizer = config.tokenizer.tokenizer_name_or_path, config.tokenizer.tokenizer_revision
         if self._section.ranks == "job":
             _check_job(config, self._section, own_model)
-            self._seen = self._files()
+            self._seen = self._seen_before(step)
         else:
             self._evaluator = Evaluator(training, self._section, tokenizer)
 
@@ -111,6 +112,15 @@ class Evaluations:
                 found[file.name] = file.stat().st_mtime_ns
         return found
 
+    def _seen_before(self, step: int) -> dict[str, int]:
+        """Files of results that are older than the checkpoint of a step; all where it has none."""
+        found = self._files()
+        try:
+            saved = (self._folder.parent / str(step) / MANIFEST).stat().st_mtime
+        except OSError:
+            return found
+        return {name: ns for name, ns in found.items() if ns / 1e9 < saved - LOOK}
+
     def _arrived(self) -> dict[str, Any] | None:
         """The first result of a job that was not there before. On the first rank."""
         if self._training.mesh.rank or time.monotonic() < self._next_look:
@@ -138,3 +148,5 @@ def _check_job(config: Config, section: EvaluateConfig, own_model: bool) -> None
             "program's own (dataset: null), which a job does not have; set ranks to training, or "
             "perplexity to false"
         )
+    step_folder = Path(config.checkpoints.checkpoints_path).absolute() / "1"
+    script_of_evaluation(config, section, step_folder, Path.cwd())  # all jobs have the same ranks

@@ -124,7 +124,7 @@ def run(
         uploads.resumed(progress.step)
         feed = Feed(training, report, loader, target_mask)
         stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
-        own = Evaluations(training, report, own_model=model is not None)
+        own = Evaluations(training, report, model is not None, progress.step)
         work = _Run(training, feed, saver, uploads, report, stopper, watching, life, own)
         life.pre_training(training, progress)
         if config.checkpoints.save_initial_state and progress.step == 0:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kenotron_config import Config, EvaluateConfig, EvaluationJobConfig, public
+from kenotron_dist import MeshConfig
 from kenotron_train.evaluate.results import FOLDER
 
 TEMPLATE = Path(__file__).with_name("evaluate.sbatch")
@@ -20,6 +21,8 @@ OF_THE_TRAINING = re.compile(
     r"|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE|NAME)$"
 )
 """Variables that a launcher gives the ranks of the training, and that a job must not see."""
+PATIENCE = 60.0
+"""Seconds that sbatch may take: all ranks of the training wait for it."""
 _OPTIONS = ("partition", "account", "qos", "reservation", "time")
 
 
@@ -33,7 +36,7 @@ def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path
         A line for the log.
 
     Raises:
-        ValueError: sbatch refused the job, or ranks cannot be divided among its nodes.
+        ValueError: sbatch refused the job, or did not answer; or as ``script_of_evaluation``.
         OSError: the script cannot be written.
     """
     folder = step_folder.parent / FOLDER
@@ -47,9 +50,15 @@ def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path
             f"evaluation of step {step_folder.name}: sbatch is not there, so run it where you "
             f"like: {shlex.join(command)}"
         )
-    words = ["sbatch", "--parsable", str(file)]
-    environment = outside(os.environ)
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(file)],
+            capture_output=True, text=True, check=False, env=outside(os.environ), timeout=PATIENCE,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(
+            f"sbatch did not answer within {PATIENCE:g} s: submit {file} once it does"
+        ) from error
     if done.returncode:
         why = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ValueError(f"sbatch refused {file} ({why}): correct evaluate.job")
@@ -93,11 +102,15 @@ def script_of_evaluation(
 ) -> str:
     """Return the script for sbatch.
 
-    Raises ValueError where ranks cannot be divided among the nodes evenly, and for a value that
-    would not stay on its line.
+    Raises ValueError for sizes that are no mesh, where ranks cannot be divided among the nodes
+    evenly, and for a value that would not stay on its line.
     """
     job = section.job or EvaluationJobConfig()
     sizes = sizes_of(config, job)
+    try:
+        _ = MeshConfig(**sizes).expert_sizes
+    except ValueError as error:
+        raise ValueError(f"evaluate.job: {error}, or another dp, cp or tp, there") from error
     ranks = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
     tasks = job.gpus_per_node or ranks // job.nodes
     if tasks * job.nodes != ranks:

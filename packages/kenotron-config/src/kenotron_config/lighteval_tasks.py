@@ -133,6 +133,11 @@ def _tasks(section: LightEvalConfig) -> tuple[dict[str, int | None], list[str]]:
                 f"lighteval.tasks.tasks: {text.strip()} was given; no task of lm-eval is known to "
                 f"be the same; {FIX}"
             )
+        elif found.get(name, shots) != shots:
+            problems.append(
+                f"lighteval.tasks.tasks: {text.strip()} was given, and the task with {found[name]} "
+                "examples before; it is evaluated once: keep one of them"
+            )
         else:
             found[name] = shots
     return found, problems

@@ -6,6 +6,7 @@ a description in JSON, which is written last. R: rows, S: sequence length.
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ FORMAT = 1
 """Number of the format."""
 LOSSES = np.dtype("<f4")
 """Type of a loss in the file."""
+KEPT_EVERY = 60.0
+"""Seconds after which a writer describes again what is there, so that little is lost with it."""
 
 
 class StoredLosses:
@@ -28,17 +31,13 @@ class StoredLosses:
 
     Raises:
         FileNotFoundError: there is no description.
-        ValueError: the file is of another format, or shorter than it is described.
+        ValueError: the file is of another format, shorter than it is described, or the description
+            is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        found = json.loads(_description(self.path).read_text(encoding="utf-8"))
-        if found.get("format") != FORMAT:
-            raise ValueError(
-                f"{self.path} has format {found.get('format')!r}, but this release reads {FORMAT}: "
-                "write the losses again"
-            )
+        found = _read_description(self.path)
         self.samples, self.sequence = int(found["samples"]), int(found["sequence"])
         self.about: dict[str, Any] = found["about"]
         """What the losses are of, as the writer was told."""
@@ -68,7 +67,8 @@ class StoredLosses:
 class LossWriter:
     """Write losses in the order of samples; use it as a context manager.
 
-    What was added counts from `finish` on. Without it an earlier description stays valid.
+    What was added counts from `finish` on, or when a minute is over. Without it an earlier
+    description stays valid. Readers of an earlier file keep it.
 
     Args:
         path: the file; its folder is made.
@@ -87,10 +87,12 @@ class LossWriter:
         self._path, self._about = Path(path), dict(about)
         self.samples, self._sequence = begin, sequence
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if not begin:
+        if not begin:  # another file: who reads or writes the former one has it for itself
             _description(self._path).unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)
         self._file = self._path.open("r+b" if begin else "wb")
         self._file.seek(begin * sequence * LOSSES.itemsize)
+        self._described = time.monotonic()
 
     def add(self, losses_RS: NDArray[np.floating]) -> None:
         """Add the losses of the next samples.
@@ -105,6 +107,8 @@ class LossWriter:
             )
         self._file.write(losses_RS.astype(LOSSES).tobytes())
         self.samples += len(losses_RS)
+        if time.monotonic() - self._described > KEPT_EVERY:
+            self.finish()
 
     def finish(self) -> None:
         """Write to the disk, then describe what is there."""
@@ -120,6 +124,7 @@ class LossWriter:
         fresh = target.with_name(f"new.{target.name}")
         fresh.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
         fresh.replace(target)
+        self._described = time.monotonic()
 
     def __enter__(self) -> "LossWriter":
         """Return itself."""
@@ -137,3 +142,19 @@ class LossWriter:
 
 def _description(path: Path) -> Path:
     return path.with_name(f"{path.name}.json")
+
+
+def _read_description(path: Path) -> dict[str, Any]:
+    """Return the description of a file. Raises as `StoredLosses`."""
+    file = _description(path)
+    text = file.read_text(encoding="utf-8")
+    try:
+        found = json.loads(text)
+        known = found["format"]
+        if known == FORMAT:
+            return {key: found[key] for key in ("samples", "sequence", "about")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error!r}): write the losses again") from error
+    raise ValueError(
+        f"{path} has format {known!r}, but this release reads {FORMAT}: write the losses again"
+    )

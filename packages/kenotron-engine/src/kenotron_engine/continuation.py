@@ -35,8 +35,9 @@ def continue_texts(
         ends: asked about each new token on all ranks that continue its text: (text, token) ->
             whether the text ends with it. It must answer the same on all of them.
 
-    Collective over the mesh. Raises ValueError as ``generate``.
+    Collective over the mesh. Raises ValueError as ``generate``, on all ranks.
     """
+    _check(prompts, model.plan.spec.vocab_size)
     mesh = model.mesh
     apart = model.replicas_are_apart
     share = -(-len(prompts) // mesh.sizes["dp"]) if apart else len(prompts)
@@ -69,3 +70,16 @@ def continue_texts(
     if not apart:
         return new
     return [tokens for part in gather_objects(new, mesh["dp"]) for tokens in part]
+
+
+def _check(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
+    """Refuse on every rank what only the rank that continues a text would refuse."""
+    for number, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"text {number} has no tokens: give at least one")
+        outside = [token for token in prompt if not 0 <= token < vocab_size]
+        if outside:
+            raise ValueError(
+                f"text {number} has token {outside[0]}, outside the vocabulary "
+                f"0..{vocab_size - 1}: is it of another tokenizer than the model?"
+            )
