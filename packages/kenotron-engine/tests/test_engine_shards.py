@@ -65,6 +65,7 @@ def of_stages(mesh: Mesh, optim: dict[str, Any], model: dict[str, Any]) -> list[
     return [train(mesh, {"reduce": "step", **optim, **stage}, model) for stage in STAGES]
 
 
+ALL_EXPERTS = replace(EXPERTS, moe_config=replace(EXPERTS.moe_config, layers=(0, 1)))
 POSITIONS = Starcoder2Config(
     vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=9000, use_position_embeddings=True, use_rotary_embeddings=False,
@@ -74,6 +75,11 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "tp": ({"dp": 2, "tp": 2}, {"mode": TPMode(sequence_parallel=True)}, {}),
     "1f1b": ({"pp": 2, "dp": 2}, {"recompute": "full", "schedule": "1f1b"}, {}),
     "zb-v": ({"pp": 2, "dp": 2}, {"schedule": "zb-v"}, {}),
+    "zb-v, experts": (
+        {"dp": 2},
+        {"schedule": "zb-v", "recompute": "selective", "spec": ALL_EXPERTS.decoder},
+        {},
+    ),
     "zb-h1": ({"pp": 2, "dp": 2}, {"schedule": "zb-h1", "recompute": "selective"}, {}),
     "zb-h1, experts": (
         {"pp": 2, "tp": 2, "ep": 2},

@@ -234,7 +234,8 @@ class ParameterShards(ParameterGathers):
         for group in unit.groups:
             self._held[group] = max(self._held[group] - 1, 0)
             if not self._held[group] and self._regather == "layer":
-                self._empty(group, keeps_small=keeps_small)
+                # Products of earlier micro-batches may still read what remains.
+                self._empty(group, keeps_small=keeps_small or group in self._remains)
 
     @torch.no_grad()
     def _start(self, group: int) -> None:
