@@ -21,6 +21,7 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
+from kenotron_models import Starcoder2Config
 from kenotron_optim import MuonConfig
 from kenotron_pp import SCHEDULES
 from kenotron_tp import TPMode
@@ -64,10 +65,21 @@ def of_stages(mesh: Mesh, optim: dict[str, Any], model: dict[str, Any]) -> list[
     return [train(mesh, {"reduce": "step", **optim, **stage}, model) for stage in STAGES]
 
 
+ALL_EXPERTS = replace(EXPERTS, moe_config=replace(EXPERTS.moe_config, layers=(0, 1)))
+POSITIONS = Starcoder2Config(
+    vocab_size=61, hidden_size=16, num_hidden_layers=2, num_attention_heads=4,
+    max_position_embeddings=9000, use_position_embeddings=True, use_rotary_embeddings=False,
+)  # fmt: skip
+"""Its table of positions is so large that memory which is given again has other values."""
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "tp": ({"dp": 2, "tp": 2}, {"mode": TPMode(sequence_parallel=True)}, {}),
     "1f1b": ({"pp": 2, "dp": 2}, {"recompute": "full", "schedule": "1f1b"}, {}),
     "zb-v": ({"pp": 2, "dp": 2}, {"schedule": "zb-v"}, {}),
+    "zb-v, experts": (
+        {"dp": 2},
+        {"schedule": "zb-v", "recompute": "selective", "spec": ALL_EXPERTS.decoder},
+        {},
+    ),
     "zb-h1": ({"pp": 2, "dp": 2}, {"schedule": "zb-h1", "recompute": "selective"}, {}),
     "zb-h1, experts": (
         {"pp": 2, "tp": 2, "ep": 2},
@@ -97,6 +109,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     ),
     "hybrid": ({"dp": 4}, {}, {"shard_ranks": 2}),
     "hybrid, cp": ({"dp": 2, "cp": 2}, {}, {"shard_ranks": 1, "optimizer_factory": MuonConfig()}),
+    "positions next to a tied matrix": ({"dp": 2}, {"spec": POSITIONS.decoder}, {}),
     "compile": ({"dp": 2}, {"compile": True, "recompute": "selective"}, {}),
 }
 

@@ -19,6 +19,7 @@ from kenotron_dist import (
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GradAccumulator,
+    Reduce,
     SlicedOptimizer,
     allows_update,
     clip_,
@@ -96,6 +97,26 @@ def retried(mesh: Mesh) -> int:
 
 def test_a_step_can_be_tried_again() -> None:
     assert on_ranks(retried, dp=3) == [0, 0, 0]
+
+
+def forgotten(mesh: Mesh, reduce: Reduce) -> None:
+    """Backwards of which the number is not known, some of them forgotten before ``finish``."""
+    model = network()
+    layouts = parameter_layouts(model, mesh.sizes)
+    grads = GradAccumulator(named_parameters(model), layouts, mesh, reduce=reduce)
+    expected = sums(grads, model)
+    for given_up in (model, model[2:]):
+        grads.start()
+        given_up(torch.ones(2, 3)).sum().backward()
+        grads.start()
+        model(torch.ones(2, 3)).sum().backward()
+        found = grads.finish()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("reduce", ["step", "micro_batch"])
+def test_a_step_forgets_backwards_before_it(reduce: Reduce) -> None:
+    on_ranks(forgotten, reduce, dp=2)
 
 
 class Tied(nn.Module):

@@ -139,9 +139,9 @@ class GradAccumulator:
         ValueError unless it is a number from 1.
         """
         check_backwards(backwards)
-        if unfinished := self._open and self._backwards is not None:
+        if self._open and self._backwards is not None:
             self._reduction.finish()  # some ranks may have started sums that others have not
-        self._sums.start(backwards, unfinished=unfinished)
+        self._sums.start(backwards, unfinished=self._open)
         for parameter in self.parameters.values():
             parameter.grad = None
         self._counts = dict.fromkeys(self.parameters, 0)

@@ -114,15 +114,16 @@ class ParameterShards(ParameterGathers):
     def fill(self, write: Callable[[nn.Module], None]) -> None:
         """Let each unit have memory while it is written, and keep what this rank owns of it."""
         for module, groups in self._readers:
-            for group in groups:
-                self._give_memory(self.groups[group])
+            for group in groups:  # with what was written before: a tied unit has others' parameters
+                self._start(group)
+            self.wait_for(groups)
             write(module)
             for group in groups:
                 data, pieces = self._pieces()[group]
                 for name, own in pieces[data.rank].items():
                     if (master := self._masters.get((name, data.rank))) is not None:
                         master.view(-1).copy_(own)
-                self._take_memory(self.groups[group])
+                self._empty(group)
 
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
         """Take other masters, by (logical name, data rank); the next uses gather them."""
@@ -233,7 +234,8 @@ class ParameterShards(ParameterGathers):
         for group in unit.groups:
             self._held[group] = max(self._held[group] - 1, 0)
             if not self._held[group] and self._regather == "layer":
-                self._empty(group, keeps_small=keeps_small)
+                # Products of earlier micro-batches may still read what remains.
+                self._empty(group, keeps_small=keeps_small or group in self._remains)
 
     @torch.no_grad()
     def _start(self, group: int) -> None:
