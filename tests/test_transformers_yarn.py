@@ -18,7 +18,7 @@ from kenotron_models import RopeScaling, rotary_angles
         (10_000.0, 64, {"factor": 4.0, "original_max_position_embeddings": 32_768}),
         (1e6, 128, {"factor": 2.5, "original_max_position_embeddings": 4096}),
         (500.0, 8, {"factor": 16.0, "original_max_position_embeddings": 16}),
-        (1e4, 32, {"factor": 0.5, "original_max_position_embeddings": 512}),
+        (1e4, 32, {"factor": 1.0, "original_max_position_embeddings": 512}),
         (
             3e4,
             64,

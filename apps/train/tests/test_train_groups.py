@@ -101,3 +101,14 @@ def test_resuming_with_another_optimizer_is_a_sentence(tmp_path: Path) -> None:
     del resume["optimizer__optimizer_factory"]
     done = runs.train(tmp_path, *runs.arguments(tmp_path, **SGD, **resume))
     assert done.returncode == 0, done.stderr
+
+
+def test_resuming_muon_with_adamw_is_a_sentence(tmp_path: Path) -> None:
+    muon = {"optimizer__optimizer_factory": "{name: muon}", "tokens__train_steps": 3}
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, **muon))
+    assert done.returncode == 0, done.stderr
+    resume = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/3"}
+    done = runs.train(tmp_path, *runs.arguments(tmp_path, **resume))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "has no exp_avg, exp_avg_sq of optimizer.optimizer_factory (adamW): it" in done.stderr
+    assert "without optimizer.exp_avg.layers.0" in done.stderr

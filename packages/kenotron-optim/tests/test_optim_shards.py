@@ -306,6 +306,9 @@ def refused(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="zeroed=True keeps whole gradients"):
         sliced.start(zeroed=True)
     optimizer = SlicedOptimizer(sliced, torch.optim.SGD, groups, 3)
+    for whole in (model, nn.ModuleDict({"a": model})):
+        with pytest.raises(ValueError, match="(Net|ModuleDict) is no list of modules: give"):
+            optimizer.overlap_forward(whole)
     with pytest.raises(ValueError, match="belong to none of the 4 modules given"):
         optimizer.overlap_forward(model.units[:-1])
     model.layers[0].compile(backend="eager")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from kenotron_ckpt import (
     Checkpoint,
     NoCheckpoint,
-    Record,
     has_manifests,
     is_nanotron,
     on_first,
@@ -21,7 +19,6 @@ from kenotron_ckpt import (
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
-from kenotron_engine import Records
 from kenotron_models import model_to_json
 from kenotron_optim import AVERAGE
 from kenotron_train.assemble import Training
@@ -31,6 +28,7 @@ from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.progress import NEEDED, Progress
+from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import local_copy
 
 NO_EFFECT = ("initializer_range", "max_position_embeddings", "pad_token_id", "pretraining_tp")
@@ -106,7 +104,8 @@ def _load_from(
     training: Training, checkpoint: Checkpoint, optimizer: bool
 ) -> tuple[Progress, str, Path]:
     """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
-    config, folder, manifest = training.config, checkpoint.folder, checkpoint.manifest
+    config, mesh = training.config, training.mesh
+    folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, config, folder)
     steps = int(state["optimizer_steps"])
@@ -119,9 +118,9 @@ def _load_from(
         # left in other state is zero again.
         wanted = training.optimizer.wanted(started=steps > 0)
         names = [layout.name for _, layout in (parameters | wanted | averages).values()]
-        dropped = _check_optimizer(names, manifest.records, config, folder)
-        dropped += _converted(wanted, manifest.records)
-    dropped += _module(config, folder, manifest.records)
+        dropped = check_optimizer(names, manifest.records, config, folder, mesh)
+        dropped += converted(wanted, manifest.records)
+    dropped += check_module(config, folder, manifest.records)
     checkpoint.load(parameters)
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
@@ -236,51 +235,6 @@ def _model_of(config: Config) -> dict[str, Any]:
 def _uncut(name: str, value: Any) -> Any:
     """A value of ``model_config``; layers as text without the cuts into stages."""
     return value.replace("|", "") if name == "layers" and isinstance(value, str) else value
-
-
-def _check_optimizer(
-    wanted: Iterable[str], saved: Iterable[str], config: Config, folder: Path
-) -> str:
-    """Refuse a checkpoint of an optimizer that did not keep what the configured one does.
-
-    Returns a remark on what it kept and the configured one does not.
-    """
-    needed, there = (
-        {name.split(".")[1] for name in names if name.startswith("optimizer.")}
-        for names in (wanted, saved)
-    )
-    if missing := sorted(needed - there):
-        raise ValueError(
-            f"{folder} has no {', '.join(missing)} of optimizer.optimizer_factory "
-            f"({config.optimizer.optimizer_factory.name}): it was written with another optimizer; "
-            "choose that one, or start this one afresh with checkpoints.load_optimizer: false"
-        )
-    extra = ", ".join(sorted(there - needed))
-    return f"; {extra} of another optimizer is left behind" if extra else ""
-
-
-def _module(config: Config, folder: Path, saved: Iterable[str]) -> str:
-    """Refuse a checkpoint without the module of `model.mtp`; a remark on one that is not read."""
-    there, wanted = any(name.startswith("mtp.") for name in saved), config.model.mtp is not None
-    if wanted and not there:
-        raise ValueError(
-            f"{folder} has no module of model.mtp, which was given: its run had none; leave mtp "
-            "out, or begin a new run with it"
-        )
-    return "; the module of model.mtp is left behind" if there and not wanted else ""
-
-
-def _converted(wanted: Records, saved: Mapping[str, Record]) -> str:
-    """A remark on state of the optimizer that is read in another number format."""
-    found = {
-        (saved[layout.name].dtype, str(tensor.dtype).removeprefix("torch."))
-        for tensor, layout in wanted.values()
-        if layout.name in saved
-    }
-    changes = sorted(f"{before} to {now}" for before, now in found if before != now)
-    if not changes:
-        return ""
-    return f"; state of the optimizer is converted from {', '.join(changes)}"
 
 
 def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:

@@ -219,3 +219,14 @@ def _cut(bucket: Bucket, first: dict[str, int], *, by_module: bool) -> list[Grou
     for span in bucket.spans:
         groups.setdefault(first[span.name], []).append(span)
     return [tuple(group) for group in groups.values()]
+
+
+def listed(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return them as a list. Raises ValueError for a model that is none."""
+    found = list(modules) if isinstance(modules, Iterable) else None
+    if found is None or not all(isinstance(each, nn.Module) for each in found):
+        raise ValueError(
+            f"overlap_forward: {type(modules).__name__} is no list of modules: give all that have "
+            "parameters, in the order of the forward, such as [model.embedding, *model.layers]"
+        )
+    return found

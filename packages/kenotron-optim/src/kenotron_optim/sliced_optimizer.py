@@ -26,7 +26,7 @@ from kenotron_optim.gradient_gather import gather_gradients
 from kenotron_optim.groups import ParameterGroup
 from kenotron_optim.masters import range_of
 from kenotron_optim.offload import DeviceState, HostState
-from kenotron_optim.parameter_gather import ParameterGathers
+from kenotron_optim.parameter_gather import ParameterGathers, listed
 from kenotron_optim.parameter_shards import ParameterShards, check_whole
 from kenotron_optim.state_creation import create_state
 from kenotron_optim.torch_groups import MakeOptimizer, Piece, check_names, options_of, state_of
@@ -149,11 +149,11 @@ class SlicedOptimizer:
                 (``kenotron_dist.materialize``).
 
         Raises:
-            ValueError: a parameter belongs to none of the modules, or data ranks differ; ``fill``
-                with another stage than 3; with stage 3 also a module that is compiled itself, and a
-                parameter that is a part of a larger memory.
+            ValueError: ``modules`` is no list of modules, a parameter belongs to none of them, or
+                data ranks differ; ``fill`` with another stage than 3; with stage 3 also a module
+                that is compiled itself, and a parameter that is a part of a larger memory.
         """
-        self._gathers.overlap_forward(modules)
+        self._gathers.overlap_forward(listed(modules))
         if isinstance(self._gathers, ParameterShards) and fill is not None:
             self._gathers.fill(fill)
             self._memory.read_values()
