@@ -111,16 +111,15 @@ def _load_from(
     steps = int(state["optimizer_steps"])
     parameters: dict[str, Any] = dict(training.records())
     wanted: dict[str, Any] = {}
-    dropped = ""
+    dropped = check_module(config, folder, manifest.records)
     averages, remark = _averages(training, checkpoint, optimizer and steps > 0)
     if optimizer:
         # Before its first update an optimizer has masters and no more: what a damaged checkpoint
         # left in other state is zero again.
         wanted = training.optimizer.wanted(started=steps > 0)
         names = [layout.name for _, layout in (parameters | wanted | averages).values()]
-        dropped = check_optimizer(names, manifest.records, config, folder, mesh)
+        dropped += check_optimizer(names, manifest.records, config, folder, mesh)
         dropped += converted(wanted, manifest.records)
-    dropped += check_module(config, folder, manifest.records)
     checkpoint.load(parameters)
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
