@@ -15,6 +15,7 @@ import nox
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 
+from grid import CHECKED
 from nox_environments import (
     ALL,
     APPS,
@@ -248,7 +249,7 @@ def measure(session: nox.Session, section: str) -> None:
 @nox.session(default=False)
 def grid(session: nox.Session) -> None:
     """Measure the rows of the grid that `integration` checks: `tests/GRID.md`."""
-    for section in ("sample", "context", "experts", "mixers", "extras"):
+    for section in CHECKED:
         measure(session, section)
 
 

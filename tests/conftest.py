@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from grid import CHECKED
 
 from kenotron_dist import spawn
 
@@ -13,10 +14,6 @@ LOADED = (
     "transformers.models.auto.tokenization_auto",
     "pytest",
 )
-
-
-CHECKED = ["sample", "context", "experts", "mixers", "extras"]
-"""Sections of the grid that every run of the tests checks."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -75,7 +75,7 @@ def test_a_row_has_the_numbers_of_one_process(
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
 
 
-@pytest.mark.parametrize("section", ["sample", "context", "experts", "mixers", "extras", "full"])
+@pytest.mark.parametrize("section", [*grid.CHECKED, "full"])
 def test_the_table_has_these_rows_and_all_of_them_passed(section: str) -> None:
     rows = {str(row) for row in grid_table.rows_of(section)}
     assert grid_table.verdicts(section) == dict.fromkeys(rows, "pass")

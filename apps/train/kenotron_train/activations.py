@@ -48,7 +48,7 @@ def layer_activation(config: Config, layer: int, again: Recompute) -> int:
     """
     spec, parallel = config.decoder, config.parallelism
     return kept_bytes(
-        (*spec.blocks, *spec.mtp_blocks)[layer],
+        spec.trained_blocks[layer],
         spec.hidden_size,
         config.tokens.micro_batch_size,
         row_tokens(config),

@@ -81,8 +81,9 @@ def _write_stage(training: Training, stage: int, folder: Path) -> None:
             if writer is not None:
                 with _writing(path):
                     writer.add(rows.cpu().numpy())
-                    if done >= needed:
-                        writer.finish()
+        if writer is not None:
+            with _writing(path):
+                writer.finish()
     _tell(mesh, f"{named}, {done - kept:,} of them written")
 
 

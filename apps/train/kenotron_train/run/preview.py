@@ -199,7 +199,7 @@ def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> 
     for layer in layers:
         sent += Counter(
             sent_bytes(
-                (*spec.blocks, *spec.mtp_blocks)[layer],
+                spec.trained_blocks[layer],
                 spec.hidden_size,
                 config.tokens.micro_batch_size,
                 row_tokens(config),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kenotron_dist import gather_objects
 from kenotron_engine.model_on_mesh import ModelOnMesh
+from kenotron_engine.scoring import check_tokens
 from kenotron_models import Context, Sampling, TransformersSpec, generate
 
 
@@ -77,9 +78,4 @@ def _check(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"text {number} has no tokens: give at least one")
-        outside = [token for token in prompt if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(
-                f"text {number} has token {outside[0]}, outside the vocabulary "
-                f"0..{vocab_size - 1}: is it of another tokenizer than the model?"
-            )
+        check_tokens(f"text {number}", prompt, vocab_size)

@@ -149,9 +149,14 @@ def _check(rows: Sequence[Row], vocab_size: int, batch_size: int) -> None:
                 f"row {number} has {len(tokens)} tokens, of which {scored} are scored: at least "
                 "one must be, and at least one must come before"
             )
-        outside = [token for token in tokens if not 0 <= token < vocab_size]
-        if outside:
-            raise ValueError(
-                f"row {number} has token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}: "
-                "is it of another tokenizer than the model?"
-            )
+        check_tokens(f"row {number}", tokens, vocab_size)
+
+
+def check_tokens(of: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Refuse tokens of a row or text that the model does not know, on every rank that asks."""
+    outside = [token for token in tokens if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"{of} has token {outside[0]}, outside the vocabulary 0..{vocab_size - 1}: "
+            "is it of another tokenizer than the model?"
+        )

@@ -30,11 +30,10 @@ def forward_flops(
     spec, tokens = config.decoder, batch * sequence
     if isinstance(spec, TransformersSpec):
         return flops(spec, batch, sequence, causal=causal)
-    blocks = [*spec.blocks, *spec.mtp_blocks]
-    matrices = sum(_matrices(block, spec.hidden_size) for block in blocks)
+    matrices = sum(_matrices(block, spec.hidden_size) for block in spec.trained_blocks)
     mixing = sum(
         part.mixing_flops(batch, sequence, causal=causal)
-        for block in blocks
+        for block in spec.trained_blocks
         for part in block.parts
     )
     head = spec.hidden_size * spec.vocab_size
@@ -55,8 +54,7 @@ def parameter_count(config: Architecture) -> int:
     if isinstance(spec, TransformersSpec):
         return element_count(spec)
     width = spec.hidden_size
-    kinds = [*spec.blocks, *spec.mtp_blocks]
-    blocks = sum(_elements(block_layouts(block, width)) for block in kinds)
+    blocks = sum(_elements(block_layouts(block, width)) for block in spec.trained_blocks)
     matrices = 1 if spec.tie_word_embeddings else 2
     places = spec.max_position_embeddings * width if spec.learned_positions else 0
     norm = sum(p.numel() for p in spec.norm.build(width, ONE).parameters())
@@ -67,8 +65,7 @@ def parameter_count(config: Architecture) -> int:
 def expert_parameters(config: Architecture) -> int:
     """Count the parameters that ep divides: those of experts, without routers."""
     spec = config.decoder
-    kinds = [*spec.blocks, *spec.mtp_blocks]
-    found = (block_layouts(block, spec.hidden_size) for block in kinds)
+    found = (block_layouts(block, spec.hidden_size) for block in spec.trained_blocks)
     return sum(
         _elements({name: each for name, each in layouts.items() if each.grid == "expert"})
         for layouts in found

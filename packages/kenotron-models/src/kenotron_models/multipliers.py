@@ -204,20 +204,19 @@ def _queries(
     spec = block.mixer
     if isinstance(spec, AttentionSpec) and spec.qk_norm is not None:
         _norm(found, layouts, f"{at}{spec.name}.q_norm", factor)
-    elif isinstance(spec, LatentAttentionSpec):
-        last = "q" if spec.q_rank is None else "q_b"  # what makes queries has no other rows
-        for kind in ("weight", "bias"):
-            if (path := f"{at}{spec.name}.{last}.{kind}") in layouts:
-                found[path] = Fold(factor)
+        return
+    if isinstance(spec, LatentAttentionSpec):
+        last, fold = "q" if spec.q_rank is None else "q_b", Fold(factor)  # it has no other rows
     elif isinstance(spec, AttentionSpec) and not spec.gate:
-        for kind in ("weight", "bias"):
-            if (path := f"{at}{spec.name}.qkv.{kind}") in layouts:
-                found[path] = Fold(factor, rows=spec.heads * spec.head_dim)
+        last, fold = "qkv", Fold(factor, rows=spec.heads * spec.head_dim)
     else:
         assert spec is not None
         raise ValueError(
             f"{at}{spec.name} has no queries that could take a multiplier of {factor:.6g}"
         )
+    for kind in ("weight", "bias"):
+        if (path := f"{at}{spec.name}.{last}.{kind}") in layouts:
+            found[path] = fold
 
 
 def _added(

@@ -70,6 +70,11 @@ class DecoderSpec:
         return self.blocks[-1:] if self.mtp_weight else ()
 
     @property
+    def trained_blocks(self) -> tuple[BlockSpec, ...]:
+        """All blocks that are trained: those of the model, then that of the module."""
+        return (*self.blocks, *self.mtp_blocks)
+
+    @property
     def routes(self) -> bool:
         """Whether the tokens of any block use only some of its matrices: they are routed."""
         return any(isinstance(part, Sparse) for block in self.blocks for part in block.parts)

@@ -115,15 +115,14 @@ class ParameterShards(ParameterGathers):
         """Let each unit have memory while it is written, and keep what this rank owns of it."""
         for module, groups in self._readers:
             for group in groups:  # with what was written before: a tied unit has others' parameters
-                self._start(group)
-            self.wait_for(groups)
+                self._give_values(group)
             write(module)
             for group in groups:
                 data, pieces = self._pieces()[group]
                 for name, own in pieces[data.rank].items():
                     if (master := self._masters.get((name, data.rank))) is not None:
                         master.view(-1).copy_(own)
-                self._empty(group)
+                self._take_memory(self.groups[group])
 
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
         """Take other masters, by (logical name, data rank); the next uses gather them."""
@@ -239,15 +238,12 @@ class ParameterShards(ParameterGathers):
 
     @torch.no_grad()
     def _start(self, group: int) -> None:
-        """Give a group memory, write what this rank owns of it and start the all-gather."""
+        """Start the all-gather of a group."""
         if group in self._there:
             return
         self._there.add(group)
-        self._give_memory(self.groups[group])
+        self._give_values(group)
         data, pieces = self._pieces()[group]
-        for name, own in pieces[data.rank].items():
-            if (master := self._masters.get((name, data.rank))) is not None:
-                own.copy_(master.view(-1))
         if data.size > 1:
             self._flying[group] = gather_pieces([list(each.values()) for each in pieces], data)
 
@@ -261,6 +257,14 @@ class ParameterShards(ParameterGathers):
         else:
             self._remains.discard(group)
         self._take_memory(spans)
+
+    def _give_values(self, group: int) -> None:
+        """Give a group memory, and write what this rank owns of it."""
+        self._give_memory(self.groups[group])
+        data, pieces = self._pieces()[group]
+        for name, own in pieces[data.rank].items():
+            if (master := self._masters.get((name, data.rank))) is not None:
+                own.copy_(master.view(-1))
 
     def _give_memory(self, group: Group) -> None:
         for span in group:
