@@ -230,3 +230,12 @@ def listed(modules: Iterable[nn.Module]) -> list[nn.Module]:
             "parameters, in the order of the forward, such as [model.embedding, *model.layers]"
         )
     return found
+
+
+def check_whole(whole: bool) -> None:
+    """Raise RuntimeError where values are to be read that have no memory."""
+    if not whole:
+        raise RuntimeError(
+            "reload() with ZeRO stage 3: parameters have no memory; write into "
+            "parameter_slices(), or call wait_for_parameters() and change them"
+        )

@@ -118,10 +118,8 @@ class ParameterShards(ParameterGathers):
                 self._give_values(group)
             write(module)
             for group in groups:
-                data, pieces = self._pieces()[group]
-                for name, own in pieces[data.rank].items():
-                    if (master := self._masters.get((name, data.rank))) is not None:
-                        master.view(-1).copy_(own)
+                for own, master in self._owned(group):
+                    master.copy_(own)
                 self._take_memory(self.groups[group])
 
     def publish(self, masters: Mapping[tuple[str, int], Tensor]) -> None:
@@ -261,10 +259,17 @@ class ParameterShards(ParameterGathers):
     def _give_values(self, group: int) -> None:
         """Give a group memory, and write what this rank owns of it."""
         self._give_memory(self.groups[group])
+        for own, master in self._owned(group):
+            own.copy_(master)
+
+    def _owned(self, group: int) -> list[tuple[Tensor, Tensor]]:
+        """What this rank owns of a group's parameters, each with its master."""
         data, pieces = self._pieces()[group]
-        for name, own in pieces[data.rank].items():
-            if (master := self._masters.get((name, data.rank))) is not None:
-                own.copy_(master.view(-1))
+        return [
+            (own, master.view(-1))
+            for name, own in pieces[data.rank].items()
+            if (master := self._masters.get((name, data.rank))) is not None
+        ]
 
     def _give_memory(self, group: Group) -> None:
         for span in group:
@@ -293,12 +298,3 @@ class ParameterShards(ParameterGathers):
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._accumulator.parameters[self._accumulator.logical[name]]
-
-
-def check_whole(whole: bool) -> None:
-    """Raise RuntimeError where values are to be read that have no memory."""
-    if not whole:
-        raise RuntimeError(
-            "reload() with ZeRO stage 3: parameters have no memory; write into "
-            "parameter_slices(), or call wait_for_parameters() and change them"
-        )

@@ -26,8 +26,8 @@ from kenotron_optim.gradient_gather import gather_gradients
 from kenotron_optim.groups import ParameterGroup
 from kenotron_optim.masters import range_of
 from kenotron_optim.offload import DeviceState, HostState
-from kenotron_optim.parameter_gather import ParameterGathers, listed
-from kenotron_optim.parameter_shards import ParameterShards, check_whole
+from kenotron_optim.parameter_gather import ParameterGathers, check_whole, listed
+from kenotron_optim.parameter_shards import ParameterShards
 from kenotron_optim.state_creation import create_state
 from kenotron_optim.torch_groups import MakeOptimizer, Piece, check_names, options_of, state_of
 from kenotron_optim.update_rule import exchange_of
