@@ -51,7 +51,13 @@ class Limited(LifeCycle):
 
     def pre_init(self, config: Config, mesh: Mesh) -> None:
         # Freed blocks go back to the system: else the allocator keeps those of some MB.
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**20)
+        # A thread's stack counts whole, though it is hardly used: 8 MB for each that starts later.
+        attributes = ctypes.create_string_buffer(64)
+        libc.pthread_attr_init(attributes)
+        libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(2**20))
+        assert libc.pthread_setattr_default_np(attributes) == 0
         limit = data_bytes() + int(ROOM * 4 * parameter_count(config.decoder))
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
