@@ -6,6 +6,13 @@ import time
 import pytest
 
 import kenotron_ckpt.job
+from kenotron_dist import spawn
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_share_what_they_load():
+    """The first spawn of a process decides what the ranks of all spawns find loaded."""
+    spawn(id, preload=("kenotron_ckpt", "hypothesis", "pytest"))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ def save_all(mesh, folder):
 def saved(tmp_path_factory):
     """A run folder of two tp ranks: step 5 (latest.txt, verified), 20, and 30 half-written."""
     folder = tmp_path_factory.mktemp("cli") / "run"
-    spawn(save_all, str(folder), preload=["kenotron_ckpt"], tp=2)
+    spawn(save_all, str(folder), tp=2)
     (folder / "30").mkdir()
     (folder / "latest.txt").write_text("5")
     return folder

@@ -111,7 +111,7 @@ def save_small(mesh, folder, step):
 
 
 def test_a_killed_rank_leaves_the_former_checkpoint(tmp_path):
-    spawn(save_small, tmp_path, 10, tp=2, preload=["kenotron_ckpt"])
+    spawn(save_small, tmp_path, 10, tp=2)
     with pytest.raises(RankError, match="died of SIGKILL|Connection"):
         spawn(save_and_die, tmp_path, tp=2)
     assert what_is_there(tmp_path) == (10, 1)

@@ -148,7 +148,7 @@ def test_the_kills_are_at_every_step_there_is(undisturbed):
 )
 def test_a_killed_rank_of_two_leaves_the_old_or_the_new(tmp_path, victim, at, beside, sizes):
     folder = tmp_path / "run"
-    spawn(put_together, folder, 10, 1, {}, preload=["kenotron_ckpt"], **sizes)
+    spawn(put_together, folder, 10, 1, {}, **sizes)
     with pytest.raises(RankError, match="died of SIGKILL|Connection"):
         spawn(put_and_die, folder, victim, at, beside, **sizes)
     seen = Path(f"{folder}.log").read_text().split()

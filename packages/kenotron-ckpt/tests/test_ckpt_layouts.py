@@ -251,7 +251,7 @@ def load_bits(mesh, folder):
 
 @pytest.mark.parametrize(("a", "others"), PAIRS, ids=[name_of(pair[0]) for pair in PAIRS])
 def test_processes_load_what_a_saver_on_another_mesh_saved(tmp_path, a, others):
-    said = spawn(save_beside, tmp_path, preload=["kenotron_ckpt"], **a)
+    said = spawn(save_beside, tmp_path, **a)
     assert said == [[""]] * len(said)
     for b in others:
         for wrong, own in spawn(load_bits, tmp_path, **b):

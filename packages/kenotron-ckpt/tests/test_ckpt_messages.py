@@ -107,7 +107,7 @@ def save_twice(mesh, folder):
 
 
 def test_ranks_that_hold_the_same_elements_are_told(tmp_path):
-    said = spawn(save_twice, tmp_path, dp=2, preload=["kenotron_ckpt"])
+    said = spawn(save_twice, tmp_path, dp=2)
     assert said[0] == said[1]
     assert "w: pieces shard-00000-of-00002.safetensors:w@0 [4] and shard-00001" in said[0]
 

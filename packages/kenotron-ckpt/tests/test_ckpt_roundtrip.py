@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
     """Mesh name -> run folder, saved on every mesh."""
     root = tmp_path_factory.mktemp("runs")
     for sizes in MESHES:
-        paths = spawn(save_model, str(root / name_of(sizes)), preload=["kenotron_ckpt"], **sizes)
+        paths = spawn(save_model, str(root / name_of(sizes)), **sizes)
         assert set(paths) == {str(root / name_of(sizes) / "3")}
     return {name_of(sizes): root / name_of(sizes) for sizes in MESHES}
 

@@ -48,7 +48,7 @@ def fail_in_a_row(mesh, folder):
 
 def test_failures_in_a_row_are_heard_by_all(tmp_path):
     due = [(step, f"no {step}" if step < 5 else "") for step in range(6)]
-    assert spawn(fail_in_a_row, tmp_path, dp=3, preload=["kenotron_ckpt"]) == [due] * 3
+    assert spawn(fail_in_a_row, tmp_path, dp=3) == [due] * 3
     assert what_is_there(tmp_path) == (5, 1)
 
 
@@ -68,7 +68,7 @@ def decline(mesh, folder, who):
 
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]])
 def test_the_others_hear_that_a_rank_declined(tmp_path, who):
-    found = spawn(decline, tmp_path, who, tp=2, preload=["kenotron_ckpt"])
+    found = spawn(decline, tmp_path, who, tp=2)
     sentence = "x: the local tensor has shape [3], its layout leaves [4] of [4] on a rank"
     for rank, (said, reports) in enumerate(found):
         if rank in who:
@@ -99,7 +99,7 @@ def train_until_one_dies(mesh, folder):
 
 
 def test_a_rank_that_dies_in_the_background_ends_all_within_seconds(tmp_path):
-    spawn(put_together, tmp_path, 10, 1, {}, dp=3, preload=["kenotron_ckpt"])
+    spawn(put_together, tmp_path, 10, 1, {}, dp=3)
     begun = time.monotonic()
     with pytest.raises(RankError, match="rank 1: killed: died of SIGKILL"):
         spawn(train_until_one_dies, tmp_path, dp=3)
@@ -177,7 +177,7 @@ def load_own(mesh, folder):
 
 def test_two_savers_of_a_run_do_not_mix_and_ranks_get_back_their_own(tmp_path):
     sizes = {"dp": 2, "tp": 2}
-    found = spawn(save_own, tmp_path, preload=["kenotron_ckpt"], **sizes)
+    found = spawn(save_own, tmp_path, **sizes)
     assert found == [[(10, ""), (20, "")] * 2] * 4
     assert what_is_there(tmp_path / "a" / "10") == (10, 10)
     assert what_is_there(tmp_path / "a") == what_is_there(tmp_path / "b") == (20, 20)
@@ -195,6 +195,6 @@ def take_the_same(mesh, folder):
 
 
 def test_a_second_writer_is_refused_on_all_ranks(tmp_path):
-    first, second = spawn(take_the_same, tmp_path, dp=2, preload=["kenotron_ckpt"])
+    first, second = spawn(take_the_same, tmp_path, dp=2)
     assert first == second
     assert f"{tmp_path} is being written by another run" in first

@@ -169,7 +169,7 @@ def fill_the_disk_of_one(mesh, folder, on_failure):
 
 @pytest.mark.parametrize("on_failure", ["warn", "raise"])
 def test_every_rank_hears_of_the_one_that_could_not_write(tmp_path, on_failure):
-    spawn(put_together, tmp_path, 10, 1, {}, dp=2, tp=2, preload=["kenotron_ckpt"])
+    spawn(put_together, tmp_path, 10, 1, {}, dp=2, tp=2)
     found = spawn(fill_the_disk_of_one, tmp_path, on_failure, dp=2, tp=2)
     failed = "was not saved: rank 1: [Errno 28] No space left on device"
     for said, outcomes in found:
