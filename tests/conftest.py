@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from grid import CHECKED
+from grid import SECTIONS
 
 from kenotron_dist import spawn
 
@@ -11,6 +11,9 @@ LOADED = (
     "torch._dynamo",
     "kenotron_train.run.loop",
     "transformers.activations",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "pytest",
 )
@@ -19,10 +22,10 @@ LOADED = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--grid",
-        choices=["checked", *CHECKED, "full"],
-        default="checked",
-        help="sample, rows that cut samples (context), have experts, other mixers or extras, or "
-        "all of these (checked); full: all pairs on every layout of up to 8 ranks, 20 steps a row",
+        choices=["chosen", *SECTIONS, "full"],
+        default="chosen",
+        help="sample, rows that cut samples (context), have experts, other mixers or extras; some "
+        "of all these (chosen); full: all pairs on every layout of up to 8 ranks, 20 steps a row",
     )
     parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"
@@ -32,11 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every row of the grid is a test."""
     if "row" in metafunc.fixturenames:
+        import grid_choice
         import grid_table
 
         section = metafunc.config.getoption("--grid")
-        sections = CHECKED if section == "checked" else [section]
-        rows = [row for each in sections for row in grid_table.rows_of(each)]
+        rows = grid_choice.chosen() if section == "chosen" else grid_table.rows_of(section)
         metafunc.parametrize("row", rows, ids=str)
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import parity
 import pytest
+import torch
 from parity import BOUND, Layout, Trace
 
-from kenotron_dist import spawn
+from kenotron_config import Config
+from kenotron_dist import Mesh, spawn
 from kenotron_models import AnyConfig, Recompute, Starcoder2Config
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
@@ -30,20 +34,25 @@ def run(
     folder: Path,
     model: dict[str, Any] | AnyConfig,
     recompute: Recompute = "none",
-    compiled: bool = False,
+    compiled: str = "",
 ) -> Trace:
-    """The trace of a layout of a changed model, or of another one."""
+    """The trace of a layout of a changed model, or of another one; by which compiler."""
     config = parity.configure(layout, folder, STEPS)
     sizes = replace(config.model.model_config, **model) if isinstance(model, dict) else model
     config = replace(
         config,
-        model=replace(config.model, model_config=sizes, compile=compiled),
+        model=replace(config.model, model_config=sizes, compile=bool(compiled)),
         parallelism=replace(config.parallelism, recompute=recompute),
     )
     sizes = {"pp": layout.pp, "dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
-    traces = spawn(parity.trace, config, **sizes, preload=PRELOAD)
+    traces = spawn(traced, config, compiled, **sizes, preload=PRELOAD)
     assert all(trace == traces[0] for trace in traces), "ranks report different numbers"
     return traces[0]
+
+
+def traced(mesh: Mesh, config: Config, compiler: str) -> Trace:
+    with mock.patch("torch.compile", partial(torch.compile, backend=compiler)):
+        return parity.trace(mesh, config)
 
 
 STARCODER = Starcoder2Config(
@@ -89,19 +98,19 @@ def test_computing_activations_again_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("layout", "recompute"),
+    ("layout", "recompute", "compiler"),
     [
-        (Layout(tp=2, tied=True, sequence_parallel=True), "selective"),
-        (Layout(tp=2, overlap=True), "full"),
-        (Layout(pp=2, engine="zb-h1"), "none"),
-        (Layout(cp=2), "selective"),
+        (Layout(tp=2, tied=True, sequence_parallel=True), "selective", "inductor"),
+        (Layout(tp=2, overlap=True), "full", "aot_eager"),
+        (Layout(pp=2, engine="zb-h1"), "none", "aot_eager"),
+        (Layout(cp=2), "selective", "aot_eager"),
     ],
     ids=str,
 )
 def test_compiled_layers_compute_the_same(
-    layout: Layout, recompute: Recompute, folder: Path
+    layout: Layout, recompute: Recompute, compiler: str, folder: Path
 ) -> None:
-    compiled = run(layout, folder, {}, recompute, compiled=True)
+    compiled = run(layout, folder, {}, recompute, compiler)
     plain = run(layout, folder, {})
     losses = parity.deviation(compiled.losses, plain.losses)
     norms = parity.deviation(compiled.norms, plain.norms)

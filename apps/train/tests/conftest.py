@@ -11,6 +11,9 @@ LOADED = (  # as in the tests across packages, some of which may come before or 
     "torch._dynamo",
     "kenotron_train.run.loop",
     "transformers.activations",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
+    "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "pytest",
 )
