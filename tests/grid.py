@@ -271,8 +271,8 @@ def extras() -> list[Row]:
     ]  # fmt: skip
 
 
-CHECKED = ("sample", "context", "experts", "mixers", "extras")
-"""Functions of this file that make the rows which every run of the tests checks."""
+SECTIONS = ("sample", "context", "experts", "mixers", "extras")
+"""Functions of this file that make the rows of a section of ``GRID.md``."""
 WITHOUT_ATTENTION = ("mamba", "mamba2")
 SEPARATES = ("qwen2", "qwen2_moe", "qwen2_moe_limited", *WITHOUT_ATTENTION, "hybrid")
 """Architectures that may tell documents apart."""

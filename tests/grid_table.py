@@ -6,6 +6,7 @@ exits with status 1 if a row failed, or if its verdict differs from that in the 
 
 from __future__ import annotations
 
+import functools
 import json
 import platform
 import re
@@ -22,10 +23,10 @@ TABLE = Path(__file__).parent / "GRID.md"
 HEAD = "| row | loss | norm | gradient | weight | resumed with | there | verdict |"
 
 
-def rows_of(section: str) -> list[Row]:
+@functools.cache
+def rows_of(section: str) -> tuple[Row, ...]:
     """The rows that a section of the table has."""
-    rows: list[Row] = getattr(grid, section)()
-    return rows
+    return tuple(getattr(grid, section)())
 
 
 def line(found: Result) -> str:

@@ -3,9 +3,11 @@
 It needs nox and no torch.
 """
 
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -72,14 +74,22 @@ def install_tree(
 
 
 def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
-    """Build one wheel a folder, without installing anything in the session's environment."""
-    wheels = scratch(session, "wheels")
-    for folder in map(str, folders):
-        if session.venv_backend == "uv":
-            session.run("uv", "build", "--quiet", "--wheel", "--out-dir", str(wheels), folder)
-        else:
-            session.run("pip", "wheel", "--quiet", "--no-deps", "-w", str(wheels), folder)
-    return sorted(wheels.glob("*.whl"))
+    """Return one wheel a folder, built once in a run of nox; nothing is installed."""
+    built = []
+    for folder in folders:
+        wheels = Path(all_wheels().name, folder.name)
+        if not wheels.exists() and session.venv_backend == "uv":
+            session.run("uv", "build", "--quiet", "--wheel", f"--out-dir={wheels}", str(folder))
+        elif not wheels.exists():
+            session.run("pip", "wheel", "--quiet", "--no-deps", f"-w={wheels}", str(folder))
+        built += wheels.glob("*.whl")
+    return sorted(built)
+
+
+@functools.cache
+def all_wheels() -> tempfile.TemporaryDirectory[str]:
+    """The folder of the wheels of this run, which goes with it."""
+    return tempfile.TemporaryDirectory(prefix="wheels-")
 
 
 def newest_python() -> str:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import grid
 import grid_check
+import grid_choice
 import grid_run
 import grid_table
 import parity
@@ -75,10 +76,23 @@ def test_a_row_has_the_numbers_of_one_process(
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
 
 
-@pytest.mark.parametrize("section", [*grid.CHECKED, "full"])
+@pytest.mark.parametrize("section", [*grid.SECTIONS, "full"])
 def test_the_table_has_these_rows_and_all_of_them_passed(section: str) -> None:
     rows = {str(row) for row in grid_table.rows_of(section)}
     assert grid_table.verdicts(section) == dict.fromkeys(rows, "pass")
+
+
+def test_chosen_rows_have_every_setting_and_every_two_ways_to_cut() -> None:
+    every = [row for section in grid.SECTIONS for row in grid_table.rows_of(section)]
+    rows = grid_choice.chosen()
+    assert len(rows) == len(set(rows)) < len(every) / 3
+    assert {*grid.HAND_PICKED, grid.DONE_WHEN} <= set(rows) <= set(every)
+    for name in asdict(rows[0]).keys() - {"sizes", "micro", "cp", "ep"}:
+        assert {getattr(row, name) for row in rows} == {getattr(row, name) for row in every}, name
+    for one, two in itertools.combinations(("pp", "dp", "cp", "tp", "ep"), 2):
+        assert any(row.axes[one] > 1 and row.axes[two] > 1 for row in rows), (one, two)
+    staged = {(row.engine, row.zero) for row in rows}
+    assert staged == set(itertools.product(grid.ENGINES, grid.SHARDS["zero"]))
 
 
 def test_cp_goes_with_every_setting_that_it_can_go_with() -> None:
