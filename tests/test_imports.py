@@ -8,10 +8,12 @@ import pytest
 
 PACKAGES = ("kenotron_tp", "kenotron_cp", "kenotron_ep")
 CODE = """
-import time, torch
+import time
 begin = time.process_time()
+import torch
+loaded = time.process_time()
 import {package}
-print(time.process_time() - begin)
+print((time.process_time() - loaded) / (loaded - begin))
 """
 HEAVY = """
 import sys, {package}
@@ -27,7 +29,7 @@ def python(code: str) -> str:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_it_takes_less_than_50_ms_beside_torch(package: str) -> None:
+def test_it_takes_less_than_a_twentieth_of_the_time_of_torch(package: str) -> None:
     assert min(float(python(CODE.format(package=package))) for _ in range(3)) < 0.05
 
 
