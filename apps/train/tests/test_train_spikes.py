@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from unittest import mock
 
@@ -30,8 +31,8 @@ def configure(folder: Path, sizes: dict[str, int], **changes: object) -> Config:
     return load_config(DEFAULT_CONFIG, flags[1::2])
 
 
-def spiked(mesh: Mesh, config: Config) -> list[StepResult]:
-    """Train with a loss that is 1,000 times as large in step 7."""
+def spiked(mesh: Mesh, config: Config, times: float = 1000) -> list[StepResult]:
+    """Train with a loss that is as many times as large in step 7."""
     right_gradient, right_loss, now = room.gradient, room.loss_fn, 0
 
     def gradient(training, batch, step, *more):
@@ -40,7 +41,7 @@ def spiked(mesh: Mesh, config: Config) -> list[StepResult]:
         return right_gradient(training, batch, step, *more)
 
     def loss_fn(training, batch, count, extra=None):
-        whole, factor = right_loss(training, batch, count, extra), 1000 if now == SPIKE else 1
+        whole, factor = right_loss(training, batch, count, extra), times if now == SPIKE else 1
         return lambda logits, m: whole(logits, m) * factor
 
     with mock.patch.multiple(room, gradient=gradient, loss_fn=loss_fn):
@@ -68,6 +69,13 @@ def test_a_spike_is_left_out_on_every_layout(tmp_path: Path) -> None:
         many = trained(tmp_path / "x".join(sizes), sizes)
         assert [r.skipped for r in many] == [r.skipped for r in one]
         assert [r.loss for r in many] == pytest.approx([r.loss for r in one], rel=1e-5)
+
+
+def test_a_step_that_is_not_finite_is_no_spike(tmp_path: Path) -> None:
+    config = configure(tmp_path, {}, optimizer__nonfinite="skip")
+    (results,) = spawn(spiked, config, math.inf, preload=PRELOAD)
+    assert [result.skipped for result in results] == [n == SPIKE for n in range(1, 10)]
+    assert results[SPIKE - 1].nonfinite and not results[SPIKE - 1].spike
 
 
 def test_a_run_that_resumes_knows_the_last_norms(tmp_path: Path) -> None:

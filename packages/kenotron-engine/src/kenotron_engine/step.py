@@ -125,9 +125,9 @@ def training_step(
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
     overflow = _overflows(found, loss_scale)
-    spike = spikes.find(loss, norm) if spikes else ""
-    updates = count > 0 and not overflow and not spike
-    updates = updates and (found is None or config.nonfinite == "continue")
+    updates = count > 0 and not overflow and (found is None or config.nonfinite == "continue")
+    spike = spikes.find(loss, norm) if spikes and updates else ""
+    updates = updates and not spike
     _finish_update(training, updates)
     if not count:
         raise ValueError(f"step {step}: no position of the global batch has a target")
