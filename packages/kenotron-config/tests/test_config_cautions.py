@@ -102,3 +102,11 @@ def test_what_a_run_never_reaches_is_named(changes: dict[str, str], said: str) -
     batch = {"tokens.micro_batch_size": 1, "tokens.batch_accumulation_per_replica": 4}
     lines = cautions(configure({"tokens.train_steps": 6} | batch | changes))
     assert len(lines) == bool(said) and all(line.startswith(said) for line in lines)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_key_of_sharded_gradients_is_named_where_none_are_sharded(stage: int) -> None:
+    keys = {"optimizer.zero_stage": stage, "optimizer.reduce": "step"}
+    lines = cautions(configure(keys))
+    assert len(lines) == (stage < 2)
+    assert all(line.startswith("optimizer.reduce: step was given") for line in lines)

@@ -27,6 +27,7 @@ def cautions(config: Config) -> list[str]:
         *_schedule(config),
         *_never_reached(config),
         *_rule(config),
+        *_reduce(config),
         *_other_tokenizers(config),
     ]
 
@@ -101,6 +102,16 @@ def _rule(config: Config) -> list[str]:
         "is taken (rule: nanotron), whose learning rates do not transfer to other widths; give "
         "base, the widths that hyperparameters were chosen for, or write rule: nanotron"
     ]
+
+
+def _reduce(config: Config) -> Iterator[str]:
+    """A key of ZeRO 2 and 3 in a run of another stage."""
+    optim = config.optimizer
+    if optim.reduce == "step" and optim.zero_stage < 2:
+        yield (
+            f"optimizer.reduce: step was given; optimizer.zero_stage {optim.zero_stage} adds "
+            "gradients over ranks once a step in any case: the key is for stages 2 and 3"
+        )
 
 
 def _other_tokenizers(config: Config) -> Iterator[str]:
