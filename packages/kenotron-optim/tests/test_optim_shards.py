@@ -321,6 +321,10 @@ def refused(mesh: Mesh) -> None:
     optimizer = SlicedOptimizer(sliced, torch.optim.SGD, decay_groups(sliced.names, 0.0), 3)
     with pytest.raises(ValueError, match="'table.weight' is a part of a larger memory"):
         optimizer.overlap_forward(model.units)
+    model.table.weight.data = torch.randn(7, WIDTH)
+    optimizer.overlap_forward(model.units)
+    with pytest.raises(ValueError, match="the modules have been named, and parameters were cut"):
+        optimizer.overlap_forward(model.units)
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -54,8 +54,14 @@ class ParameterGathers:
         Collective over the data axes: all data ranks give the same modules in the same order.
 
         Raises:
-            ValueError: some parameter belongs to none of the modules, or data ranks differ.
+            ValueError: some parameter belongs to none of the modules, or data ranks differ; with
+                ZeRO stage 3 also a second call.
         """
+        if self.by_module and self._readers:
+            raise ValueError(
+                "overlap_forward: with ZeRO stage 3 the modules have been named, and parameters "
+                "were cut by them: name all of them once"
+            )
         self.wait()
         modules, accumulator = list(modules), self._accumulator
         names = [self._read_by(module) for module in modules]

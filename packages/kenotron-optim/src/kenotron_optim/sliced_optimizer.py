@@ -150,8 +150,8 @@ class SlicedOptimizer:
 
         Raises:
             ValueError: ``modules`` is no list of modules, a parameter belongs to none of them, or
-                data ranks differ; ``fill`` with another stage than 3; with stage 3 also a module
-                that is compiled itself, and a parameter that is a part of a larger memory.
+                data ranks differ; ``fill`` with another stage than 3; with stage 3 a second call, a
+                module that is compiled itself, and a parameter that is a part of a larger memory.
         """
         self._gathers.overlap_forward(listed(modules))
         if isinstance(self._gathers, ParameterShards) and fill is not None:
