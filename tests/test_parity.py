@@ -97,7 +97,7 @@ def test_chosen_rows_have_every_setting_and_every_two_ways_to_cut() -> None:
 
 def test_cp_goes_with_every_setting_that_it_can_go_with() -> None:
     """Each pair of settings of which one is of cp's axes is in a row of ``context``."""
-    rows = grid.context()
+    rows = grid_table.rows_of("context")
     found = {pair for row in rows for pair in itertools.combinations(asdict(row).items(), 2)}
     axes = {**grid.AXES, **grid.WAYS, "sizes": [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)]}
     settings = [(name, value) for name, values in axes.items() for value in values]
