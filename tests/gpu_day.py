@@ -83,6 +83,13 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="a new interpreter for each item (seconds each), where forks cannot use the GPU",
     )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=int,
+        default=0,
+        help="items at the same time, for parts that measure no time (1; a dry run: 2)",
+    )
     parser.add_argument("--to", type=Path, default=TABLE, help="of table: the file (tests/GPU.md)")
     found = parser.parse_args(given)
     known = [*gpu_parts.PARTS, "all", "table", "tiny-step"]
@@ -94,6 +101,8 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         parser.error("--out DIR is missing: name the folder for the records")
     if found.part != "table" and found.folder is not None:
         parser.error(f"unexpected argument {str(found.folder)!r}: {found.part} takes --out DIR")
+    if found.workers < 0:
+        parser.error(f"--workers {found.workers} is negative: give how many items run at once")
     if found.minutes is not None and not found.minutes > 0:
         parser.error(f"--minutes {found.minutes:g} is not positive: give the limit of each part")
     return found
@@ -157,7 +166,7 @@ def run(asked: argparse.Namespace) -> int:
                 setting,
                 record,
                 seconds=60 * (asked.minutes or (60 if asked.dry else part.minutes)),
-                workers=DRY_WORKERS if asked.dry else 1,
+                workers=asked.workers or (DRY_WORKERS if asked.dry else 1),
                 fresh=part.module if asked.fresh else "",
             )
             statuses += [entry["status"] for entry in records]

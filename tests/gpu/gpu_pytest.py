@@ -31,7 +31,7 @@ SETTINGS = Path(__file__).with_name("gpu_pytest.ini")
 def pytest_command(path: str) -> list[str]:
     """Return the command that runs a test file with any pytest, from the root."""
     options = ["-c", str(SETTINGS), "--rootdir", str(ROOT), "-p", "no:cacheprovider"]
-    return [sys.executable, "-m", "pytest", "-v", "--tb=line", *options, path]
+    return [sys.executable, "-m", "pytest", "-v", "--tb=short", *options, path]
 
 
 def told(command: list[str]) -> tuple[int, str]:
@@ -57,7 +57,8 @@ def pytest_item(path: str) -> Item:
         status, text = told(pytest_command(path))
         counts = re.findall(r"(\d+) (passed|failed|errors?|skipped)", last_lines(text, 1))
         yield {word: int(number) for number, word in counts}
-        check(status == 0, last_lines(text))
+        errors = "\n".join(line for line in text.splitlines() if line.startswith("E  "))
+        check(status == 0, f"{last_lines(errors, 30)}\n{last_lines(text)}")
 
     reason = "without one its tests are skipped"
     return Item(Path(path).name, 120.0, run, ("pytest", "hypothesis"), reason)

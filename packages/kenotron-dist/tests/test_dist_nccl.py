@@ -23,10 +23,11 @@ from kenotron_dist.testing import on_nccl
 
 def verbs(mesh):
     assert mesh.backend != "gloo" and mesh["tp"].on_device
-    collectives.check_sums(mesh, [torch.float32, torch.float64, torch.int64])
+    summed = [torch.float32, torch.float64, torch.int64]  # NCCL rounds every partial sum
+    collectives.check_sums(mesh, summed)
     collectives.check_abandoned(mesh)
     collectives.check_no_graph(mesh)
-    collectives.check_moves(mesh)
+    collectives.check_moves(mesh, summed)
     collectives.check_all_to_all(mesh)
     collectives.check_broadcast_and_barrier(mesh)
     collectives.check_several_in_flight(mesh)
@@ -43,7 +44,8 @@ def half_sums(mesh):
     rows = torch.stack([collectives.exact(rank, (1000,)) for rank in range(axis.size)])
     for dtype in (torch.bfloat16, torch.float16):
         found = all_reduce(rows[axis.rank].to(dtype), axis)
-        assert_close(found, rows.to(dtype).double().sum(0).to(dtype))
+        rounding = (axis.size - 1) * torch.finfo(dtype).eps * rows.abs().sum(0).max()
+        assert_close(found.double(), rows.to(dtype).double().sum(0), rtol=0, atol=rounding.item())
 
 
 def test_sums_in_half_precision_are_near():

@@ -18,7 +18,8 @@ SHAPE = (2, 9)
 def labels_of(vocab, ignore_index=-100):
     """First and last ids, some between, some without a target."""
     generator = torch.Generator().manual_seed(vocab)
-    labels = torch.randint(0, vocab, SHAPE, generator=generator)
+    labels = torch.randint(0, vocab, SHAPE, generator=generator, device="cpu")
+    labels = labels.to(torch.get_default_device())
     labels[0, :2] = torch.tensor([0, vocab - 1])
     labels[1, 3:5] = ignore_index
     return labels

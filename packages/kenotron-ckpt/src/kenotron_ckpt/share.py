@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def commit_shares(
         state=state,
         rank_states=own if any(each is not None for each in own) else (),
         config=config_text,
-        libraries={name: version(name) for name in _LIBRARIES},
+        libraries={name: _version(name) for name in _LIBRARIES},
     )
     commit(step_folder, manifest, verified)
 
@@ -199,3 +199,11 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name}: {number!r} was given; it must be a whole number")
         if number is not None and number < 1:
             raise ValueError(f"{name}: {number} was given; it must be at least 1")
+
+
+def _version(library: str) -> str:
+    """Return the installed version of a library, which may also be found on the path alone."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "not installed"

@@ -181,6 +181,7 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
 def _efficient_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile
 ) -> tuple[Tensor, Tensor, Tensor]:
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # CUTLASS takes no strides of it
     lse = pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     bias = _efficient_bias(tile, q, k.shape[-2])
