@@ -17,6 +17,7 @@ import argparse
 import importlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from functools import partial
@@ -111,6 +112,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 def main(given: list[str] | None = None) -> int:
     """Do what the command line asks for; the exit status."""
     find_packages()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     asked = arguments(given)
     if asked.part == "table":
         return make_table(asked.folder, asked.to)

@@ -155,6 +155,26 @@ def test_an_item_that_goes_wrong_is_recorded_and_ends_nothing_else(tmp_path, mon
     assert {by_name[name]["status"] for name in ("absent", "gpu", "module")} == {"not run"}
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_run_that_is_stopped_leaves_no_item_on_the_device(tmp_path):
+    seen = tmp_path / "pid"
+
+    def started(setting):
+        seen.write_text(str(os.getpid()))
+        yield from stuck(setting)
+
+    def stop(_):
+        raise SystemExit(143)
+
+    items = [Item("started", 9, started), Item("absent", 9, absent)]
+    setting = Setting("cpu", True, tmp_path)
+    with pytest.raises(SystemExit):
+        gpu_runner.run_part("probe", items, setting, stop, seconds=100, workers=2)
+    if seen.exists():  # it may have been ended before its first line
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(seen.read_text()), 0)
+
+
 def test_items_beyond_the_time_of_their_part_are_not_started(tmp_path):
     setting = Setting("cpu", False, tmp_path)
     items = [Item("late", 9, steady)]

@@ -77,23 +77,27 @@ def run_part(
         records.append(entry)
         record(entry)
 
-    while waiting or running:
-        while waiting and len(running) < workers:
-            each = waiting.pop(0)
-            reason = why_not(each, setting, end - time.monotonic())
-            if reason:
-                keep(each.name, "not run", 0.0, {"reason": reason})
-            else:
-                running.append(_start(each, setting, end, fresh))
-        soonest = min((one.began + one.limit for one in running), default=0.0)
-        wait([one.process.sentinel for one in running], max(soonest - time.monotonic(), 0.0))
-        for one in list(running):
-            over = time.monotonic() > one.began + one.limit
-            if over or not one.process.is_alive():
-                running.remove(one)
-                took = time.monotonic() - one.began
-                status, found = _outcome(one)
-                keep(one.item.name, status, took, found)
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                each = waiting.pop(0)
+                reason = why_not(each, setting, end - time.monotonic())
+                if reason:
+                    keep(each.name, "not run", 0.0, {"reason": reason})
+                else:
+                    running.append(_start(each, setting, end, fresh))
+            soonest = min((one.began + one.limit for one in running), default=0.0)
+            wait([one.process.sentinel for one in running], max(soonest - time.monotonic(), 0.0))
+            for one in list(running):
+                over = time.monotonic() > one.began + one.limit
+                if over or not one.process.is_alive():
+                    running.remove(one)
+                    took = time.monotonic() - one.began
+                    status, found = _outcome(one)
+                    keep(one.item.name, status, took, found)
+    finally:  # an exception or a signal: nothing that was started stays on the device
+        for one in running:
+            _outcome(one)
     return records
 
 
