@@ -8,11 +8,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from ckpt_checks import CPU, View, begin, vectors, what_is_there, whole
 from ckpt_kills import put, put_together, state_of
 
 import kenotron_ckpt.job
 import kenotron_ckpt.saver
+import kenotron_dist.signed_store as signed_store
+import kenotron_dist.store_messages as store_messages
 from kenotron_ckpt import Saver, load
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
@@ -198,3 +201,53 @@ def test_a_second_writer_is_refused_on_all_ranks(tmp_path):
     first, second = spawn(take_the_same, tmp_path, dp=2)
     assert first == second
     assert f"{tmp_path} is being written by another run" in first
+
+
+def keys_at(default, part):
+    """All keys in the store that contain ``part``, as a stranger at its port lists them."""
+    while hasattr(default, "underlying_store"):
+        default = default.underlying_store
+    return default, [key for key in default.list_keys() if part in key]
+
+
+def under_attack(mesh, folder, lost):
+    """Save while rank 1 overwrites and erases the notes of savers, as a stranger does.
+
+    Each rank's saves; ``lost``: rank 1 never sees rank 0's first note, only the stranger's.
+    """
+    store_messages._REPAIR_SECONDS = 0.05
+    signed_store.LOST_SECONDS = 0.5
+    real, began = kenotron_ckpt.job.prepare, threading.Event()
+
+    def prepare(step_folder):
+        began.wait(20)  # until the notes of rank 1 are destroyed
+        return real(step_folder)
+
+    kenotron_ckpt.job.prepare = prepare
+    default = dist.distributed_c10d._get_default_store()
+    with Saver(folder, mesh) as saver, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if lost and mesh.rank == 1:
+            signed, find = saver._notes._store, saver._notes._store.find
+            signed.find = lambda key: signed._open(key, b"x") if key == "1/folder" else find(key)
+        begin(saver, 1, 1)
+        if mesh.rank == 1:
+            saver._notes.post("0/outcome", "old")
+            store, keys = keys_at(default, "kenotron-notes/save")
+            for number, key in enumerate(keys):
+                store.set(key, "x") if number % 2 else store.delete_key(key)
+        all_reduce(torch.ones(1), mesh.world)
+        began.set()
+        first = heard(saver)
+        begin(saver, 2, 2)
+        return first + heard(saver)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_stranger_at_the_store_neither_hangs_a_save_nor_takes_the_next(tmp_path, lost):
+    one, other = spawn(under_attack, tmp_path, lost, dp=2)
+    (first, failure), second = one
+    assert one == other and (first, second) == (1, (2, ""))
+    words = "rank 1: message kenotron-notes/save/1/1/folder in the store is not signed"
+    assert failure.startswith(words) if lost else failure == ""
+    whole(tmp_path, 2, 2)

@@ -20,7 +20,7 @@ from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.threads import together
 from kenotron_ckpt.writer import Share, write_part
-from kenotron_dist import Mesh, Notes
+from kenotron_dist import Mesh, MessageRefused, Notes
 
 _SAID = "said"
 _FAILED = "failed"
@@ -77,7 +77,7 @@ class Job:
             self._post("folder", lambda: prepare(self.step_folder))
         tag, failure = self._hear("folder")
         # A rank with nothing to write reports, too: so rank 0 knows that all ranks have begun.
-        self._post(f"share/{rank}", lambda: None if failure else self._write(tag))
+        self._post(f"share/{rank}", lambda: self._write(tag, failure))
         self.written = time.perf_counter() - self.begun
         self.snapshot.end()
         if rank == 0:
@@ -90,8 +90,13 @@ class Job:
                 self.removed, self.trouble = self.after(self.step_folder)
         notes.erase(f"{self.number}/share/{rank}")
 
-    def _write(self, tag: str) -> dict[str, Any]:
-        """Write this rank's parts with all threads; its report to rank 0."""
+    def _write(self, tag: str, failure: str) -> dict[str, Any]:
+        """Write this rank's parts with all threads; its report to rank 0.
+
+        Raises RuntimeError with ``failure``, if any: there is no folder to write to.
+        """
+        if failure:
+            raise RuntimeError(failure)
         stem = stem_of(self.mesh, tag)
         waiting: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for index in self.snapshot.first:
@@ -155,7 +160,10 @@ class Job:
 
     def _hear(self, key: str) -> tuple[Any, str]:
         """Result of a rank's step, or why it failed: one of the two."""
-        note = self.notes.wait(f"{self.number}/{key}", self.cancelled.is_set)
+        try:
+            note = self.notes.wait(f"{self.number}/{key}", self.cancelled.is_set)
+        except MessageRefused as error:  # reported: peers that wait for this rank learn of it
+            return None, str(error)
         if note is None:
             return None, f"the wait for {key} was given up: was a rank lost?"
         return note.get(_SAID), note.get(_FAILED, "")

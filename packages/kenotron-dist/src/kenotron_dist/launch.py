@@ -33,6 +33,7 @@ from kenotron_dist.fake_work import FAKE_NCCL
 from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
 from kenotron_dist.launch_store import check_backend, open_store
 from kenotron_dist.rendezvous import SILENT, Meeting, leave_late
+from kenotron_dist.run_nonce import fresh_key
 
 __all__ = [
     "COLLECTIVES",
@@ -78,9 +79,9 @@ def from_env(
     through which they get a secret where ``KENOTRON_JOB_SECRET`` is not set. Without a launcher
     the world is this process alone.
 
-    Messages between ranks are signed with the secret of the job. Where all ranks are on this host,
-    they listen on the loopback interface only. On several hosts rank 0 issues a RuntimeWarning when
-    the job has no secret.
+    Messages between ranks are signed with the secret of the job and a nonce of this start. Where
+    all ranks are on this host, they listen on the loopback interface only. On several hosts rank 0
+    issues a RuntimeWarning when the job has no secret.
 
     The store is this function's own, under a prefix of the restart count, so ``torchrun
     --max-restarts`` works. Elastic scale-up does not raise the count: it needs
@@ -114,6 +115,8 @@ def from_env(
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout
         )
+    if key := os.environ.get(_KEY):
+        os.environ[_KEY] = fresh_key(world, store, key, (meet or timeout).total_seconds())
     return world
 
 

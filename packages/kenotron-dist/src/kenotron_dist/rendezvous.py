@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from kenotron_dist.exit_process import STALLED, leave
 from kenotron_dist.ranks import listed
-from kenotron_dist.signed_store import MessageRefused, SignedStore, own_connection
+from kenotron_dist.signed_store import SignedStore, own_connection
 
 _LONGEST_PAUSE = 1.0
 """Seconds between two looks at the store."""
@@ -108,19 +108,19 @@ class Meeting:
             while not self._done.wait(self._pause):
                 if self._late.is_set():
                     self._store.set("asked", "1")
-                if not answered and self._store.check(["asked"]):
+                if not answered and self._store.has("asked"):
                     self._store.set(f"alive/{self._rank}", "1")
                     answered = True
                 if self._judge.is_set() and not self._found:
                     self._store.compare_set("verdict", "", self._look())
-                if not self._found and answered and self._store.check(["verdict"]):
-                    self._found = self._store.get("verdict").decode()
+                verdict = self._store.find("verdict") if answered and not self._found else None
+                if verdict is not None:
+                    self._found = verdict.decode()
                     self._over.set()
             self._store.set(f"joined/{self._rank}", "1")
         except RuntimeError as error:  # every store's failure, its timeouts included
             said = str(error).partition("\n")[0]
-            gone = f"the store that they meet at is gone ({said})"
-            self._found = self._found or (said if isinstance(error, MessageRefused) else gone)
+            self._found = self._found or f"the store that they meet at is gone ({said})"
             self._over.set()
 
     def _time(self) -> None:
@@ -159,7 +159,7 @@ class Meeting:
                 "it does; a start that is slow needs a longer limit"
             )
         for rank in silent[:_SHOWN]:
-            who = self._store.get(f"come/{rank}").decode()
+            who = (self._store.find(f"come/{rank}") or b"an unknown process").decode()
             parts.append(
                 f"rank {rank} ({who}) has come, but is stopped or dead: it does not answer"
             )
@@ -168,4 +168,4 @@ class Meeting:
         return "; ".join(parts)
 
     def _said(self, what: str, ranks: range | list[int]) -> list[int]:
-        return [rank for rank in ranks if self._store.check([f"{what}/{rank}"])]
+        return [rank for rank in ranks if self._store.has(f"{what}/{rank}")]

@@ -11,7 +11,8 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from kenotron_dist.exit_process import exit_code, leave
-from kenotron_dist.launch import COLLECTIVES, debugging
+from kenotron_dist.launch import COLLECTIVES, debugging, signing_key
+from kenotron_dist.signed_store import SignedStore
 
 ENDED = "kenotron-ended"
 """Prefix in the store of the ranks that have finished, read where ranks are compared."""
@@ -46,7 +47,7 @@ def _farewell(size: int) -> None:
     with contextlib.suppress(RuntimeError):  # its host is gone: then all are done
         store = dist.distributed_c10d._get_default_store()
         if COLLECTIVES in debugging():
-            store.set(f"{ENDED}/{dist.get_rank()}", "")
+            SignedStore(store, ENDED, signing_key()).set(str(dist.get_rank()), "")
         done = store.add("kenotron-farewell", 1)
         while done < size and time.monotonic() < end:
             time.sleep(0.02)

@@ -10,6 +10,7 @@ import base64
 import json
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -18,27 +19,41 @@ import torch.distributed as dist
 
 from kenotron_dist.launch import signing_key
 from kenotron_dist.mesh import Mesh
-from kenotron_dist.signed_store import LARGEST_MESSAGE, MessageRefused, SignedStore, own_connection
+from kenotron_dist.signed_store import (
+    LARGEST_MESSAGE,
+    MessageRefused,
+    SignedStore,
+    own_connection,
+    poll,
+)
 
-_SHORTEST, _LONGEST = 0.002, 0.05
-"""Pauses between two looks for a note, in seconds; longer where many ranks look."""
+_LONGEST = 0.05
+"""The longest pause between two looks for a note, in seconds; longer where many ranks look."""
 _LARGEST_NOTE = 8 * LARGEST_MESSAGE
 """Bytes of JSON in a note; no more are decompressed."""
 _MANY = 5000
 """So many ranks make the longest pause a second longer."""
+_REPAIR_SECONDS = 2.0
+"""How often a rank looks whether its notes still stand, in worlds of up to ``_SMALL`` ranks."""
+_SMALL = 1000
+_KEPT_SECONDS = 60.0
+"""For so long after the last note they are looked after, even where nothing refers to them."""
 
 
 class Notes:
     """Messages that all ranks of a mesh write and read. Made on all ranks, in the same order.
 
     It may be used from any thread. Values are JSON; tuples come back as lists, keys as strings.
+    A note that a stranger at the store overwrites or erases is written again by its rank.
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
         self._ranks = mesh.world.size
-        self._own: dict[str, str | bytes] = {}
+        self._own: dict[str, str] = {}
         self._store: SignedStore | None = None
-        self._lock = threading.Lock()  # a store's connection serves one caller at a time
+        self._lock = threading.Lock()  # no note is repaired while it is erased
+        self._latest = 0.0
+        self._keeper: threading.Thread | None = None
         if mesh.world.size > 1:
             store = dist.distributed_c10d._get_default_store()
             times = store.add(f"kenotron-notes/{name}/{mesh.rank}", 1)
@@ -61,43 +76,71 @@ class Notes:
             )
         data = base64.b85encode(zlib.compress(text, 1)).decode()
         with self._lock:
-            if self._store is None:
-                self._own[key] = data
-            else:
+            if self._store is not None:
                 self._store.set(key, data)
+            self._own[key] = data
+            self._latest = time.monotonic()
+            if self._store is not None and self._keeper is None:
+                self._keeper = threading.Thread(
+                    target=_look_after, args=(weakref.ref(self),), name="notes", daemon=True
+                )
+                self._keeper.start()
 
     def read(self, key: str) -> Any:
-        """Return a note; None while there is none.
+        """Return a note; None while there is none that a rank of this job has signed.
 
         Raises:
-            MessageRefused: it was not written by a rank of this job, or is malformed or too large.
+            MessageRefused: it is malformed or too large.
             RuntimeError: the store is gone.
         """
-        with self._lock:
-            if self._store is None:
-                data = self._own.get(key)
-            else:
-                data = self._store.get(key) if self._store.check([key]) else None
+        data = self._own.get(key) if self._store is None else self._store.find(key)
         return None if data is None else _unpacked(key, data)
 
     def erase(self, key: str) -> None:
         """Take a note of this rank away, if it is there."""
         with self._lock:
-            if self._store is None:
-                self._own.pop(key, None)
-            else:
+            self._own.pop(key, None)
+            if self._store is not None:
                 self._store.delete_key(key)
 
     def wait(self, key: str, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """A note, once it is there; None when ``given_up`` returns True before.
+        """Return a note, once it is there; None when ``given_up`` returns True before.
 
         The thread that calls sleeps between its looks, longer and longer.
+
+        Raises:
+            MessageRefused: as ``read``; or somebody else wrote under this key, and the note did not
+                come back within a minute.
         """
-        pause, longest = _SHORTEST, _LONGEST + self._ranks / _MANY
-        while (value := self.read(key)) is None and not given_up():
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return value
+        longest = _LONGEST + self._ranks / _MANY
+        if self._store is None:
+            data = poll(lambda: self._own.get(key), given_up, longest)
+        else:
+            data = self._store.wait(key, given_up, longest)
+        return None if data is None else _unpacked(key, data)
+
+    def _repair(self) -> None:
+        """Write those notes of this rank again that stand in the store no longer."""
+        store = self._store
+        assert store is not None
+        for key in list(self._own):
+            with self._lock:
+                data = self._own.get(key)
+                if data is not None and store.find(key) != data.encode():
+                    store.set(key, data)
+
+
+def _look_after(weak: weakref.ref[Notes]) -> None:
+    """Body of the thread that repairs notes as long as they are in use, or new."""
+    while (notes := weak()) is not None:
+        try:
+            notes._repair()
+        except RuntimeError:  # the store is gone
+            return
+        pause = _REPAIR_SECONDS * max(1.0, notes._ranks / _SMALL)
+        if time.monotonic() > notes._latest + _KEPT_SECONDS:
+            del notes
+        time.sleep(pause)
 
 
 def _unpacked(key: str, data: str | bytes) -> Any:

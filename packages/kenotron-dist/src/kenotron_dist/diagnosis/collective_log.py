@@ -40,7 +40,7 @@ class CollectiveLog:
     def divergence(self) -> str:
         """The divergence that some rank has found; empty while there is none."""
         with self._lock:
-            return self._store.get("diverged").decode() if self._store.check(["diverged"]) else ""
+            return (self._store.find("diverged") or b"").decode()
 
     def report(self, text: str) -> str:
         """Report a divergence to all ranks. Returns the first that was reported."""
@@ -55,7 +55,7 @@ class CollectiveLog:
     def failed(self) -> str:
         """Why they end; empty while they do not."""
         with self._lock:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+            return (self._store.find("failed") or b"").decode()
 
     def end(self) -> None:
         """Inform all ranks that this one communicates no more."""
@@ -75,9 +75,10 @@ class CollectiveLog:
         """A rank's call of this number, and the first one that it has not done with."""
         channel, number = entry.ticket.channel, entry.ticket.number
         with self._lock:
-            if not self._has_come(channel, number, rank):
-                return None
-            low, _, call = self._store.get(_key(channel, number, rank)).decode().partition(" ")
+            found = self._store.find(_key(channel, number, rank))
+        if found is None:
+            return None
+        low, _, call = found.decode().partition(" ")
         return int(low), Call.decode(call)
 
     def erase(self, channel: str, low: int) -> None:
@@ -143,13 +144,12 @@ class CollectiveLog:
 
     def _stands(self, rank: int) -> Standing | None:
         with self._lock:
-            known = self._store.check([f"stands/{rank}"])
-            text = self._store.get(f"stands/{rank}") if known else b"-"
-        return None if text == b"-" else Standing.decode(text)
+            text = self._store.find(f"stands/{rank}")
+        return None if text is None or text == b"-" else Standing.decode(text)
 
     def _has_ended(self, rank: int) -> bool:
         with self._lock:
-            return self._store.check([f"ended/{rank}"]) or self._ends.check([str(rank)])
+            return self._store.has(f"ended/{rank}") or self._ends.has(str(rank))
 
     def _say(self) -> None:
         one = len(self._standing) == 1
@@ -157,7 +157,7 @@ class CollectiveLog:
 
     def _has_come(self, channel: str, number: int, rank: int) -> bool:
         with self._lock:
-            return self._store.check([_key(channel, number, rank)])
+            return self._store.has(_key(channel, number, rank))
 
 
 def _key(channel: str, number: int, rank: int) -> str:

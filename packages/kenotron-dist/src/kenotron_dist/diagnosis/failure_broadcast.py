@@ -74,9 +74,9 @@ class Distress:
 
     def listen(self) -> None:
         """Look once whether another rank has called; if so close the groups."""
-        if self._store is not None and self._store.check(["cause"]):
-            cause = self._store.get("cause").decode()
-            self.cause_found = cause  # first: waits end when groups close, with meaningless numbers
+        cause = None if self._store is None else self._store.find("cause")
+        if cause is not None:
+            self.cause_found = cause.decode()  # first: waits end when groups close, meaninglessly
             self._close()
 
     def _close(self) -> None:

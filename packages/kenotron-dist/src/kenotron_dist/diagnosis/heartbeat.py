@@ -15,7 +15,7 @@ import torch
 
 from kenotron_dist.device import bind_thread
 from kenotron_dist.diagnosis.hang_diagnosis import Beat, Cause, Seen
-from kenotron_dist.signed_store import MessageRefused, SignedStore
+from kenotron_dist.signed_store import SignedStore
 
 
 class Heartbeat:
@@ -40,12 +40,9 @@ class Heartbeat:
         """The first cause that some rank found, as far as this one has read."""
         self.broken = ""
         """The store's error once it has failed."""
-        self.refused = False
-        """Whether it failed because of a message that no rank of this job wrote."""
         self.answered = time.monotonic()
         """When the store last answered."""
         self._asked: frozenset[int] = frozenset()
-        self._known: set[int] = set()
         self._changes: deque[tuple[str, str]] = deque()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -95,20 +92,17 @@ class Heartbeat:
                 self._wake.wait(self._interval)
                 self._wake.clear()
         except RuntimeError as error:  # every store's failure, its timeouts included
-            self.refused = isinstance(error, MessageRefused)
             self.broken = str(error).partition("\n")[0]
 
     def _round(self, number: int) -> None:
         self._store.set(f"beat/{self._rank}", self._beat(number).encode())
         while self._changes:
             self._store.compare_set("cause", *self._changes.popleft())
-        known = self._store.check(["cause"])
-        standing = self._store.get("cause", may_be_erased=True) if known else b""
+        standing = self._store.find("cause")
         self.cause = Cause.decode(standing) if standing else None
         for rank in sorted(self._asked):
-            if rank in self._known or self._store.check([f"beat/{rank}"]):
-                self._known.add(rank)
-                self._note(rank, Beat.decode(self._store.get(f"beat/{rank}")))
+            if (beat := self._store.find(f"beat/{rank}")) is not None:
+                self._note(rank, Beat.decode(beat))
 
     def _note(self, rank: int, beat: Beat) -> None:
         with self._lock:

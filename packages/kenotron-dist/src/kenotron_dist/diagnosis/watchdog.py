@@ -238,8 +238,6 @@ def _same(one: Cause, other: Cause) -> bool:
 
 
 def _lost_store(heartbeat: Heartbeat, now: float) -> Cause:
-    if heartbeat.refused:
-        return Cause(None, "store", heartbeat.broken)
     how = heartbeat.broken or f"no answer for {now - heartbeat.answered:.1f} s"
     reason = (
         "the store that ranks meet at is gone, so the process that hosts it is stopped or dead: "
