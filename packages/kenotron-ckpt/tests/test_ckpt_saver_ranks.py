@@ -14,8 +14,7 @@ from ckpt_kills import put, put_together, state_of
 
 import kenotron_ckpt.job
 import kenotron_ckpt.saver
-import kenotron_dist.signed_store as signed_store
-import kenotron_dist.store_messages as store_messages
+import kenotron_dist
 from kenotron_ckpt import Saver, load
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
@@ -215,8 +214,8 @@ def under_attack(mesh, folder, lost):
 
     Each rank's saves; ``lost``: rank 1 never sees rank 0's first note, only the stranger's.
     """
-    store_messages._REPAIR_SECONDS = 0.05
-    signed_store.LOST_SECONDS = 0.5
+    kenotron_dist.store_messages._REPAIR_SECONDS = 0.05
+    kenotron_dist.signed_store.LOST_SECONDS = 0.5
     real, began = kenotron_ckpt.job.prepare, threading.Event()
 
     def prepare(step_folder):

@@ -22,6 +22,10 @@ def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None
         ({"k": (1, 7, 2, 6)}, r"k \(1, 7, 2, 6\).*they must be"),
         ({"v": (1, 8, 4, 6)}, r"v \(1, 8, 4, 6\).*they must be"),
         ({"q": (1, 8, 4, 5)}, r"q \(1, 8, 4, 5\).*they must be"),
+        (
+            {"q": (1, 4, 8, 6), "k": (1, 2, 8, 6), "v": (1, 2, 8, 6)},
+            r"q \(1, 4, 8, 6\), .* look like torch's \(B, heads, n, features\), .* 8 tokens: give",
+        ),
         ({"q": (1, 8, 5, 6)}, "5 query heads and 2 key heads: each key head must serve equally"),
         ({"sight": Sight(9)}, "8 tokens; a sequence of 9 on 1 cp ranks has 9 a rank: cut it"),
         (

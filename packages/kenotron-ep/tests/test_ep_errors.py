@@ -32,6 +32,14 @@ def planned(chosen=((0, 1), (1, 2)), experts=4, axis=SOLO, dtype=torch.int64, **
 def test_a_plan_that_does_not_fit_is_named(changes, message):
     with pytest.raises(ValueError, match=f"^plan_exchange: {message}"):
         planned(**changes)
+    chosen = torch.tensor(
+        changes.get("chosen", ((0, 1), (1, 2))), dtype=changes.get("dtype", torch.int64)
+    )
+    own = {key: changes[key] for key in ("way", "pad_to") if key in changes}
+    grid = changes.get("experts", 4), changes.get("axis", SOLO)
+    x, weights = torch.ones(len(chosen), 2), torch.ones(len(chosen), 2)
+    with pytest.raises(ValueError, match=f"^mix_experts: {message}"):  # what the user called
+        mix_experts(x, chosen, weights, *grid, lambda rows, _: rows, **own)
 
 
 @pytest.mark.parametrize(

@@ -128,6 +128,12 @@ def test_what_cannot_be_run_is_named() -> None:
     pipeline = Pipeline([layer], SOLO)
     with pytest.raises(ValueError, match="there are no micro-batches: give at least one input"):
         pipeline.run([], lambda y, m: y.sum())
+    with pytest.raises(ValueError, match=r"inputs is one tensor \(3, 4\): give a list with one en"):
+        pipeline.run(torch.randn(3, 4), lambda y, m: y.sum())
+    with pytest.raises(ValueError, match=r"loss_fn returned a tensor \(3, 4\): return a scalar te"):
+        pipeline.run([torch.randn(3, 4)], lambda y, m: y.square())
+    with pytest.raises(ValueError, match="loss_fn returned float: return a scalar tensor, the los"):
+        pipeline.run([torch.randn(3, 4)], lambda y, m: float(y.detach().sum()))
     with pytest.raises(ValueError, match="the loss needs no gradient, although parameters do"):
         pipeline.run([torch.randn(3, 4)], lambda y, m: y.detach().sum())
     pair = namedtuple("pair", "a b")

@@ -230,6 +230,11 @@ def _check(
     if len({x.dtype for x in (q, k, v)}) > 1 or not q.is_floating_point():
         found = ", ".join(str(x.dtype) for x in (q, k, v))
         raise ValueError(f"attend: q, k and v are {found}: they must have one floating dtype")
+    if q.shape[1] != cut.local and q.shape[2] == k.shape[2] == cut.local:
+        raise ValueError(
+            f"attend: {shapes} look like torch's (B, heads, n, features), since a rank has "
+            f"{cut.local} tokens: give q.transpose(1, 2) and so on, (B, n, heads, features)"
+        )
     if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"attend: {shapes}: they must be (B, n, H, D), (B, n, K, D) and (B, n, K, V)"

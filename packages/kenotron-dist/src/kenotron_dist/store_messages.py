@@ -109,8 +109,8 @@ class Notes:
         The thread that calls sleeps between its looks, longer and longer.
 
         Raises:
-            MessageRefused: as ``read``; or somebody else wrote under this key, and the note did not
-                come back within a minute.
+            MessageRefused: as ``read``; or an unsigned message was found under this key, and the
+                note did not come within a minute.
         """
         longest = _LONGEST + self._ranks / _MANY
         if self._store is None:

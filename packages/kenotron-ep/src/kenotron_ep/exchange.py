@@ -97,12 +97,23 @@ def plan_exchange(
 
 
 def plan_chunks(
-    parts: Sequence[Tensor], experts: int, axis: Axis, way: str, pad_to: int | None
+    parts: Sequence[Tensor],
+    experts: int,
+    axis: Axis,
+    way: str,
+    pad_to: int | None,
+    *,
+    function: str = "plan_exchange",
 ) -> list[Exchange]:
-    """Plan an exchange for each of several parts of the tokens, with one all-to-all of counts."""
-    _check(parts, experts, axis, way, pad_to)
+    """Plan an exchange for each of several parts of the tokens, with one all-to-all of counts.
+
+    ``function``: what the user called, for errors.
+    """
+    _check(parts, experts, axis, way, pad_to, function)
     choices = [_sorted(part, experts) for part in parts]
     counts = _exchange_counts(parts, choices, axis)
+    for each in counts if pad_to is not None else ():
+        _check_loads(each.loads, axis, pad_to, function)
     return [_plan(*each, experts, axis, way, pad_to) for each in zip(choices, counts, strict=True)]
 
 
@@ -165,14 +176,6 @@ def _plan(
 ) -> Exchange:
     tokens, top_k, order, _ = choices
     send, receive = counts.send, counts.receive
-    own = len(counts.loads)
-    if pad_to is not None and max(counts.loads) > pad_to:
-        expert = counts.loads.index(max(counts.loads))
-        raise ValueError(
-            f"plan_exchange: expert {axis.rank * own + expert} has {counts.loads[expert]} rows and "
-            f"pad_to is {pad_to}: give at least {counts.loads[expert]}, or drop choices first "
-            "(within_capacity)"
-        )
     choices_S = order[order.shape[0] - sum(send) :]
     tokens_S = choices_S // top_k
     table = choice_table(choices_S, tokens, top_k)
@@ -191,20 +194,38 @@ def _plan(
     )  # fmt: skip
 
 
-def _check(parts: Sequence[Tensor], experts: int, axis: Axis, way: str, pad_to: int | None) -> None:
+def _check_loads(loads: Sequence[int], axis: Axis, pad_to: int | None, function: str) -> None:
+    """Raise ValueError where an expert of this rank has more than ``pad_to`` rows."""
+    expert = loads.index(max(loads))
+    if pad_to is not None and loads[expert] > pad_to:
+        raise ValueError(
+            f"{function}: expert {axis.rank * len(loads) + expert} has {loads[expert]} rows and "
+            f"pad_to is {pad_to}: give at least {loads[expert]}, or drop choices first "
+            "(within_capacity)"
+        )
+
+
+def _check(
+    parts: Sequence[Tensor],
+    experts: int,
+    axis: Axis,
+    way: str,
+    pad_to: int | None,
+    function: str,
+) -> None:
     """Raise ValueError for what does not fit."""
     if experts < 1 or experts % axis.size:
         raise ValueError(
-            f"plan_exchange: {experts} experts on {axis.size} {axis.name} ranks: each rank has "
+            f"{function}: {experts} experts on {axis.size} {axis.name} ranks: each rank has "
             "equally many, at least one: change the number of experts or of ranks"
         )
-    check_way("plan_exchange", way)
+    check_way(function, way)
     if pad_to is not None and pad_to < 1:
-        raise ValueError(f"plan_exchange: pad_to is {pad_to}, it must be at least 1")
+        raise ValueError(f"{function}: pad_to is {pad_to}, it must be at least 1")
     for part in parts:
         if part.ndim != 2 or part.shape[1] == 0 or part.dtype != torch.int64:
             raise ValueError(
-                f"plan_exchange: experts are {tuple(part.shape)} of {part.dtype}: give (T, K) of "
+                f"{function}: experts are {tuple(part.shape)} of {part.dtype}: give (T, K) of "
                 "torch.int64, with one choice or more"
             )
         if part.device.type != "cpu" or not part.numel():  # reading would synchronise a device
@@ -213,7 +234,7 @@ def _check(parts: Sequence[Tensor], experts: int, axis: Axis, way: str, pad_to: 
         if least < -1 or most >= experts:
             wrong = least if least < -1 else most
             raise ValueError(
-                f"plan_exchange: expert {wrong} of {experts}: choices are from 0 to "
+                f"{function}: expert {wrong} of {experts}: choices are from 0 to "
                 f"{experts - 1}, or -1 for one that is dropped"
             )
 

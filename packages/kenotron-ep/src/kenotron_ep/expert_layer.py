@@ -76,7 +76,7 @@ def mix_experts(
             f"{len(weights_TK)}: give one row each for every token"
         )
     choices = _cut(experts_TK, chunks)
-    exchanges = plan_chunks(choices, experts, axis, way, pad_to)
+    exchanges = plan_chunks(choices, experts, axis, way, pad_to, function="mix_experts")
     tokens, weights = _cut(x_TD, chunks), _cut(weights_TK, chunks)
     outs = _mix_chunks(tokens, weights, exchanges, compute, meanwhile)
     return outs[0] if chunks == 1 else torch.cat(outs)

@@ -24,6 +24,7 @@ from kenotron_optim.spikes import SpikeConfig, SpikeGuard
 from kenotron_optim.update_rule import update_rule
 from kenotron_optim.weight_average_config import WeightAverageConfig
 from kenotron_optim.weight_averages import AVERAGE, WeightAverages
+from kenotron_optim.zero_optimizer import ZeroOptimizer
 
 __all__ = [
     "AVERAGE",
@@ -52,6 +53,7 @@ __all__ = [
     "SpikeGuard",
     "WeightAverageConfig",
     "WeightAverages",
+    "ZeroOptimizer",
     "allows_update",
     "clip_",
     "clip_coefficient",

@@ -15,6 +15,15 @@ def check_parameters(
     parameters: Mapping[str, nn.Parameter], layouts: Mapping[str, TensorLayout], mesh: Mesh
 ) -> None:
     """Raise ValueError for a parameter without layout, of another shape, or not contiguous."""
+    for given, called, make in (
+        (parameters, "parameters", "named_parameters(module)"),
+        (layouts, "layouts", "parameter_layouts(module, mesh.sizes)"),
+    ):
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"{called} is a {type(given).__name__}: give a mapping by name, kenotron_dist's "
+                f"{make}"
+            )
     unknown = sorted(set(parameters) - set(layouts))
     if unknown:
         raise ValueError(f"no layout for parameters {unknown}: layouts are of the whole model")

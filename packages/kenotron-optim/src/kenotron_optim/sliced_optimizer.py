@@ -68,9 +68,7 @@ class SlicedOptimizer:
         check_names(groups, accumulator.names)
         self._exchange = exchange_of(make_optimizer, accumulator, whole=stage == 0)
         options = options_of(groups, self.masters, self._exchange)
-        made = make_optimizer(options) if options else []  # a rank may own nothing
-        self._inner = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
-        torch_groups.check_elementwise(self._inner)
+        self._inner = torch_groups.made_of(make_optimizer, options)
         self._memory.attach(self._inner)
         self._gathers = (
             ParameterShards(accumulator, regather, self._memory.values)

@@ -60,6 +60,25 @@ def options_of(
     return options
 
 
+def made_of(
+    make_optimizer: MakeOptimizer, options: list[dict[str, Any]]
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of some groups; none for a rank that owns nothing.
+
+    Raises ValueError for what makes no optimizers of groups, or makes one that is not elementwise.
+    """
+    if not callable(make_optimizer):
+        kind = type(make_optimizer).__name__
+        raise ValueError(
+            f"make_optimizer is a {kind}: give what makes one of parameter groups over slices, "
+            "such as lambda groups: torch.optim.AdamW(groups), or take ZeroOptimizer(module, mesh)"
+        )
+    made = make_optimizer(options) if options else []
+    found = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
+    check_elementwise(found)
+    return found
+
+
 def check_elementwise(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Raise ValueError for one whose numbers on slices would depend on the number of ranks."""
     for optimizer in optimizers:

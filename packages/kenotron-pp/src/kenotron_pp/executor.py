@@ -14,7 +14,7 @@ from kenotron_pp.activation import Form, flatten, form_of, key_of, unflatten
 from kenotron_pp.backward import SplitBackward, WeightPart, refuse_reentrant
 from kenotron_pp.comm_plan import Plan, Step, Transfer
 from kenotron_pp.engine import accumulate
-from kenotron_pp.losses import AuxiliaryLosses, SharedLoss
+from kenotron_pp.losses import AuxiliaryLosses, SharedLoss, check_scalar
 from kenotron_pp.p2p import Links
 
 LossFn = Callable[[Tensor, int], Tensor]
@@ -153,6 +153,7 @@ class Run:
                 self.outputs.append(x)
                 return
             loss = self.loss_fn(x, m)
+            check_scalar(loss)
             self.loss += loss.detach()
             if m == len(self.inputs) - 1:
                 self.shared.leave(self.loss)

@@ -87,3 +87,13 @@ class AuxiliaryLosses:
 def adding(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
     """The submodules of ``layers``, themselves included, that declare ``adds_loss``."""
     return (each for layer in layers for each in layer.modules() if getattr(each, "adds_loss", 0))
+
+
+def check_scalar(loss: object) -> None:
+    """Raise ValueError for what a loss function returns unless it is a scalar tensor."""
+    if not isinstance(loss, Tensor) or loss.ndim:
+        found = f"a tensor {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(
+            f"loss_fn returned {found}: return a scalar tensor, the loss of the micro-batch, such "
+            "as losses.sum() / count of the whole batch"
+        )

@@ -279,6 +279,12 @@ def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
 
 
 def _check(inputs: Sequence[Any], contexts: Sequence[Any] | None) -> None:
+    for given, name in ((inputs, "inputs"), (contexts, "contexts")):
+        if isinstance(given, Tensor):
+            raise ValueError(
+                f"{name} is one tensor {tuple(given.shape)}: give a list with one entry for each "
+                "micro-batch, such as batch.chunk(4)"
+            )
     if not len(inputs):
         raise ValueError("there are no micro-batches: give at least one input")
     if contexts is not None and len(contexts) != len(inputs):
