@@ -149,6 +149,7 @@ def test_a_last_checkpoint_that_does_not_fit_asks_for_another_start(tmp_path: Pa
     ("error", "status"),
     [
         (OSError(errno.ENOSPC, "No space left on device"), STALLED),
+        (OSError(errno.EROFS, "Read-only file system"), STALLED),
         (OSError(errno.ESTALE, "Stale file handle"), STALLED),
         (SaveFailed("no"), STALLED),
         (RankError(0, "PassingError", "full", "trace", ("PassingError", "OSError")), STALLED),

@@ -1,6 +1,8 @@
 """Losses of tokens in a file: every bit comes back, and a file that is not whole is named."""
 
+import errno
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -84,3 +86,13 @@ def test_what_is_missing_is_named(path):
     description.write_text(json.dumps({"format": 2}))
     with pytest.raises(ValueError, match="has format 2, but this release reads 1: write the loss"):
         StoredLosses(path)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's device that is always full")
+def test_a_full_disk_names_the_file_and_is_the_error_that_is_raised(path):
+    with pytest.raises(OSError) as caught, LossWriter(path, S, {}) as writer:
+        writer._file.close()
+        writer._file = open("/dev/full", "wb")
+        writer.add(np.ones((2, S), np.float32))
+        writer.finish()
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)

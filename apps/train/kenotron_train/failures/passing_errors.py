@@ -7,6 +7,7 @@ import errno
 PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO,
     errno.ENOLCK, errno.EAGAIN, errno.EINTR, errno.EPIPE, errno.ENETDOWN, errno.EHOSTDOWN,
+    errno.EROFS,
 )  # fmt: skip
 """Error numbers after which another start may help."""
 

@@ -54,7 +54,9 @@ def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:
         return f"{seen}, as general.device asks for", "info"
     if not gpus:
         problem = gpu_problem()
-        return f"{seen} ({problem})", "warning" if "NCCL" in problem else "info"
+        if "NCCL" in problem:
+            return f"{seen} ({problem})", "warning"
+        return f"{seen} ({problem.partition(': ')[0]})", "info"
     return (
         f"{seen}, for a GPU serves one rank; to use GPUs start at most {gpus} on a host (lower "
         "parallelism.dp, pp, cp or tp, or take more hosts); general.device: cpu chooses CPUs "

@@ -4,10 +4,11 @@ A file has S losses of each sample, fp32 and little-endian, samples in their ord
 a description in JSON, which is written last. R: rows, S: sequence length.
 """
 
+import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -105,15 +106,17 @@ class LossWriter:
                 f"losses of shape {losses_RS.shape} were given; {self._path} has "
                 f"{self._sequence} losses of each sample: give (samples, {self._sequence})"
             )
-        self._file.write(losses_RS.astype(LOSSES).tobytes())
+        with self._named():
+            self._file.write(losses_RS.astype(LOSSES).tobytes())
         self.samples += len(losses_RS)
         if time.monotonic() - self._described > KEPT_EVERY:
             self.finish()
 
     def finish(self) -> None:
         """Write to the disk, then describe what is there."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
         described = {
             "format": FORMAT,
             "samples": self.samples,
@@ -126,6 +129,14 @@ class LossWriter:
         fresh.replace(target)
         self._described = time.monotonic()
 
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Give an error of the file its name, which a full disk leaves out."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
     def __enter__(self) -> "LossWriter":
         """Return itself."""
         return self
@@ -136,8 +147,9 @@ class LossWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; an error that is under way stays the one that is raised."""
+        with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+            self._file.close()
 
 
 def _description(path: Path) -> Path:
