@@ -24,6 +24,7 @@ from transformers import (
     Olmo3Config,
     OlmoeConfig,
     Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -33,6 +34,8 @@ from transformers import (
     Starcoder2Config,
 )
 
+TOKENS = (torch.arange(2 * 24) * 37 % 251).view(2, 24)
+"""(B, S)."""
 SIZES = {
     "vocab_size": 257,
     "hidden_size": 64,
@@ -196,11 +199,16 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
 }
 
 
-def make(case: str, **more: Any) -> PreTrainedModel:
-    """A model of a case whose every weight, bias and norm is random."""
+def config_of(case: str, **more: Any) -> PreTrainedConfig:
+    """The config of a case, with further keys."""
     kind, changes = CASES[case]
     sizes = RECURRENT if kind in (MambaConfig, Mamba2Config) else SIZES
-    model = AutoModelForCausalLM.from_config(kind(**{**sizes, **changes, **more}))
+    return kind(**{**sizes, **changes, **more})
+
+
+def make(case: str, **more: Any) -> PreTrainedModel:
+    """A model of a case whose every weight, bias and norm is random."""
+    model = AutoModelForCausalLM.from_config(config_of(case, **more))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,6 +11,7 @@ import torch
 
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
+from kenotron_convert.hf_model import compare_hf, read_model
 from kenotron_convert.importing import import_hf
 from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
@@ -20,6 +21,7 @@ from kenotron_dist.launch import threads_of_rank
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+THREADS = "of the CPU (default: OMP_NUM_THREADS, else the cores)"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -49,10 +51,28 @@ def _threads(given: int | None) -> int:
 
 def _import(arguments: argparse.Namespace) -> str:
     dtype = arguments.dtype and getattr(torch, arguments.dtype)
-    written = import_hf(arguments.hf, arguments.out, dtype=dtype, overwrite=arguments.overwrite)
+    done = import_hf(
+        arguments.hf,
+        arguments.out,
+        dtype=dtype,
+        check=arguments.check,
+        overwrite=arguments.overwrite,
+    )
     if not tokenizer_files(arguments.hf):
         print(f"no tokenizer: {arguments.hf} has none", file=sys.stderr)
-    return f"wrote {written}"
+    return f"wrote {done.folder}; {_said(done.deviation, asked=arguments.check)}"
+
+
+def _compare(arguments: argparse.Namespace) -> str:
+    found = compare_hf(read_model(arguments.hf))
+    return f"{arguments.hf}: {_said(found, asked=True)}"
+
+
+def _said(deviation: float | None, *, asked: bool) -> str:
+    """Return a sentence about the comparison of an import."""
+    if deviation is None:
+        return "logits were not compared" + ": transformers is not installed" * asked
+    return f"logits and a gradient are those of transformers to {deviation:.1e} of the largest"
 
 
 def _export(arguments: argparse.Namespace) -> str:
@@ -120,9 +140,6 @@ def _parser() -> argparse.ArgumentParser:
     exporter.add_argument("--out", type=Path, required=True, help="folder to make")
     exporter.add_argument("--tokenizer", type=Path, help="folder of one, or a tokenizer.json")
     exporter.add_argument("--max-shard-size", default="5GB", help="of a file, as 5GB or 500MB")
-    exporter.add_argument(
-        "--no-check", dest="check", action="store_false", help="do not compare logits"
-    )
     exporter.set_defaults(run=_export)
     upcycler = commands.add_parser("upcycle", help="a checkpoint with experts from a dense one")
     upcycler.add_argument("--ckpt", type=Path, required=True, help="a step folder or a run folder")
@@ -145,11 +162,16 @@ def _parser() -> argparse.ArgumentParser:
         help="take the moving averages that optimizer.weight_average keeps",
     )  # fmt: skip
     averager.set_defaults(run=_average)
+    comparer = commands.add_parser("compare", help="a model folder, here and in transformers")
+    comparer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    comparer.add_argument("--threads", type=int, help=THREADS)
+    comparer.set_defaults(run=_compare)
     for command in (importer, exporter):
+        command.add_argument(
+            "--no-check", dest="check", action="store_false", help="do not compare logits"
+        )
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
     for command in (importer, exporter, upcycler, averager):
-        command.add_argument(
-            "--threads", type=int, help="of the CPU (default: OMP_NUM_THREADS, else the cores)"
-        )
+        command.add_argument("--threads", type=int, help=THREADS)
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

@@ -21,8 +21,10 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS, cast
-from kenotron_convert.probe import check_export
+from kenotron_convert.casting import cast
+from kenotron_convert.comparison import compare_export
+from kenotron_convert.hf_model import as_in_the_file
+from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
@@ -36,7 +38,7 @@ from kenotron_models.hf import (
     config_from_hf,
     config_to_hf,
     differences,
-    hf_tensors,
+    exported_tensors,
     not_carried,
     stays_fp32,
 )
@@ -102,8 +104,10 @@ def export_hf(
             _write_model(checkpoint, config, multipliers, draft, shard_bytes, dtype)
         if (words := tokenizer or _own_tokenizer(checkpoint)) is not None:
             copy_tokenizer(words, draft)
-        spec = multipliers.applied(config.decoder)
-        deviation = check_export(checkpoint, spec, draft) if check and stays else None
+        deviation = None
+        if check:
+            round_to = None if stays else dtype
+            deviation = compare_export(checkpoint, config, multipliers, draft, round_to)
         _rename(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -132,9 +136,9 @@ def _write_model(
     dtype: torch.dtype | None,
 ) -> None:
     """Write weights, config.json and generation_config.json of a model that is ours."""
-    ours = hf_tensors(config)
-    _check_records(checkpoint, ours)
     values = _config_json(checkpoint, config, dtype)
+    ours = exported_tensors(config, values)
+    _check_records(checkpoint, ours)
     changes = folds(config.decoder, multipliers)
     _write_weights(checkpoint, ours, changes, draft, shard_bytes, dtype)
     _write_json(draft / CONFIG, without_code(values))
@@ -204,7 +208,8 @@ def _config_json(
         same = False
     if not same:
         return config_to_hf(config) | {"dtype": dtype, "torch_dtype": dtype}
-    return came_with | {key: dtype for key in ("dtype", "torch_dtype") if key in came_with}
+    dtypes = {key: dtype for key in ("dtype", "torch_dtype") if key in came_with}
+    return came_with | dtypes | as_in_the_file(came_with)
 
 
 def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
+from kenotron_ckpt import (
+    Record,
+    Source,
+    read_box,
+    save_streamed,
+)
+from kenotron_convert.casting import cast
+from kenotron_convert.hf_model import compare_hf, read_model
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
 from kenotron_models import FamilyConfig
 from kenotron_models.hf import (
     EMBEDDING,
-    hf_tensors,
-    is_superfluous,
-    read_hf_config,
+    read_json,
     stays_fp32,
-    with_its_head,
 )
 
 GENERATION = "generation_config.json"
@@ -35,23 +38,47 @@ TOKENIZER = "tokenizer"
 STEP = 0
 
 
+@dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    folder: Path
+    """The step folder."""
+    deviation: float | None
+    """Of logits and a gradient, in units of the largest; None: they were not compared."""
+
+
 def import_hf(
-    hf: Path, folder: Path, *, dtype: torch.dtype | None = None, overwrite: bool = False
-) -> Path:
-    """Write ``<folder>/0/`` from a model folder of Hugging Face; returns its path.
+    hf: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+    overwrite: bool = False,
+) -> Imported:
+    """Write ``<folder>/0/`` from a model folder of Hugging Face.
 
-    Arguments: the model's folder; the run folder to write to; dtype of all tensors, None: each as
-    it is; whether a checkpoint of step 0 may be replaced.
+    Args:
+        hf: the model's folder.
+        folder: the run folder to write to.
+        dtype: of all tensors; None: each as it is.
+        check: whether logits and a gradient are compared with those of transformers first, where it
+            is installed.
+        overwrite: whether a checkpoint of step 0 may be replaced.
 
-    Raises ValueError, naming the file and the key or the tensors, when the folder is no model that
-    can be said here, or holds other tensors than its config.json says, or when there is a
-    run or a checkpoint; OSError. Nothing is written then.
+    Returns:
+        The step folder, and what was compared.
+
+    Raises:
+        ValueError: the folder is no model that can be said here, or holds other tensors than its
+            config.json says, or transformers computes something else, or there is a run or a
+            checkpoint. The message names the file and the key or the tensors.
+        OSError: a file cannot be read or written. Nothing is written in either case.
     """
-    config, values = read_hf_config(hf)
-    opened = open_safetensors(hf)
-    config = with_its_head(config, opened.same)
-    records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config))
+    source = read_model(hf)
+    values, config, records = source.values, source.config, source.records
     check_free(folder, overwrite)
+    deviation = compare_hf(source, dtype) if check else None
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {
         name: Source(
@@ -69,7 +96,7 @@ def import_hf(
     if tokenizer_files(hf):
         (folder / TOKENIZER).mkdir()
         copy_tokenizer(hf, folder / TOKENIZER)
-    return written
+    return Imported(written, deviation)
 
 
 def write_or_remove(folder: Path, sources: Mapping[str, Source], state: dict[str, Any]) -> Path:
@@ -101,15 +128,6 @@ def _read(folder: Path, name: str, record: Record, dtype: torch.dtype | None) ->
     return values if dtype is None else cast(folder, name, values, dtype)
 
 
-def cast(folder: Path, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor of ``folder`` in another dtype. Raises ValueError when a number is too large."""
-    found = values.to(dtype)
-    if not found.isfinite().all():
-        most = values.abs().max().item()
-        raise ValueError(f"{folder}: {name} has numbers up to {most:.3g}, too large for {dtype}")
-    return found
-
-
 def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
     """The folder's settings of generation, kept for an export and for all tokens that end a text.
 
@@ -119,10 +137,7 @@ def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         tokens = {key: values[key] for key in TOKENS if values.get(key) is not None}
         return {"generation_config": {"_from_model_config": True, **tokens}}
-    try:
-        return {"generation_config": json.loads(path.read_text(encoding="utf-8"))}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    return {"generation_config": read_json(path)}
 
 
 def fresh_state(

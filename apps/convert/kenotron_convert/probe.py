@@ -1,81 +1,113 @@
-"""Whether an exported model computes what ours computes: logits of a few texts, both in float32."""
+"""Texts that two models are compared on: they reach windows, stretched positions and documents.
+
+B rows of S tokens.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint
-from kenotron_dist import Mesh, materialize, named_parameters, parameter_layouts
-from kenotron_models import (
-    Build,
-    Context,
-    DecoderSpec,
-    LayerStack,
-    TransformersLayer,
-    build_decoder,
-)
+from kenotron_models import DecoderSpec, TransformersSpec
 
-BOUND = 1e-4
-"""Largest deviation of a logit, in units of the largest logit."""
-ROWS, LENGTH, LONGEST = 2, 64, 512
-"""Texts of the probe; their tokens; what a window may make of that."""
+ROWS, LENGTH = 2, 512
+"""Rows and tokens of the ordinary text."""
+SHORT = 64
+"""Most tokens of the text whose gradient is compared."""
+MOST = 10**12
+"""Parameters times tokens that a window may cost: wider ones are not reached."""
+FARTHEST = 1 << 15
+"""Last position of a stretched context that is tried: further angles are rounded in fp32."""
+DOCUMENTS = (1, 6, 37)
+"""Lengths of the first documents of a row with several; the last one fills it."""
 
 
-def probe_tokens(spec: DecoderSpec) -> Tensor:
-    """(rows, S) int64: a text that is longer than a short window, the same every time."""
-    length = LENGTH if spec.window is None else max(LENGTH, min(spec.window + 16, LONGEST))
-    length = min(length, spec.max_position_embeddings)
-    places = torch.arange(ROWS * length)
-    return ((places * 7919 + places * places * 31) % spec.vocab_size).view(ROWS, length)
+@dataclass(frozen=True)
+class Probe:
+    """One text, and what is compared on it."""
+
+    name: str
+    tokens: Tensor
+    """(B, S) int64."""
+    positions: Tensor
+    """(B, S) int64."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each document, which sees itself only; none: rows are whole texts."""
+    gradient: bool = False
+    """The gradient of the embedding is compared, not only the logits."""
 
 
-def check_export(checkpoint: Checkpoint, spec: DecoderSpec, folder: Path) -> float:
-    """Largest deviation of the logits of the model in ``folder`` from the checkpoint's.
+def probes_of(spec: DecoderSpec, parameters: int) -> list[Probe]:
+    """Return the texts for a model; the same every time.
 
-    In units of the largest logit. One model is in memory at a time, in float32. Raises ValueError
-    when it is above BOUND, or transformers is not there.
+    Args:
+        spec: the model.
+        parameters: how many it has.
     """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ValueError(
-            f"the export is compared by transformers, which cannot be imported ({error}): pip "
-            "install transformers, or give --no-check"
-        ) from error
-    tokens = probe_tokens(spec)
-    ours = our_logits(checkpoint, spec, tokens)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, trust_remote_code=False
-    )
-    with torch.no_grad():
-        theirs = model.eval()(tokens).logits
-    deviation = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=1e-30))
-    if not deviation <= BOUND:  # a NaN is no agreement
-        raise ValueError(
-            f"the logits of the exported model differ from ours by {deviation:.2e} of the largest, "
-            f"more than {BOUND:.0e}: it is not the same model, and was not kept. Please report "
-            "this; --no-check writes it all the same"
-        )
-    return deviation
+    reach = spec.max_position_embeddings
+    window = (spec.window or 0) + 16
+    wide = LENGTH < window and window * parameters <= MOST
+    rows, length = (1, min(window, reach)) if wide else (ROWS, min(LENGTH, reach))
+    found = [_text("a text", spec, rows, length)]
+    short = _text("a text", spec, 1, min(SHORT, reach))
+    found.append(replace(short, name="the gradient of a text", gradient=True))
+    if (first := _stretched_from(spec)) is not None:
+        half = max(short.tokens.shape[1] // 2, 1)
+        positions = short.positions + (first - half) * (short.positions >= half)
+        found.append(replace(short, name="positions of a stretched context", positions=positions))
+    if not isinstance(spec, TransformersSpec):
+        found.append(_documents(spec, min(2 * SHORT, reach)))
+    return found
 
 
-def our_logits(checkpoint: Checkpoint, spec: DecoderSpec, tokens: Tensor) -> Tensor:
-    """Logits (B, S, V) fp32 of tokens (B, S) from a checkpoint, on this process alone."""
-    mesh = Mesh.connect()
-    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], dtype=torch.float32)))
-    layouts = parameter_layouts(stack, mesh.axis_sizes)
-    materialize(stack, "cpu")
-    for layer in stack:
-        if isinstance(layer, TransformersLayer):
-            layer.fill_buffers(torch.device("cpu"))
-    wanted = {
-        path: (p.detach().zero_(), layouts[path]) for path, p in named_parameters(stack).items()
-    }
-    checkpoint.load(wanted, verify=False)  # it was, when it was opened
-    positions = torch.arange(tokens.shape[1]).expand(tokens.shape)
-    with torch.no_grad():
-        logits = stack.eval()(tokens.flatten(), Context(positions))
-    return logits[:, : spec.vocab_size].unflatten(0, tokens.shape)
+def with_documents(spec: DecoderSpec) -> DecoderSpec:
+    """Return the same model, in which every token sees its own document only."""
+    blocks = []
+    for block in spec.blocks:
+        mixer: Any = block.mixer
+        if hasattr(mixer, "separate_documents"):
+            mixer = replace(mixer, separate_documents=True)
+        blocks.append(replace(block, mixer=mixer))
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _text(name: str, spec: DecoderSpec, rows: int, length: int) -> Probe:
+    places = torch.arange(rows * length)
+    tokens = (places * 7919 + places * places * 31) % spec.vocab_size
+    positions = torch.arange(length).expand(rows, length)
+    return Probe(name, tokens.view(rows, length), positions)
+
+
+def _stretched_from(spec: DecoderSpec) -> int | None:
+    """A position beyond the first context of rotary positions that are stretched; None: none are.
+
+    All such positions have other angles than those of an unstretched model.
+    """
+    if isinstance(spec, TransformersSpec):
+        return None
+    ropes = [getattr(block.mixer, "rope", None) for block in spec.blocks]
+    scalings = [rope.scaling for rope in ropes if rope is not None and rope.scaling is not None]
+    if not scalings:
+        return None
+    first = max(each.original_max_position_embeddings or 0 for each in scalings)
+    return min(2 * (first or spec.max_position_embeddings), FARTHEST)
+
+
+def _documents(spec: DecoderSpec, length: int) -> Probe:
+    whole = _text("several documents", spec, 1, length)
+    lengths = _fitted(DOCUMENTS, length)
+    positions = torch.cat([torch.arange(each) for each in lengths])[None]
+    return replace(whole, positions=positions, lengths=lengths)
+
+
+def _fitted(lengths: Sequence[int], whole: int) -> tuple[int, ...]:
+    """Return the lengths that fit, and what is left."""
+    kept: list[int] = []
+    for each in lengths:
+        if sum(kept) + each < whole:
+            kept.append(each)
+    return (*kept, whole - sum(kept))

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from kenotron_convert.remote_code import without_code
+from kenotron_models.hf import read_json
 
 NAMES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
@@ -49,10 +50,7 @@ def _copy(file: Path, place: Path) -> None:
     if file.name != SETTINGS:
         shutil.copyfile(file, place)
         return
-    try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    settings = read_json(file)
     kept = without_code(settings)
     if kept == settings:
         shutil.copyfile(file, place)

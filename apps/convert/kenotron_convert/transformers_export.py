@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, read_box
-from kenotron_convert.importing import cast
+from kenotron_convert.casting import cast
 from kenotron_models import TransformersConfig, transformers_names
 
 

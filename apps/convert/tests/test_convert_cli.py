@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
 
 from kenotron_ckpt import read_box, read_manifest, read_record
-from kenotron_convert import exporting, importing, probe
+from kenotron_convert import comparison, exporting, hf_model, importing, probe
 from kenotron_convert.cli import main
 from kenotron_convert.shards import deal, parse_size
 from kenotron_dist.launch import threads_of_rank
+from kenotron_models import MistralConfig, RopeScaling
 
 UP = "model.layers.0.mlp.up_proj"
 APP = Path(__file__).parents[1]
@@ -72,7 +74,8 @@ def test_the_program_goes_both_ways(hf):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert start("hf-to-kenotron", "--hf", "hf", "--out", "run") == "wrote run/0\n"
+    said = start("hf-to-kenotron", "--hf", "hf", "--out", "run")
+    assert said.startswith("wrote run/0; logits and a gradient are those of transformers to ")
     said = start("kenotron-to-hf", "--ckpt", "run/0", "--out", "out", "--max-shard-size", "20KB")
     assert said.startswith("wrote out from run/0; its logits are ours to ")
     files = [name for name in left_in(hf.parent / "out") if name.startswith("model-")]
@@ -157,8 +160,8 @@ def test_transformers_is_told_to_run_no_code(hf, monkeypatch):
         return load(*given, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loads)
-    assert exported(hf) == 0
-    assert told == [False]
+    assert exported(hf) == imported(hf, "--overwrite") == 0
+    assert told == [False, False]
 
 
 def test_a_tokenizer_can_be_given(hf, capsys):
@@ -263,7 +266,9 @@ def test_an_export_that_says_something_else_is_not_kept(hf, capsys, monkeypatch)
 
     monkeypatch.setattr(exporting, "write_safetensors", wrong)
     assert exported(hf) == 1
-    assert "logits of the exported model differ from ours by " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "logits of a text: those of transformers differ from ours by " in said
+    assert "The export was not kept. Please report this; --no-check writes it" in said
     assert left_in(hf.parent) == ["hf", "run"]
     assert exported(hf, "--no-check") == 0
     assert "logits were not compared" in capsys.readouterr().out
@@ -277,13 +282,76 @@ def test_without_transformers_the_check_says_what_to_do(hf, capsys, monkeypatch)
     assert exported(hf, "--no-check") == 0
 
 
-def test_the_probe_is_longer_than_a_short_window():
-    class Spec:
-        window, max_position_embeddings, vocab_size = 100, 4096, 50
+def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsys, monkeypatch):
+    right = hf_model.read_hf_config
 
-    tokens = probe.probe_tokens(Spec)
-    assert tokens.shape == (2, 116)
-    assert 0 <= tokens.min() < tokens.max() < 50
+    def wrong(folder):
+        config, values = right(folder)
+        return replace(config, rope_theta=5e4), values
+
+    monkeypatch.setattr(hf_model, "read_hf_config", wrong)
+    assert imported(hf) == main(["compare", "--hf", str(hf)]) == 1
+    said = capsys.readouterr().err
+    assert "logits of a text: those of transformers differ from ours by " in said
+    assert f"{hf} was not imported. Please report this; --no-check imports it all the same" in said
+    assert left_in(hf.parent) == ["hf"]
+    assert imported(hf, "--no-check") == 0
+    assert "run/0; logits were not compared\n" in capsys.readouterr().out
+
+
+def test_an_import_is_compared_where_transformers_is_installed(hf, capsys, monkeypatch):
+    assert main(["compare", "--hf", str(hf)]) == 0
+    assert f"{hf}: logits and a gradient are those of transformers to" in capsys.readouterr().out
+    assert left_in(hf.parent) == ["hf"]
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert imported(hf) == 0
+    assert "logits were not compared: transformers is not installed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda v: v.update(new=torch.ones(1)), "unexpected: new"),
+        (lambda v: v.pop("lm_head.weight"), "missing: lm_head.weight"),
+    ],
+)
+def test_an_export_has_the_tensors_that_transformers_needs(
+    hf, change, sentence, capsys, monkeypatch
+):
+    right = comparison.load_theirs
+
+    def wrong(folder, keys=None):
+        spoilt(folder, change)
+        return right(folder, keys)
+
+    assert imported(hf) == 0
+    monkeypatch.setattr(comparison, "load_theirs", wrong)
+    assert exported(hf) == 1
+    said = capsys.readouterr().err
+    assert "transformers finds other tensors in " in said and sentence in said
+    assert left_in(hf.parent) == ["hf", "run"]
+
+
+def test_a_folder_that_transformers_does_not_load_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"transformers does not load {tmp_path}: "):
+        comparison.load_theirs(tmp_path)
+
+
+def test_texts_of_a_comparison_reach_windows_stretched_positions_and_documents():
+    scaling = RopeScaling(rope_type="linear", factor=4.0)
+    config = MistralConfig(
+        sliding_window_size=600, vocab_size=50, max_position_embeddings=4096, rope_scaling=scaling
+    )
+    text, gradient, stretched, documents = probe.probes_of(config.decoder, 1000)
+    assert text.tokens.shape == (1, 616)
+    assert 0 <= text.tokens.min() < text.tokens.max() < 50
+    assert gradient.gradient and not text.gradient
+    assert stretched.positions.diff().eq(1).sum() == probe.SHORT - 2
+    assert stretched.positions.max() == 2 * 8192 + probe.SHORT // 2 - 1
+    assert documents.lengths == (1, 6, 37, 84) and documents.positions.max() == 83
+    assert probe.probes_of(config.decoder, 10**10)[0].tokens.shape == (2, 512)
+    few = probe.probes_of(replace(config, max_position_embeddings=5).decoder, 1000)
+    assert few[-1].lengths == (1, 4)
 
 
 def spoilt(hf: Path, change) -> None:
@@ -326,6 +394,17 @@ def test_tensors_that_are_not_the_models_are_named_and_nothing_is_written(
     assert imported(hf) == 1
     assert sentence in capsys.readouterr().err
     assert left_in(hf.parent) == ["hf"]
+
+
+def test_keys_of_a_config_that_mean_nothing_are_named(hf, capsys):
+    path = hf / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"dtype": "int8"}))
+    assert imported(hf) == 1
+    assert f"{path}: dtype: 'int8' was given; it must be one of" in capsys.readouterr().err
+    path.write_text("[" * 10**5)
+    assert imported(hf) == 1
+    assert f"{path} is not read: its JSON is nested too deeply" in capsys.readouterr().err
 
 
 def test_pickles_and_folders_that_are_no_models_are_refused(hf, capsys):
@@ -402,7 +481,8 @@ def test_a_head_that_is_not_the_embedding_is_kept_whatever_the_config_says(hf, f
 def test_an_export_can_have_another_dtype(hf, capsys):
     assert imported(hf) == exported(hf, "--dtype", "bfloat16") == 0
     said = capsys.readouterr()
-    assert "logits were not compared" in said.out
+    assert "run/0; logits and a gradient are those" in said.out
+    assert "its logits are ours to" in said.out
     assert json.loads((hf.parent / "out/config.json").read_text())["dtype"] == "bfloat16"
     was, now = (load_file(hf.parent / name / "model.safetensors") for name in ("hf", "out"))
     assert all(torch.equal(now[name], values.bfloat16()) for name, values in was.items())
@@ -462,6 +542,6 @@ def test_an_interrupted_export_leaves_nothing(hf, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(exporting, "check_export", stop)
+    monkeypatch.setattr(exporting, "compare_export", stop)
     assert exported(hf) == 130
     assert left_in(hf.parent) == ["hf", "run"]

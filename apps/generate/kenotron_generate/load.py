@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,7 +23,15 @@ from kenotron_models import (
     layer_costs,
     model_from_json,
 )
-from kenotron_models.hf import EMBEDDING, hf_tensors, is_superfluous, read_hf_config, with_its_head
+from kenotron_models.hf import (
+    EMBEDDING,
+    hf_dtype,
+    hf_tensors,
+    is_superfluous,
+    read_hf_config,
+    read_json,
+    with_its_head,
+)
 from kenotron_pp import Pipeline
 
 HF_CONFIG = "config.json"
@@ -119,16 +126,20 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
 
 def _foreign(folder: Path) -> Description:
     config, values = read_hf_config(folder)
-    config = with_its_head(config, open_safetensors(folder).same)
+    opened = open_safetensors(folder)
+    config = with_its_head(config, opened.same)
     spec = config.decoder
-    given = values.get("dtype") or values.get("torch_dtype") or "float32"
+    try:
+        dtype = hf_dtype(values) or opened.dtype
+    except ValueError as error:
+        raise ValueError(f"{folder / HF_CONFIG}: {error}") from None
     generation = folder / "generation_config.json"
-    said = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else values
+    said = read_json(generation) if generation.is_file() else values
     named = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return Description(
         folder,
         spec,
-        str(given),
+        dtype,
         spec.max_position_embeddings,
         tokenizer=str(folder) if named else None,
         hub=True,

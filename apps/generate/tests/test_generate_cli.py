@@ -16,6 +16,7 @@ import torch
 
 from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_generate.cli import main
+from kenotron_generate.load import describe
 from kenotron_generate.prompts import read_prompts
 from kenotron_models.hf import hf_tensors, read_hf_config
 
@@ -98,6 +99,18 @@ def test_a_checkpoint_that_another_program_made_is_read(model: Path, tmp_path: P
     words = ("--tokenizer", str(model), "--special-tokens", "--prompt", "abc")
     done = run(*plain(tmp_path / "run", *words))
     assert done.stdout.removesuffix("\n") == "abc" + tiny.continued(model, "abc", 6)[0], done.stderr
+
+
+def test_the_dtype_of_a_model_folder_is_read_in_all_spellings(model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    values = json.loads((own / "config.json").read_text())
+    for given, dtype in (("torch.bfloat16", "bfloat16"), ("auto", "float32"), ({}, "float32")):
+        (own / "config.json").write_text(json.dumps(values | {"dtype": given}))
+        assert describe(own).dtype == dtype
+    (own / "config.json").write_text(json.dumps(values | {"dtype": "int8"}))
+    with pytest.raises(ValueError, match=f"{own / 'config.json'}: dtype: 'int8' was given"):
+        describe(own)
 
 
 def test_the_tokenizers_own_end_ends_no_text(model: Path, tmp_path: Path) -> None:

@@ -75,6 +75,8 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
         refused(words)
     written.write_text("{")
     refused("config.json is not JSON")
+    written.write_text("[" * 10**5)
+    refused("config.json is not read: its JSON is nested too deeply")
     with pytest.raises(ValueError, match="path: nothing was given; it must name a folder"):
         TransformersConfig()
     with pytest.raises(ValueError, match="is_hf_config: false was given"):

@@ -169,9 +169,20 @@ def eight_bits(folder):
     (folder / "model.safetensors").write_bytes(data)
 
 
+def nested(folder):
+    text = b"[" * 10**5
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def nested_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[" * 10**5)
+
+
 @pytest.mark.parametrize(
     ("spoil", "sentence"),
     [
+        (nested, "model.safetensors: its header cannot be read as JSON .*recursion"),
+        (nested_index, "index.json: it has no weight_map: RecursionError"),
         (lambda folder: None, "has no weights: neither model.safetensors.index.json nor"),
         (lambda folder: (folder / "pytorch_model.bin").touch(), "weights as pickles"),
         (lambda folder: index_of(folder, d="model-00001-of-00002.safetensors"), "says that d is"),
@@ -221,3 +232,13 @@ def test_numbers_that_are_none_are_named_on_every_rank(tmp_path, monkeypatch):
     folder = single(tmp_path)
     for said in spawn(loaded_with_nan, str(folder), tp=2):
         assert f"{folder}: weights are nan or inf in fused" in said
+
+
+def test_the_dtype_of_a_folder_is_that_of_most_tensors(tmp_path):
+    assert open_safetensors(single(tmp_path)).dtype == "float32"
+    write(tmp_path / "model.safetensors", "c")
+    assert open_safetensors(tmp_path).dtype == "bfloat16"
+    whole = {"i": torch.ones(2, dtype=torch.int8)}
+    sizes = {"i": TensorSize((2,), torch.int8)}
+    write_safetensors(tmp_path / "model.safetensors", sizes, whole.values())
+    assert open_safetensors(tmp_path).dtype == "float32"

@@ -16,10 +16,12 @@ from kenotron_models import (
     RopeScaling,
     Starcoder2Config,
 )
+from kenotron_models.families.mamba_config import SSMConfig
 from kenotron_models.hf import (
     config_from_hf,
     config_to_hf,
     differences,
+    hf_dtype,
     hf_tensors,
     is_superfluous,
     read_hf_config,
@@ -153,6 +155,18 @@ def test_a_model_that_no_architecture_says_is_refused_by_its_field(config, field
                 truncate=False,
             ),
         ),
+        (  # what transformers reads
+            {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+            "attention.rope.scaling",
+            RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=64),
+        ),
+        ({"attention_bias": True}, "attention.out_bias", True),
+        ({"mlp_bias": True}, "mlp.bias", True),
+        (
+            {"mlp_bias": True, "rope_scaling": YARN},
+            "attention.rope.scaling",
+            RopeScaling(factor=4.0, rope_type="yarn", original_max_position_embeddings=64),
+        ),
         ({"model_type": "mistral"}, "attention.window", 4096),
         ({"model_type": "mistral", "sliding_window": None}, "attention.window", None),
         (
@@ -178,6 +192,8 @@ def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
     found: Any = said(**keys).decoder
     if field == "windows":
         found = tuple(block.mixer.window for block in found.blocks)
+    elif field == "mlp.bias":
+        found = found.blocks[0].feed_forward.bias
     elif field.startswith("attention."):
         for name in ["mixer", *field.split(".")[1:]]:
             found = getattr(found.blocks[0] if name == "mixer" else found, name)
@@ -191,8 +207,28 @@ def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
     [
         ({"model_type": "gpt2"}, "model_type: 'gpt2' was given; it must be one of llama"),
         ({"hidden_size": None}, "hidden_size: None was given; it must be a whole number"),
-        ({"attention_bias": True}, "attention_bias: True was given; a llama must have False"),
-        ({"mlp_bias": True}, "mlp_bias: True"),
+        ({"rms_norm_eps": None}, "rms_norm_eps: null was given; it must be a finite number"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps: 'x' was given; it must be a finite number, or be"),
+        (
+            {"model_type": "granitemoehybrid", "logits_scaling": None},
+            "logits_scaling: null was given; it must be a finite number, or be left out",
+        ),
+        (
+            {"model_type": "qwen3_moe", "norm_topk_prob": None},
+            "norm_topk_prob: null was given; it must be true or false, or be left out",
+        ),
+        (
+            {"num_hidden_layers": 10**7},
+            "num_hidden_layers: 10000000 layers were given; a model may have 10000",
+        ),
+        (
+            {"model_type": "nemotron_h", "hybrid_override_pattern": "M" * 10**7},
+            "hybrid_override_pattern: 10000000 layers were given",
+        ),
+        (
+            {"model_type": "qwen3_moe", "num_experts": 10**7},
+            "num_experts: 10000000 were given; all layers together may have 1000000 experts",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' was given; a llama must have 'silu'"),
         ({"attention_dropout": 0.1}, "attention_dropout: 0.1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: quantised weights"),
@@ -255,6 +291,7 @@ def test_old_buffers_and_the_head_of_tied_models_may_lie_in_a_file():
     [
         (None, "it has no config.json"),
         ("{", "config.json is not JSON"),
+        ("[" * 10**5, "config.json is not read: its JSON is nested too deeply"),
         ("[]", "config.json: a list was found"),
         ('{"model_type": "bert"}', "config.json: model_type: 'bert'"),
     ],
@@ -264,3 +301,48 @@ def test_errors_of_a_folder_name_the_file(text, sentence, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         read_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, None),
+        ({"dtype": None, "torch_dtype": "float16"}, "float16"),
+        ({"dtype": "bfloat16", "torch_dtype": "float32"}, "bfloat16"),
+        ({"dtype": "torch.bfloat16"}, "bfloat16"),
+        ({"dtype": "bf16"}, "bfloat16"),
+        ({"torch_dtype": "auto"}, None),
+        ({"dtype": {"": "float16", "lm_head": "float32"}}, "float16"),
+        ({"dtype": {"lm_head": "float32"}}, None),
+    ],
+)
+def test_the_dtype_of_a_config_is_read_in_all_spellings(keys, dtype):
+    assert hf_dtype(keys) == dtype
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"dtype": "int8"}, "dtype: 'int8' was given; it must be one of bfloat16, float16, float"),
+        ({"torch_dtype": 16}, "torch_dtype: 16 was given; it must be one of"),
+        ({"dtype": {"": "float8"}}, "dtype: {'': 'float8'} was given"),
+    ],
+)
+def test_a_dtype_that_weights_cannot_have_is_refused(keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        hf_dtype(keys)
+
+
+def test_a_mamba_may_have_other_channels_than_expand_says():
+    keys = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 9}
+    config = config_from_hf({"model_type": "mamba", **keys, "intermediate_size": 48})
+    assert config.decoder.blocks[0].mixer.channels == 48
+    values = config_to_hf(config)
+    assert (values["expand"], values["intermediate_size"]) == (1, 48)
+    assert config_from_hf(values).decoder == config.decoder
+    usual = config_from_hf({"model_type": "mamba", **keys, "intermediate_size": 64})
+    assert usual.ssm_cfg.channels is None and usual.channels == 64
+    with pytest.raises(ValueError, match="intermediate_size: 'x' was given; it must be a whole"):
+        config_from_hf({"model_type": "mamba", **keys, "intermediate_size": "x"})
+    with pytest.raises(ValueError, match="ssm_cfg.channels: 0 was given; it must be at least 1"):
+        SSMConfig(channels=0)

@@ -25,7 +25,8 @@ from kenotron_models import (
     RouterSpec,
     build_decoder,
 )
-from kenotron_models.families.nemotron_h import NEMOTRON_H
+from kenotron_models.families.nemotron_h import LEAST_STEP, NEMOTRON_H
+from kenotron_models.hf import config_from_hf, config_to_hf, exported_tensors
 from kenotron_models.small import SmallSizes
 
 SMALL = NemotronHConfig(
@@ -153,3 +154,18 @@ def test_what_their_config_cannot_say_is_named() -> None:
     for block, message in cases:
         with pytest.raises(ValueError, match=message):
             write(decoder(block))
+
+
+def test_transformers_bounds_steps_from_below_and_ties_no_head() -> None:
+    for limits, least in (((0.0, math.inf), LEAST_STEP), ((0.01, math.inf), 0.01)):
+        config = replace(SMALL, time_step_limit=limits, tie_word_embeddings=True)
+        values = config_to_hf(config)
+        assert (values["time_step_min"], values["tie_word_embeddings"]) == (least, False)
+        mixer = config_from_hf(values).decoder.blocks[0].mixer
+        assert isinstance(mixer, Mamba2Spec) and mixer.step_limits == limits
+        embedding = exported_tensors(config, values)["embedding.weight"]
+        assert [part.name for part in embedding.parts] == [
+            "backbone.embeddings.weight", "lm_head.weight",
+        ]  # fmt: skip
+    with pytest.raises(ValueError, match="time_step_limit: steps of a nemotron_h of Hugging Face"):
+        config_to_hf(replace(SMALL, time_step_limit=(0.0, 1.0)))

@@ -60,7 +60,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         header = json.loads(text)
         header.pop(METADATA, None)
         entries = dict(header)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path}: its header cannot be read as JSON ({error}): it is no safetensors file, or "
             "was cut off"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -64,6 +65,13 @@ class SafetensorsFolder:
     path: Path
     tensors: Mapping[str, Stored]
     """By name."""
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of most tensors; float32 where weights cannot have it."""
+        counts = Counter(dtype_name(stored.dtype) for stored in self.tensors.values())
+        found = max(counts, key=lambda name: counts[name], default="")
+        return found if found in _WEIGHTS else "float32"
 
     def records(
         self, ours: Mapping[str, Assembled], may_be: Callable[[str], bool] = lambda _: False
@@ -197,7 +205,7 @@ def _indexed(folder: Path) -> dict[str, Stored]:
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         weight_map = dict(index["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX}: it has no weight_map: {error!r}") from None
     headers: dict[str, dict[str, Stored]] = {}
     for name in sorted({*weight_map.values()}):

@@ -86,6 +86,8 @@ class HuggingFace:
     """What their tensors outside of blocks are called."""
     shared: Callable[[HuggingFace, FamilyConfig], dict[str, Any]] | None = None
     """The keys of config.json next to its own; None: those of ``hf_keys.shared_to_hf``."""
+    ties: bool = True
+    """False: transformers has a head of its own whatever ``tie_word_embeddings`` is."""
     further_layers: bool = False
     """Files have layers beyond the last one, which predict further tokens: they are left out."""
 

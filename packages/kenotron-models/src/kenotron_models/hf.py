@@ -5,16 +5,16 @@ Each family says its own names (``kenotron_models.families``). transformers is n
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kenotron_models import registry
 from kenotron_models.families.hf_keys import shared_to_hf
 from kenotron_models.family import HuggingFace
+from kenotron_models.hf_config_file import hf_dtype, kind_problems, read_json, size_problems
 from kenotron_models.hf_tensors import (
     EMBEDDING,
     HEAD,
@@ -23,9 +23,9 @@ from kenotron_models.hf_tensors import (
     tensors_of,
 )
 from kenotron_models.registry import AnyConfig, family_of
-from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
+from kenotron_models.spec_differences import differences
 
 __all__ = [
     "CONFIG",
@@ -36,10 +36,13 @@ __all__ = [
     "config_from_hf",
     "config_to_hf",
     "differences",
+    "exported_tensors",
+    "hf_dtype",
     "hf_tensors",
     "is_superfluous",
     "not_carried",
     "read_hf_config",
+    "read_json",
     "stays_fp32",
     "turns_neighbours",
     "with_its_head",
@@ -50,11 +53,6 @@ CONFIG = "config.json"
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """What old files hold next to the weights: it is computed again."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-OF_THE_RUN = (
-    "backend", "separate_documents", "z_loss", "balance_loss", "balance", "layers", "bias_rate",
-    "jitter", "capacity_factor", "way", "chunk", "stage_starts", "mtp_weight",
-)  # fmt: skip
-"""Fields of a spec that do not say what the weights mean: config.json may have no word for them."""
 OF_A_TRAINING = (
     "z_loss_enabled", "z_loss_coefficient", "router_aux_loss_coef", "router_aux_loss_type",
     "router_z_loss_coef", "router_bias_rate", "router_jitter_noise", "expert_capacity_factor",
@@ -77,6 +75,8 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
             "float32 can be read: take the model that they were made from"
         )
     filled = {**family.defaults, **values}
+    if wrong := size_problems(filled) or kind_problems(family, filled):
+        raise ValueError("\n".join(wrong))
     wrong = [
         f"{key}: {filled[key]!r} was given; a {kind} must have {_words(allowed)} here"
         for key, allowed in family.only.items()
@@ -95,10 +95,7 @@ def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise ValueError(f"{folder} is no model of Hugging Face: it has no {CONFIG}")
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+    values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a {type(values).__name__} was found; it must be a mapping")
     try:
@@ -132,7 +129,10 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
         except ValueError as error:  # other parts than the family's
             reasons.append(str(error).splitlines())
             continue
-        wrong = _unsaid(family, values, config.decoder) or _other_names(own, family, config)
+        spec = config.decoder
+        if not family.ties:  # the head is written next to the embedding that it is
+            spec = replace(spec, tie_word_embeddings=False)
+        wrong = _unsaid(family, values, spec) or _other_names(own, family, config)
         if not wrong:
             return values
         reasons.append(wrong)
@@ -167,6 +167,22 @@ def hf_tensors(config: AnyConfig, *, interleaved: bool | None = None) -> dict[st
     return tensors_of(config, own.names, own.outside, interleaved=interleaved)
 
 
+def exported_tensors(config: AnyConfig, values: Mapping[str, Any]) -> dict[str, Whole]:
+    """Return ``hf_tensors``, and the head of a tied model that transformers does not tie.
+
+    Args:
+        config: the model.
+        values: the keys of the config.json that is written with it.
+    """
+    found = hf_tensors(config)
+    family = next(each for each in _known() if each.model_type == values["model_type"])
+    if not config.decoder.tie_word_embeddings or family.ties:
+        return found
+    whole = found[EMBEDDING]
+    head = replace(whole.parts[0], name=family.outside.head)
+    return found | {EMBEDDING: replace(whole, parts=(*whole.parts, head))}
+
+
 def _ends(config: AnyConfig) -> tuple[str, str]:
     """What Hugging Face calls the embedding and the head."""
     return (own := _names_of(config).outside).embedding, own.head
@@ -179,37 +195,6 @@ def is_superfluous(name: str, config: AnyConfig) -> bool:
     further = beyond and _names_of(config).further_layers
     tied = spec.tie_word_embeddings and name == _ends(config)[1]
     return bool(_BUFFERS.fullmatch(name)) or tied or further
-
-
-def differences(
-    ours: DecoderSpec, theirs: DecoderSpec, but: Collection[str] = ("interleaved",)
-) -> list[str]:
-    """Name the fields that say what weights mean, and in which two models differ.
-
-    Args:
-        ours: a model.
-        theirs: another.
-        but: fields that do not count; rows of tensors can make up for interleaved positions.
-
-    Returns:
-        A line for each: ``name: a and b``. Where all blocks differ in the same way the name is that
-        in a block (``attention.window``), else that of the first that does (``layers.1...``).
-    """
-    if ours.num_hidden_layers != theirs.num_hidden_layers:
-        return [f"num_hidden_layers: {ours.num_hidden_layers} and {theirs.num_hidden_layers}"]
-    free = {*OF_THE_RUN, *but}
-    outside = [
-        _line(name, pair) for name, pair in _changed(ours, theirs, free | {"blocks"}).items()
-    ]
-    by_name: dict[str, dict[int, tuple[Any, Any]]] = {}
-    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
-        for name, pair in _changed(a, b, free).items():
-            by_name.setdefault(name, {})[i] = pair
-    for name, pairs in by_name.items():
-        first, pair = next(iter(pairs.items()))
-        equal = len(pairs) == len(ours.blocks) and all(each == pair for each in pairs.values())
-        outside.append(_line(name if equal else f"layers.{first}.{name}", pair))
-    return list(dict.fromkeys(outside))
 
 
 def not_carried(config: AnyConfig) -> list[str]:
@@ -237,35 +222,6 @@ def turns_neighbours(spec: DecoderSpec) -> bool:
     """Return whether rotary positions turn neighbouring features in any block."""
     ropes = [getattr(block.mixer, "rope", None) for block in spec.blocks]
     return any(rope is not None and rope.interleaved for rope in ropes)
-
-
-def _line(name: str, pair: tuple[Any, Any]) -> str:
-    return f"{name}: {_said(pair[0])} and {_said(pair[1])}"
-
-
-def _changed(ours: Any, theirs: Any, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Fields that differ, by the path of names that lead to them; parts by their own names."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for each in fields(ours):
-        a, b = getattr(ours, each.name), getattr(theirs, each.name)
-        if each.name in free or a == b:
-            continue
-        if type(a) is type(b) and is_dataclass(a) and not isinstance(a, RopeScaling):
-            name = getattr(a, "name", each.name)
-            found |= {f"{name}.{inner}": p for inner, p in _changed(a, b, free).items()}
-        else:
-            found[each.name] = a, b
-    return found
-
-
-def _said(value: Any) -> str:
-    """A value as YAML has it where it is nothing, or has keys."""
-    if not is_dataclass(value):
-        return "null" if value is None else repr(value)
-    known = {each.name: getattr(value, each.name) for each in fields(value)}
-    return (
-        "{" + ", ".join(f"{key}: {said}" for key, said in known.items() if said is not None) + "}"
-    )
 
 
 def _unsaid(family: HuggingFace, values: Mapping[str, Any], spec: DecoderSpec) -> list[str]:

@@ -104,8 +104,8 @@ def ropes_by_type(values: Mapping[str, Any], full: float, sliding: float) -> dic
 
 
 def _mapping(values: Mapping[str, Any]) -> tuple[str, Any]:
-    """Key of the mapping of rotary positions, and what it is."""
-    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    """Key of the mapping of rotary positions, and what it is; the old key wins in transformers."""
+    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     return where, values.get(where) or {}
 
 

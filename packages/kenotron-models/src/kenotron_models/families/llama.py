@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from kenotron_models.families.fields import SharedFields, check, marker_problems, raise_all
 from kenotron_models.families.hf_keys import llama_from_hf, llama_to_hf
-from kenotron_models.family import Family, HuggingFace
+from kenotron_models.families.smollm3 import SmolLM3Config
+from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.spec import DecoderSpec
 
 
@@ -31,6 +32,19 @@ class LlamaConfig(SharedFields):
         return self.decoder_of([self.attention()] * self.num_hidden_layers)
 
 
+def _read(values: Values) -> LlamaConfig | SmolLM3Config:
+    """A Llama; with biases a SmolLM3 whose layers all have positions, which is the same."""
+    on_scores, on_features = (bool(values.get(name)) for name in ("attention_bias", "mlp_bias"))
+    if not on_scores and not on_features:
+        return LlamaConfig(**llama_from_hf(values))
+    return SmolLM3Config(
+        **llama_from_hf(values),
+        attention_bias=on_scores,
+        mlp_bias=on_features,
+        no_rope_layers=(1,) * values["num_hidden_layers"],
+    )
+
+
 LLAMA = Family(
     marker="is_llama_config",
     config=LlamaConfig,
@@ -45,11 +59,9 @@ LLAMA = Family(
         },
         only={
             "hidden_act": ("silu",),
-            "attention_bias": (False, None),
-            "mlp_bias": (False, None),
             "attention_dropout": (0, None),
         },
-        read=lambda values: LlamaConfig(**llama_from_hf(values)),
+        read=_read,
         write=lambda spec: {**llama_to_hf(spec), "attention_bias": False, "mlp_bias": False},
     ),
 )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from kenotron_models.families.mamba_config import MambaModelConfig, SSMConfig
+from kenotron_models.families.fields import raise_all
+from kenotron_models.families.mamba_config import MambaModelConfig, SSMConfig, step_problems
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, Values
 from kenotron_models.hf_tensors import Fused, Names, Outside
 from kenotron_models.mamba import MambaSpec
@@ -74,7 +76,11 @@ def _read(values: Values) -> MambaModelConfig:
         "conv_kernel",
         "expand",
     )
-    sizes_problems(values, names)
+    given = values.get("intermediate_size")
+    sizes_problems(values, names if given is None else (*names, "intermediate_size"))
+    low, high, floor = (float(values[f"time_step_{each}"]) for each in ("min", "max", "floor"))
+    raise_all(step_problems(low, high, floor, (0.0, math.inf)))
+    usual = values["expand"] * values["hidden_size"]
     return MambaModelConfig(
         d_model=values["hidden_size"],
         num_hidden_layers=values["num_hidden_layers"],
@@ -87,6 +93,7 @@ def _read(values: Values) -> MambaModelConfig:
             d_state=values["state_size"],
             d_conv=values["conv_kernel"],
             expand=values["expand"],
+            channels=None if given == usual else given,
             bias=values["use_bias"],
             conv_bias=values["use_conv_bias"],
             dt_rank=values["time_step_rank"],
@@ -101,12 +108,12 @@ def _read(values: Values) -> MambaModelConfig:
 
 def _write(spec: DecoderSpec) -> dict[str, Any]:
     mixer = spec.blocks[0].mixer
-    if not isinstance(mixer, MambaSpec) or mixer.channels % spec.hidden_size:
+    if not isinstance(mixer, MambaSpec):
         raise ValueError("a mamba of Hugging Face has a selective state space in each block")
     return {
         "state_size": mixer.state,
         "conv_kernel": mixer.width,
-        "expand": mixer.channels // spec.hidden_size,
+        "expand": max(mixer.channels // spec.hidden_size, 1),
         "intermediate_size": mixer.channels,
         "use_bias": mixer.bias,
         "use_conv_bias": mixer.conv_bias,

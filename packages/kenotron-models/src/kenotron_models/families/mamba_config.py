@@ -36,6 +36,8 @@ class SSMConfig:
     """Width of the convolution, in tokens."""
     expand: int = 2
     """Channels over width of the residual stream."""
+    channels: int | None = None
+    """Channels of a mixer, where they are no multiple of the width; None: expand times width."""
     dt_rank: int | Literal["auto"] = "auto"
     """Rank of the step's projection; auto: a sixteenth of the width, rounded up."""
     dt_min: float = 0.001
@@ -58,6 +60,8 @@ class SSMConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         sizes = {"d_state": self.d_state, "d_conv": self.d_conv, "expand": self.expand}
+        if self.channels is not None:
+            sizes["channels"] = self.channels
         if self.dt_rank != "auto":
             sizes["dt_rank"] = self.dt_rank
         found = [f"ssm_cfg.{line}" for line in at_least(1, sizes)]
@@ -138,7 +142,7 @@ class MambaModelConfig:
     @property
     def channels(self) -> int:
         """Channels of each mixer."""
-        return self.ssm.expand * self.d_model
+        return self.ssm.channels or self.ssm.expand * self.d_model
 
     @property
     def step_rank(self) -> int:
@@ -173,15 +177,16 @@ class MambaModelConfig:
 
     def small(self, sizes: SmallSizes) -> Self:
         """Return a narrow copy of the same structure."""
-        ssm = self.ssm
+        ssm, width = self.ssm, sizes.heads * sizes.head_dim
         return replace(
             self,
-            d_model=sizes.heads * sizes.head_dim,
+            d_model=width,
             num_hidden_layers=sizes.layers,
             vocab_size=sizes.vocab_size,
             ssm_cfg=replace(
                 ssm,
                 d_state=min(ssm.d_state, SMALL_STATE),
+                channels=None if ssm.channels is None else ssm.expand * width,
                 dt_rank=ssm.dt_rank if ssm.dt_rank == "auto" else min(ssm.dt_rank, SMALL_STATE),
             ),
         )

@@ -125,6 +125,7 @@ MIXTRAL = Family(
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
             "router_aux_loss_coef": 0.001,

@@ -10,7 +10,7 @@ from kenotron_models.experts import ExpertsSpec
 from kenotron_models.families.fields import raise_all
 from kenotron_models.families.layer_pattern import LETTERS, pattern_of, pattern_problems
 from kenotron_models.families.mamba import BACKBONE, sizes_problems, tokens_from_hf
-from kenotron_models.families.mamba2 import state_space_to_hf, step_limits
+from kenotron_models.families.mamba2 import state_space_to_hf
 from kenotron_models.families.nemotron_h_config import NemotronHConfig
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, Values
 from kenotron_models.hf_tensors import Fused, Names, Stacked
@@ -26,9 +26,11 @@ _SIZES = (
     "moe_shared_expert_intermediate_size", "n_group", "topk_group",
 )  # fmt: skip
 _CHOICES = (
-    "layer_norm_epsilon", "residual_in_fp32", "tie_word_embeddings", "use_conv_bias", "use_bias",
-    "time_step_min", "time_step_max", "time_step_floor", "norm_topk_prob", "routed_scaling_factor",
+    "layer_norm_epsilon", "residual_in_fp32", "use_conv_bias", "use_bias", "time_step_min",
+    "time_step_max", "time_step_floor", "norm_topk_prob", "routed_scaling_factor",
 )  # fmt: skip
+LEAST_STEP = 1e-30
+"""What is written as the smallest step where there is none: theirs takes its logarithm."""
 _LETTER_OF: dict[type[Any], str] = {
     Mamba2Spec: "M",
     AttentionSpec: "*",
@@ -59,11 +61,13 @@ def _read(values: Values) -> NemotronHConfig:
     kinds, pattern = values.get("layers_block_type"), values.get("hybrid_override_pattern")
     pattern = str(pattern or "") if kinds is None else pattern_of(kinds, "layers_block_type")
     raise_all(pattern_problems("hybrid_override_pattern", pattern, "".join(LETTERS)))
+    least = float(values["time_step_min"])
     return NemotronHConfig(
         layers=pattern,
         **{name: values[name] for name in (*_SIZES, *_CHOICES)},
         **tokens_from_hf(values),
-        time_step_limit=step_limits(values["time_step_limit"]),
+        tie_word_embeddings=False,  # transformers never ties them, whatever the key says
+        time_step_limit=(0.0 if least <= LEAST_STEP else least, math.inf),
     )
 
 
@@ -77,7 +81,7 @@ def _shared(hf: HuggingFace, config: FamilyConfig) -> dict[str, Any]:
         "max_position_embeddings": spec.max_position_embeddings,
         "layer_norm_epsilon": spec.norm.eps,
         "residual_in_fp32": spec.residual_in_fp32,
-        "tie_word_embeddings": spec.tie_word_embeddings,
+        "tie_word_embeddings": False,
         "use_cache": True,
         "pad_token_id": getattr(config, "pad_token_id", None),
         "bos_token_id": spec.bos_token_id,
@@ -105,8 +109,15 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _mamba_keys(mixer: Mamba2Spec) -> dict[str, Any]:
+    low, high = mixer.step_limits
+    if high != math.inf:
+        raise ValueError(
+            f"time_step_limit: steps of a nemotron_h of Hugging Face have no upper limit, but "
+            f"{high} was given"
+        )
     return {
         **state_space_to_hf(mixer),
+        "time_step_min": low or LEAST_STEP,  # bounds all steps there, not only the first
         "mamba_num_heads": mixer.heads,
         "mamba_head_dim": mixer.head_dim,
         "ssm_state_size": mixer.state,
@@ -183,7 +194,6 @@ NEMOTRON_H = Family(
             "time_step_min": 0.001,
             "time_step_max": 0.1,
             "time_step_floor": 1e-4,
-            "time_step_limit": (0.0, math.inf),
             "n_routed_experts": 8,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 7688,
@@ -213,5 +223,6 @@ NEMOTRON_H = Family(
         shared=_shared,
         names=_NAMES,
         outside=BACKBONE,
+        ties=False,
     ),
 )

@@ -86,6 +86,8 @@ def _read(path: str | None, given: str | None) -> str:
             raise ValueError(f"{name} cannot be read ({error}); give a model's folder") from None
     try:
         values: Any = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{name} is not read: its JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{name} is not JSON ({error})") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
