@@ -15,7 +15,7 @@ from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.report import metrics_file
-from kenotron_train.run import loop, resume
+from kenotron_train.run import loop, own_folder
 
 
 def configure(folder: Path, **changes: object) -> Config:
@@ -75,13 +75,13 @@ def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
     loop.train(mesh, configure(tmp_path))
     back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/3"}
     config = configure(tmp_path, **back, checkpoints__load_optimizer=False)
-    assert resume.going_on(config, mesh) == config
+    assert own_folder.going_on(config, mesh) == config
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29999")
-    again = resume.going_on(config, mesh).checkpoints
+    again = own_folder.going_on(config, mesh).checkpoints
     folder = config.checkpoints.checkpoints_path
     assert again == replace(config.checkpoints, resume_checkpoint_path=folder, load_optimizer=True)
 
@@ -109,9 +109,9 @@ def test_a_run_inside_the_folder_is_where_another_begins_once(tmp_path: Path) ->
     loop.train(mesh, configure(tmp_path, checkpoints__checkpoints_path=inside))
     more = {"tokens__train_steps": 9, "checkpoints__resume_checkpoint_path": inside}
     config = configure(tmp_path, **more)
-    assert resume.going_on(config, mesh) == config
+    assert own_folder.going_on(config, mesh) == config
     loop.train(mesh, config)
-    assert resume.going_on(config, mesh).checkpoints.resume_checkpoint_path == str(
+    assert own_folder.going_on(config, mesh).checkpoints.resume_checkpoint_path == str(
         tmp_path / "checkpoints"
     )
 

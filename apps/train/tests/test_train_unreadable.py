@@ -127,8 +127,9 @@ def test_an_older_one_is_resumed_and_the_unreadable_one_kept(tmp_path: Path) -> 
     assert contents(newest.with_name("6.unreadable")) == before
 
 
-def test_folders_without_a_manifest_are_a_fresh_start(only: Path) -> None:
+def test_a_first_save_that_did_not_finish_is_a_fresh_start(only: Path) -> None:
     (only / "manifest.json").unlink()
+    (only.parent / "latest.txt").unlink()
     assert len(loop.train(Mesh.connect(), configure(only.parent.parent))) == 6
 
 

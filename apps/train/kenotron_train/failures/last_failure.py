@@ -7,7 +7,7 @@ import json
 import uuid
 from pathlib import Path
 
-from kenotron_ckpt import LOCK
+from kenotron_ckpt import LOCK, TAKEN
 from kenotron_config import Config
 from kenotron_dist import first_cause, tell_launcher
 from kenotron_train.report.metrics_file import last_step
@@ -41,12 +41,13 @@ def noted(folder: Path, cause: str, before: str | None = None) -> str:
     """Write a failure down; a sentence when the last one was the same, else nothing.
 
     A run that had not begun leaves nothing: ``before`` is what ``latest_start`` was when it was
-    started. Ranks that fail together write the same. Never raises: the failure itself is what must
-    be told.
+    started. Nor does one that was refused because another one, which may have begun since, holds
+    the folder. Ranks that fail together write the same. Never raises: the failure itself is what
+    must be told.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         start = latest_start(folder)
-        if start is None or start == before:
+        if start is None or start == before or TAKEN in cause:
             return ""
         step = last_step(folder / "metrics.jsonl") + 1
         path = folder / FILE

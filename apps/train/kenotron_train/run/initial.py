@@ -185,13 +185,13 @@ def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple
         raise ValueError(
             f"{where} is of another model than model.model_config; first what the config says, "
             "then what the weights were trained with:"
-            + "".join(dict.fromkeys(f"\n  {_key(name)}:{values}" for name, _, values in pairs))
+            + "".join(dict.fromkeys(f"\n  {key_of(name)}:{values}" for name, _, values in pairs))
             + hint
         )
 
 
-def _key(name: str) -> str:
-    """What a field of a model is called in ``model.model_config``, with the layer it is of."""
+def key_of(name: str) -> str:
+    """Return the name that a field of a model has in ``model.model_config``, and its layer."""
     end = next((end for end in KEYS if f".{name}".endswith(f".{end}")), None)
     if end is None:
         return name

@@ -31,8 +31,9 @@ from kenotron_train.report.banner import introduce
 from kenotron_train.report.instrumentation import HISTORY, Look, Watching, check_watching
 from kenotron_train.report.report import Report
 from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.progress import Progress
-from kenotron_train.run.resume import going_on, resume
+from kenotron_train.run.resume import resume
 from kenotron_train.run.sample import show_sample
 from kenotron_train.run.sanity import check_batch, check_state
 from kenotron_train.run.saving import bytes_of, check_saved, open_saver, save_run
@@ -105,12 +106,12 @@ def run(
     checkpoint is not whole.
     """
     _check(config, loader, mesh)
-    config = going_on(config, mesh)
+    asked, config = config, going_on(config, mesh)
     life = Together(hooks)
     life.pre_init(config, mesh)
     training = build_training(config, mesh, model)
     life.post_init(training)
-    progress, remark = resume(training)
+    progress, remark = resume(training, asked=asked)
     training.check_replicas()
     with (
         listening() as signals,

@@ -29,7 +29,7 @@ def check_optimizer(
             f"{folder} has no {', '.join(sorted(missing))} of optimizer.optimizer_factory "
             f"({config.optimizer.optimizer_factory.name}): it was written with another optimizer, "
             f"without {min(missing.values())}; choose that one, or start this one afresh with "
-            "checkpoints.load_optimizer: false"
+            f"checkpoints.load_optimizer: false and checkpoints.resume_checkpoint_path: {folder}"
         )
     extra = ", ".join(sorted(set(map(_kind, there)) - set(map(_kind, needed))))
     return f"; {extra} of another optimizer is left behind" if extra else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any, cast
 
 from kenotron_config import (
@@ -28,7 +28,13 @@ from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
 from kenotron_train.activations import cp_mode_of
-from kenotron_train.verify.shrink_layout import few, fewer_ranks, small_accumulation, small_depth
+from kenotron_train.verify.shrink_layout import (
+    few,
+    fewer_ranks,
+    small_accumulation,
+    small_depth,
+    small_shards,
+)
 from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
 
 MOST_PADDING = 8
@@ -39,6 +45,8 @@ LEAST_STD, MOST_GAIN = 0.05, 1.0
 is not even, and roundings do not grow from layer to layer."""
 MOST_CLIP = 0.1
 """Norms of the small model's gradients are larger, so that clipping is part of the comparison."""
+OF_THE_LAYOUT = ("zero_stage", "reduce", "regather", "shard_ranks", "offload")
+"""Keys of the optimizer that say where its state is and how it travels, and change no number."""
 COMPARED = ("parallelism", "model", "tokens", "optimizer")
 """Sections whose changes are reported."""
 
@@ -76,7 +84,7 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
         model=model,
         tokenizer=TokenizerConfig(),
         tokens=tokens,
-        optimizer=_optimizer(config.optimizer, model),
+        optimizer=_optimizer(config, model, parallelism.dp),
         checkpoints=replace(config.checkpoints, resume_checkpoint_path=None),
         logging=LoggingConfig(),
         data_stages=(DatasetStageConfig(name="made up", start_training_step=1, data=data),),
@@ -84,23 +92,23 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
 
 
 def on_one_process(small: Config) -> Config:
-    """The plainest way to the same numbers: one process that computes nothing twice.
+    """Return the plainest way to the same numbers: one process that computes nothing twice.
 
-    Its micro-batches are those of all data ranks, one after the other.
+    Every key that only a layout has is at its default. The micro-batches are those of all data
+    ranks, one after the other.
     """
-    parallelism = replace(
-        small.parallelism,
-        dp=1, pp=1, cp=1, tp=1, ep=1, ep_chunks=1, pp_engine="afab", pp_chunks=None,
-        tp_mode="ALL_REDUCE", tp_linear_async_communication=False, recompute="none",
-        recompute_layer=False, recompute_layers=None, recompute_memory_gb=None,
-    )  # fmt: skip
     count = small.tokens.batch_accumulation_per_replica * small.parallelism.dp
+    plain: dict[str, Any] = {"zero_stage": 0} | {
+        field.name: field.default
+        for field in fields(OptimizerConfig)
+        if field.name in OF_THE_LAYOUT and field.default is not MISSING
+    }
     return replace(
         small,
-        parallelism=parallelism,
+        parallelism=ParallelismConfig(dp=1, pp=1, tp=1),
         model=replace(small.model, compile=False),
         tokens=replace(small.tokens, batch_accumulation_per_replica=count),
-        optimizer=replace(small.optimizer, zero_stage=0, regather="layer"),
+        optimizer=replace(small.optimizer, **plain),
     )
 
 
@@ -201,6 +209,7 @@ def _model(
         model_config=small,
         init_method=replace(drawn, std=float(f"{std:.3g}")),
         dtype="float32",
+        cuda_graph=False,  # it runs on CPUs
         make_vocab_size_divisible_by=few(padding, MOST_PADDING),
         ddp_bucket_cap_mb=1,
     )
@@ -223,8 +232,9 @@ def _recompute(
     return replace(parallelism, recompute_layers=small if count >= depth else some)
 
 
-def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
+def _optimizer(config: Config, model: ModelConfig, dp: int) -> OptimizerConfig:
     """The same rule and groups; a schedule whose few steps warm up, and then decay."""
+    section = config.optimizer
     roles = _roles(model)
     names = sorted(roles)
     schedule = section.learning_rate_scheduler
@@ -235,6 +245,7 @@ def _optimizer(section: OptimizerConfig, model: ModelConfig) -> OptimizerConfig:
     return replace(
         section,
         optimizer_factory=rule,
+        shard_ranks=small_shards(section.shard_ranks, config.parallelism.dp, dp),
         clip_grad=None if section.clip_grad is None else min(section.clip_grad, MOST_CLIP),
         nonfinite="continue",  # what is not finite is found by comparing
         spikes=None,

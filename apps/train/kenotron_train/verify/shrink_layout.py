@@ -40,6 +40,20 @@ def fewer_ranks(section: ParallelismConfig, ranks: int) -> ParallelismConfig:
     return replace(section, **sizes, ep=ep)
 
 
+def small_shards(shard_ranks: int | None, dp: int, small_dp: int) -> int | None:
+    """Return fewer ranks that own all slices: all of dp as before, some of them, or one.
+
+    Args:
+        shard_ranks: ``OptimizerConfig.shard_ranks``.
+        dp: data ranks before.
+        small_dp: data ranks after.
+    """
+    if shard_ranks is None or shard_ranks == dp:
+        return shard_ranks and small_dp
+    most = min(shard_ranks, max(small_dp // 2, 1))
+    return next(ranks for ranks in range(most, 0, -1) if small_dp % ranks == 0)
+
+
 def small_depth(depth: int, stages: int, small_stages: int, every: int | None) -> tuple[int, int]:
     """Fewer decoder layers, and every n-th of them that is special.
 

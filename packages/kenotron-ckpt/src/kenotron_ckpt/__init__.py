@@ -1,5 +1,6 @@
 """Training state that outlives the process: sharded checkpoints that any mesh reads."""
 
+from kenotron_ckpt.agreement import contradiction, unfinished
 from kenotron_ckpt.blocking import BlockingSaver
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.collective_errors import on_first, on_first_at_length
@@ -29,6 +30,7 @@ from kenotron_ckpt.loading import (
 from kenotron_ckpt.lock import LOCK, FolderLock
 from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, read_nanotron
 from kenotron_ckpt.nanotron.conversion import import_nanotron
+from kenotron_ckpt.owner_file import TAKEN
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
@@ -70,7 +72,9 @@ __all__ = [
     "TensorSize",
     "UnknownVersion",
     "UploadReport",
+    "TAKEN",
     "Uploader",
+    "contradiction",
     "defect",
     "download",
     "fetch",
@@ -105,6 +109,7 @@ __all__ = [
     "seal_of",
     "start_uploader",
     "steps_in",
+    "unfinished",
     "verify_files",
     "write_safetensors",
 ]

@@ -12,6 +12,7 @@ from kenotron_ckpt.blocks import Tensors, blocks_of, problems_of
 from kenotron_ckpt.byte_checks import faults_in, share_of_bytes, wanted_bytes
 from kenotron_ckpt.collective_errors import on_all, on_each
 from kenotron_ckpt.index import Manifest, Piece
+from kenotron_ckpt.manifest_rules import is_floating
 from kenotron_ckpt.reader import Read, fill, fill_verified, invalidate, plan_reads
 from kenotron_ckpt.share import sizes_of
 from kenotron_dist import Mesh
@@ -86,8 +87,8 @@ class Checkpoint:
 
         Raises:
             ValueError: on every rank, before any tensor is changed: records that are missing or
-                of another global shape (all are listed); tensors that contradict their layouts;
-                nothing to load.
+                of another global shape, or whole numbers for floating point (all are listed);
+                tensors that contradict their layouts; nothing to load.
             DamagedCheckpoint: on every rank: bytes are not those that were written, or a file
                 cannot be read. Where ``filled`` is True, all floating-point values that this call
                 had to fill are NaN, on every rank, and other numbers may be damaged: a program
@@ -172,7 +173,7 @@ def _problems(
     """What forbids the load, and the names that are missing."""
     found = problems_of(wanted, mesh.view)
     missing = []
-    for _, layout in wanted.values():
+    for tensor, layout in wanted.values():
         record = manifest.records.get(layout.name)
         if record is None:
             missing.append(layout.name)
@@ -185,6 +186,12 @@ def _problems(
             found.append(
                 f"{layout.name}: the record has shape {list(record.shape)}, the model "
                 f"{list(layout.shape)}"
+            )
+        elif is_floating(record.dtype) != tensor.dtype.is_floating_point:
+            found.append(
+                f"{layout.name}: the record is of {record.dtype}, the model of "
+                f"{str(tensor.dtype).removeprefix('torch.')}: numbers with and without fractions "
+                "are not converted into one another"
             )
     return found, missing
 

@@ -152,7 +152,8 @@ def defect(step_folder: Path, manifest: Manifest | None = None) -> str | None:
     except FileNotFoundError:
         if is_nanotron(step_folder):
             return NANOTRONS
-        return f"it is half-written: there is no {MANIFEST}, so the save did not finish"
+        half = f"it is half-written: there is no {MANIFEST}, so the save did not finish"
+        return f"{MANIFEST} is a link to nothing" if (step_folder / MANIFEST).is_symlink() else half
     except (OSError, ValueError) as error:
         return str(error)
     if step_folder.name.isdecimal() and int(step_folder.name) != manifest.step:
@@ -171,8 +172,7 @@ def defect(step_folder: Path, manifest: Manifest | None = None) -> str | None:
 
 def make(folder: Path) -> None:
     """Have a folder, and those above it, on the disk: each is an entry of the one above."""
-    if not folder.parent.exists():
-        make(folder.parent)
+    make(folder.parent) if not folder.parent.exists() else None
     folder.mkdir(exist_ok=True)
     sync(folder.parent)
     passed(Step.FOLDER_MADE)
@@ -288,9 +288,9 @@ def _is_folder(path: Path) -> bool:
 
 
 def _may_exist(path: Path) -> bool:
-    """False only where a file is known not to exist."""
+    """False only where a file is known not to exist; a link to nothing exists."""
     try:
-        path.stat()
+        path.lstat()
     except OSError as error:
         return error.errno not in _ABSENT
     return True

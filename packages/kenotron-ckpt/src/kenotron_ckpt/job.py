@@ -133,12 +133,12 @@ class Job:
         Raises RuntimeError when some rank has failed: nothing is left then.
         """
         world = self.mesh.world.size
-        heard = [self._hear(f"share/{rank}") for rank in range(world)]
-        if not self.cancelled.is_set():  # all have begun this save: they have heard the last one's
-            for old in ("folder", "outcome"):
-                self.notes.erase(f"{self.number - 1}/{old}")
-        faults = [f"rank {r}: {fault}" for r, (_, fault) in enumerate(heard) if fault]
         try:
+            heard = [self._hear(f"share/{rank}") for rank in range(world)]
+            if not self.cancelled.is_set():  # all have begun this save, and heard the last one's
+                for old in ("folder", "outcome"):
+                    self.notes.erase(f"{self.number - 1}/{old}")
+            faults = [f"rank {r}: {fault}" for r, (_, fault) in enumerate(heard) if fault]
             if failure or faults:
                 raise RuntimeError(failure or "\n".join(faults))
             shares = [share for share, _ in heard]

@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from kenotron_ckpt.folder import make
-from kenotron_ckpt.owner_file import OwnerFile
+from kenotron_ckpt.owner_file import TAKEN, OwnerFile
 
 LOCK = "writer.lock"
 """Name of the file that the program which writes to a folder of checkpoints has locked."""
@@ -40,7 +40,7 @@ class FolderLock:
             holder = os.pread(self._handle, 200, 0).decode(errors="replace").strip()
             self.release()
             raise ValueError(
-                f"{folder} is being written by another run ({holder or 'unknown'}): give each run "
+                f"{folder} {TAKEN} ({holder or 'unknown'}): give each run "
                 "a folder of its own, or stop that one"
             ) from None
         except (OSError, ImportError) as error:

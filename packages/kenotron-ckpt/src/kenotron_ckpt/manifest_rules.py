@@ -16,6 +16,7 @@ WIDTHS = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of an element, by the name of the torch dtype."""
+_FLOATING = {name for name in WIDTHS if "float" in name}
 _LARGEST = 2**63 - 1
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _RESERVED = {"", ".", "..", "manifest.json", "latest.txt", "config.yaml", "verified.txt"}
@@ -28,6 +29,11 @@ _OPTIONAL = {"min_reader"}  # the first release of version 2 did not write it
 _RECORD = {"shape", "dtype", "pieces"}
 _PIECE = {"file", "key", "start", "shape", "offset", "bytes", "checksum"}
 _FILE = {"bytes", "header"}
+
+
+def is_floating(dtype: str) -> bool:
+    """Return True for a dtype, by its name in torch, of floating-point numbers."""
+    return dtype in _FLOATING
 
 
 def check_manifest(data: Mapping[str, Any], *, newer: bool = False) -> None:

@@ -18,6 +18,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+TAKEN = "is being written by another run"
+"""Part of the message of every process that is refused because another one writes to a folder."""
 BEAT = 3.0
 """Seconds between two beats of an owner."""
 PATIENCE = 30.0
@@ -97,7 +99,7 @@ class OwnerFile:
             if now != found:
                 name = f"process {now.get('process', '?')} on {now.get('host', '?')}"
                 raise ValueError(
-                    f"{self._path.parent} is being written by another run ({name}): give each run "
+                    f"{self._path.parent} {TAKEN} ({name}): give each run "
                     "a folder of its own, or stop that one"
                 )
 

@@ -1,0 +1,139 @@
+"""The folder of a run as a start finds it: begun or not, and whether its parts agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from kenotron_ckpt import (
+    MANIFEST,
+    contradiction,
+    has_manifests,
+    is_nanotron,
+    is_url,
+    on_first,
+    steps_in,
+    unfinished,
+)
+from kenotron_config import Config
+from kenotron_dist import Mesh
+from kenotron_dist.launch import restarts
+from kenotron_train.report.metrics_file import last_step
+
+METRICS = "metrics.jsonl"
+
+
+def going_on(config: Config, mesh: Mesh) -> Config:
+    """Return the config of a run that resumes where ``checkpoints_path`` has checkpoints of it.
+
+    So the same command starts a run and resumes it. A checkpoint in that folder that the
+    config names counts as given: the run is set back, but not by a launcher that starts it again.
+    Collective over the mesh.
+
+    Raises:
+        ValueError: the folder has checkpoints of Nanotron, or parts of checkpoints that do not
+            agree with one another (``check_agreement``).
+    """
+    checkpoints = config.checkpoints
+    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
+    inside = given is not None and restarts() == 0 and _is_step_of(Path(given), folder)
+    if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
+        raise ValueError(
+            f"checkpoints.checkpoints_path: {folder} has checkpoints of Nanotron ({theirs}), which "
+            "would be written over: give another folder; `python -m kenotron_ckpt import-nanotron` "
+            "makes a checkpoint there that resume_checkpoint_path may name"
+        )
+    sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
+
+    def has_begun() -> bool:
+        return has_manifests(folder) or (sent and (folder / METRICS).exists())
+
+    begun = on_first(mesh, has_begun)
+    if not sent:
+        check_agreement(config, mesh)
+    if inside or not begun:
+        return config
+    own = replace(
+        checkpoints,
+        resume_checkpoint_path=str(folder),
+        load_optimizer=True,
+        load_lr_scheduler=True,
+    )
+    return replace(config, checkpoints=own)
+
+
+def without_effect(asked: Config) -> str:
+    """Return a remark on keys that a run which resumes from its own folder does not follow.
+
+    They are for the checkpoint that ``resume_checkpoint_path`` names: a run that is started again
+    with the same config needs the optimizer that it has saved.
+
+    Args:
+        asked: the config as it was given, of a run that resumes from its own folder.
+    """
+    checkpoints, keys = asked.checkpoints, ("load_optimizer", "load_lr_scheduler")
+    named = [f"checkpoints.{key}: false" for key in keys if not getattr(checkpoints, key)]
+    if not named or checkpoints.resume_checkpoint_path is not None:
+        return ""
+    return (
+        f"; {' and '.join(named)} had no effect: the run resumes from its own folder, where each "
+        "start would do so again; to do it once, add checkpoints.resume_checkpoint_path: "
+        f"{checkpoints.checkpoints_path} to this start alone"
+    )
+
+
+def check_agreement(config: Config, mesh: Mesh) -> None:
+    """Refuse a run folder whose parts contradict one another. Collective over the mesh.
+
+    A run that was killed in its first save leaves no ``latest.txt``, the shards of one step, and
+    metrics up to that step: it starts afresh. A download that was cut off is continued.
+
+    Raises:
+        ValueError: naming what the folder says of itself and what it does not have.
+    """
+    checkpoints = config.checkpoints
+    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
+    if given is not None and is_url(given):
+        return
+
+    def find() -> str:
+        if found := contradiction(folder):
+            return found
+        return "" if has_manifests(folder) else _metrics_ahead(config, folder)
+
+    if found := on_first(mesh, find):
+        raise ValueError(
+            f"checkpoints.checkpoints_path: {folder}: {found}. The folder may be a copy that is "
+            "under way, or was cut off. Nothing was changed: complete the copy and start again, or "
+            "start afresh in a new checkpoints.checkpoints_path"
+        )
+
+
+def _metrics_ahead(config: Config, folder: Path) -> str:
+    """Return how metrics and checkpoints differ in a folder without a manifest; empty: not."""
+    interval, path = config.checkpoints.checkpoint_interval, folder / METRICS
+    last = last_step(path) if path.exists() else 0
+    for step in unfinished(folder):
+        if not step - 1 <= last < step + interval:
+            said = f"ends with step {last}" if last else "has no step"
+            return f"step {step} has shards and no {MANIFEST}, but {METRICS} {said}"
+        return ""
+    if last >= 2 * interval:
+        return (
+            f"{METRICS} ends with step {last} and there is no checkpoint, though "
+            f"checkpoints.checkpoint_interval is {interval}"
+        )
+    return ""
+
+
+def _is_step_of(path: Path, folder: Path) -> bool:
+    """Return True for a run folder itself and each of its steps."""
+    path, folder = path.resolve(), folder.resolve()
+    return path == folder or (path.parent == folder and path.name.isdecimal())
+
+
+def _of_nanotron(folder: Path) -> str:
+    """Return the newest step folder that is Nanotron's; empty when none is."""
+    steps = steps_in(folder) if folder.is_dir() else []
+    theirs = [str(step) for step in steps if is_nanotron(folder / str(step))]
+    return theirs[-1] if theirs else ""
