@@ -17,7 +17,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
-from kenotron_config import Config, Mask, check_available, config_reference, json_schema
+from kenotron_config import Config, Mask, config_reference, json_schema
 from kenotron_dist import (
     STALLED,
     Diverged,
@@ -126,10 +126,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         if arguments.check:
             _show(preview(config))
             return 1 if cannot_run(config) or without_gpus(config) else 0
-        check_available(config)
         check_hook(config, loader)
         check_watching(config)
-        check_evaluate(config.evaluation)
+        check_evaluate(config.evaluate)
         check_machine(config)
         for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
             _warn(line)

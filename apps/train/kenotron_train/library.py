@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kenotron_config import Config, check_available
+from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_train.assemble import OwnModel
 from kenotron_train.config_file import load_config
@@ -81,7 +81,6 @@ def _start(
     """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
         config = load_config(config, [])
-    check_available(config)
     check_hook(config, loader)
     before = latest_start(Path(config.checkpoints.checkpoints_path))
     try:

@@ -162,7 +162,6 @@ def test_the_program_says_it_before_ranks_are_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("lighteval", "{tasks: {tasks: 'a|b|0'}}", "lighteval"),
         ("model.model_config.hidden_size", 10**12, "a tensor of this model is too large"),
         ("model.model_config.hidden_size", 10**9, "no machine has more than 6.4e+04; make the"),
         ("general.benchmark_csv_path", __file__, "general.benchmark_csv_path"),

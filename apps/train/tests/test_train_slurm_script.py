@@ -132,7 +132,6 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
         ("--nodes 1 --sbatch time=5", "--sbatch time: the script has it; give --time instead"),
         ("--nodes 1 --sbatch no-requeue", "the script has it; give --retries 0 instead"),
         ("--nodes 1 --set tokens.train_steps=-1", "--set: tokens.train_steps: "),
-        ("--nodes 1 --set lighteval={tasks:{tasks:a}}", "lighteval"),
     ],
 )
 def test_what_would_not_train_is_refused(

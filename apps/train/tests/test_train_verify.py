@@ -167,7 +167,6 @@ def test_a_layout_that_dies_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["--config-file", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (flags("parallelism.tp=3"), "it must divide model.model_config.num_attention_heads"),
-        (flags("lighteval={tasks: {tasks: a}}"), "lighteval"),
         (["--ranks", "1"], "--ranks 1: nothing is left of dp 1 x pp 1 x tp 2 to compare"),
         (["--ranks", "0"], "argument --ranks: '0' is no whole number from 1"),
         (["--steps", "two"], "argument --steps: 'two' is no whole number from 1"),

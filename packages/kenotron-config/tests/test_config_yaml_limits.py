@@ -139,3 +139,26 @@ def test_a_text_has_a_limit(monkeypatch):
     monkeypatch.setattr(yaml_loader, "LONGEST", 10)
     with pytest.raises(ConfigError, match=f"it has {len(TEXT)} characters, more than 10"):
         parse_config(TEXT, "c.yaml")
+
+
+def test_an_alias_of_a_long_text_counts_as_often_as_it_stands():
+    text = "a: &a " + "x" * (1 << 14) + "\nb: [" + ", ".join(["*a"] * 190_000) + "]\n"
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="more than 16777216 characters, counting those of alias"):
+        parse_config(text, "c.yaml")
+    assert time.monotonic() - begun < 60
+    few = "a: &a " + "x" * (1 << 14) + "\nb: [*a, *a]\n"
+    assert read_yaml(few, {})[0]["b"] == ["x" * (1 << 14)] * 2
+
+
+def test_many_unknown_keys_are_a_short_error():
+    begun = time.monotonic()
+    with pytest.raises(ConfigError) as error:
+        parse_config(TEXT + "".join(f"unknown{n}: 1\n" for n in range(60_000)), "c.yaml")
+    assert time.monotonic() - begun < 60
+    lines = str(error.value).splitlines()
+    assert len(lines) == 21
+    assert lines[-1] == "c.yaml: unknown20: is not a known key, nor are 59979 others"
+    many = "".join(f"- unknown{n}: {{}}\n" for n in range(99))
+    with pytest.raises(ConfigError, match="and 351 more problems$"):
+        parse_config(TEXT[: TEXT.index("data_stages:")] + "data_stages:\n" + many, "c.yaml")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from kenotron_config import Config, Mask, check_available
+from kenotron_config import Config, Mask
 from kenotron_dist import PeerLost, RankError
 from kenotron_dist.launch import launcher
 from kenotron_train.config_file import load_config
@@ -76,7 +76,6 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
     config = None
     try:
         config = load_config(file, overrides)
-        check_available(config)
         if config.doremi is None:
             raise ValueError(f"{file}: doremi: is missing; add it with domain_names")
         walk = _Walk(file, overrides, config)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kenotron_ckpt import NoCheckpoint, on_first
-from kenotron_config import Config, check_available
+from kenotron_config import Config
 from kenotron_data import Cursor, LossWriter, StoredLosses, has_index
 from kenotron_dist import Mesh, all_gather
 from kenotron_engine import batch_losses
@@ -36,7 +36,6 @@ def write_reference_losses(mesh: Mesh, config: Config) -> None:
     reference is kept, and what is missing is added. Collective over the mesh. Raises ValueError
     where the reference cannot be read, or is of another model.
     """
-    check_available(config)
     check_vocabulary(config)
     assert config.doremi is not None and config.doremi.is_proxy
     training = build_training(config, mesh)

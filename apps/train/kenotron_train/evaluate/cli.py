@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import open_checkpoint, read_manifest, resolve
-from kenotron_config import Config, EvaluateConfig, Mask
+from kenotron_config import Config, EvaluateConfig, Mask, unavailable
 from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
@@ -108,6 +108,8 @@ def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig
         changes["task_folders"] = tuple(given.task_folder)
     base = None if config is None else config.evaluation
     if base is None:
+        if config is not None and (problems := unavailable(config)) and not changes.get("tasks"):
+            raise ValueError("\n".join(problems))
         if not changes.get("tasks") and not changes.get("perplexity"):
             raise ValueError(
                 "there is nothing to evaluate: give --tasks or --perplexity, or a config with a "

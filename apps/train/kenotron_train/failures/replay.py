@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt import defect, has_manifests, on_first, steps_in
-from kenotron_config import Config, check_available
+from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_engine import gradient, training_step
@@ -46,7 +46,6 @@ def replay(
     ``nonfinite/replay-<step>`` below its folder gets the replay's. Collective over the mesh.
     Raises ValueError for a step that the run has not, and for a file that is no record.
     """
-    check_available(config)
     check_hook(config, loader)
     check_vocabulary(config)
     record, name, step = _asked(what, mesh)

@@ -34,7 +34,8 @@ class Evaluations:
         own_model: whether the layers are the program's own, which a job cannot build.
         step: the step after which the run resumes.
 
-    Collective over the mesh. Raises ValueError for tasks that cannot be evaluated.
+    Collective over the mesh. Raises ValueError for tasks of ``evaluate`` that cannot be evaluated;
+    those of ``lighteval`` are reported and left out.
     """
 
     def __init__(self, training: Training, report: Report, own_model: bool, step: int = 0) -> None:
@@ -45,14 +46,24 @@ class Evaluations:
         self._evaluator: Evaluator | None = None
         self._seen: dict[str, int] = {}
         self._next_look = 0.0
-        if self._section is None:
+        try:
+            self._start(self._section, own_model, step)
+        except ValueError as error:
+            if config.evaluate is not None:
+                raise
+            self._section = None  # of lighteval, which no training depends on
+            report.say(f"nothing is evaluated during the training: {error}", "warning")
+
+    def _start(self, section: EvaluateConfig | None, own_model: bool, step: int) -> None:
+        config = self._training.config
+        if section is None:
             return
         tokenizer = config.tokenizer.tokenizer_name_or_path, config.tokenizer.tokenizer_revision
-        if self._section.ranks == "job":
-            _check_job(config, self._section, own_model)
+        if section.ranks == "job":
+            _check_job(config, section, own_model)
             self._seen = self._seen_before(step)
         else:
-            self._evaluator = Evaluator(training, self._section, tokenizer)
+            self._evaluator = Evaluator(self._training, section, tokenizer)
 
     def after(
         self,

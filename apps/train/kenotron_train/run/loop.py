@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from kenotron_ckpt import SaveFailed, Saver
-from kenotron_config import Config, check_available
+from kenotron_config import Config
 from kenotron_data import Corpus
 from kenotron_dist import Mesh, all_reduce, barrier, listening
 from kenotron_dist.rng import key
@@ -163,10 +163,9 @@ def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
 
 def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
     """Refuse what cannot be run, and ranks that were started with different configs."""
-    check_available(config)
     check_hook(config, loader)
     check_watching(config)
-    check_evaluate(config.evaluation)
+    check_evaluate(config.evaluate)
     check_vocabulary(config)
     own = torch.tensor([key(json.dumps(asdict(config)), bits=56)], device=mesh.device)
     if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):

@@ -19,7 +19,6 @@ from kenotron_config import (
     cautions,
     dump_config,
     ignored_keys,
-    unavailable,
 )
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_engine import way_of
@@ -90,8 +89,7 @@ def cannot_run(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    if problems := unavailable(config):
-        return problems
+    problems: list[str] = []
     try:
         stage_sizes(config)
         problems += _groups(config)
@@ -102,7 +100,7 @@ def cannot_run(config: Config) -> list[str]:
     problems += [] if problems else beyond_any_machine(config)
     try:
         check_watching(config)
-        check_evaluate(config.evaluation)
+        check_evaluate(config.evaluate)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from kenotron_config import Config, Mask, check_available, credentials, dump_config, masked
+from kenotron_config import Config, Mask, credentials, dump_config, masked
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.report.printing import say
 from kenotron_train.slurm.job import SlurmJob, script_of
@@ -31,7 +31,6 @@ def slurm_main(argv: Sequence[str]) -> int:
     given = slurm_parser().parse_args(argv)
     try:
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-        check_available(config)
         _check_credentials(config)
         job, cwd = _job(given, config), Path.cwd()
         folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())

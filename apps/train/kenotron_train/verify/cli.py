@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_config import Config, check_available
+from kenotron_config import Config
 from kenotron_dist import RankError, spawn
 from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
@@ -39,7 +39,6 @@ def verify_main(argv: Sequence[str]) -> int:
             raise ValueError("verify starts its processes itself: run it without a launcher")
         target = None if given.json is None else _target(given.json)
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-        check_available(config)
         small = shrink(config, given.ranks, given.steps)
         _check_ranks(config, small, given.ranks)
         threads = given.threads or threads_of_rank(small.world_size)

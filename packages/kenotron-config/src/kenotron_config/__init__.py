@@ -1,6 +1,6 @@
 """The YAML of a training run: its sections, their checks, and errors that name the key."""
 
-from kenotron_config.availability import check_available, unavailable
+from kenotron_config.availability import unavailable
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config, ignored_keys
 from kenotron_config.doremi_section import DoReMiConfig
@@ -49,7 +49,6 @@ __all__ = [
     "TokenizerConfig",
     "TokensConfig",
     "cautions",
-    "check_available",
     "config_reference",
     "credentials",
     "dump_config",

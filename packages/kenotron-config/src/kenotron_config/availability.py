@@ -1,4 +1,4 @@
-"""What a config asks for that cannot be run. It loads and is checked all the same."""
+"""What a config asks for next to its training that cannot be done, and is left out."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from kenotron_config.lighteval_tasks import lighteval_problems
 
 
 def unavailable(config: Config) -> list[str]:
-    """Name all that a run of this config would need and there is not.
+    """Name the evaluations that a config asks for and that cannot be made.
+
+    A training is made without them. Only a command that evaluates refuses them.
 
     Returns:
-        One line for each, `key.path: what was given; rule; fix`; empty when it can be run.
+        One line for each, `key.path: what was given; rule; fix`; empty if there are none.
     """
     return lighteval_problems(vars(config))
-
-
-def check_available(config: Config) -> None:
-    """Raise ValueError with all that ``unavailable`` names."""
-    if problems := unavailable(config):
-        raise ValueError("\n".join(problems))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from kenotron_config.availability import unavailable
 from kenotron_config.config import Config
 from kenotron_config.init_sections import SpectralMupInitConfig
 from kenotron_data import tokenizer_of_folder
@@ -29,6 +30,7 @@ def cautions(config: Config) -> list[str]:
         *_rule(config),
         *_reduce(config),
         *_other_tokenizers(config),
+        *_left_out(config),
     ]
 
 
@@ -133,6 +135,13 @@ def _other_tokenizers(config: Config) -> Iterator[str]:
                 for where, name in named.items()
                 if name is not None and made_with and _short(name) != _short(made_with)
             )
+
+
+def _left_out(config: Config) -> Iterator[str]:
+    """Evaluations that cannot be made, in one line."""
+    if problems := unavailable(config):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        yield f"nothing is evaluated during the training: {problems[0]}{more}"
 
 
 def _short(name: str) -> str:

@@ -15,7 +15,7 @@ from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
 )
-from kenotron_config.lighteval_tasks import NO_EFFECT, evaluate_section_of
+from kenotron_config.lighteval_tasks import NO_EFFECT, evaluate_section_of, lighteval_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import multipliers_in, scales_in
 from kenotron_config.sections import (
@@ -163,7 +163,7 @@ class Config:
     def evaluation(self) -> EvaluateConfig | None:
         """Evaluations during training, in whichever section they are asked for."""
         if self.evaluate is None and self.lighteval is not None:
-            return evaluate_section_of(self.lighteval)
+            return None if lighteval_problems(vars(self)) else evaluate_section_of(self.lighteval)
         return self.evaluate
 
     @property

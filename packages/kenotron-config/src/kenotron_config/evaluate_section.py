@@ -132,8 +132,6 @@ def evaluate_problems(sections: Mapping[str, Any]) -> list[str]:
     if section is None:
         return []
     found = []
-    if sections.get("lighteval") is not None:
-        found.append("evaluate: lighteval is given, too; keep one")
     tokens, checkpoints = sections.get("tokens"), sections.get("checkpoints")
     if section.perplexity and tokens and tokens.limit_val_batches <= 0:
         found.append(

@@ -9,6 +9,13 @@ from kenotron_config.yaml_build import Report
 _ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
 _AXES = {"context_parallel_size": "cp", "expert_parallel_size": "ep"}
 _RENAMED = {"interleaved_rotary": "rope_interleaved"}
+_DATASET = {
+    "dataset_config_name": "hf_dataset_config_name",
+    "dataset_path": "dataset_folder",
+    "training_folder": "dataset_folder",
+}
+_BRRR = ("brrr_data", "model.n_layer", "model.n_head", "model.d_model", "model.n_embd")
+"""Keys of files that are older than Nanotron's."""
 
 
 def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
@@ -19,6 +26,9 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     - a top-level ``datastates`` goes to ``checkpoints`` and chooses its engine;
     - ``parallelism.context_parallel_size`` is ``parallelism.cp``, ``expert_parallel_size`` is
       ``ep``;
+    - ``parallelism.recompute_granularity`` is ``recompute``;
+    - a data set's ``dataset_config_name`` is ``hf_dataset_config_name``, and ``dataset_path`` and
+      ``training_folder`` are ``dataset_folder``;
     - ``interleaved_rotary`` is ``rope_interleaved``;
     - the marker of another family is left out if false.
     """
@@ -34,6 +44,7 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     for name in ("data", "datastates"):
         if name in data and data[name] is None:
             del data[name]
+    _datasets(data, report)
     model = data.get("model")
     sizes = model.get("model_config") if isinstance(model, dict) else None
     if isinstance(sizes, dict):
@@ -47,6 +58,17 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
     return data
 
 
+def before_nanotron(data: dict[str, Any]) -> str | None:
+    """Return the key that marks a file as one of BRRR; None: there is no such key."""
+    model = data.get("model")
+    for path in _BRRR:
+        section, _, name = path.rpartition(".")
+        owner = model if section else data
+        if isinstance(owner, dict) and name in owner and "model_config" not in owner:
+            return path
+    return None
+
+
 def _is_marker(name: str) -> bool:
     return name.startswith("is_") and name.endswith("_config")
 
@@ -58,12 +80,15 @@ def modern_path(path: str) -> str:
         return f"optimizer.optimizer_factory.{rest}"
     if first == "parallelism" and rest in _AXES:
         return f"parallelism.{_AXES[rest]}"
+    if path == "parallelism.recompute_granularity":
+        return "parallelism.recompute"
     if first == "data" and rest:
         return f"data_stages.0.{path}"
     if first == "datastates" and rest:
         return f"checkpoints.{path}"
     head, _, last = path.rpartition(".")
-    return f"{head}.{_RENAMED[last]}" if last in _RENAMED else path
+    renamed = _DATASET if head.endswith("data.dataset") else _RENAMED
+    return f"{head}.{renamed[last]}" if last in renamed else path
 
 
 def _optimizer(data: dict[str, Any], report: Report) -> None:
@@ -87,7 +112,36 @@ def _parallelism(data: dict[str, Any], report: Report) -> None:
     for old, name in _AXES.items():
         if old in section and rest.setdefault(name, section[old]) != section[old]:
             report(f"parallelism.{old}", f"{name} is given, too, with another value; keep one")
+    granularity = rest.pop("recompute_granularity", None)
+    if granularity is not None and rest.setdefault("recompute", granularity) != granularity:
+        report("parallelism.recompute_granularity", "recompute is given, too; keep one")
     data["parallelism"] = rest
+
+
+def _datasets(data: dict[str, Any], report: Report) -> None:
+    """Rename the keys of the data set of each stage."""
+    stages = data.get("data_stages")
+    if not isinstance(stages, list):
+        return
+    found = []
+    for number, stage in enumerate(stages):
+        inner = stage.get("data") if isinstance(stage, dict) else None
+        if isinstance(inner, dict) and isinstance(section := inner.get("dataset"), dict):
+            path = f"data_stages.{number}.data.dataset"
+            renamed = _renamed_dataset(section, path, report)
+            stage = {**stage, "data": {**inner, "dataset": renamed}}
+        found.append(stage)
+    data["data_stages"] = found
+
+
+def _renamed_dataset(section: dict[str, Any], path: str, report: Report) -> dict[str, Any]:
+    renamed: dict[str, Any] = {}
+    for name, value in section.items():
+        now = _DATASET.get(name, name)
+        if now != name and (now in renamed or now in section):
+            report(f"{path}.{name}", f"{now} is given, too; keep one")
+        renamed.setdefault(now, value)
+    return renamed
 
 
 def _data(data: dict[str, Any], report: Report) -> None:

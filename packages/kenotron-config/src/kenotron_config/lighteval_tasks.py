@@ -74,10 +74,17 @@ NO_EFFECT = {
 
 
 def evaluate_section_of(section: LightEvalConfig) -> EvaluateConfig | None:
-    """Return the evaluation that a section asks for; None: it names a task that is not known."""
+    """Return the evaluation that a section asks for; None: it cannot be made."""
     names, problems = _tasks(section)
     if problems:
         return None
+    try:
+        return _section_of(section, names)
+    except ValueError:  # ``lighteval_problems`` names it
+        return None
+
+
+def _section_of(section: LightEvalConfig, names: dict[str, int | None]) -> EvaluateConfig:
     tasks = section.tasks
     shots = {task: count for task, count in names.items() if count is not None}
     return EvaluateConfig(
@@ -103,11 +110,13 @@ def lighteval_problems(sections: dict[str, Any]) -> list[str]:
     section = sections.get("lighteval")
     if section is None:
         return []
-    _, problems = _tasks(section)
+    if sections.get("evaluate") is not None:
+        return ["lighteval: evaluate is given, too, and decides; remove one of them"]
+    names, problems = _tasks(section)
     if problems:
         return problems
     try:
-        made = evaluate_section_of(section)
+        made = _section_of(section, names)
     except ValueError as error:
         return [f"lighteval: {line}; {FIX}" for line in str(error).splitlines()]
     rules = evaluate_problems({**sections, "evaluate": made, "lighteval": None})

@@ -25,6 +25,8 @@ Report = Callable[[str, str], None]
 WRONG = object()
 """Stands for a value that has problems, which were reported."""
 SHOWN_CHARACTERS = 60
+MOST_UNKNOWN = 20
+"""Unknown keys of a section that are named each by itself."""
 OLD_SECTIONS = ("data", "datastates")
 """Sections of older files, which are rewritten before anything is built."""
 MAPPING = "a mapping, 'key: value' lines"
@@ -137,11 +139,15 @@ def _renamed(value: dict[str, Any], known: Iterable[str]) -> dict[str, Any]:
 
 
 def _report_unknown(value: dict[str, Any], known: list[str], path: str, report: Report) -> None:
-    for name in value:
-        if name not in known:
-            near = _nearest(name, known if path else [*known, *OLD_SECTIONS])
-            advice = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
-            report(join(path, name), f"is not a known key; {advice}")
+    unknown = [name for name in value if name not in known]
+    for number, name in enumerate(unknown):
+        if number == MOST_UNKNOWN:  # to look for similar keys takes time
+            rest = len(unknown) - number
+            report(join(path, name), f"is not a known key, nor are {rest - 1} others")
+            break
+        near = _nearest(name, known if path else [*known, *OLD_SECTIONS])
+        advice = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
+        report(join(path, name), f"is not a known key; {advice}")
 
 
 def _nearest(name: str, known: list[str]) -> str | None:

@@ -13,13 +13,16 @@ import yaml
 from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.config import Config
 from kenotron_config.evaluate_section import evaluate_problems
-from kenotron_config.legacy import modern_path, modernise
+from kenotron_config.legacy import before_nanotron, modern_path, modernise
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
+from kenotron_config.other_sections import without_others
 from kenotron_config.yaml_build import sections, shown
 from kenotron_config.yaml_loader import Loader, read_yaml
 
 OVERRIDE = "--set"
 NO_VARIABLES: Mapping[str, str] = {}
+SHOWN_PROBLEMS = 50
+"""Problems that an error shows."""
 FLOAT_TAG, TIMESTAMP_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
 FLOAT = re.compile(
     r"""^(?:[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?
@@ -34,13 +37,18 @@ FLOAT = re.compile(
 class ConfigError(ValueError):
     """A config that cannot be used.
 
+    Its text has the first of many problems.
+
     Attributes:
         problems: one line for each problem, `file: key.path: what was given; rule; fix`.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+        shown = self.problems[:SHOWN_PROBLEMS]
+        if rest := len(self.problems) - len(shown):
+            shown = (*shown, f"... and {rest} more problems")
+        super().__init__("\n".join(shown))
 
 
 def _environment(loader: Loader, node: yaml.Node) -> EnvText:
@@ -140,12 +148,21 @@ def parse_config(
     def read(text: str, name: str) -> Any:
         return _parse_yaml(text, name, environment, warn)
 
-    data = modernise(_plain(read(text, source_name), source_name), report)
+    given = _plain(read(text, source_name), source_name)
+    if mark := before_nanotron(given):
+        raise ConfigError(
+            [
+                f"{source_name}: {mark} is a key of BRRR, the system before Nanotron, whose files "
+                "have other sections: write a config in today's keys (docs/configuration.md)"
+            ]
+        )
+    data = modernise(given, report)
     for override in overrides:
         try:
             changed.append(_override(data, override, read))
         except ConfigError as error:
             problems += error.problems
+    data = without_others(data, lambda line: warn(f"{source_name}: {line}"))
     built = sections(Config, modernise(data, report), report)
     for line in [*cross_problems(cast(Sections, built)), *evaluate_problems(built)]:
         path, _, sentence = line.partition(": ")

@@ -12,7 +12,7 @@ DEEPEST = 64
 LARGEST = 200_000
 """Values, each counted as often as aliases repeat it."""
 LONGEST = 16 << 20
-"""Characters of a text."""
+"""Characters, each counted as often as aliases repeat it."""
 MERGE = "tag:yaml.org,2002:merge"
 VALUE = "tag:yaml.org,2002:value"
 
@@ -26,6 +26,7 @@ class Loader(yaml.SafeLoader):
         self.remarks: list[str] = []
         self._depth = 0
         self._sizes: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a value. Raises ConstructorError beyond the limits."""
@@ -38,8 +39,15 @@ class Loader(yaml.SafeLoader):
         self._depth -= 1
         if not is_alias:
             self._sizes[id(node)] = 1 + sum(self._sizes.get(id(each), 0) for each in _inner(node))
-        if self._sizes.get(id(node), 0) > LARGEST:
-            raise _refusal(f"it has more than {LARGEST} values, counting those of aliases", mark)
+            own = len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+            inner = sum(self._lengths.get(id(each), 0) for each in _inner(node))
+            self._lengths[id(node)] = own + inner
+        for found, most, what in (
+            (self._sizes, LARGEST, "values"),
+            (self._lengths, LONGEST, "characters"),
+        ):
+            if found.get(id(node), 0) > most:
+                raise _refusal(f"it has more than {most} {what}, counting those of aliases", mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 from kenotron_data.builtin_domains import BUILTIN_DOMAINS
 from kenotron_data.builtin_text import BuiltinText
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, PretrainDatasetsConfig
+from kenotron_data.csv_rows import is_csv
 from kenotron_data.hub_reach import asked_once
 from kenotron_data.json_lines import is_json_lines
 from kenotron_data.source_files import file_pieces, split_of
@@ -43,8 +44,8 @@ def cached_tokens(
 
     Args:
         config: which corpus: a path or a name, several, or several with the fraction of each one's
-            training rows to take (the first ones). A path to files of text, JSON lines or parquet
-            is read without `datasets`; `save_to_disk` folders and names of the hub need it.
+            training rows to take (the first ones). A path to files of text, JSON lines, CSV or
+            parquet is read without `datasets`; `save_to_disk` folders and names of the hub need it.
         tokenizer: encodes the documents.
         cache_folder: where token files are kept; all processes see it. A changed file, tokenizer or
             option makes a new entry; nothing is deleted. A read-only one will do where the entry is
@@ -77,13 +78,18 @@ def cached_tokens(
 
 
 def corpus_pieces(
-    config: HubDatasetsConfig, columns: Sequence[str], *, validation: bool = False
+    config: HubDatasetsConfig,
+    columns: Sequence[str],
+    *,
+    optional: Sequence[str] = (),
+    validation: bool = False,
 ) -> list[list[Piece]]:
     """List the pieces of each data set of a section.
 
     Args:
         config: the data sets, fractions, splits and configuration.
         columns: columns that are read.
+        optional: columns that are read where a data set has them; None where it has not.
         validation: take the splits named after test or validation, whole.
 
     Raises:
@@ -94,7 +100,11 @@ def corpus_pieces(
         pieces: list[Piece] = []
         for split in chosen_splits(config.splits, validation=validation):
             found = data_pieces(
-                name, columns, split=split, config_name=config.hf_dataset_config_name
+                name,
+                columns,
+                optional=optional,
+                split=split,
+                config_name=config.hf_dataset_config_name,
             )
             pieces += found if validation else _of_fraction(name, found, fraction)
         sources.append(pieces)
@@ -132,6 +142,7 @@ def data_pieces(
     name: str,
     columns: Sequence[str],
     *,
+    optional: Sequence[str] = (),
     split: str = "train",
     config_name: str | None = None,
 ) -> list[Piece]:
@@ -141,6 +152,7 @@ def data_pieces(
         name: a path to files, to a folder of `save_to_disk`, a name of the hub,
             `python-stdlib`, or one of its domains (`python-stdlib/prose`).
         columns: columns that are read.
+        optional: see `corpus_pieces`.
         split: which split; of the hub also a stretch such as `train[:10%]`.
         config_name: configuration of a data set that has several; it needs `datasets`.
 
@@ -160,19 +172,23 @@ def data_pieces(
         return [BuiltinText(domain=domain or None)]
     saved = any((path / file).is_file() for file in SAVED)
     if path.is_file() or (path.is_dir() and not saved and not config_name and "[" not in split):
-        return file_pieces(path, columns, split=split)
+        return file_pieces(path, columns, optional=optional, split=split)
     if not path.exists() and _is_path(path, name):
         raise FileNotFoundError(f"no data at {name!r}: give a file, a folder or a name of the hub")
-    return dataset_pieces(_loaded(name, split, config_name, saved), columns, name=f"{name} {split}")
+    loaded = _loaded(name, split, config_name, saved)
+    return dataset_pieces(loaded, columns, optional=optional, name=f"{name} {split}")
 
 
 def _is_path(path: Path, name: str) -> bool:
     """Whether a name can be no name of the hub."""
-    a_file = is_json_lines(path) or path.suffix.lower() in (".parquet", *TEXT_SUFFIXES)
+    suffixes = (".parquet", *TEXT_SUFFIXES)
+    a_file = is_json_lines(path) or is_csv(path) or path.suffix.lower() in suffixes
     return path.is_absolute() or name.startswith(".") or name.count("/") > 1 or a_file
 
 
-def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[Piece]:
+def dataset_pieces(
+    dataset: Any, columns: Sequence[str], *, name: str, optional: Sequence[str] = ()
+) -> list[Piece]:
     """List the pieces of a `datasets.Dataset` that is loaded.
 
     Raises:
@@ -185,7 +201,14 @@ def dataset_pieces(dataset: Any, columns: Sequence[str], *, name: str) -> list[P
             f"{name}: a streaming data set has no length and no fingerprint to cache it under: "
             "load it without streaming, or save its first rows as a data set and name that"
         )
-    return [DatasetRows(dataset=dataset, name=f"data set {name!r}", columns=tuple(columns))]
+    return [
+        DatasetRows(
+            dataset=dataset,
+            name=f"data set {name!r}",
+            columns=tuple(columns),
+            optional=tuple(optional),
+        )
+    ]
 
 
 def _of_fraction(name: str, pieces: list[Piece], fraction: float) -> list[Piece]:

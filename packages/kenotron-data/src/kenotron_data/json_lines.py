@@ -29,6 +29,7 @@ class JsonLines:
     Args:
         path: the file; compressed where its name ends in `.gz`, `.zst` or `.zstd`.
         columns: keys whose values are read.
+        optional: keys whose values follow, None where a line has none.
         start: first byte.
         stop: byte after the last; None: the end of the file.
         most: rows that are read at most; None: all.
@@ -36,6 +37,7 @@ class JsonLines:
 
     path: Path
     columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     start: int = 0
     stop: int | None = None
     most: int | None = None
@@ -127,12 +129,13 @@ class JsonLines:
                 'one JSON object, such as {"text": "..."}'
             )
         try:
-            return tuple([row[column] for column in self.columns])
+            values = [row[column] for column in self.columns]
         except KeyError as error:
             raise ValueError(
                 f"{self.describe(place)}: there is no column {error}; the line has "
                 f"{', '.join(map(repr, row)) or 'none'}"
             ) from None
+        return (*values, *map(row.get, self.optional))
 
 
 def opened(path: Path) -> IO[bytes]:

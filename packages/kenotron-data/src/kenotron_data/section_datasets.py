@@ -146,7 +146,7 @@ def answer_datasets(
             own, tokenizer, sequence, pack=pack, validation=validation, longest=options.longest
         )
         if most is not None:
-            left[validation] = most - found.examples - found.too_long - found.not_learned
+            left[validation] = most - found.rows_read
         about.append(
             f"{name}: {found.examples:,} examples in {len(found):,} samples; left out: "
             f"{found.too_long:,} too long, {found.not_learned:,} without an answer"

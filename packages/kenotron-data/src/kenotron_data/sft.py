@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.best_fit import best_fit
-from kenotron_data.chat import Chat
+from kenotron_data.chat import Chat, Example
 from kenotron_data.config import SFTDatasetsConfig
 from kenotron_data.hub import corpus_pieces
 from kenotron_data.pack import check_index, check_indices
@@ -22,9 +22,6 @@ from kenotron_data.tokenizer import Ids, TextTokenizer, without_end, wrap_tokeni
 _TOGETHER = 256
 """Rows that are encoded together."""
 
-Example = tuple[Ids, NDArray[np.bool_]]
-"""(n,) ids of an example, and (n,) where an id is learned."""
-
 
 class ExampleEncoder(Protocol):
     """Turns rows into examples."""
@@ -34,8 +31,13 @@ class ExampleEncoder(Protocol):
         """The columns whose values make a row."""
         ...
 
-    def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[Example]:
-        """Encode rows of the values of `columns`. ValueError where a row is wrong."""
+    @property
+    def optional(self) -> tuple[str, ...]:
+        """Columns whose values follow; None where there are none."""
+        ...
+
+    def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Example]]:
+        """Encode rows of values, each into its examples. ValueError where a row is wrong."""
         ...
 
 
@@ -47,13 +49,15 @@ class PromptCompletion:
         columns: the columns of the prompt and of the completion.
     """
 
+    optional = ()
+
     def __init__(
         self, tokenizer: TextTokenizer, columns: tuple[str, str] = ("prompt", "completion")
     ) -> None:
         self.columns = columns
         self._completion, self._prompt = tokenizer, without_end(tokenizer)
 
-    def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[Example]:
+    def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Example]]:
         """Encode rows of two texts."""
         for row in rows:
             for name, text in zip(self.columns, row, strict=True):
@@ -62,7 +66,7 @@ class PromptCompletion:
         prompts = self._prompt.encode([prompt for prompt, _ in rows])
         completions = self._completion.encode([completion for _, completion in rows])
         return [
-            (np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))
+            [(np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))]
             for parts in zip(prompts, completions, strict=True)
         ]
 
@@ -79,7 +83,7 @@ class SupervisedExamples:
         sequence_length: S. Examples of more than S + 1 tokens are left out, and counted.
         pack: put several examples in a sample, by best-fit; False gives each one of its own.
         pad_token: id of padding, which is never a label.
-        most: examples that are read at most; None: all.
+        most: rows that are read at most; None: all.
         longest: leave out examples of more tokens than this, too; None: S + 1 alone decides.
 
     Raises:
@@ -105,12 +109,14 @@ class SupervisedExamples:
         """Examples left out because they have too many tokens."""
         self.not_learned = 0
         """Examples left out because no token of them can be a label."""
+        self.rows_read = 0
+        """Rows that the examples come from, with those that are left out."""
         self._pieces = tuple(pieces)
         tokens: list[Ids] = [np.empty(0, dtype=np.uint32)]
         targets: list[NDArray[np.bool_]] = [np.empty(0, dtype=np.bool_)]
         places: list[tuple[int, int]] = []
         room = sequence_length + 1 if longest is None else min(sequence_length + 1, longest)
-        for place, (ids, learned) in _encoded(self._pieces, encoder, most):
+        for place, (ids, learned) in self._read(encoder, most):
             if len(ids) > room:
                 self.too_long += 1
             elif not learned[1:].any():
@@ -177,6 +183,13 @@ class SupervisedExamples:
         places = (self._places[example].tolist() for example in self._examples(i))
         return "; ".join(self._pieces[piece].describe(place) for piece, place in places)
 
+    def _read(
+        self, encoder: ExampleEncoder, most: int | None
+    ) -> Iterator[tuple[tuple[int, int], Example]]:
+        for place, examples in _encoded(self._pieces, encoder, most):
+            self.rows_read += 1
+            yield from ((place, example) for example in examples)
+
     def _examples(self, i: int) -> list[int]:
         return self._order[self._first[i] : self._first[i + 1]].tolist()
 
@@ -193,7 +206,8 @@ def supervised(
     """Read the examples of a configuration.
 
     Data sets with a column `messages` are chats, which need a tokenizer of `transformers` with a
-    template; others have the columns `prompt` and `completion`.
+    template; columns `tools`, `documents` and `chat_template_kwargs` reach it. Others have the
+    columns `prompt` and `completion`.
 
     Args:
         config: which data sets, as in `cached_tokens`.
@@ -208,7 +222,9 @@ def supervised(
     """
     pad = getattr(tokenizer, "pad_token_id", None)
     encoder = _encoder(config, tokenizer, validation)
-    pieces = corpus_pieces(config, encoder.columns, validation=validation)
+    pieces = corpus_pieces(
+        config, encoder.columns, optional=encoder.optional, validation=validation
+    )
     return SupervisedExamples(
         list(itertools.chain.from_iterable(pieces)),
         encoder,
@@ -241,8 +257,8 @@ def _encoder(config: SFTDatasetsConfig, tokenizer: Any, validation: bool) -> Exa
 
 def _encoded(
     pieces: Sequence[Piece], encoder: ExampleEncoder, most: int | None
-) -> Iterator[tuple[tuple[int, int], Example]]:
-    """Yield the number of the piece, the place, and the example; an error names the row."""
+) -> Iterator[tuple[tuple[int, int], list[Example]]]:
+    """Yield the number of the piece, the place, and the examples; an error names the row."""
     rows: Iterable[tuple[int, int, tuple[Any, ...]]] = itertools.islice(
         ((n, place, values) for n, piece in enumerate(pieces) for place, values in piece), most
     )
@@ -259,5 +275,5 @@ def _encoded(
                         f"{pieces[number].describe(place)}: this is no example ({error})"
                     ) from error
             raise
-        for (number, place, _), example in zip(batch, found, strict=True):
-            yield (number, place), example
+        for (number, place, _), examples in zip(batch, found, strict=True):
+            yield (number, place), examples

@@ -1,4 +1,4 @@
-"""Which files a path stands for: JSON lines, parquet, or text."""
+"""Which files a path stands for: JSON lines, CSV, parquet, or text."""
 
 import fnmatch
 import os
@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from kenotron_data.csv_rows import CSV_SUFFIXES, CsvRows, is_csv
 from kenotron_data.json_lines import JSON_SUFFIXES, JsonLines, is_json_lines
 from kenotron_data.tables import ParquetRows
 from kenotron_data.text import TEXT_SUFFIXES
@@ -23,6 +24,7 @@ def file_pieces(
     path: str | os.PathLike[str],
     columns: Sequence[str] = ("text",),
     *,
+    optional: Sequence[str] = (),
     split: str | None = None,
     glob_pattern: str | None = None,
 ) -> list[Piece]:
@@ -30,11 +32,13 @@ def file_pieces(
 
     Args:
         path: a file, or a folder that is read recursively, in the order of the files' paths: its
-            files of JSON lines and parquet, or if there is neither, its text files. A file is taken
-            for text unless its name says JSON lines (`.jsonl`, `.ndjson`, `.json`, also with
-            `.gz` or `.zst`) or `.parquet`. Hidden files are passed over.
+            tables (JSON lines, CSV and parquet), or if there is none, its text files. A file is
+            taken for text unless its name says JSON lines (`.jsonl`, `.ndjson`, `.json`), a table
+            (`.csv`, `.tsv`), each also with `.gz` or `.zst`, or `.parquet`. Hidden files are passed
+            over.
         columns: columns that are read; a text file has one, whatever its name.
-        split: of a folder of JSON lines or parquet, take the files with a word of this split in
+        optional: columns that are read where a table has them; None where it has not.
+        split: of a folder of tables, take the files with a word of this split in
             their path below the folder; where no file has a word of any split, all are `train`.
             None takes all files.
         glob_pattern: of a folder, take the files whose path below it matches.
@@ -46,11 +50,11 @@ def file_pieces(
     root = Path(path)
     if root.is_file():
         _check_only_train(root, split)
-        return [_piece(root, tuple(columns))]
+        return [_piece(root, tuple(columns), tuple(optional))]
     if not root.exists():
         raise FileNotFoundError(f"no data at {str(root)!r}: give a file or a folder")
     files = sorted(_visible(root, glob_pattern))
-    tables = [file for file in files if is_json_lines(file) or file.suffix == ".parquet"]
+    tables = [file for file in files if _is_table(file)]
     if tables:
         files = _of_split(root, tables, split) if split else tables
     else:
@@ -60,10 +64,11 @@ def file_pieces(
         raise ValueError(
             f"folder {str(root)!r} holds no data"
             + (f" that match {glob_pattern!r}" if glob_pattern else "")
-            + f": files of JSON lines ({', '.join(JSON_SUFFIXES)}), *.parquet or text are read, "
+            + f": files of JSON lines ({', '.join(JSON_SUFFIXES)}), tables "
+            f"({', '.join((*CSV_SUFFIXES, '.parquet'))}) or text are read, "
             "hidden ones are not"
         )
-    return [_piece(file, tuple(columns)) for file in files]
+    return [_piece(file, tuple(columns), tuple(optional)) for file in files]
 
 
 def split_of(path: Path) -> str | None:
@@ -75,11 +80,17 @@ def split_of(path: Path) -> str | None:
     return None
 
 
-def _piece(file: Path, columns: tuple[str, ...]) -> Piece:
+def _is_table(file: Path) -> bool:
+    return is_json_lines(file) or is_csv(file) or file.suffix == ".parquet"
+
+
+def _piece(file: Path, columns: tuple[str, ...], optional: tuple[str, ...]) -> Piece:
     if is_json_lines(file):
-        return JsonLines(path=file, columns=columns)
+        return JsonLines(path=file, columns=columns, optional=optional)
+    if is_csv(file):
+        return CsvRows(path=file, columns=columns, optional=optional)
     if file.suffix == ".parquet":
-        return ParquetRows(path=file, columns=columns)
+        return ParquetRows(path=file, columns=columns, optional=optional)
     return TextFile(path=file)
 
 

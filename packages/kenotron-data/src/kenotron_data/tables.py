@@ -18,6 +18,7 @@ class ParquetRows:
     Args:
         path: the file.
         columns: columns whose values are read.
+        optional: columns whose values follow, None where there is none.
         start: first row group.
         stop: row group after the last; None: all that follow.
         most: rows that are read at most; None: all.
@@ -25,6 +26,7 @@ class ParquetRows:
 
     path: Path
     columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     start: int = 0
     stop: int | None = None
     most: int | None = None
@@ -37,18 +39,20 @@ class ParquetRows:
     def __iter__(self) -> Iterator[Row]:
         """Yield the number of a row in the file, and the values."""
         with _opened(self.path) as file:
-            if missing := [name for name in self.columns if name not in file.schema_arrow.names]:
+            names = file.schema_arrow.names
+            if missing := [name for name in self.columns if name not in names]:
                 raise ValueError(
                     f"{str(self.path)!r}: there is no column {missing[0]!r}; the file has "
-                    f"{', '.join(map(repr, file.schema_arrow.names))}"
+                    f"{', '.join(map(repr, names))}"
                 )
+            read = (*self.columns, *(name for name in self.optional if name in names))
             metadata = file.metadata
             place = sum(metadata.row_group(i).num_rows for i in range(self.start))
             left = metadata.num_rows if self.most is None else self.most
             groups = list(range(metadata.num_row_groups)[self.start : self.stop])
-            for table in _batches(file, self.path, groups, self.columns):
-                values = [table.column(name).to_pylist() for name in self.columns]
-                for row in zip(*values, strict=True):
+            for table in _batches(file, self.path, groups, read):
+                values = {name: table.column(name).to_pylist() for name in read}
+                for row in _table_rows(values, (*self.columns, *self.optional), table.num_rows):
                     if not left:
                         return
                     left -= 1
@@ -105,6 +109,7 @@ class DatasetRows:
         dataset: the data set; it is not a streaming one.
         name: what messages call it.
         columns: columns whose values are read.
+        optional: columns whose values follow, None where there is none.
         start: first row.
         stop: row after the last; None: the end.
     """
@@ -112,6 +117,7 @@ class DatasetRows:
     dataset: Any
     name: str
     columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     start: int = 0
     stop: int | None = None
 
@@ -129,12 +135,14 @@ class DatasetRows:
                 f"{self.name}: there is no column {missing[0]!r}; the data set has "
                 f"{', '.join(map(repr, names))}"
             )
-        chosen = self.dataset.select_columns(list(self.columns)).with_format(None)
+        read = [*self.columns, *(name for name in self.optional if name in names)]
+        chosen = self.dataset.select_columns(read).with_format(None)
         for start in range(self.start, self.start + self.count(), _ROWS):
             stop = min(start + _ROWS, self.start + self.count())
             batch = chosen[start:stop]
-            values = zip(*(batch[name] for name in self.columns), strict=True)
-            yield from enumerate(values, start)
+            values = {name: batch[name] for name in read}
+            rows = _table_rows(values, (*self.columns, *self.optional), stop - start)
+            yield from enumerate(rows, start)
 
     def describe(self, place: int) -> str:
         """Name the data set and the row, counted from 0."""
@@ -161,6 +169,22 @@ class DatasetRows:
     def first(self, rows: int) -> "DatasetRows":
         """Return the piece of the first `rows` rows."""
         return replace(self, stop=self.start + min(rows, self.count()))
+
+
+def _table_rows(
+    values: dict[str, list[Any]], columns: Sequence[str], count: int
+) -> Iterator[tuple[Any, ...]]:
+    """Yield `count` rows: None in a column without values, and no nulls in structs."""
+    missing = [None] * count
+    found = (values.get(name, missing) for name in columns)
+    return zip(*(map(_without_nulls, each) for each in found), strict=True)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out the null fields of structs: a table gives every row the fields of all rows."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(own) for key, own in value.items() if own is not None}
+    return [_without_nulls(own) for own in value] if isinstance(value, list) else value
 
 
 def _opened(path: Path) -> Any:
