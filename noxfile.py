@@ -260,6 +260,13 @@ def grid_full(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Compare random trainings with one process; `-- --count 200` before a release."""
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    session.run("python", "tests/fuzz.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)

@@ -347,6 +347,11 @@ def covering(
     return sorted(rows, key=lambda row: (row.ranks, row.sizes, str(row)))
 
 
+def drawn(axes: Mapping[str, tuple], draw: random.Random) -> Row | None:
+    """A random row of these axes; None where the settings that were drawn fit no other."""
+    return _fill({}, dict(axes), set(), draw)
+
+
 Pair = frozenset[tuple[str, object]]
 
 

@@ -173,6 +173,16 @@ def deviations(
     return found
 
 
+def departures(got: Measured, want: Measured) -> list[str]:
+    """What of an fp32 run, or of one that was resumed, deviates from one process, and how far."""
+    kept = len(want.losses) - len(got.losses)
+    series = {name: getattr(want, name)[kept:] for name in ("losses", "norms")}
+    want = replace(want, **series)
+    missing = want.gradients.keys() - got.gradients.keys() if got.gradients else ()
+    faults = [f"no gradient of {name}" for name in sorted(missing)]
+    return faults + _too_far("", deviations(got, want, None, [want]))
+
+
 def _continued(got: Measured, again: Measured) -> Measured:
     """A run up to its checkpoint, and from there on as it was resumed: one curve."""
     kept = len(got.losses) - len(again.losses)

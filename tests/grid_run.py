@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import grid
@@ -179,8 +181,18 @@ def recurrent_of(row: Row) -> AnyConfig:
     return Mamba2ModelConfig(**shared, hidden_size=64, **heads)
 
 
-def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None) -> Config:
-    """The config of a row, which reads what ``write_documents`` wrote and writes into ``run``."""
+def configure(
+    row: Row,
+    folder: Path,
+    run: str,
+    steps: int,
+    resume: Path | None,
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> Config:
+    """The config of a row, which reads what ``write_documents`` wrote and writes into ``run``.
+
+    ``keys``: further keys, or other values.
+    """
     overrides = {
         **{f"parallelism.{name}": size for name, size in row.axes.items() if name != "ep"},
         "parallelism.cp_attention": row.way,
@@ -207,7 +219,7 @@ def configure(row: Row, folder: Path, run: str, steps: int, resume: Path | None)
     }
     if resume is not None:
         overrides["checkpoints.resume_checkpoint_path"] = resume
-    flags = [f"{key}={value}" for key, value in {**overrides, **EXTRAS[row.extra]}.items()]
+    flags = [f"{key}={value}" for key, value in {**overrides, **EXTRAS[row.extra], **keys}.items()]
     config = parse_config(parity.YAML, "grid", flags)
     model = replace(config.model, model_config=model_of(row))
     parallelism = replace(config.parallelism, ep=row.ep, ep_chunks=row.chunks)
@@ -228,12 +240,19 @@ def write_documents(folder: Path) -> None:
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
 
 
-def measure(row: Row, folder: Path, run: str, steps: int, resume: Path | None = None) -> Measured:
+def measure(
+    row: Row,
+    folder: Path,
+    run: str,
+    steps: int,
+    resume: Path | None = None,
+    keys: Mapping[str, str] = MappingProxyType({}),
+) -> Measured:
     """Run a row on its ranks, which must report the same numbers and hold the same replicas.
 
-    It leaves its checkpoints in ``folder / run``.
+    It leaves its checkpoints in ``folder / run``. ``keys`` as in ``configure``.
     """
-    config = configure(row, folder, run, steps, resume)
+    config = configure(row, folder, run, steps, resume, keys)
     ranks = spawn(_measure, config, resume is None, **row.axes, preload=PRELOAD)
     assert all(rank[0] == ranks[0][0] for rank in ranks), "ranks report different numbers"
     lines = (folder / run / "metrics.jsonl").read_text()

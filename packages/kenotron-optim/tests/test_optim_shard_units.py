@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,38 @@ class Adds(Layer):
         return super().forward(x[0] * x[1])
 
 
+class Scales(nn.Module):
+    """Leaves its product to the loss, which gets what it was given times a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5
+
+
+class Casts(Scales):
+    """The loss gets another dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+class NormsFirst(Scales):
+    """Reads one parameter itself, and says that it leaves the other one to the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+    def leaves_weight_to_loss(self, x: Tensor) -> bool:
+        return x.requires_grad or not torch.is_grad_enabled()
+
+
 def again(layer: nn.Module) -> Callable[[Any], Any]:
     """Activation checkpointing outside of the layer, whose second forward is cut short."""
     return lambda x: checkpoint(layer, x, use_reentrant=False)
@@ -78,6 +111,9 @@ CASES: dict[str, tuple[list[type[nn.Module]], bool, bool]] = {
     "objects": ([Layer, Hides, Hides, Layer], False, False),
     "a leaf is the input": ([Prefix, Layer], True, False),
     "a parameter is an output": ([Layer, Positions, Adds, Layer], False, False),
+    "scaled for the loss": ([Layer, Scales], False, False),
+    "cast for the loss": ([Layer, Casts], False, False),
+    "one parameter for the loss": ([Layer, Layer, NormsFirst], False, False),
     "checkpointed outside": ([Layer, Layer, Layer, Layer], False, True),
 }
 
@@ -107,6 +143,8 @@ def losses(mesh: Mesh, case: str, stage: int) -> list[float]:
         x: Any = torch.randn(5, WIDTH, generator=draw).requires_grad_(is_leaf)
         for layer in model:
             x = again(layer)(x) if outside else layer(x)
+        if isinstance(model[-1], Scales):
+            x = x @ model[-1].weight.to(x.dtype)
         loss = x.square().sum()
         loss.backward()
         if stage == 3:
@@ -119,6 +157,28 @@ def losses(mesh: Mesh, case: str, stage: int) -> list[float]:
 @pytest.mark.parametrize("case", CASES)
 def test_any_layer_has_its_parameters_and_is_freed(case: str) -> None:
     assert on_ranks(losses, case, 3, dp=2) == on_ranks(losses, case, 1, dp=2)
+
+
+LATE = ("scaled for the loss", "cast for the loss", "one parameter for the loss")
+
+
+def kept_for_the_loss(mesh: Mesh) -> list[bool]:
+    """Whether the last layer has its weight after the forward, with gradients and without."""
+    found = []
+    for case, graph in itertools.product(LATE, (True, False)):
+        model, grads, _ = build(mesh, case, 3)
+        grads.start(backwards=1)
+        x: Any = torch.ones(2, WIDTH)
+        with torch.set_grad_enabled(graph):
+            for layer in model:
+                x = layer(x)
+        found.append(model[-1].weight.untyped_storage().nbytes() > 0)
+    return found
+
+
+def test_a_weight_that_the_loss_reads_stays_until_then() -> None:
+    """Without a graph only a layer that says so is known."""
+    assert on_ranks(kept_for_the_loss) == [[True, False, True, False, True, True]]
 
 
 def fails(mesh: Mesh) -> tuple[int, int]:

@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kenotron_dist.axis import Axis
-from kenotron_dist.handle import Flight, Handle, settle, start, start_exchange
+from kenotron_dist.handle import (
+    Flight,
+    Handle,
+    counts_transfers,
+    settle,
+    start,
+    start_exchange,
+)
 from kenotron_dist.point_to_point import check_peer
 from kenotron_dist.torch_names import all_gather_single, reduce_scatter_single
 
@@ -205,7 +212,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0, async_op: bool = False) ->
     if axis.size == 1:
         return _done(axis, x, async_op)
     nothing: list[list[Tensor]] = [[]] * axis.size
-    if axis.backend != "gloo":
+    if axis.backend != "gloo" or counts_transfers(axis):
         flight = start(axis, "broadcast", x, dist.broadcast, x, axis.ranks[source], how=source)
     elif axis.rank == source:
         outgoing = [[x.detach()]] * axis.size

@@ -63,6 +63,13 @@ class Head(ColumnParallelLinear):
         logits = super().forward(x, tokens=tokens, sequence_parallel=sequence_parallel)
         return capped_logits(logits if outputs is None else logits[outputs], self.cap)
 
+    def leaves_weight_to_loss(self, x: Tensor, context: Context | None = None, **_: object) -> bool:
+        """Return True where ``forward`` of x (T, D) leaves its product to the loss.
+
+        ZeRO-3 asks for it, see ``kenotron_optim.SlicedOptimizer.overlap_forward``.
+        """
+        return context is not None and context.to_loss
+
 
 class LayerStack(nn.Module):
     """Some consecutive layers of a model, under their global names.

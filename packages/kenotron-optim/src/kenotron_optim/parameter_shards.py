@@ -21,6 +21,7 @@ from kenotron_dist import gather_pieces
 from kenotron_dist.weight_products import current_backward
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.config import Regather
+from kenotron_optim.late_reads import is_read_later
 from kenotron_optim.parameter_gather import Group, ParameterGathers, Pieces
 from kenotron_optim.units import (
     GradientCalls,
@@ -104,7 +105,8 @@ class ParameterShards(ParameterGathers):
             for path in unit.paths:
                 self._units_of.setdefault(path, []).append(unit)
             module.register_forward_pre_hook(UnitHook(self._before_forward, unit))
-            module.register_forward_hook(UnitHook(self._after_forward, unit), always_call=True)
+            after = UnitHook(self._after_forward, unit)  # also after an exception, without output
+            module.register_forward_hook(after, with_kwargs=True, always_call=True)
             module.register_state_dict_pre_hook(UnitHook(self._before_state_dict, unit))
             module.register_load_state_dict_pre_hook(UnitHook(self._before_state_dict, unit))
         self._accumulator.watch(weakref.WeakMethod(self._got_gradient))
@@ -154,17 +156,14 @@ class ParameterShards(ParameterGathers):
         self._enter(unit, unit.place + 1 if current_backward() < 0 else -1)
         return tree_map_only(Tensor, no_leaf, args) if torch.is_grad_enabled() else None
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        """Also after an exception, which has no output."""
+    def _after_forward(
+        self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         leaves = tree_leaves(output)
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         hides = torch.is_grad_enabled() and any(map(is_opaque, leaves))
         differentiates = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        # Who hands on what it was given, or a parameter, leaves its work to a later reader.
-        reads_later = any(x is y for x in tensors for y in tree_leaves(args)) or any(
-            x.untyped_storage()._cdata in self._storages for x in tensors
-        )
-        if hides or reads_later:
+        if hides or is_read_later(module, args, kwargs, tensors, self._storages):
             differentiates |= hides
             self._await_gradients(unit) if differentiates else None
             return

@@ -137,7 +137,8 @@ class SlicedOptimizer:
         ``state``, ``wanted``, ``reload`` and ``prepare`` do, and up to stage 2 deep copies.
 
         With stage 3 each module is a unit: its parameters have memory from the begin of its forward
-        to its end, and from the begin of its backward until they have their gradients.
+        to its end, and from the begin of its backward until they have their gradients; those that
+        a later reader needs (``late_reads.is_read_later``) stay in between.
 
         Args:
             modules: all that have parameters, in the order of the forward, the same on all data

@@ -1,0 +1,219 @@
+"""Random trainings: layouts, models and optimizers that nobody has chosen, against one process.
+
+``python tests/fuzz.py --count 200`` draws trainings from a seed, by default that of the day. Each
+is run on its layout, resumed on another one, and compared with one process; some are given to
+``verify`` too. What a config refuses with a ValueError is drawn again. A training that departs, or
+ends with an error, is made smaller while it still does, and the smallest one is printed. The exit
+status is 1 where there was one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+
+import grid
+import grid_check
+import grid_run
+from grid import Row
+
+from kenotron_config import dump_config
+from kenotron_dist import RankError
+from kenotron_train.cli import main as program
+
+STEPS, MOST_RANKS, TRIES = 4, 4, 30
+AXES: dict[str, tuple] = {
+    **grid.AXES,
+    **grid.SHARDS,
+    "sizes": tuple(sizes for ranks in (1, 2, 4) for sizes in grid.factorisations(ranks)),
+    "arch": (*grid.AXES["arch"], "qwen2_moe", "deepseek", *grid.MIXERS["arch"]),
+    "cp": (1, 1, 2),
+    "way": grid.WAYS["way"],
+    "order": grid.WAYS["order"],
+    "ep": (1, 2),
+    "chunks": (1, 2),
+    "sequence": (Row.sequence, grid.CUT_LENGTH),
+    "dtype": ("fp32",),
+    "extra": ("", "", "mtp", "mup", "ramp"),
+}
+"""Settings of a row, the same number of times as they are drawn."""
+NUMBERS: dict[str, tuple[dict[str, str], ...]] = {
+    "optimizer": (
+        {},
+        {},
+        {"optimizer.optimizer_factory": "{name: sgd, momentum: 0.9}"},
+        {"optimizer.optimizer_factory": "{name: muon}"},
+    ),
+    "average": ({}, {"optimizer.weight_average": "{decay: 0.9}"}),
+    "clip": ({}, {"optimizer.clip_grad": "null"}),
+}
+"""Further keys that change numbers: one process has them, too."""
+WAYS: dict[str, tuple[dict[str, str], ...]] = {
+    "regather": ({}, {"optimizer.regather": "step"}),
+    "shards": ({}, {"optimizer.shard_ranks": "1"}, {"optimizer.shard_ranks": "2"}),
+    "offload": ({}, {"optimizer.offload": "true"}),
+    "recompute": (
+        {},
+        {"parallelism.recompute": "mixer"},
+        {"parallelism.recompute": "feed_forward"},
+    ),
+}
+"""Further keys that change none."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A training: a row of the grid's axes, and further keys of its config."""
+
+    row: Row
+    numbers: dict[str, str] = field(default_factory=dict)
+    ways: dict[str, str] = field(default_factory=dict)
+    verified: bool = False
+    """Whether ``verify`` is asked, too."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """All further keys."""
+        return {**self.numbers, **self.ways}
+
+    def __str__(self) -> str:
+        changed = {
+            name: value for name, value in asdict(self.row).items() if value != getattr(Row, name)
+        }
+        return f"Draw(Row(**{changed}), {self.numbers}, {self.ways}, verified={self.verified})"
+
+
+def draws(seed: int, folder: Path) -> Iterator[Draw]:
+    """Trainings that a config accepts, the same for a seed."""
+    draw = random.Random(seed)
+    while True:
+        row = grid.drawn(AXES, draw)
+        numbers, ways = (
+            {key: value for options in each.values() for key, value in draw.choice(options).items()}
+            for each in (NUMBERS, WAYS)
+        )
+        verified = draw.random() < 0.3
+        if row is None or row.ranks > MOST_RANKS:
+            continue
+        if row.extra == "ramp":
+            row = replace(row, micro=Row.micro)
+        found = Draw(fitting(row), numbers, ways, verified)
+        if accepted(found, folder):
+            yield found
+
+
+def fitting(row: Row) -> Row:
+    """The row without settings that mean nothing to it."""
+    experts = row.arch in grid.EXPERTS["arch"]
+    row = replace(row, ep=row.ep if experts else 1)
+    return replace(row, chunks=row.chunks if row.ep > 1 else 1)
+
+
+def accepted(draw: Draw, folder: Path) -> bool:
+    """Whether the configs of a training and of one process are valid. Other errors are findings."""
+    try:
+        grid_run.configure(draw.row, folder, "run", STEPS, None, draw.keys)
+        grid_run.configure(draw.row.model, folder, "run", STEPS, None, draw.numbers)
+    except ValueError:
+        return False
+    return True
+
+
+def faults(draw: Draw, folder: Path) -> list[str]:
+    """Run a training, resume it elsewhere, and name what departs from one process."""
+    row = draw.row
+    for run in ("one", "many", "again"):
+        shutil.rmtree(folder / run, ignore_errors=True)
+    try:
+        want = grid_run.measure(row.model, folder, "one", STEPS, keys=draw.numbers)
+        got = grid_run.measure(row, folder, "many", STEPS, keys=draw.keys)
+        found = grid_check.departures(got, want)
+        other = grid_check.elsewhere(row, MOST_RANKS)
+        saved = folder / "many" / str(grid_run.saved_after(STEPS))
+        if accepted(replace(draw, row=other, ways={}), folder):
+            again = grid_run.measure(other, folder, "again", STEPS, saved, draw.numbers)
+            found += [f"resumed on {other}: {each}" for each in grid_check.departures(again, want)]
+        if draw.verified:
+            found += unverified(draw, folder)
+    except (RankError, AssertionError) as error:
+        return [f"{type(error).__name__}: {error}"]
+    return found
+
+
+def unverified(draw: Draw, folder: Path) -> list[str]:
+    """What ``verify`` says of the training's config, if anything."""
+    config = grid_run.configure(draw.row, folder, "run", STEPS, None, draw.keys)
+    path = folder / "verified.yaml"
+    path.write_text(dump_config(config))
+    words = ["verify", "--config-file", str(path), "--steps", "2", "--ranks", str(MOST_RANKS)]
+    status = program(words)
+    return [f"verify ends with status {status}"] if status else []
+
+
+def smaller(draw: Draw) -> Iterator[Draw]:
+    """The training with one setting less: at the default of a row, or without a further key."""
+    for each in fields(Row):
+        if getattr(draw.row, each.name) != each.default:
+            yield replace(draw, row=fitting(replace(draw.row, **{each.name: each.default})))
+    pp, dp, tp = draw.row.sizes
+    for sizes in ((1, dp, tp), (pp, 1, tp), (pp, dp, 1)):
+        if sizes != draw.row.sizes:
+            yield replace(draw, row=replace(draw.row, sizes=sizes))
+    for kind in ("numbers", "ways"):
+        keys = getattr(draw, kind)
+        for key in keys:
+            yield replace(draw, **{kind: {k: v for k, v in keys.items() if k != key}})
+    if draw.verified:
+        yield replace(draw, verified=False)
+
+
+def shrunk(draw: Draw, folder: Path, tries: int = TRIES) -> Draw:
+    """The smallest training that still fails, after so many runs at most."""
+    tried: set[str] = set()
+    while True:
+        for each in smaller(draw):
+            clash = grid.clash(asdict(each.row))
+            if str(each) in tried or clash or not accepted(each, folder):
+                continue
+            if len(tried) == tries:
+                return draw
+            tried.add(str(each))
+            if faults(each, folder):
+                draw = each
+                break
+        else:
+            return draw
+
+
+def main(words: list[str]) -> int:
+    """Draw and compare trainings; print those that fail, as small as they were made."""
+    parser = argparse.ArgumentParser(prog="tests/fuzz.py", description=__doc__)
+    today = datetime.date.today().toordinal()
+    parser.add_argument("--count", type=int, default=20, help="trainings (default: 20)")
+    parser.add_argument("--seed", type=int, default=today, help="default: that of the day")
+    given = parser.parse_args(words)
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(name)
+        grid_run.write_documents(folder)
+        for number, draw in zip(range(given.count), draws(given.seed, folder), strict=False):
+            found = faults(draw, folder)
+            print(f"{number} {'FAIL' if found else 'ok'} {draw}", flush=True)
+            if found:
+                failed += 1
+                least = shrunk(draw, folder)
+                said = "\n  ".join(faults(least, folder) or found)
+                print(f"seed {given.seed}, number {number}, made small: {least}\n  {said}")
+    print(f"{given.count - failed} of {given.count} agree with one process (seed {given.seed})")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
