@@ -28,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "of all these (chosen); full: all pairs on every layout of up to 8 ranks, 20 steps a row",
     )
     parser.addoption(
+        "--hf-keys", choices=["some", "all"], default="some",
+        help="keys of transformers' config classes that are changed: every n-th, or each",
+    )  # fmt: skip
+    parser.addoption(
         "--grid-results", type=Path, help="a folder for what was measured, a file a row"
     )
 

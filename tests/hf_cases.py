@@ -93,6 +93,7 @@ CASES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "llama-tied-llama3": (LlamaConfig, {**TIED, "rope_parameters": LLAMA3}),
     "llama-mqa-linear": (LlamaConfig, {"num_key_value_heads": 1, "rope_parameters": LINEAR}),
     "llama-head-dim": (LlamaConfig, {"head_dim": 12}),
+    "llama-biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama-yarn": (LlamaConfig, {"rope_parameters": YARN}),
     "mistral-window": (MistralConfig, {"sliding_window": 5}),
     "mistral-tied": (MistralConfig, {**TIED, "sliding_window": None}),
@@ -207,17 +208,36 @@ def config_of(case: str, **more: Any) -> PreTrainedConfig:
 
 
 def make(case: str, **more: Any) -> PreTrainedModel:
-    """A model of a case whose every weight, bias and norm is random."""
+    """A model of a case whose every weight, bias and norm is random, and of ordinary size."""
     model = AutoModelForCausalLM.from_config(config_of(case, **more))
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             draws = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * draws if "norm.weight" in name else 0.1 * draws)
+            parameter.copy_(ordinary(name, draws))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.05 * torch.randn(buffer.shape, generator=generator))
     return model
+
+
+def ordinary(name: str, draws: torch.Tensor) -> torch.Tensor:
+    """Values of a parameter as a training leaves them, none of them a first value.
+
+    Steps of state spaces are between 1e-4 and 2: limits and smallest steps are reached.
+    """
+    *_, module, kind = ["", *name.split(".")]
+    if kind == "weight" and "norm" in module:
+        return 1 + 0.2 * draws
+    if kind == "A_log":
+        return (1 + 4 * draws.abs()).log()
+    if kind == "D":
+        return 1 + 0.3 * draws
+    if kind == "dt_bias" or (module, kind) == ("dt_proj", "bias"):
+        return 2.5 * draws - 3
+    if kind == "sinks":
+        return draws
+    return 0.2 * draws if kind.endswith("bias") else 0.1 * draws
 
 
 def save(case: str, folder: Path, **options: Any) -> PreTrainedModel:

@@ -58,6 +58,7 @@ HYBRIDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "time_step_scale": 0.5,
         },
     ),
+    "mamba-own-width": (MambaConfig, {"intermediate_size": 96}),
     "mamba2": (Mamba2Config, {**HEADS, "n_groups": 4}),
     "mamba2-one-group-tied": (
         Mamba2Config,
@@ -82,6 +83,15 @@ HYBRIDS: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
             "norm_topk_prob": False,
             "use_bias": True,
             "residual_in_fp32": True,
+        },
+    ),
+    "nemotron-h-bounded-steps": (
+        NemotronHConfig,
+        {
+            **HYBRID,
+            "hybrid_override_pattern": "MM-",
+            "time_step_min": 0.05,
+            "time_step_limit": (0.3, 0.7),
         },
     ),
     "qwen3-next": (Qwen3NextConfig, {**DELTA, "full_attention_interval": 3}),

@@ -72,7 +72,7 @@ def compare(
 
     assert AutoModelForCausalLM
     ours, texts = our_outcomes(load, spec, folder, dtype)
-    theirs = their_outcomes(load_theirs(folder, keys), texts, dtype)
+    theirs = their_outcomes(load_theirs(folder, keys), texts, dtype, tied=spec.tie_word_embeddings)
     worst = 0.0
     for text, a, b in zip(texts, ours, theirs, strict=True):
         worst = max(worst, _deviation(f"logits of {text.name}", a.logits, b.logits))
@@ -185,16 +185,25 @@ def our_outcomes(
 
 
 def their_outcomes(
-    model: Any, texts: list[Probe], dtype: torch.dtype | None = None
+    model: Any, texts: list[Probe], dtype: torch.dtype | None = None, *, tied: bool = False
 ) -> list[Outcome]:
-    """Return what a model of transformers makes of texts."""
+    """Return what a model of transformers makes of texts.
+
+    Args:
+        model: of transformers.
+        texts: to compare.
+        dtype: what its weights are rounded to first; None: nothing is rounded.
+        tied: the head is the embedding in ours: a head of its own here has a share of the gradient.
+    """
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(False)
         if dtype is not None and not name.endswith(CHOICE):
             parameter.copy_(parameter.to(dtype))
     embedding = model.get_input_embeddings()
     embedding.padding_idx = None  # its row would have no gradient
-    found = [embedding.weight]
+    found, head = [embedding.weight], model.get_output_embeddings().weight
+    if tied and head is not embedding.weight:
+        found.append(head)
     return [_outcome(text, lambda each: _theirs(model, each), found) for text in texts]
 
 
