@@ -205,6 +205,7 @@ def test_tasks_have_the_metrics_that_lm_eval_has_of_the_exported_model(folder, o
         of_transformers, tasks=list(TASKS), task_manager=manager, bootstrap_iters=0
     )["results"]
     flags = ["--ckpt-path", str(folder / "run"), "--task-folder", str(folder / "tasks")]
+    flags.append("--trust-task-files")
     flags += ["--tasks", ",".join(TASKS), "--tp", "2", "--batch-size", "4"]
     assert evaluate_main(flags) == 0
     found = json.loads((folder / f"run/evaluations/{STEPS}.json").read_text())

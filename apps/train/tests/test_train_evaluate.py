@@ -22,6 +22,7 @@ from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.report.cli import report_main
 from kenotron_train.run.evaluations import Evaluations, _check_job
 from kenotron_train.run.loop import train
+from kenotron_train.slurm.evaluation_job import script_of_evaluation
 
 LOADED = (*PRELOAD, "lm_eval.evaluator")
 DATASET = "data_stages.0.data.dataset.hf_dataset_or_datasets"
@@ -65,7 +66,16 @@ def evaluations_of(folder: Path) -> dict[int, dict[str, Any]]:
 
 def section_in(folder: Path, **changes: Any) -> dict[str, Any]:
     folders = [str(task_file(folder / "tasks"))]
-    return {"tasks": ["house_qa"], "task_folders": folders, "perplexity": True} | changes
+    return {
+        "tasks": ["house_qa"],
+        "task_folders": folders,
+        "trust_task_files": True,
+        "perplexity": True,
+    } | changes
+
+
+def trusted(folder: Path) -> dict[str, Any]:
+    return {"task_folders": (str(folder),), "trust_task_files": True}
 
 
 DROPOUT = {
@@ -125,13 +135,65 @@ def test_a_failing_task_does_not_end_the_training(tmp_path):
     kinds = {"output_type": "generate_until", "generation_kwargs": {"num_beams": 4}}
     task_file(tmp_path / "tasks", **kinds)
     section = {"tasks": ["house_qa"], "task_folders": [str(tmp_path / "tasks")], "interval": 3}
+    section["trust_task_files"] = True
     losses = run(tmp_path, configure(tmp_path, section, tokens__train_steps=4))
     assert len(losses) == 4
     log = (tmp_path / "run/log.txt").read_text()
-    words = "evaluation at step 3 failed: generation_kwargs.num_beams of the task has no counterp"
+    words = "evaluation at step 3 failed: house_qa: generation_kwargs.num_beams of the task has no"
     assert words in log
     assert "the training continues" in log
     assert "num_beams" in evaluations_of(tmp_path)[3]["failure"]
+
+
+def test_what_task_files_raise_ends_neither_the_training_nor_their_neighbours(tmp_path):
+    folder = task_file(tmp_path / "tasks")
+    (folder / "own.py").write_text(
+        "def leave(doc):\n    raise SystemExit(3)\n\n\n"
+        "def interrupt(doc, results):\n    raise KeyboardInterrupt\n"
+    )
+    task_file(folder, "house_exit", doc_to_text="HERE")
+    task_file(folder, "house_interrupt", process_results="HERE")
+    for name, function in (("house_exit", "leave"), ("house_interrupt", "interrupt")):
+        file = folder / f"{name}.yaml"
+        file.write_text(file.read_text().replace('"HERE"', f"!function own.{function}"))
+    task_file(folder, "house_unsafe", unsafe_code=True)
+    names = ["house_interrupt", "house_qa", "house_unsafe"]
+    section = {"tasks": names, "interval": 3} | trusted(folder)
+    losses = run(tmp_path, configure(tmp_path, section, tokens__train_steps=4))
+    assert len(losses) == 4
+    found = evaluations_of(tmp_path)[3]
+    assert "house_interrupt: KeyboardInterrupt: no message" in found["failure"]
+    assert "house_unsafe: " in found["failure"]
+    assert set(found["tasks"]) == {"house_qa"}
+    with pytest.raises(ValueError, match="house_exit was given; its data cannot be read"):
+        from kenotron_train.evaluate import harness
+
+        harness.Harness(EvaluateConfig(tasks=("house_exit",), **trusted(folder)))
+
+
+def test_files_of_tasks_run_only_where_they_are_trusted(tmp_path):
+    words = "task_folders: .* was given; task files are code .*: read them, and set trust_task_file"
+    with pytest.raises(ValueError, match=words):
+        EvaluateConfig(tasks=("house_qa",), task_folders=(str(tmp_path),))
+
+
+def test_scripts_of_jobs_have_no_value_of_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("KENOTRON_SECRET_FOLDER", str(tmp_path / "hidden-place"))
+    section = section_in(tmp_path, ranks="job")
+    config = configure(
+        tmp_path,
+        section,
+        checkpoints__checkpoints_path="!env KENOTRON_SECRET_FOLDER",
+        general__project="https://me:pass@host/x",
+        general__run="!env KENOTRON_SECRET_FOLDER",
+    )
+    folder = Path(config.checkpoints.checkpoints_path) / "3"
+    script = script_of_evaluation(config, config.evaluation, folder, tmp_path)
+    assert "hidden-place" not in script and "pass" not in script
+    assert '--ckpt-path "${KENOTRON_SECRET_FOLDER}"/3' in script
+    assert "#SBATCH --output" not in script
+    other = configure(tmp_path, section, general__project="p")
+    assert "#SBATCH --output" in script_of_evaluation(other, other.evaluation, folder, tmp_path)
 
 
 def refused(mesh: Mesh, config: Config, words: str) -> None:
@@ -156,7 +218,7 @@ def test_bad_tasks_are_errors_at_the_start_on_every_rank(tmp_path):
     folder = task_file(tmp_path / "tasks")
     task_file(folder, "house_gone", dataset_kwargs={"data_files": {"test": "gone.jsonl"}})
     (folder / "none.jsonl").write_text("")
-    given = {"task_folders": [str(folder)]}
+    given = {"task_folders": [str(folder)], "trust_task_files": True}
     cases = [
         (
             {"tasks": ["house_gone"], **given},
@@ -164,7 +226,7 @@ def test_bad_tasks_are_errors_at_the_start_on_every_rank(tmp_path):
             r"correct dataset_path and dataset_kwargs in .*house_gone.yaml \(a relative path",
         ),
         (
-            {"tasks": ["house_qa"], "task_folders": [str(tmp_path / "no")]},
+            given | {"tasks": ["house_qa"], "task_folders": [str(tmp_path / "no")]},
             r"evaluate.task_folders: .*no was given; there is no such folder; correct the path",
         ),
     ]
@@ -188,7 +250,7 @@ def test_an_unknown_task_is_an_error_with_the_nearest_names(tmp_path, monkeypatc
         "has such a task; did you mean house_qa"
     )
     with pytest.raises(ValueError, match=words):
-        harness.Harness(EvaluateConfig(tasks=("house_aq",), task_folders=(str(tmp_path),)))
+        harness.Harness(EvaluateConfig(tasks=("house_aq",), **trusted(tmp_path)))
 
 
 def test_a_task_without_samples_is_an_error(tmp_path):
@@ -198,7 +260,7 @@ def test_a_task_without_samples_is_an_error(tmp_path):
     (folder / "empty.jsonl").write_text("")
     data = {"test": str(folder / "empty.jsonl")}
     task_file(folder, "house_none", dataset_kwargs={"data_files": data})
-    section = EvaluateConfig(tasks=("house_none",), task_folders=(str(folder),))
+    section = EvaluateConfig(tasks=("house_none",), **trusted(folder))
     with pytest.raises(ValueError, match="house_none was given; its data cannot be read"):
         harness.Harness(section)
 

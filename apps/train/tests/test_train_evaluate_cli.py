@@ -44,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluate(folder: Path, *flags: str) -> Any:
     tasks = ["--tasks", "house_qa", "--task-folder", str(folder / "tasks")]
+    tasks.append("--trust-task-files")
     return runs.program("apps/train", folder, "evaluate", *tasks, *flags)
 
 
@@ -67,6 +68,7 @@ def test_another_layout_finds_what_the_run_found_and_the_report_shows_it(folder)
 def test_what_cannot_be_evaluated_is_an_error_that_names_the_flag(folder, capsys):
     step = ["evaluate", "--ckpt-path", str(folder / "checkpoints/3")]
     tasks = ["--tasks", "house_qa", "--task-folder", str(folder / "tasks")]
+    tasks.append("--trust-task-files")
     own = ["--config-file", str(own_data(folder))]
     nothing = ["--config-file", str(own_data(folder, limit=0))]
     for flags, words in (
@@ -183,11 +185,11 @@ def test_a_job_does_not_see_the_launcher_of_the_training():
 
 
 STUB = """#!/bin/sh
-if grep -q refuse "$2"; then
+if grep -q refuse "$3"; then
     echo "sbatch: error: no such partition" >&2
     exit 1
 fi
-if grep -q silent "$2"; then
+if grep -q silent "$3"; then
     exec sleep 60
 fi
 echo 17
@@ -220,7 +222,7 @@ def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch)
 
 
 def test_a_run_gives_its_checkpoint_to_a_job_whose_result_the_report_shows(tmp_path, monkeypatch):
-    programs = {"sbatch": 'bash "$2" > "$2.said" 2>&1\necho 21', "srun": 'exec "$@"'}
+    programs = {"sbatch": 'bash "$3" > "$3.said" 2>&1\necho 21', "srun": 'exec "$@"'}
     for name, text in programs.items():
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
@@ -229,6 +231,7 @@ def test_a_run_gives_its_checkpoint_to_a_job_whose_result_the_report_shows(tmp_p
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     section = {
         "ranks": "job", "tasks": ["house_qa"], "task_folders": [str(task_file(tmp_path / "tasks"))],
+        "trust_task_files": True,
         "job": {"gpus_per_node": 0},
     }  # fmt: skip
     changes = {"tokens__train_steps": 2, "evaluate": json.dumps(section)}

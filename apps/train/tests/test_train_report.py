@@ -170,6 +170,55 @@ def test_without_matplotlib_there_is_the_page_and_a_hint(
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "report.html"}
 
 
+WRONG = [
+    [],
+    "x",
+    {},
+    None,
+    True,
+    1e999,
+    float("nan"),
+    10**400,
+    [[[]]],
+    {"a": []},
+    {"a": {"b": "c"}},
+]
+EVALUATED = {"evaluated_step": 2, "tasks": {"t": {"acc": 0.5}}, "sources": {"s": {"loss": 1.0}}}
+LOADS = {"l": {"max_over_mean": 1.0, "entropy": 1.0, "unused": 0}}
+
+
+def places(value: object) -> list[list[str]]:
+    """Where a mapping has values, at any depth."""
+    items = value.items() if isinstance(value, dict) else ()
+    return [place for key, each in items for place in ([key], *([key, *d] for d in places(each)))]
+
+
+def test_a_file_with_anything_in_it_is_a_report_or_an_error_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(report_cli, "can_draw_png", lambda: False)
+    good = {"step": 2, "lm_loss": 1.0, "lr": 1.0, "step_time_s": 0.0, "data_wait_s": 0.1}
+    good |= {"evaluation": EVALUATED, "experts": LOADS, "communication_bytes": {"dp": 5}}
+    folder = write_run(tmp_path / "run", [2.0])
+    lines, results = folder / "metrics.jsonl", folder / "evaluations/2.json"
+    results.parent.mkdir()
+    first = lines.read_text()
+    for wrong in WRONG:
+        for place in places(good):
+            changed = json.loads(json.dumps(good))
+            owner = changed
+            for key in place[:-1]:
+                owner = owner[key]
+            owner[place[-1]] = wrong
+            lines.write_text(f"{first}{json.dumps(changed)}\n")
+            results.write_text(json.dumps(changed.get("evaluation")))
+            assert main(["report", str(folder)]) == 0, (place, wrong)
+    lines.write_text(first + "[" * 100_000 + "\n")
+    results.write_text('{"evaluated_step": ' + "[" * 100_000)
+    assert main(["report", str(folder)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_long_curves_are_means_of_neighbours() -> None:
     steps = [{"step": i, "lm_loss": float(i % 2)} for i in range(1, 2 * MOST_POINTS + 1)]
     points = Run("a", steps).points("lm_loss")

@@ -117,3 +117,25 @@ def test_data_of_a_program_and_random_tokens():
     many = random_corpus(50, S, 3, held_out=40).validation["random"]
     numbered = custom_corpus(many, "mine", validates=True)
     assert len(numbered.training) == 36 and len(numbered.validation["mine"]) == 4
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_documents_of_text_are_kept_apart_where_the_model_does(options, tmp_path, plain):
+    (tmp_path / "c").mkdir()
+    for name, text in (("1.txt", "abcde"), ("2.txt", "fgh"), ("3.txt", "ijklmnopq")):
+        (tmp_path / "c" / name).write_text(text)
+    section = PretrainDatasetsConfig(hf_dataset_or_datasets=str(tmp_path / "c"))
+    apart = dataclasses.replace(
+        options, plain_bytes=plain, validates=False, separate_documents=True
+    )
+    rows = open_section(section, apart, S).training.rows(np.arange(2))
+    ids = [*b"abcde", 256, *b"fgh", 256, *b"ijklmnopq", 256]
+    assert rows.tokens.tolist() == [ids[:8], ids[7:15]]
+    assert rows.documents.tolist() == [[0] * 6 + [1] * 2, [0] * 3 + [1] * 5]
+    assert rows.positions().tolist() == [[0, 1, 2, 3, 4, 5, 0], [0, 1, 2, 0, 1, 2, 3]]
+    assert rows.kept_labels().tolist() == [
+        [True] * 5 + [False, True],
+        [True] * 2 + [False] + [True] * 4,
+    ]
+    together = dataclasses.replace(options, plain_bytes=plain, validates=False)
+    assert open_section(section, together, S).training.rows(np.arange(2)).documents is None

@@ -136,6 +136,10 @@ def cut(path, size):
         (lambda p: cut(p.with_name("a.ds.index"), 0), r"ends the last of 0 documents at 0"),
         (lambda p: cut(p.with_name("a.ds.metadata"), 0), r"metadata': line 1 must be 'tokenizer"),
         (lambda p: cut(p.with_name("a.ds.metadata"), 6), r"line 2 must be the number of tokens"),
+        (
+            lambda p: p.with_name("a.ds.metadata").write_text(f"a|2\n{'9' * 5000}\n"),
+            r"a\.ds\.metadata': line 2 must be the number of tokens, but it is '9{19}'",
+        ),
         (lambda p: p.with_name("a.ds.metadata").write_bytes(b"\xff"), "the metadata is not UTF-8"),
         (lambda p: p.unlink(), r"a\.ds': there is no such file"),
     ],

@@ -99,7 +99,14 @@ def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig
     """The section of the config with what the flags change."""
     changes: dict[str, Any] = {
         name: getattr(given, name)
-        for name in ("num_fewshot", "limit", "batch_size", "max_length", "perplexity")
+        for name in (
+            "num_fewshot",
+            "limit",
+            "batch_size",
+            "max_length",
+            "perplexity",
+            "trust_task_files",
+        )
         if getattr(given, name) is not None
     }
     if given.tasks is not None:
@@ -229,6 +236,10 @@ def evaluate_parser() -> argparse.ArgumentParser:
     add(
         "--task-folder", action="append", default=[], metavar="FOLDER",
         help="task files (YAML) of your own; may be given several times",
+    )  # fmt: skip
+    add(
+        "--trust-task-files", action="store_true", default=None,
+        help="run the files of --task-folder: they are code",
     )  # fmt: skip
     add("--num-fewshot", type=int, metavar="N", help="examples before each question")
     add("--limit", type=count, metavar="N", help="most samples of each task")

@@ -88,10 +88,11 @@ class Evaluator:
         tasks, failure = {}, ""
         if passes := self._passes:
             found, failure = passes.lead(lambda: self._run(passes))
-            tasks = found or {}
+            tasks, failed = found or ({}, "")
+            failure = failure or failed
         seconds = time.perf_counter() - begin
         return Evaluation(step=step, tasks=tasks, losses=losses, seconds=seconds, failure=failure)
 
-    def _run(self, passes: LedPasses) -> dict[str, dict[str, float]]:
+    def _run(self, passes: LedPasses) -> tuple[dict[str, dict[str, float]], str]:
         assert self._harness is not None, "made on rank 0"
         return self._harness.run(passes)

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from kenotron_ckpt import random_state, restore_random_state
 from kenotron_config import EvaluateConfig
 from kenotron_train.evaluate.language_model import LayoutLM
-from kenotron_train.evaluate.led_passes import LedPasses
+from kenotron_train.evaluate.led_passes import LedPasses, is_failure
 
 FEWSHOT_SEED = 1234
 """Draws the examples before a question, as lm-eval has it."""
@@ -48,29 +48,53 @@ class Harness:
         for name in section.tasks:
             self._check(name)
 
-    def run(self, passes: LedPasses) -> dict[str, dict[str, float]]:
-        """Run all tasks with passes that other ranks follow; the metrics of each task and group.
+    def run(self, passes: LedPasses) -> tuple[dict[str, dict[str, float]], str]:
+        """Run all tasks with passes that other ranks follow.
 
         The random streams of the process are afterwards where they were.
+
+        Returns:
+            The metrics of each task and group, and why tasks have none.
         """
         before, named = random_state(), os.environ.get("DISABLE_MULTIPROC")
         os.environ["DISABLE_MULTIPROC"] = "1"  # bootstraps would fork a process with threads
         try:
             _seed()
             found: dict[str, dict[str, float]] = {}
-            counts = [self._section.fewshot_of(name) for name in self._section.tasks]
-            for count in dict.fromkeys(counts):
-                found |= self._run(passes, count)
-            return found
+            failures: list[str] = []
+            counts: dict[int | None, list[str]] = {}
+            for name in self._section.tasks:
+                counts.setdefault(self._section.fewshot_of(name), []).append(name)
+            for count, names in counts.items():
+                found |= self._run_each(passes, names, count, failures)
+            return found, "; ".join(failures)
         finally:
             restore_random_state(before)
             if named is None:
                 del os.environ["DISABLE_MULTIPROC"]
 
-    def _run(self, passes: LedPasses, examples: int | None) -> dict[str, dict[str, float]]:
-        """Run the tasks that have so many examples before a question."""
+    def _run_each(
+        self, passes: LedPasses, names: list[str], examples: int | None, failures: list[str]
+    ) -> dict[str, dict[str, float]]:
+        """Run tasks together; where that fails, each by itself, so that one fails alone."""
+        try:
+            return self._run(passes, names, examples)
+        except BaseException as error:  # of any class: task files are code
+            if passes.broken or not is_failure(error):
+                raise
+            if len(names) == 1:
+                failures.append(f"{names[0]}: {_said(error)}")
+                return {}
+        found: dict[str, dict[str, float]] = {}
+        for name in names:
+            found |= self._run_each(passes, [name], examples, failures)
+        return found
+
+    def _run(
+        self, passes: LedPasses, names: list[str], examples: int | None
+    ) -> dict[str, dict[str, float]]:
+        """Run tasks that have so many examples before a question."""
         section = self._section
-        names = [name for name in section.tasks if section.fewshot_of(name) == examples]
         loaded = self._tasks.load(names)
         for task in loaded["tasks"].values():
             own = task.get_config("num_fewshot")
@@ -100,13 +124,20 @@ class Harness:
         file = self._tasks.task_index[name].yaml_path
         try:
             self._tasks.load([name])  # reads the first sample
-        except Exception as error:  # of any kind: data sets and tasks raise their own
+        except BaseException as error:  # of any class: data sets and tasks raise their own
+            if not is_failure(error):
+                raise
             said = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ValueError(
                 f"evaluate.tasks: {name} was given; its data cannot be read ({said}); correct "
                 f"dataset_path and dataset_kwargs in {file} (a relative path begins at "
                 f"{Path.cwd()}), put the data there, or leave the task out"
             ) from error
+
+
+def _said(error: BaseException) -> str:
+    text = str(error) or "no message"
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:

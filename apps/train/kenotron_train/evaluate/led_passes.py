@@ -7,6 +7,7 @@ between ranks. Rank 0 sends the tokens of each request; the other ranks follow u
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -18,6 +19,15 @@ from kenotron_train.evaluate.text_tokens import TextTokens
 
 MOST_TOKENS = 1 << 20
 """Tokens that are sent to the other ranks at once, unless one row has more."""
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error is one of the code of tasks, which may raise anything.
+
+    Ctrl-C of a program that does not handle it is none; a training handles it.
+    """
+    interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return not (isinstance(error, KeyboardInterrupt) and interrupts)
 
 
 class LedPasses:
@@ -51,12 +61,17 @@ class LedPasses:
             result, failure = None, ""
             try:
                 result = work()
-            except Exception as error:
-                if self._broken:
+            except BaseException as error:
+                if self._broken or not is_failure(error):
                     raise
                 named = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 failure = f"{named}{error}"
             return self._tell("end", [result, failure])
+
+    @property
+    def broken(self) -> bool:
+        """Whether the passes themselves have failed, so that no further ones can be made."""
+        return self._broken
 
     def score(self, rows: Sequence[Row]) -> list[Score]:
         """Score rows, the longest first. For rank 0, within ``lead``."""

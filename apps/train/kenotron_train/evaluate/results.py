@@ -10,6 +10,8 @@ from typing import Any
 from kenotron_ckpt import replace_text
 from kenotron_engine import Validation, perplexity
 
+LARGEST = 1e300
+"""Figures from there on, which no metric has, are left out: whole numbers of JSON have no bound."""
 FOLDER = "evaluations"
 """In the folder of a run: a file of each step that a job, or a user, has evaluated."""
 
@@ -86,10 +88,33 @@ def read_evaluation(file: Path) -> dict[str, Any] | None:
     """Return the object of one file; None where it cannot be read or is something else."""
     try:
         read = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
-    is_one = isinstance(read, dict) and isinstance(read.get("evaluated_step"), int)
-    return read if is_one else None
+    return checked_evaluation(read)
+
+
+def checked_evaluation(read: object) -> dict[str, Any] | None:
+    """Return the object of an evaluation with nothing in it but what one has; None: it is none.
+
+    Files are written by others, too: figures that are no numbers are left out.
+    """
+    if not isinstance(read, dict) or type(read.get("evaluated_step")) is not int:
+        return None
+    found: dict[str, Any] = dict(read)
+    for key in {"tasks", "sources"} & set(read):
+        given = read[key]
+        entries = given.items() if isinstance(given, dict) else ()
+        found[key] = {
+            name: {metric: value for metric, value in each.items() if _is_figure(value)}
+            for name, each in entries
+            if isinstance(each, dict)
+        }
+    return found
+
+
+def _is_figure(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value is None or (is_number and abs(value) < LARGEST)
 
 
 def _stderr(metrics: dict[str, float], name: str) -> str:

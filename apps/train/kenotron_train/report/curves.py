@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from kenotron_train.evaluate.results import LARGEST
 from kenotron_train.report.metrics_file import read_journal
 from kenotron_train.report.numbers import short
 
@@ -182,7 +183,7 @@ def _has_bytes(step: dict[str, Any]) -> bool:
 
 def _share(run: Run, key: str, seconds: list[float]) -> str:
     values = _values(run, key)
-    return f"{sum(values) / sum(seconds):.1%}" if values and seconds else "-"
+    return f"{sum(values) / sum(seconds):.1%}" if values and sum(seconds) else "-"
 
 
 def _outside(run: Run) -> list[float]:
@@ -195,7 +196,8 @@ def _values(run: Run, key: str) -> list[float]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < LARGEST
 
 
 def _middle(points: Points) -> tuple[float, float]:

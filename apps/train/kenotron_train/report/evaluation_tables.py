@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kenotron_train.evaluate.results import FOLDER, read_evaluations
+from kenotron_train.evaluate.results import FOLDER, checked_evaluation, read_evaluations
 from kenotron_train.report.charts import COLOURS, Line, line_chart
 from kenotron_train.report.curves import Run
 
@@ -24,8 +24,8 @@ def with_evaluations(run: Run, folder: Path) -> Run:
     """
     found = {step: figures_of(each) for step, each in read_evaluations(folder / FOLDER).items()}
     for step in run.steps:
-        if isinstance(each := step.get("evaluation"), dict):
-            evaluated = int(each.get("evaluated_step", 0))
+        if (each := checked_evaluation(step.get("evaluation"))) is not None:
+            evaluated = each["evaluated_step"]
             found[evaluated] = figures_of(each) | found.get(evaluated, {})
     steps = [step | {"evaluated": found.get(step["step"], {})} for step in run.steps]
     return Run(run.name, steps)

@@ -12,6 +12,8 @@ from typing import Any
 from kenotron_train.report.line_writer import LineWriter
 from kenotron_train.run.run_folder import writing
 
+MOST_STEPS = 1 << 53
+"""Steps from there on are none: whole numbers of JSON have no bound."""
 BLOCK = 1 << 16
 """Bytes that are read at a time, from the end of the file."""
 
@@ -109,10 +111,10 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     """The metrics of a line; None when it is none, or was cut off."""
     try:
         metrics = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    is_step = isinstance(metrics, dict) and isinstance(metrics.get("step"), int)
-    return metrics if is_step else None
+    is_step = isinstance(metrics, dict) and type(metrics.get("step")) is int
+    return metrics if is_step and abs(metrics["step"]) < MOST_STEPS else None
 
 
 def _set_aside(path: Path) -> Path | None:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kenotron_config import Config, EvaluateConfig, EvaluationJobConfig, public
+from kenotron_config import Config, EnvText, EvaluateConfig, EvaluationJobConfig, Mask
 from kenotron_dist import MeshConfig
 from kenotron_train.evaluate.results import FOLDER
 
@@ -52,7 +52,7 @@ def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path
         )
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", str(file)],
+            ["sbatch", "--parsable", f"--output={_log(step_folder)}", str(file)],
             capture_output=True, text=True, check=False, env=outside(os.environ), timeout=PATIENCE,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
@@ -63,6 +63,21 @@ def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path
         why = done.stderr.strip().removeprefix("sbatch: error: ")
         raise ValueError(f"sbatch refused {file} ({why}): correct evaluate.job")
     return f"evaluation of step {step_folder.name}: submitted job {done.stdout.strip()}"
+
+
+def _log(step_folder: Path) -> str:
+    return str(step_folder.parent / FOLDER / f"{step_folder.name}.out").replace("%", "%%")
+
+
+def _word(text: str, config: Config) -> str:
+    """Quote a word of the script; the part that `!env` has read is read again by the shell."""
+    named = config.checkpoints.checkpoints_path
+    if not isinstance(named, EnvText) or not named or named not in text:
+        return shlex.quote(text)
+    name, *other = named.written.split(" ", 1)
+    variable = "${" + name + (f":-{other[0]}" if other else "") + "}"
+    before, _, after = text.partition(named)
+    return "".join((before and shlex.quote(before), f'"{variable}"', after and shlex.quote(after)))
 
 
 def outside(environment: Mapping[str, str]) -> dict[str, str]:
@@ -118,21 +133,24 @@ def script_of_evaluation(
             f"evaluate.job: {ranks} ranks (pp x dp x cp x tp) cannot be {tasks} on each of "
             f"{job.nodes} nodes: change nodes, gpus_per_node, dp, pp, cp or tp there"
         )
+    hidden = Mask(config)
     asked = {name: getattr(job, name) for name in _OPTIONS if getattr(job, name)}
     asked |= {"cpus-per-task": job.cpus_per_task} if job.cpus_per_task else {}
     asked |= {} if job.gpus_per_node == 0 else {"gpus-per-node": tasks}
     requests = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items()]
-    log = step_folder.parent / FOLDER / f"{step_folder.name}.out"
+    log = _log(step_folder)
     values = {
-        "title": f"evaluation of {step_folder}",
-        "name": shlex.quote(public(f"{config.general.project}-evaluate-{step_folder.name}")),
+        "title": hidden(f"evaluation of {step_folder}"),
+        "name": shlex.quote(hidden(f"{config.general.project}-evaluate-{step_folder.name}")),
         "nodes": job.nodes,
         "tasks": tasks,
         "requests": "\n".join(requests),
-        "log": shlex.quote(str(log).replace("%", "%%")),
-        "cwd": shlex.quote(str(cwd)),
+        "log": shlex.quote(log),
+        "cwd": _word(str(cwd), config),
         "srun": f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "",
-        "command": shlex.join(evaluate_command(config, job, step_folder)),
+        "command": " ".join(
+            _word(word, config) for word in evaluate_command(config, job, step_folder)
+        ),
     }
     texts = [str(value) for name, value in values.items() if name != "requests"] + requests
     if odd := [text for text in texts if text and not text.isprintable()]:
@@ -141,4 +159,6 @@ def script_of_evaluation(
             "script: rename it"
         )
     text = TEMPLATE.read_text(encoding="utf-8").replace("{{requests}}\n" * (not requests), "")
+    if hidden(log) != log:  # Slurm reads no variables there: sbatch gets the option
+        text = text.replace("#SBATCH --output={{log}}\n", "")
     return re.sub(r"\{\{(\w+)\}\}", lambda match: str(values[match[1]]), text)

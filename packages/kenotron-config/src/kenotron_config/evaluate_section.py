@@ -71,6 +71,8 @@ class EvaluateConfig:
     """Names of tasks, groups or tags of lm-eval, or of files in task_folders."""
     task_folders: tuple[str, ...] = ()
     """Folders of task files (YAML) of your own; a name there replaces lm-eval's task."""
+    trust_task_files: bool = False
+    """True: the files in task_folders may be run. They are code, as they can name functions."""
     num_fewshot: int | dict[str, int] | None = None
     """Examples before each question: of all tasks, or of each task by its name; None: as the task
     says."""
@@ -97,6 +99,11 @@ class EvaluateConfig:
             )
         if twice := sorted({task for task in self.tasks if self.tasks.count(task) > 1}):
             found.append(f"tasks: {twice[0]} was given twice; keep one")
+        if self.task_folders and not self.trust_task_files:
+            found.append(
+                f"task_folders: {self.task_folders[0]} was given; task files are code that runs "
+                "with your rights: read them, and set trust_task_files to true"
+            )
         found += [f"num_fewshot: {line}" for line in self._fewshot_problems()]
         if self.job is not None and self.ranks != "job":
             found.append(f"job: it was given, but ranks is {self.ranks}; set ranks to job")

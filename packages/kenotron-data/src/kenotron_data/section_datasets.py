@@ -57,7 +57,8 @@ class SectionOptions:
     validates: bool = True
     """Whether samples are held out."""
     separate_documents: bool = False
-    """Whether the model keeps documents apart, so that several examples may share a sample."""
+    """Whether the model keeps documents apart; samples then tell them apart, and several examples
+    may share one."""
     domains: Mapping[str, float] | None = None
     """Names of a section's data sets, in order, and the weights with which they are mixed."""
 
@@ -119,7 +120,7 @@ def text_datasets(
     def read(own: PretrainDatasetsConfig, name: str, validation: bool) -> Dataset:
         tokens = _cached(own, tokenizer, options.cache, validation)
         about.append(f"{name}: {len(tokens):,} tokens, kept in {tokens.path}")
-        return PackedTokens(tokens, sequence)
+        return PackedTokens(tokens, sequence, separate_documents=options.separate_documents)
 
     found = _each(section, options, read)
     found.about = about
@@ -222,9 +223,12 @@ def _cached(
 
 
 def _is_in_memory(section: PretrainDatasetsConfig, options: SectionOptions) -> bool:
-    """Whether a section is one corpus of plain text that is read as bytes."""
+    """Whether a section is one corpus of plain text that is read as bytes.
+
+    Files of tokens know where documents begin, bytes in memory do not.
+    """
     name = section.hf_dataset_or_datasets
-    if not options.plain_bytes or not isinstance(name, str):
+    if not options.plain_bytes or options.separate_documents or not isinstance(name, str):
         return False
     if section.splits != ("train",) or section.hf_dataset_config_name is not None:
         return False

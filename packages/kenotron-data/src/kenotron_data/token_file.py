@@ -21,6 +21,8 @@ UInt64Array: TypeAlias = NDArray[np.uint64]
 
 _TORCH_TYPES = {2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _UNKNOWN = "Unknown Tokenizer"
+_DIGITS = 19
+"""Digits of the number of tokens of a file, at most."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ class TokenMetadata:
                 f"{place}: line 1 must be 'tokenizer|2' or 'tokenizer|4' (bytes of a token), but "
                 f"it is {lines[0] if lines else ''!r}"
             )
-        if len(lines) < 2 or not lines[1].isdecimal():
+        if len(lines) < 2 or not lines[1].isdecimal() or len(lines[1]) > _DIGITS:
             raise ValueError(
                 f"{place}: line 2 must be the number of tokens, but it is "
-                f"{lines[1] if len(lines) > 1 else ''!r}"
+                f"{lines[1][:_DIGITS] if len(lines) > 1 else ''!r}"
             )
         known = tokenizer != f"{_UNKNOWN}|{size}"
         return cls(tokenizer if known else "", int(size), int(lines[1]))
