@@ -13,6 +13,7 @@ import yaml
 from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.config import Config
 from kenotron_config.evaluate_section import evaluate_problems
+from kenotron_config.home_paths import expand_home
 from kenotron_config.legacy import before_nanotron, modern_path, modernise
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
 from kenotron_config.other_sections import without_others
@@ -162,6 +163,7 @@ def parse_config(
             changed.append(_override(data, override, read))
         except ConfigError as error:
             problems += error.problems
+    data = expand_home(data, environment, report)
     data = without_others(data, lambda line: warn(f"{source_name}: {line}"))
     built = sections(Config, modernise(data, report), report)
     for line in [*cross_problems(cast(Sections, built)), *evaluate_problems(built)]:
