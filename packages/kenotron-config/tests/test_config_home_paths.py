@@ -17,7 +17,7 @@ NO_PATH = {
     "eval_interval_file", "s5cmd_path",
     "s3_save_path", "upload_s3_path",
 }  # fmt: skip
-"""Keys with a path in their names that are none, are URLs, or belong to Nanotron's own evaluations."""
+"""Keys with a path in their names that are none, are URLs, or of Nanotron's evaluations."""
 PLACES = [
     ("checkpoints.checkpoints_path", "~/x"),
     ("checkpoints.resume_checkpoint_path", "~/x"),

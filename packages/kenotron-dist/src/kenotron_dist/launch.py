@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +29,7 @@ from kenotron_dist.cuda_variables import deterministic_variables, missing_variab
 from kenotron_dist.device import choose_device, gpu_problem, register_backend, visible_gpus
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.fake_work import FAKE_NCCL
+from kenotron_dist.interfaces import check_interfaces, listen_locally
 from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
 from kenotron_dist.launch_store import check_backend, open_store
 from kenotron_dist.rendezvous import SILENT, Meeting, leave_late
@@ -95,6 +95,8 @@ def from_env(
         raise ValueError("from_env: this process has a process group already: call it once")
     environ = os.environ if environ is None else environ
     world = resolve(environ)
+    if world.world_size > 1:
+        check_interfaces(environ)
     set_cuda_variables(deterministic)
     gpus = visible_gpus()
     bound = world.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in environ and gpus > 0
@@ -109,7 +111,7 @@ def from_env(
         _share_secret(world, store, check_secret(environ.get(SECRET, "")), secret_file)
         check_backend(world, store, backend, gpus)
     if world.is_local:
-        _listen_locally()
+        listen_locally()
     register_backend(backend)
     with meeting("world", store, world, meet):
         dist.init_process_group(
@@ -238,20 +240,12 @@ def inherit(debug: frozenset[str], key: str) -> None:
         key: what signs its messages.
     """
     os.environ |= {DEBUG: ",".join(sorted(debug)), _KEY: key}
-    _listen_locally()
+    listen_locally()
 
 
 def signing_key() -> bytes:
     """Return what signs messages between ranks; empty where the job has no secret."""
     return os.environ.get(_KEY, "").encode()
-
-
-def _listen_locally() -> None:
-    """Let gloo and NCCL listen on the loopback interface, unless the user names another one."""
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in {"lo", "lo0"} & names:
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(variable, loopback)
 
 
 def tell_launcher(text: str, environ: Mapping[str, str] | None = None) -> None:
