@@ -2,7 +2,8 @@
 
 import pytest
 
-from kenotron_dist import World, resolve, slurm
+from kenotron_dist import MeshConfig, World, resolve, slurm, start
+from kenotron_dist.environment import check_tasks
 
 BASE = {"MASTER_ADDR": "n1", "MASTER_PORT": "1234"}
 TORCHRUN = {
@@ -199,3 +200,33 @@ def test_tasks_per_node_are_expanded():
     assert slurm.tasks_per_node("4") == [4]
     with pytest.raises(ValueError, match=r"'2\(x\)' is not of the form 2\(x3\),1"):
         slurm.tasks_per_node("2(x)")
+
+
+PTY = STEP | {
+    "SLURM_PROCID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "m5",
+}
+
+
+def test_a_mesh_of_several_ranks_in_a_shell_of_srun_names_slurm():
+    check_tasks(resolve(PTY), 1)
+    check_tasks(resolve(TORCHRUN), 8)
+    words = (
+        r"Slurm \(srun, or a shell of srun --pty\) started this process as its only task, and the "
+        "mesh has 4 ranks: start it with srun --ntasks 4, or unset SLURM_STEP_ID and SLURM_STEPID"
+    )
+    with pytest.raises(ValueError, match=words):
+        check_tasks(resolve(PTY), 4)
+    alone = {name: "01"["SIZE" in name] for name in MPI}
+    with pytest.raises(ValueError, match="MPI started this process .* with mpirun -n 2, or unset"):
+        check_tasks(resolve(alone), 2)
+
+
+def test_start_refuses_it_before_anything_is_joined(monkeypatch):
+    for name, value in PTY.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="Slurm .* the mesh has 2 ranks"):
+        start(len, config=MeshConfig(dp=2))

@@ -66,6 +66,24 @@ def resolve(environ: Mapping[str, str]) -> World:
     return World(0, 1, 0, 1, _LOOPBACK, 0, "none")
 
 
+def check_tasks(world: World, ranks: int) -> None:
+    """Raise ValueError for the only task of Slurm or MPI that shall be a mesh of several ranks.
+
+    A shell that ``srun --pty`` has opened gives its variables to every program.
+    """
+    starts = {
+        "slurm": ("Slurm (srun, or a shell of srun --pty)", f"srun --ntasks {ranks}",
+                  "SLURM_STEP_ID and SLURM_STEPID"),
+        "mpi": ("MPI", f"mpirun -n {ranks}", "OMPI_COMM_WORLD_RANK, PMI_RANK and PMIX_RANK"),
+    }  # fmt: skip
+    if world.world_size == 1 and ranks > 1 and world.launcher in starts:
+        name, command, variables = starts[world.launcher]
+        raise ValueError(
+            f"{name} started this process as its only task, and the mesh has {ranks} ranks: start "
+            f"it with {command}, or unset {variables}, so that it starts its ranks itself"
+        )
+
+
 class _Variables:
     """Variables that are read as numbers and shown in errors."""
 

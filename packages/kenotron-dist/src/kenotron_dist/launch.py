@@ -27,7 +27,7 @@ import torch.distributed as dist
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.cuda_variables import deterministic_variables, missing_variables
 from kenotron_dist.device import choose_device, gpu_problem, register_backend, visible_gpus
-from kenotron_dist.environment import World, resolve
+from kenotron_dist.environment import World, check_tasks, resolve
 from kenotron_dist.fake_work import FAKE_NCCL
 from kenotron_dist.interfaces import check_interfaces, listen_locally
 from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
@@ -164,6 +164,11 @@ def launcher() -> str:
     Raises ValueError for variables that contradict one another.
     """
     return resolve(os.environ).launcher
+
+
+def check_launched(ranks: int) -> None:
+    """Raise ValueError where a launcher has started one task for a mesh of several ranks."""
+    check_tasks(resolve(os.environ), ranks)
 
 
 def local_ranks(world_size: int) -> int:

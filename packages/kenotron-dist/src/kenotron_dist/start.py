@@ -13,7 +13,14 @@ import torch.distributed as dist
 
 from kenotron_dist.diagnosis.hang_diagnosis import PeerLost
 from kenotron_dist.diagnosis.watchdog import watch
-from kenotron_dist.launch import MOST_THREADS, from_env, launcher, meeting, threads_of_rank
+from kenotron_dist.launch import (
+    MOST_THREADS,
+    check_launched,
+    from_env,
+    launcher,
+    meeting,
+    threads_of_rank,
+)
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.rank_error import RankError
 from kenotron_dist.spawn import spawn
@@ -76,6 +83,7 @@ def start(
             forward=threading.current_thread() is threading.main_thread(),
             leaves=leaves,
         )[0]
+    check_launched(config.world_size)
     meet = max(limit, _LEAST_MEETING)
     options = {"timeout": limit + _BACKSTOP, "meet": meet}
     world = from_env(device=device, deterministic=deterministic, secret_file=secret_file, **options)
