@@ -191,7 +191,8 @@ def test_why_there_is_no_gpu(
     monkeypatch.setattr(banner, "visible_gpus", lambda: 0)
     there = mock.Mock(world=mock.Mock(size=1))
     said, level = banner._why_cpu(there, "auto")
-    assert problem in said and (level == "warning") is ("NCCL" in problem)
+    advised = problem if "NCCL" in problem else problem.partition(": install")[0]
+    assert said.endswith(f"({advised})") and (level == "warning") is ("NCCL" in problem)
     said, level = banner._why_cpu(there, "cpu")
     assert said.endswith("all ranks compute on CPUs, as general.device asks for")
     assert level == "info"

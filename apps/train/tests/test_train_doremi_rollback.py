@@ -41,8 +41,8 @@ def left_out(mesh: Mesh, config: Config) -> list[tuple]:
     """A run that leaves the fifth batch out from the beginning."""
     right = loop.resume
 
-    def resume(training):
-        progress, remark = right(training)
+    def resume(training, **asked):
+        progress, remark = right(training, **asked)
         return replace(progress, left_out=(BAD,)), remark
 
     with mock.patch.object(loop, "resume", resume):

@@ -56,7 +56,7 @@ def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:
         problem = gpu_problem()
         if "NCCL" in problem:
             return f"{seen} ({problem})", "warning"
-        return f"{seen} ({problem.partition(': ')[0]})", "info"
+        return f"{seen} ({problem.partition(': install')[0]})", "info"
     return (
         f"{seen}, for a GPU serves one rank; to use GPUs start at most {gpus} on a host (lower "
         "parallelism.dp, pp, cp or tp, or take more hosts); general.device: cpu chooses CPUs "
