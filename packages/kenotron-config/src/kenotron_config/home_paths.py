@@ -5,6 +5,8 @@ from typing import Any
 
 HOME = "HOME"
 """The variable with the folder."""
+OTHERS = "lighteval.slurm"
+"""Nanotron's jobs of evaluations: no path of theirs is used."""
 
 
 def expand_home(
@@ -24,6 +26,8 @@ def expand_home(
         report: called with the dotted path and a sentence where it has not.
         path: dotted path of `data`.
     """
+    if path == OTHERS:
+        return data
     if isinstance(data, dict):
         return {
             expand_home(key, environment, report, f"{path}.{key}".strip(".")): expand_home(
