@@ -140,7 +140,7 @@ def test_examples_count_with_what_is_learned():
 
         def encode(self, rows):
             return [
-                (np.array([1, 2, 3], dtype=np.uint32), np.array([False, *self.learned]))
+                [(np.array([1, 2, 3], dtype=np.uint32), np.array([False, *self.learned]))]
                 for _ in rows
             ]
 
