@@ -95,8 +95,7 @@ def from_env(
         raise ValueError("from_env: this process has a process group already: call it once")
     environ = os.environ if environ is None else environ
     world = resolve(environ)
-    if world.world_size > 1:
-        check_interfaces(environ)
+    check_interfaces(environ if world.world_size > 1 else {})  # alone it listens nowhere
     set_cuda_variables(deterministic)
     gpus = visible_gpus()
     bound = world.launcher == "slurm" and "SLURM_GPUS_PER_TASK" in environ and gpus > 0
