@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _NOT, _EXACT = "^", "="
 
 
-def listen_locally() -> None:
+def listen_locally(environ: MutableMapping[str, str]) -> None:
     """Let gloo and NCCL listen on the loopback interface, unless the user names another one."""
     for loopback in {"lo", "lo0"} & {*interfaces()}:
         for variable in (GLOO, NCCL):
-            os.environ.setdefault(variable, loopback)
+            environ.setdefault(variable, loopback)
 
 
 def interfaces() -> list[str]:

@@ -110,7 +110,7 @@ def from_env(
         _share_secret(world, store, check_secret(environ.get(SECRET, "")), secret_file)
         check_backend(world, store, backend, gpus)
     if world.is_local:
-        listen_locally()
+        listen_locally(os.environ)
     register_backend(backend)
     with meeting("world", store, world, meet):
         dist.init_process_group(
@@ -168,6 +168,11 @@ def launcher() -> str:
 def check_launched(ranks: int) -> None:
     """Raise ValueError where a launcher has started one task for a mesh of several ranks."""
     check_tasks(resolve(os.environ), ranks)
+
+
+def check_own_interfaces() -> None:
+    """Raise ValueError where this process's environment names no interface of this host."""
+    check_interfaces(os.environ)
 
 
 def local_ranks(world_size: int) -> int:
@@ -244,7 +249,7 @@ def inherit(debug: frozenset[str], key: str) -> None:
         key: what signs its messages.
     """
     os.environ |= {DEBUG: ",".join(sorted(debug)), _KEY: key}
-    listen_locally()
+    listen_locally(os.environ)
 
 
 def signing_key() -> bytes:

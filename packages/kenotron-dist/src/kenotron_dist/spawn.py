@@ -23,8 +23,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from kenotron_dist.exit_process import STALLED
-from kenotron_dist.interfaces import check_interfaces
-from kenotron_dist.launch import debugging
+from kenotron_dist.launch import check_own_interfaces, debugging
 from kenotron_dist.local_rank import Job, pickled, run_rank
 from kenotron_dist.mesh import MeshConfig
 from kenotron_dist.parent_line import Counts
@@ -141,7 +140,7 @@ def _check(config: MeshConfig) -> None:
         raise ValueError(f"spawn: an axis has at least one rank, got {small}")
     _ = config.expert_sizes  # raises for ep
     if config.world_size > 1:
-        check_interfaces(os.environ)
+        check_own_interfaces()
     if multiprocessing.current_process().daemon:
         raise RuntimeError(
             "spawn: this process is a rank of spawn, or another daemon process, and may start no "
