@@ -4,7 +4,9 @@ Sessions are read from packages/*/pyproject.toml and apps/*/pyproject.toml: a ne
 without an edit here. No session reuses an environment: with uv a fresh one takes a second.
 """
 
+import datetime
 import functools
+import json
 import os
 import re
 import sys
@@ -34,23 +36,12 @@ from nox_environments import (
     newest_python,
     scratch,
 )
+from nox_lanes import REPO_TESTS, TEST_ENV, lanes
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
 nox.options.error_on_external_run = True
 
-REPO_TESTS = [
-    ROOT / f"tests/test_{name}.py"
-    for name in ("api", "lock", "packages", "rooms", "spack", "versions")
-]  # no torch
-TEST_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "PYTHONDONTWRITEBYTECODE": "",
-    # Where a conftest.py says nothing else; each worker starts several ranks.
-    "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(8, max(3, os.cpu_count() or 1))),
-    # A minute of g++ on a cold machine, for programs that take a second to compile without it.
-    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
-}
 # While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
 # 3.8 would start another one and then wait for ever for tests that nobody has.
 ONCE_MORE = ("python", str(ROOT / "tests/once_more.py"))  # pytest, and a few failures again
@@ -64,32 +55,6 @@ def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
     install_tree(session, PYTEST, XDIST, use=closure(package), test=[package])
     session.run(*ONCE_MORE, *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
-
-
-@nox.session(name="tests-nccl")
-def tests_nccl(session: nox.Session) -> None:
-    """Test what communicates over the fake NCCL: what needs no GPU to go wrong goes wrong here.
-
-    Left out: what starts no ranks, starting and ending them, what each computes alone, tests marked
-    ``gloo``, which give the reason, and of tests with many variants all but two or three.
-    """
-    chosen = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
-    starting = ("gloo_threads", "launch", "rendezvous", "messages", "signals", "signed", "spawn")
-    alone = ("compact_state", "freed", "fused", "memory", "products", "matmul", "update_rule")
-    files = [
-        str(file)
-        for package in chosen
-        for file in sorted(package.glob("tests/test_*.py"))
-        if not file.stem.endswith((*starting, *alone, "nccl"))
-        and re.search(r"\b(on_ranks|spawn)\(", file.read_text())
-    ]
-    use = list(dict.fromkeys(each for package in chosen for each in closure(package)))
-    install_tree(session, PYTEST, XDIST, use=use, test=chosen)
-    session.run(
-        *ONCE_MORE, *AT_ONCE, "-n", "3", "-m", "not gloo", "-p", "some_of_each",
-        *files, *session.posargs,
-        env=TEST_ENV | {"KENOTRON_DEBUG": "fake_nccl", "PYTHONPATH": str(ROOT / "tests")},
-    )  # fmt: skip
 
 
 def wheel(session: nox.Session, package: Path) -> None:
@@ -162,8 +127,35 @@ def add(name: str, body: Callable, folder: Path, *, default: bool = True) -> Non
         body(session, folder)
 
 
+def run_lanes(session: nox.Session, *options: str) -> None:
+    """Run the tests of packages and apps in one environment, two folders beside each other."""
+    found = lanes(*options)
+    chosen = session.posargs or found
+    if unknown := set(chosen) - set(found):
+        session.error(f"{sorted(unknown)} are no lanes: choose of {', '.join(found)}")
+    install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
+    file = scratch(session, "lanes") / "lanes.json"
+    file.write_text(json.dumps({name: found[name] for name in chosen}))
+    session.run("python", "tests/lanes.py", str(file), env=TEST_ENV)
+
+
+@nox.session(name="tests")
+def some_variants(session: nox.Session) -> None:
+    """Run every test; of those marked ``by_turns`` some variants, other ones every day.
+
+    Names of lanes after `--` choose some: ``across``, ``packages/kenotron-tp``, ``over NCCL``.
+    """
+    run_lanes(session, f"--turn={datetime.date.today().toordinal()}")
+
+
+@nox.session(name="tests-all", default=False)
+def all_variants(session: nox.Session) -> None:
+    """Run every test in all of its variants: before a release."""
+    run_lanes(session)
+
+
 for each in PACKAGES:
-    add(f"tests-{each.name.removeprefix('kenotron-')}", tests, each)
+    add(f"tests-{each.name.removeprefix('kenotron-')}", tests, each, default=False)
 for each in PACKAGES:
     add(f"wheel-{each.name.removeprefix('kenotron-')}", wheel, each)
 for each in ALL:
@@ -184,17 +176,6 @@ def bench_mup(session: nox.Session) -> None:
     install_tree(session, use=ALL, test=[])
     for name in ("bench_mup", "bench_mup_rates"):
         session.run("python", f"apps/train/benchmarks/{name}.py", *session.posargs)
-
-
-@nox.session
-def integration(session: nox.Session) -> None:
-    """Test all packages and apps together: parity, resume, the programs."""
-    across = [file for file in sorted(ROOT.glob("tests/test_*.py")) if file not in REPO_TESTS]
-    paths = [*across, *(app / "tests" for app in APPS if (app / "tests").is_dir())]
-    if not paths:
-        session.skip("there are no tests across packages")
-    install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
-    session.run(*ONCE_MORE, *AT_ONCE, *map(str, paths), *session.posargs, env=TEST_ENV)
 
 
 def versions(session: nox.Session, section: str, *options: str) -> None:

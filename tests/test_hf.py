@@ -61,6 +61,7 @@ def test_a_group_has_one_worker(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize("case", hf_cases.CASES)
+@pytest.mark.by_turns(17)
 def test_every_bit_and_every_key_come_back(case, tmp_path):
     hf_cases.save(case, tmp_path / "hf")
     assert import_hf(tmp_path / "hf", tmp_path / "ours").deviation <= 1e-5
@@ -189,6 +190,7 @@ def batch(tmp_path_factory) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(tokens), torch.from_numpy(labels)
 
 
+@pytest.mark.by_turns(2, of="measured")
 @pytest.mark.parametrize("case", hf_cases.CASES)
 def test_logits_equal_transformers(case, measured):
     _, ranks = measured
@@ -200,6 +202,7 @@ def test_logits_equal_transformers(case, measured):
     assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+@pytest.mark.by_turns(2, of="measured")
 @pytest.mark.parametrize(
     "name", [*hf_cases.CASES, *(f"{each}-interleaved" for each in INTERLEAVED)]
 )

@@ -65,7 +65,7 @@ def test_a_run_without_failures_is_one_run(tmp_path: Path) -> None:
 
 def test_options_stay_and_other_tests_go() -> None:
     given = ["-n", "3", "-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0"]
-    given += ["-p", "some_of_each", "--durations=25", "-m", "not gloo", "tests/test_a.py"]
+    given += ["-p", "by_turns", "--durations=25", "-m", "not gloo", "tests/test_a.py"]
     assert once_more.alone(given, ["t.py::a"]) == [
-        "-p", "some_of_each", "--durations=25", "t.py::a"
+        "-p", "by_turns", "--durations=25", "t.py::a"
     ]  # fmt: skip

@@ -61,6 +61,7 @@ def one_process(row: Row, folder: Path, steps: int) -> grid_run.Measured:
     return pickle.loads(kept.read_bytes())
 
 
+@pytest.mark.by_turns(17)
 def test_a_row_has_the_numbers_of_one_process(
     row: Row, folder: Path, full_grid: bool, grid_results: Path | None
 ) -> None:

@@ -168,6 +168,7 @@ def test_every_family_is_walked_over() -> None:
 
 
 @pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.by_turns(1)
 def test_stage_3_has_the_numbers_of_stage_0_on_every_architecture(part: int) -> None:
     ran = on_ranks(walk, part, seconds=600.0)[0]
     assert len(ran) > 50

@@ -60,6 +60,7 @@ def test_one_process_trains_as_transformers_does_in_plain_torch(family, tmp_path
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.by_turns(6)
 def test_every_layout_trains_as_one_process(family, layout, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     one = run(configure(folder, tmp_path / "one"))
@@ -81,6 +82,7 @@ def test_a_run_resumes_on_another_layout(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "stablelm", "cohere"])
+@pytest.mark.by_turns(1)
 def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
     from transformers import AutoModelForCausalLM
 
@@ -151,6 +153,7 @@ def whole(config: Config) -> tuple[float, dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.by_turns(4)
 def test_first_weights_and_gradients_are_those_of_one_process(family, seeded, tmp_path):
     folder = folder_of(family, tmp_path / "model")
     drawn = {"model.init_method": json.dumps({"std": 0.1})} if seeded else {}

@@ -42,6 +42,7 @@ def test_one_rank_is_dense_attention(name):
 
 
 @pytest.mark.parametrize("cp", [2, 4, 8])
+@pytest.mark.by_turns(1)
 def test_bits_do_not_depend_on_the_number_of_ranks_nor_on_the_way(cp):
     expected = alone()
     for rank, found in enumerate(on_ranks(on_this_rank, cp=cp)):

@@ -27,6 +27,7 @@ def found():
 @pytest.mark.gloo(reason="after a fault NCCL's communicator of the world is of no use any more")
 @pytest.mark.parametrize("ranks", RUNS)
 @pytest.mark.parametrize("fault", [fault.__name__ for fault in dist_faults.FAULTS])
+@pytest.mark.by_turns(12)
 def test_a_fault_is_attributed_to_its_rank_and_line(fault, ranks, found):
     bad, _ = RUNS[ranks]
     ended = {rank: each[fault] for rank, each in enumerate(found(ranks))}

@@ -71,6 +71,7 @@ def ended(ranks):
 
 
 @pytest.mark.parametrize("where", ["init", "connect"])
+@pytest.mark.by_turns(1)
 def test_a_rank_that_is_stopped_before_the_mesh_exists_is_named(where, tmp_path):
     port = free_port()
     ranks = [started(tmp_path, port, rank, 3) for rank in (0, 1)]
@@ -149,6 +150,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.by_turns(1)
 def test_local_ranks_are_named_too(meets, tmp_path):
     program = tmp_path / "local.py"
     program.write_text(LOCAL)

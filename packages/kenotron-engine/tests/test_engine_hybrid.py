@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_cases import ADAMW, batches_of
@@ -90,6 +91,7 @@ def on_one(model: str) -> Any:
 )
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("model", MODELS)
+@pytest.mark.by_turns(4)
 def test_it_trains_on_every_layout_as_on_one_process(
     model: str, axes: dict[str, int], schedule: str, sequence_parallel: bool
 ) -> None:
@@ -105,4 +107,5 @@ def as_on_one_process(model: str, *how: Any, **axes: int) -> None:
         assert found == pytest.approx(numbers, rel=share)
     ours, theirs = join_pieces(each[1] for each in ranks), join_pieces([pieces])
     assert ours.keys() == theirs.keys()
-    assert all(abs(ours[name] - theirs[name]).max() <= most for name in theirs)
+    for name, x in theirs.items():  # pieces are in fp32: where it rounds, one more of its steps
+        assert (abs(ours[name] - x) <= np.maximum(most, np.spacing(abs(x)))).all(), name

@@ -117,6 +117,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.by_turns(6)
 def test_stages_agree_to_the_bit_and_stage_3_keeps_no_parameter(case: str) -> None:
     axes, model, optim = CASES[case]
     ranks = on_ranks(of_stages, optim, model, **axes)

@@ -75,6 +75,7 @@ def test_one_rank_is_a_loop_over_experts():
 
 
 @pytest.mark.parametrize("ep", [2, 4, 8])
+@pytest.mark.by_turns(1)
 def test_bits_do_not_depend_on_the_number_of_ranks(ep):
     found = joined(on_ranks(on_this_rank, dp=ep, ep=ep))
     assert len(found) == 5 * len(VARIANTS) + 2 * (len(cases()) - 5)

@@ -106,6 +106,7 @@ def test_on_meta_a_block_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "mamba", "toy"])
+@pytest.mark.by_turns(4)
 def test_so_it_is_on_two_tensor_parallel_ranks(name: str, mode: str) -> None:
     for rank in on_ranks(compared, name, MODES[mode], tp=2):
         for what, meta, real in rank:

@@ -48,6 +48,7 @@ def used(mesh, stage, dtype):
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.by_turns(4)
 def test_memory_is_the_arithmetic(stage, dtype, dp):
     for found, rooms, n in on_ranks(used, stage, dtype, dp=dp):
         masters = 0 if dtype == torch.float32 else 4  # an fp32 parameter is its own

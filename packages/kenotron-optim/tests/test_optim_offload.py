@@ -89,6 +89,7 @@ def differences(mesh: Mesh, cases: list[tuple], poisons: list[float]) -> list[st
 
 @pytest.mark.parametrize("dp", [1, 2])
 @pytest.mark.parametrize("rule", ["fused", "loop", "sgd", "muon"])
+@pytest.mark.by_turns(3)
 def test_it_changes_no_bit(rule: str, dp: int) -> None:
     cases = [
         (rule, stage, dtype, state)

@@ -157,6 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.gloo(reason="NCCL adds an element in an order that depends on its place")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dp", [1, 2, 3, 5])
+@pytest.mark.by_turns(6)
 def test_every_stage_has_the_same_bits_with_one_micro_batch(dp: int, case: str) -> None:
     assert_equal(on_ranks(stages, STAGES, 1, CASES[case], dp=dp))
 
@@ -171,7 +172,7 @@ def test_with_whole_gradients_it_has_them_with_several(case: str) -> None:
 def test_slices_of_several_micro_batches_differ_by_rounding() -> None:
     for (losses, whole), *others in on_ranks(stages, STAGES, 3, {}, dp=3):
         for other, parameters in others[1:]:
-            assert other == pytest.approx(losses, rel=1e-6, abs=1e-6)
+            assert other == pytest.approx(losses, rel=5e-6, abs=1e-6)
             for path, x in whole.items():
                 torch.testing.assert_close(parameters[path], x, rtol=1e-4, atol=1e-5)
 

@@ -70,6 +70,7 @@ def compare(mesh: Mesh, schedules: list[Schedule], counts: list[int]) -> list[st
 
 
 @pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.by_turns(2)
 def test_every_schedule_equals_one_process(pp: int) -> None:
     counts = sorted({1 if pp < 3 else pp - 1, pp + 5})
     for found in on_ranks(compare, ALL, counts, pp=pp):

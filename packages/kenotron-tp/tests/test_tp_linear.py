@@ -233,6 +233,7 @@ def check_block(mesh, sequence):
 
 
 @pytest.mark.parametrize(("tp", "sequence"), [(1, False), (2, False), (2, True), (3, True)])
+@pytest.mark.by_turns(1)
 def test_a_pair_of_layers_whole_copied_loaded_and_compiled(tp, sequence):
     on_ranks(check_block, sequence, tp=tp)
 

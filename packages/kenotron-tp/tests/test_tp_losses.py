@@ -136,6 +136,7 @@ def check_all(mesh):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
+@pytest.mark.by_turns(2)
 def test_losses_are_those_of_whole_logits(tp):
     on_ranks(check_all, tp=tp)
 

@@ -166,6 +166,7 @@ slow = pytest.mark.gloo(reason="g++ takes a minute; aot_eager makes the same cal
     ("mode", "backend"),
     [("overlap", "aot_eager"), pytest.param("cut, all", "inductor", marks=slow)],
 )
+@pytest.mark.by_turns(1)
 def test_compiled_layers_give_the_same(mode, backend):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs g++")

@@ -1,0 +1,61 @@
+"""What the sessions of ``noxfile.py`` test: folders, options and environment of each lane."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from nox_environments import ALL, ROOT
+
+REPO_TESTS = [
+    ROOT / f"tests/test_{name}.py"
+    for name in ("api", "lock", "packages", "rooms", "spack", "versions")
+]  # no torch
+TEST_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    # Where a conftest.py says nothing else; each worker starts several ranks.
+    "PYTEST_XDIST_AUTO_NUM_WORKERS": str(min(8, max(3, os.cpu_count() or 1))),
+    # A minute of g++ on a cold machine, for programs that take a second to compile without it.
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+}
+
+OVER_NCCL = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
+OPTIONS = ("-n", "2", "--dist", "loadgroup", "--max-worker-restart=0", "-p", "by_turns")
+
+
+def lanes(*options: str) -> dict[str, dict[str, Any]]:
+    """All lanes by name: what `tests/lanes.py` runs, the longest first."""
+    folders = {"apps/train": [str(ROOT / "apps/train/tests")], "across": _tests_across()}
+    folders |= {each.relative_to(ROOT).as_posix(): [str(each / "tests")] for each in reversed(ALL)}
+    environment = {"PYTHONPATH": str(ROOT / "tests")}
+    found = {
+        name: {"arguments": [*OPTIONS, *options, *paths], "environment": environment}
+        for name, paths in folders.items()
+    }
+    over_nccl = [*OPTIONS, *options, "--most=2", "-m", "not gloo", *_files_that_communicate()]
+    fake = environment | {"KENOTRON_DEBUG": "fake_nccl"}
+    return found | {"over NCCL": {"arguments": over_nccl, "environment": fake}}
+
+
+def _tests_across() -> list[str]:
+    """Files of the tests across packages that need torch."""
+    return [str(file) for file in sorted(ROOT.glob("tests/test_*.py")) if file not in REPO_TESTS]
+
+
+def _files_that_communicate() -> list[str]:
+    """Files of tests that run over the fake NCCL, too: what needs no GPU goes wrong here.
+
+    Left out: what starts no ranks, starting and ending them, what each computes alone. Tests marked
+    ``gloo`` give the reason why they are left out.
+    """
+    starting = ("gloo_threads", "launch", "rendezvous", "messages", "signals", "signed", "spawn")
+    alone = ("compact_state", "freed", "fused", "memory", "products", "matmul", "update_rule")
+    return [
+        str(file)
+        for package in OVER_NCCL
+        for file in sorted(package.glob("tests/test_*.py"))
+        if not file.stem.endswith((*starting, *alone, "nccl"))
+        and re.search(r"\b(on_ranks|spawn)\(", file.read_text())
+    ]

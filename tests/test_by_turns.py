@@ -1,0 +1,104 @@
+"""Variants of costly tests by turns, and folders of tests that run beside each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import by_turns
+import lanes
+import pytest
+
+VARIANTS = """
+import pytest
+
+@pytest.mark.by_turns(2)
+@pytest.mark.parametrize("n", range(5))
+def test_costly(n): pass
+
+@pytest.mark.by_turns(1, of="size")
+@pytest.mark.parametrize("size", "ab")
+@pytest.mark.parametrize("kind", "xy")
+def test_by_size(size, kind): pass
+
+@pytest.mark.parametrize("n", range(4))
+def test_cheap(n): pass
+"""
+
+
+def chosen(folder: Path, *options: str) -> list[str]:
+    """Names of the tests that run."""
+    (folder / "test_it.py").write_text(VARIANTS)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = by_turns(most, of)\n")
+    command = [sys.executable, "-m", "pytest", "-p", "by_turns", "--collect-only", "-q", *options]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True,
+        env={"PYTHONPATH": str(Path(by_turns.__file__).parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line.partition("::test_")[2] for line in done.stdout.splitlines() if "::" in line]
+
+
+def test_turns_have_some_variants_each_and_together_all(tmp_path: Path) -> None:
+    every = chosen(tmp_path)
+    assert len(every) == 5 + 4 + 4
+    turns = [chosen(tmp_path, f"--turn={turn}") for turn in range(6)]
+    assert set().union(*turns) == set(every)
+    for turn in turns:
+        assert 1 <= sum(name.startswith("costly") for name in turn) <= 2
+        assert [name.startswith("cheap") for name in turn].count(True) == 4
+        sizes = {name[len("by_size[") :].split("-")[-1] for name in turn if "size" in name}
+        assert len(sizes) == 1 and sum("size" in name for name in turn) == 2
+
+
+def test_a_variant_that_is_named_runs_and_most_limits_every_test(tmp_path: Path) -> None:
+    for turn in range(3):
+        assert chosen(tmp_path, f"--turn={turn}", "test_it.py::test_costly[4]") == ["costly[4]"]
+    few = chosen(tmp_path, "--turn=1", "--most=1")
+    assert len(few) == 1 + 2 + 1
+
+
+def run_lanes(folder: Path, **texts: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    listed = {}
+    for name, text in texts.items():
+        file = folder / f"test_{name}.py"
+        file.write_text(text)
+        listed[name] = {"arguments": [str(file)], "environment": {"LANE": name}}
+    (folder / "lanes.json").write_text(json.dumps(listed))
+    command = [sys.executable, lanes.__file__, str(folder / "lanes.json")]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+GOOD = "import os\ndef test_it(): assert os.environ['LANE'] == 'good'"
+UNSTEADY = """
+import pathlib
+import pytest
+
+@pytest.mark.parametrize("n", range({}))
+def test_it(n):
+    mark = pathlib.Path(__file__).with_name(f"{}-{{n}}")
+    there = mark.exists()
+    mark.touch()
+    assert there
+"""
+
+
+def test_lanes_pass_where_all_pass_and_name_what_fails(tmp_path: Path) -> None:
+    done = run_lanes(tmp_path, good=GOOD, none="")
+    assert done.returncode == 0, done.stdout
+    assert "good: status 0" in done.stdout and "1 passed in" in done.stdout
+    bad = run_lanes(tmp_path, good=GOOD, bad="def test_it(): assert False")
+    assert bad.returncode == 1 and "bad: status 1" in bad.stdout and "good: status 0" in bad.stdout
+
+
+@pytest.mark.parametrize(("more", "status"), [(0, 0), (1, 1)])
+def test_unsteady_tests_of_all_lanes_have_one_budget(
+    tmp_path: Path, more: int, status: int
+) -> None:
+    texts = {"a": UNSTEADY.format(1, "a"), "b": UNSTEADY.format(lanes.BUDGET - 1 + more, "b")}
+    done = run_lanes(tmp_path, **texts)
+    assert done.returncode == status, done.stdout
+    assert f"{lanes.BUDGET + more} unsteady" in done.stdout
