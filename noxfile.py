@@ -36,7 +36,7 @@ from nox_environments import (
     newest_python,
     scratch,
 )
-from nox_lanes import REPO_TESTS, TEST_ENV, lanes
+from nox_lanes import REPO_TESTS, TEST_ENV, affected, changed_since, lanes
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
@@ -46,6 +46,7 @@ nox.options.error_on_external_run = True
 # 3.8 would start another one and then wait for ever for tests that nobody has.
 ONCE_MORE = ("python", str(ROOT / "tests/once_more.py"))  # pytest, and a few failures again
 AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
+TODAY = f"--turn={datetime.date.today().toordinal()}"
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
     os.environ.setdefault("UV_FIND_LINKS", ",".join(os.environ["PIP_FIND_LINKS"].split()))
@@ -127,16 +128,20 @@ def add(name: str, body: Callable, folder: Path, *, default: bool = True) -> Non
         body(session, folder)
 
 
-def run_lanes(session: nox.Session, *options: str) -> None:
+def run_lanes(session: nox.Session, chosen: dict[str, dict]) -> None:
     """Run the tests of packages and apps in one environment, two folders beside each other."""
-    found = lanes(*options)
-    chosen = session.posargs or found
-    if unknown := set(chosen) - set(found):
-        session.error(f"{sorted(unknown)} are no lanes: choose of {', '.join(found)}")
     install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
     file = scratch(session, "lanes") / "lanes.json"
-    file.write_text(json.dumps({name: found[name] for name in chosen}))
+    file.write_text(json.dumps(chosen))
     session.run("python", "tests/lanes.py", str(file), env=TEST_ENV)
+
+
+def named_lanes(session: nox.Session, *options: str) -> dict[str, dict]:
+    """The lanes that are named after `--`, or all."""
+    found = lanes(*options)
+    if unknown := set(session.posargs) - set(found):
+        session.error(f"{sorted(unknown)} are no lanes: choose of {', '.join(found)}")
+    return {name: found[name] for name in session.posargs or found}
 
 
 @nox.session(name="tests")
@@ -145,13 +150,22 @@ def some_variants(session: nox.Session) -> None:
 
     Names of lanes after `--` choose some: ``across``, ``packages/kenotron-tp``, ``over NCCL``.
     """
-    run_lanes(session, f"--turn={datetime.date.today().toordinal()}")
+    run_lanes(session, named_lanes(session, TODAY))
 
 
 @nox.session(name="tests-all", default=False)
 def all_variants(session: nox.Session) -> None:
     """Run every test in all of its variants: before a release."""
-    run_lanes(session)
+    run_lanes(session, named_lanes(session))
+
+
+@nox.session(name="affected", default=False)
+def affected_tests(session: nox.Session) -> None:
+    """Run what a change can reach, since the commit after `--`, or since the last one."""
+    chosen = affected(changed_since(*(session.posargs or ["HEAD"])), TODAY)
+    if not chosen:
+        session.skip("no package, app or test changed")
+    run_lanes(session, chosen)
 
 
 for each in PACKAGES:
@@ -229,7 +243,7 @@ def measure(session: nox.Session, section: str) -> None:
 
 @nox.session(default=False)
 def grid(session: nox.Session) -> None:
-    """Measure all rows of the grid, of which `integration` checks some: `tests/GRID.md`."""
+    """Measure all rows of the grid, of which `tests` checks some: `tests/GRID.md`."""
     for section in SECTIONS:
         measure(session, section)
 

@@ -28,6 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "of all these (chosen); full: all pairs on every layout of up to 8 ranks, 20 steps a row",
     )
     parser.addoption(
+        "--touched", type=lambda text: text.split(","),
+        help="packages that a change touches: of the chosen rows those that use one of them",
+    )  # fmt: skip
+    parser.addoption(
         "--hf-keys", choices=["some", "all"], default="some",
         help="keys of transformers' config classes that are changed: every n-th, or each",
     )  # fmt: skip
@@ -43,7 +47,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         import grid_table
 
         section = metafunc.config.getoption("--grid")
-        rows = grid_choice.chosen() if section == "chosen" else grid_table.rows_of(section)
+        touched = metafunc.config.getoption("--touched")
+        chosen = grid_choice.touched(touched) if touched else grid_choice.chosen()
+        rows = chosen if section == "chosen" else grid_table.rows_of(section)
         metafunc.parametrize("row", rows, ids=str)
 
 

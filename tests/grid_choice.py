@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 
 import grid
@@ -30,6 +31,21 @@ def chosen() -> tuple[Row, ...]:
         kept.append(best)
         wanted -= known[best]
     return tuple(row for row in rows if row in kept)
+
+
+USES = {
+    "cp": lambda row: row.cp > 1,
+    "ep": lambda row: row.ep > 1 or "moe" in row.arch or row.arch == "deepseek",
+    "pp": lambda row: row.sizes[0] > 1,
+    "tp": lambda row: row.sizes[2] > 1,
+}
+"""Rows that use a package; all use the others."""
+
+
+def touched(packages: Iterable[str]) -> tuple[Row, ...]:
+    """The chosen rows that use one of these packages, named without ``kenotron-``."""
+    uses = [USES.get(name) for name in packages]
+    return tuple(row for row in chosen() if any(use is None or use(row) for use in uses))
 
 
 def facts(row: Row) -> Facts:

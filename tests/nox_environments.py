@@ -1,7 +1,9 @@
 """Environments of the sessions in ``noxfile.py``: which packages there are, and what is installed.
 
-It needs nox and no torch.
+It needs no torch.
 """
+
+from __future__ import annotations
 
 import functools
 import re
@@ -10,8 +12,10 @@ import subprocess
 import tempfile
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import nox
+if TYPE_CHECKING:
+    import nox
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = sorted(file.parent for file in ROOT.glob("packages/*/pyproject.toml"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+from collections.abc import Iterable
 from typing import Any
 
-from nox_environments import ALL, ROOT
+from nox_environments import ALL, ROOT, closure
 
 REPO_TESTS = [
     ROOT / f"tests/test_{name}.py"
@@ -37,6 +39,39 @@ def lanes(*options: str) -> dict[str, dict[str, Any]]:
     over_nccl = [*OPTIONS, *options, "--most=2", "-m", "not gloo", *_files_that_communicate()]
     fake = environment | {"KENOTRON_DEBUG": "fake_nccl"}
     return found | {"over NCCL": {"arguments": over_nccl, "environment": fake}}
+
+
+def changed_since(commit: str) -> list[str]:
+    """Files that differ from a commit, those that git does not know among them."""
+    asked = (["diff", "--name-only", commit], ["ls-files", "--others", "--exclude-standard"])
+    run = [
+        subprocess.run(["git", *each], cwd=ROOT, capture_output=True, text=True, check=True)
+        for each in asked
+    ]
+    return [line for each in run for line in each.stdout.splitlines()]
+
+
+def affected(files: Iterable[str], *options: str) -> dict[str, dict[str, Any]]:
+    """The lanes that a change of these files can reach: its packages and those that need them.
+
+    The rows of the grid are those that use what it touches (``--touched``).
+    """
+    found, changed = lanes(*options), {"/".join(file.split("/")[:2]) for file in files}
+    folders = {each.relative_to(ROOT).as_posix(): each for each in ALL}
+    if not changed & folders.keys() and not any(each.startswith("tests/") for each in changed):
+        return {}
+    reached = {
+        name
+        for name, folder in folders.items()
+        if changed & {each.relative_to(ROOT).as_posix() for each in closure(folder)}
+    }
+    reached |= {"across"}
+    if reached & {each.relative_to(ROOT).as_posix() for each in OVER_NCCL}:
+        reached.add("over NCCL")
+    touched = sorted(name.removeprefix("packages/kenotron-") for name in changed & folders.keys())
+    if touched and not any(each.startswith("tests/") for each in changed):
+        found["across"]["arguments"].append(f"--touched={','.join(touched)}")
+    return {name: lane for name, lane in found.items() if name in reached}
 
 
 def _tests_across() -> list[str]:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import by_turns
+import grid_choice
 import lanes
+import nox_lanes
 import pytest
 
 VARIANTS = """
@@ -102,3 +104,26 @@ def test_unsteady_tests_of_all_lanes_have_one_budget(
     done = run_lanes(tmp_path, **texts)
     assert done.returncode == status, done.stdout
     assert f"{lanes.BUDGET + more} unsteady" in done.stdout
+
+
+def test_a_change_reaches_the_packages_that_need_it() -> None:
+    reached = nox_lanes.affected(["packages/kenotron-cp/src/kenotron_cp/a.py"])
+    assert {"packages/kenotron-cp", "packages/kenotron-models", "apps/train", "across"} <= {
+        *reached
+    }
+    assert not {"packages/kenotron-tp", "packages/kenotron-data"} & {*reached}
+    assert reached["across"]["arguments"][-1] == "--touched=cp"
+    reached = nox_lanes.affected(["packages/kenotron-dist/README.md"])
+    assert set(nox_lanes.lanes()) - {*reached} == {"packages/kenotron-data"}
+    assert set(nox_lanes.affected(["tests/grid.py"])) == {"across"}
+    assert not nox_lanes.affected(["README.md"])
+
+
+def test_rows_of_a_change_use_what_it_touches() -> None:
+    every = grid_choice.chosen()
+    few = grid_choice.touched(["cp", "ep"])
+    assert 0 < len(few) < len(every)
+    experts = ("deepseek", "qwen2_moe", "qwen2_moe_limited")
+    assert all(row.cp > 1 or row.ep > 1 or row.arch in experts for row in few)
+    assert {row for row in every if row.cp > 1} <= set(few)
+    assert grid_choice.touched(["dist"]) == every
