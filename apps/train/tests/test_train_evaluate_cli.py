@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import own_runs
 import pytest
 import runs
 from evaluate_cases import task_file
@@ -17,8 +18,9 @@ from kenotron_ckpt import read_manifest
 from kenotron_config import EvaluationJobConfig, dump_config, parse_config
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
-from kenotron_train.evaluate import cli
+from kenotron_train.evaluate import cli, led_passes
 from kenotron_train.evaluate.language_model import LayoutLM, generation_options
+from kenotron_train.evaluate.led_passes import LedPasses
 from kenotron_train.evaluate.text_tokens import open_text_tokens
 from kenotron_train.report.curves import Run
 from kenotron_train.report.evaluation_tables import with_evaluations
@@ -135,6 +137,25 @@ def test_texts_that_do_not_fit_are_errors_with_the_key():
         lm._loglikelihood_tokens([(None, [1], list(range(9)))])
     with pytest.raises(ValueError, match=r"the task generates 8 tokens \(generation_kwargs.max_g"):
         lm._generate(["a"], {"max_gen_toks": 8})
+
+
+@pytest.mark.parametrize(
+    ("said", "more"), [(None, ()), ([7, 9], (7, 9)), (7, (7,)), ("none", ())], ids=str
+)
+def test_texts_end_where_generation_config_says_too(said, more, tmp_path, monkeypatch):
+    folder = own_runs.tokenizer(tmp_path / "t")
+    if said is not None:
+        told = {} if said == "none" else {"eos_token_id": said}
+        (folder / "generation_config.json").write_text(json.dumps(told))
+    texts = open_text_tokens(str(folder), None, 300)
+    assert texts.ends == {1, *more} and texts.end_text == "<|im_end|>"
+
+    def continue_texts(*_, ends, **__):
+        return [token for token in range(20) if ends(0, token)]
+
+    monkeypatch.setattr(led_passes, "continue_texts", continue_texts)
+    passes = LedPasses(None, texts, window=8, batch_size=1)
+    assert passes._continue([[3]], 4, [], {}) == sorted(texts.ends)
 
 
 def test_options_of_generation_are_those_of_lm_eval():

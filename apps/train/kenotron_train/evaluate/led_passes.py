@@ -130,7 +130,7 @@ class LedPasses:
 
         def ends(text: int, token: int) -> bool:
             new[text].append(token)
-            if token == self.texts.end:
+            if token in self.texts.ends:
                 return True
             said = self.texts.to_text(new[text][-longest:]) if stops else ""
             return any(stop in said for stop in stops)

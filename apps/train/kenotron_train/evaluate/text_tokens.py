@@ -26,8 +26,8 @@ class TextTokens:
     """Tokens of a text; with or without special tokens; None: as the tokenizer does by itself."""
     to_text: Callable[[Sequence[int]], str]
     """Text of tokens, without special tokens."""
-    end: int | None
-    """Token that ends a text; None: the tokenizer names none."""
+    ends: frozenset[int]
+    """Tokens that end a text: the tokenizer's, and those of a generation_config.json beside it."""
     begin: int | None
     """Token that stands before a text without a context; None: the tokenizer names none."""
     end_text: str = ""
@@ -49,10 +49,10 @@ def open_text_tokens(name: str | None, revision: str | None, vocab_size: int) ->
     """
     if name is None or name == BYTES:
         end = END_OF_DOCUMENT if vocab_size > END_OF_DOCUMENT else None
-        return TextTokens(lambda text, _: encode([text], 256).tolist(), decode, end, end)
+        return TextTokens(lambda text, _: encode([text], 256).tolist(), decode, _known(end), end)
     if Path(name).suffix == ".json":
         return _tokenizers_file(name)
-    return _transformers(open_transformers(name, revision))
+    return _transformers(open_transformers(name, revision), _generation_ends(name, revision))
 
 
 def libraries(name: str | None) -> list[str]:
@@ -70,13 +70,28 @@ def _tokenizers_file(name: str) -> TextTokens:
     return TextTokens(
         lambda text, special: inner.encode(text, add_special_tokens=special is not False).ids,
         lambda ids: inner.decode(list(ids), skip_special_tokens=True),
-        end,
+        _known(end),
         end,
         "" if end is None else inner.id_to_token(end),
     )
 
 
-def _transformers(opened: Any) -> TextTokens:
+def _known(*ends: int | None) -> frozenset[int]:
+    return frozenset(end for end in ends if end is not None)
+
+
+def _generation_ends(name: str, revision: str | None) -> frozenset[int]:
+    """Tokens at which transformers ends a generated text: chat models have several."""
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
+    except OSError:  # there is none: transformers names no other reason
+        return frozenset()
+    return _known(*found) if isinstance(found, list) else _known(found)
+
+
+def _transformers(opened: Any, generation_ends: frozenset[int]) -> TextTokens:
     end = opened.eos_token_id
     begin = end if opened.bos_token_id is None else opened.bos_token_id
     begin_text = None if begin is None else opened.decode([begin])
@@ -90,7 +105,7 @@ def _transformers(opened: Any) -> TextTokens:
     return TextTokens(
         to_ids,
         lambda ids: opened.decode(list(ids), skip_special_tokens=True),
-        end,
+        _known(end) | generation_ends,
         begin,
         "" if end is None else opened.decode([end]),
     )
