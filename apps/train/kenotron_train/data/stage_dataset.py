@@ -135,7 +135,7 @@ class _naming:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, OSError | ValueError | ImportError):
             text = str(error)
-            named = text.startswith(("tokenizer.", "model."))
+            named = text.startswith(("tokenizer.", "model.", "the cache "))
             raise ValueError(text if named else f"{self._path}: {text}") from error
 
 

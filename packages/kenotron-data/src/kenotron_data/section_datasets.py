@@ -75,14 +75,19 @@ class SectionDatasets:
 @contextlib.contextmanager
 def _keeping(cache: Path) -> Iterator[None]:
     """Around what may write to the cache: ValueError with the remedy where it cannot."""
+    made = False
     try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = True
         yield
     except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # for who starts this again
+        refused = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
+        if full or (made and error.errno not in refused):
             raise
         raise ValueError(
-            f"tokens cannot be kept in {cache} ({error}): choose another cache; for a program, set "
-            "KENOTRON_CACHE to a folder that can be written"
+            f"the cache {cache} cannot be written ({error}): choose another folder; for a program, "
+            "set KENOTRON_CACHE to one that can be written"
         ) from error
 
 
