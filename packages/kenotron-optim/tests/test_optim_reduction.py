@@ -123,6 +123,7 @@ def test_sums_wait_for_one_another_only_where_memory_is_reused(backend, waited):
     assert all(handle.wait.call_count == 1 for handle in handles)
 
 
+@pytest.mark.gloo(reason="NCCL adds an element in an order that depends on its place")
 def test_the_size_of_buckets_changes_no_bit():
     one, other = (on_ranks(sliced_in, mb, dp=3) for mb in (0.2 * KB, None))
     assert one == other
