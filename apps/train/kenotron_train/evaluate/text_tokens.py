@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ class TextTokens:
     to_text: Callable[[Sequence[int]], str]
     """Text of tokens, without special tokens."""
     ends: frozenset[int]
-    """Tokens that end a text: the tokenizer's, and those of a generation_config.json beside it."""
+    """Tokens that end a text: the tokenizer's, and those of its generation_config.json."""
     begin: int | None
     """Token that stands before a text without a context; None: the tokenizer names none."""
     end_text: str = ""
@@ -52,7 +53,7 @@ def open_text_tokens(name: str | None, revision: str | None, vocab_size: int) ->
         return TextTokens(lambda text, _: encode([text], 256).tolist(), decode, _known(end), end)
     if Path(name).suffix == ".json":
         return _tokenizers_file(name)
-    return _transformers(open_transformers(name, revision), _generation_ends(name, revision))
+    return _transformers(open_transformers(name, revision), _generation_ends(name))
 
 
 def libraries(name: str | None) -> list[str]:
@@ -80,15 +81,19 @@ def _known(*ends: int | None) -> frozenset[int]:
     return frozenset(end for end in ends if end is not None)
 
 
-def _generation_ends(name: str, revision: str | None) -> frozenset[int]:
-    """Tokens at which transformers ends a generated text: chat models have several."""
-    from transformers import GenerationConfig
+def _generation_ends(name: str) -> frozenset[int]:
+    """Tokens at which transformers ends a text, of a tokenizer's folder: chat models have several.
 
-    try:
-        found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:  # there is none: transformers names no other reason
+    Raises ValueError for a file that is damaged.
+    """
+    path = Path(name) / "generation_config.json"
+    if not path.is_file():
         return frozenset()
-    return _known(*found) if isinstance(found, list) else _known(found)
+    try:
+        found = json.loads(path.read_text()).get("eos_token_id")
+        return _known(*found) if isinstance(found, list) else _known(found)
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path} is no configuration of transformers: {error}") from error
 
 
 def _transformers(opened: Any, generation_ends: frozenset[int]) -> TextTokens:
