@@ -28,9 +28,14 @@ OPTIONS = ("-n", "2", "--dist", "loadgroup", "--max-worker-restart=0", "-p", "by
 
 
 def lanes(*options: str) -> dict[str, dict[str, Any]]:
-    """All lanes by name: what `tests/lanes.py` runs, the longest first."""
-    folders = {"apps/train": [str(ROOT / "apps/train/tests")], "across": _tests_across()}
+    """All lanes by name: what `tests/lanes.py` runs, the longest first.
+
+    Tests of apps/train that start programs wait more than they compute: a lane of their own.
+    """
+    programs = _train_files_that_start_programs()
+    folders = {"across": _tests_across(), "programs": [str(file) for file in programs]}
     folders |= {each.relative_to(ROOT).as_posix(): [str(each / "tests")] for each in reversed(ALL)}
+    folders["apps/train"] += [f"--ignore={file}" for file in programs]
     environment = {"PYTHONPATH": str(ROOT / "tests")}
     found = {
         name: {"arguments": [*OPTIONS, *options, *paths], "environment": environment}
@@ -68,10 +73,19 @@ def affected(files: Iterable[str], *options: str) -> dict[str, dict[str, Any]]:
     reached |= {"across"}
     if reached & {each.relative_to(ROOT).as_posix() for each in OVER_NCCL}:
         reached.add("over NCCL")
+    if "apps/train" in reached:
+        reached.add("programs")
     touched = sorted(name.removeprefix("packages/kenotron-") for name in changed & folders.keys())
     if touched and not any(each.startswith("tests/") for each in changed):
         found["across"]["arguments"].append(f"--touched={','.join(touched)}")
     return {name: lane for name, lane in found.items() if name in reached}
+
+
+def _train_files_that_start_programs() -> list[Path]:
+    """Files of apps/train's tests that start launchers, terminals, clusters or other programs."""
+    starts = re.compile(r"\b(subprocess|warm|launchers|two_hosts|slurm_cluster)\b")
+    files = sorted(ROOT.glob("apps/train/tests/test_*.py"))
+    return [file for file in files if starts.search(file.read_text())]
 
 
 def _tests_across() -> list[str]:
