@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from nox_environments import ALL, ROOT, closure
