@@ -283,6 +283,32 @@ def test_a_first_message_stands_until_it_is_erased(pair):
     assert signed.delete_key("x") and not signed.has("x")
 
 
+class Erased:
+    """A store that a stranger erases a message from as soon as it was asked for."""
+
+    def __init__(self, store):
+        self.store = store
+
+    def __getattr__(self, name):
+        def call(key, *more):
+            found = getattr(self.store, name)(key, *more)
+            self.store.delete_key(key if isinstance(key, str) else key[0])
+            return found
+
+        return call
+
+
+def test_a_message_that_is_erased_while_it_is_read_is_not_waited_for():
+    """A look and then a read made the reader wait for minutes, and what else it had to send."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    signed = SignedStore(store, "a", KEY)
+    signed.set("x", "here")
+    signed._store, began = Erased(raw(signed)), time.monotonic()
+    assert signed.find("x") == b"here" and signed.find("x") is None
+    assert time.monotonic() - began < 1
+
+
 class Hasty:
     """A store whose every comparison comes too late: a stranger writes more often."""
 

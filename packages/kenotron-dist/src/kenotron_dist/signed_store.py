@@ -9,6 +9,7 @@ a secret use an empty key, which protects against accidents only.
 from __future__ import annotations
 
 import hmac
+import secrets
 import threading
 import time
 import warnings
@@ -22,6 +23,8 @@ LARGEST_MESSAGE = 64 << 20
 LOST_SECONDS = 60.0
 """A message under whose key an unsigned one was seen is waited for no longer."""
 Found = TypeVar("Found")
+_ABSENT = secrets.token_hex()
+"""What the store says stands under a key that it has not: what was expected there."""
 _SIGNATURE = 64
 """Hexadecimal digits of a signature."""
 _TRIES = 20
@@ -81,9 +84,9 @@ class SignedStore:
 
     def find(self, key: str) -> bytes | None:
         """Return a message; None while there is none that a rank of this job has signed."""
-        with self._lock:
-            found = self._store.get(key) if self._store.check([key]) else b""
-        return self._open(key, found)
+        with self._lock:  # ``get`` would wait for a message that was just erased
+            found = self._store.compare_set(key, _ABSENT, _ABSENT)
+        return self._open(key, b"" if found == _ABSENT.encode() else found)
 
     def wait(
         self,
