@@ -262,6 +262,15 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def memory(session: nox.Session) -> None:
+    """See that ranks occupy no more after 2,000 steps than after 20."""
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    env = TEST_ENV | {"KENOTRON_MEMORY_STEPS": "2000"}
+    patience = "faulthandler_timeout=3600"
+    session.run("pytest", "apps/train/tests/test_train_memory.py", "-o", patience, env=env)
+
+
+@nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)

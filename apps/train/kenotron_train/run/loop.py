@@ -31,6 +31,7 @@ from kenotron_train.report.banner import introduce
 from kenotron_train.report.instrumentation import HISTORY, Look, Watching, check_watching
 from kenotron_train.report.report import Report
 from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.run.host_memory import give_back_free_memory
 from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.progress import Progress
 from kenotron_train.run.resume import resume
@@ -215,6 +216,8 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
         watching.report(step, result, batch, consumed, validation, found, progress.domains)
         _say_saved(run)
         run.uploads.say()
+        if training.mesh.device.type == "cpu":
+            give_back_free_memory(step)
     if stopper.reason and not _is_due(config, progress.step):
         _save(run, progress)
     stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
