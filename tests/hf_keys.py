@@ -72,7 +72,7 @@ def changes(model_type: str) -> Iterator[Change]:
     for key in dict.fromkeys([*_names(kind), *own]):
         if key in ANYWAY or key.startswith("_"):
             continue
-        for other in _others(key, values.get(key)):
+        for other in others(key, values.get(key)):
             yield Change(key, other)
 
 
@@ -80,7 +80,7 @@ def _names(kind: Any) -> list[str]:
     return [each.name for each in dataclasses.fields(kind)]
 
 
-def _others(key: str, value: Any) -> list[Any]:
+def others(key: str, value: Any) -> list[Any]:
     """Other values of the same kind; no value where there was one."""
     if key.endswith("_token_id"):
         return [5]
@@ -95,9 +95,7 @@ def _others(key: str, value: Any) -> list[Any]:
     if isinstance(value, str):
         return [_SAME_KIND.get(value, "gelu" if "act" in key else value + "x")]
     if isinstance(value, Mapping):
-        return [
-            {**value, inner: other} for inner in value for other in _others(inner, value[inner])
-        ]
+        return [{**value, inner: other} for inner in value for other in others(inner, value[inner])]
     if isinstance(value, list | tuple) and value:
         rest = list(value)
         return [rest[::-1], rest[1:] + rest[:1], rest[:1] * len(rest)]

@@ -74,7 +74,9 @@ def test_a_check_says_how_attention_runs(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "Layout: 2 processes = dp 1 x pp 1 x cp 2 x tp 1; " in done.stdout
     assert "rank = ((pp * 1 + dp) * 2 + cp) * 1 + tp" in done.stdout
-    said = "Attention over cp: gather, zigzag; 32 tokens a rank (14 of 64 are padding)\n"
+    said = (
+        "gather, 1 key head at a time, zigzag; 32 tokens a rank (14 of 64 are padding), in blocks"
+    )
     assert said in done.stdout
     whole = runs.train(tmp_path, "--check", "--config-file", str(nanotron(tmp_path)))
     assert "Attention over cp" not in whole.stdout

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import runs
@@ -18,7 +19,7 @@ from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.evaluate.evaluator import check_evaluate
+from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.report.cli import report_main
 from kenotron_train.run.evaluations import Evaluations, _check_job
 from kenotron_train.run.loop import train
@@ -346,3 +347,26 @@ def test_a_job_whose_ranks_do_not_fit_is_an_error_before_the_first_step(tmp_path
     assert config.evaluation is not None
     with pytest.raises(ValueError, match=words):
         _check_job(config, config.evaluation, own_model=False)
+
+
+def passes_and_notes(mesh: Mesh, config: Config, cache: str) -> tuple[int, list[str]]:
+    """How many passes an evaluation takes, and what it says of keys."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": cache}
+    training = build_training(config, mesh)
+    assert config.evaluate is not None
+    evaluator = Evaluator(training, config.evaluate, (None, None))
+    pipeline = training.model.pipeline
+    with mock.patch.object(pipeline, "evaluate", wraps=pipeline.evaluate) as passes:
+        evaluator.evaluate(1, lambda: None)
+    return passes.call_count, evaluator.notes
+
+
+@pytest.mark.parametrize("size, passes", [(1, 12), (5, 3)])
+def test_so_many_texts_are_read_together(size: int, passes: int, tmp_path: Path) -> None:
+    section = section_in(tmp_path, batch_size=size, perplexity=False, num_fewshot=2)
+    config = configure(tmp_path, section)
+    ((count, notes),) = spawn(passes_and_notes, config, str(tmp_path), preload=LOADED)
+    assert count == passes  # of six questions with two answers each
+    assert notes == [
+        "evaluate.num_fewshot: 2 has no effect on house_qa: its file says 0, which lm-eval keeps"
+    ]

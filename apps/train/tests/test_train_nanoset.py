@@ -82,3 +82,13 @@ def test_ids_beyond_the_vocabulary_are_refused(data: tuple[Path, Path], tmp_path
     assert "256" in done.stderr
     assert ".ds" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("given", [100, -1])
+def test_ids_that_a_folder_is_said_not_to_have_are_refused(
+    given: int, data: tuple[Path, Path], tmp_path: Path
+) -> None:
+    dataset = f"{{dataset_folder: {data[0]}, vocab_size: {given}}}"
+    done = runs.train(tmp_path, *flags(tmp_path, dataset))
+    assert done.returncode == (given > 0)
+    assert ("not in the vocabulary of 100 ids" in done.stderr) == (given > 0)

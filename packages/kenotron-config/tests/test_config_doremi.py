@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kenotron_config import Config, ConfigError, dump_config, parse_config, unavailable
+from kenotron_config import (
+    Config,
+    ConfigError,
+    dump_config,
+    ignored_keys,
+    parse_config,
+    unavailable,
+)
 
 BASE = yaml.safe_load(Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8"))
 NAMES = "Pile-CC, Wikipedia (en),ArXiv"
@@ -40,6 +47,13 @@ def test_a_proxy_names_its_reference_and_reads_even_shares_by_default() -> None:
     assert doremi is not None and doremi.is_proxy
     assert (doremi.step_size, doremi.smoothing_param) == (0.5, 0.01)
     assert list(doremi.shares.values()) == [1 / 3] * 3
+
+
+def test_what_learning_needs_is_ignored_where_nothing_is_learned() -> None:
+    given = {"step_size": 0.5, "smoothing_param": 0.01, "reference_losses_path": "losses"}
+    lines = [line for line in ignored_keys(parse(**given)) if line.startswith("doremi.")]
+    assert sorted(line.split(":")[0] for line in lines) == sorted(f"doremi.{key}" for key in given)
+    assert not [line for line in ignored_keys(parse(REFERENCE, **given)) if "doremi" in line]
 
 
 def test_one_data_set_is_a_folder_of_domains() -> None:

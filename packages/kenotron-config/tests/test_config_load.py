@@ -162,8 +162,8 @@ def test_keys_without_effect_are_named():
         )
     )
     assert [line.split(" has no effect")[0] for line in lines] == [
-        "model.model_config.pad_token_id: 0",
         "tokenizer.tokenizer_revision: v1",
+        "model.model_config.pad_token_id: 0",
     ]
 
 

@@ -57,6 +57,15 @@ def folder(tmp_path, name, first, tokens):
     return str(path)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_column_of_text_without_columns_is_said_to_do_nothing(in_memory, options, texts):
+    section = PretrainDatasetsConfig(hf_dataset_or_datasets=texts[0], text_column_name="content")
+    options = dataclasses.replace(options, plain_bytes=in_memory)
+    assert "text_column_name 'content' has no effect" in open_section(section, options, S).about
+    section = dataclasses.replace(section, text_column_name="text")
+    assert "text_column_name" not in open_section(section, options, S).about
+
+
 def test_text_is_bytes_in_memory_and_its_tail_is_held_out(options, texts):
     corpus = open_section(PretrainDatasetsConfig(hf_dataset_or_datasets=texts[0]), options, S)
     read = bytes(samples(corpus.training)[:, :-1].flatten().tolist()).decode()

@@ -193,6 +193,16 @@ def test_what_cannot_be_loaded_is_named(tmp_path, monkeypatch):
         dataset_pieces(DatasetDict(train=Dataset.from_list(rows("a"))), ["text"], name="x")
 
 
+@pytest.mark.parametrize("kind", ["file", "saved", "embedded"])
+def test_a_configuration_of_what_has_none_is_refused(kind, tmp_path, jsonl):
+    saved = tmp_path / "saved"
+    Dataset.from_list(rows("a")).save_to_disk(saved)
+    file = jsonl(rows("a"))
+    name = {"file": str(file), "saved": str(saved), "embedded": "python-stdlib"}[kind]
+    with pytest.raises(ValueError, match="hf_dataset_config_name: 'en' was given, but .* has no"):
+        data_pieces(name, ["text"], config_name="en")
+
+
 def test_without_the_libraries_paths_work_and_names_say_what_to_install(
     tmp_path, jsonl, monkeypatch
 ):

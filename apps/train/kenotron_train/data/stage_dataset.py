@@ -102,7 +102,7 @@ def open_loader(
 ) -> Loader | IterableLoader:
     """This data rank's batches of a stage from ``cursor`` on."""
     data = config.data_stages[cursor.stage].data
-    sizes = _rows(config, mesh)
+    sizes = _rows(config, mesh, cursor.stage)
     sizes["microbatches"] = partial(config.batches.microbatches, cursor.stage)
     if has_index(corpus.training):
         return Loader(
@@ -139,14 +139,14 @@ class _naming:
             raise ValueError(text if named else f"{self._path}: {text}") from error
 
 
-def _rows(config: Config, mesh: Mesh) -> dict[str, Any]:
+def _rows(config: Config, mesh: Mesh, stage: int) -> dict[str, Any]:
     """The rows of every step on this rank, and the ids that they may have."""
     return {
         "micro_batch_size": config.tokens.micro_batch_size,
         "microbatches": config.tokens.batch_accumulation_per_replica,
         "dp_rank": mesh["dp"].rank,
         "dp_size": mesh["dp"].size,
-        "vocab_size": config.model.model_config.vocab_size,
+        "vocab_size": config.ids_of(stage),
     }
 
 

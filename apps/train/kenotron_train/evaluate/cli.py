@@ -170,6 +170,8 @@ def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
     model = read_model(request.folder, mesh)
     evaluator = Evaluator(model, request.section, request.tokenizer)
+    for note in evaluator.notes if mesh.rank == 0 else ():
+        say(note)
     step = int(request.folder.name) if request.folder.name.isdecimal() else 0
     found = evaluator.evaluate(step, lambda: _held_out(model, request, step))
     if mesh.rank == 0:

@@ -42,7 +42,7 @@ class Evaluator:
         tokenizer: its name (None: bytes) and revision.
 
     Collective over the mesh. Raises ValueError for a task that is not known or has no data, and
-    for a tokenizer that cannot be opened.
+    for a tokenizer that cannot be opened. ``notes`` are lines about keys without effect.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class Evaluator:
         self._model, self._section = model, section
         self._harness: Harness | None = None
         self._passes: LedPasses | None = None
+        self.notes: list[str] = []
         if not section.tasks:
             return
         check_evaluate(section)
@@ -65,14 +66,15 @@ class Evaluator:
         most = spec.max_position_embeddings
         window = section.max_length or (most if most < WITHOUT_LIMIT else USUAL_LENGTH)
         self._passes = LedPasses(model, texts, window=window, batch_size=section.batch_size)
-        on_first_at_length(model.mesh, "finding tasks", self._find_tasks)
+        self.notes = on_first_at_length(model.mesh, "finding tasks", self._find_tasks)
 
-    def _find_tasks(self) -> None:
+    def _find_tasks(self) -> list[str]:
         """Import lm-eval, and look at the tasks and their data. For rank 0."""
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         from kenotron_train.evaluate.harness import Harness
 
         self._harness = Harness(self._section)
+        return self._harness.notes
 
     def evaluate(self, step: int, held_out: Callable[[], Validation | None]) -> Evaluation:
         """Evaluate the model as it is now; nothing that training depends on changes.

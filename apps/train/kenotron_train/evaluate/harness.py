@@ -45,6 +45,7 @@ class Harness:
         self._tasks = TaskManager(include_path=folders, include_defaults=False)
         if not set(section.tasks) <= set(self._tasks.all_tasks):  # lm-eval has 10,000 files
             self._tasks = TaskManager(include_path=folders)
+        self.notes: list[str] = []
         for name in section.tasks:
             self._check(name)
 
@@ -123,7 +124,7 @@ class Harness:
             )
         file = self._tasks.task_index[name].yaml_path
         try:
-            self._tasks.load([name])  # reads the first sample
+            loaded = self._tasks.load([name])  # reads the first sample
         except BaseException as error:  # of any class: data sets and tasks raise their own
             if not is_failure(error):
                 raise
@@ -133,6 +134,13 @@ class Harness:
                 f"dataset_path and dataset_kwargs in {file} (a relative path begins at "
                 f"{Path.cwd()}), put the data there, or leave the task out"
             ) from error
+        if examples := self._section.fewshot_of(name):
+            self.notes += [
+                f"evaluate.num_fewshot: {examples} has no effect on {each}: its file says 0, which "
+                "lm-eval keeps"
+                for each, task in loaded["tasks"].items()
+                if task.get_config("num_fewshot") == 0
+            ]
 
 
 def _said(error: BaseException) -> str:

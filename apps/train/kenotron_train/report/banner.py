@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from kenotron_config import Device, cautions, ignored_keys
+from collections.abc import Iterator
+
+from kenotron_ckpt import DataStatesConfig
+from kenotron_config import Config, Device, cautions, ignored_keys
+from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
@@ -10,6 +14,7 @@ from kenotron_optim import describe
 from kenotron_train.assemble import Training
 from kenotron_train.report.numbers import short
 from kenotron_train.report.report import Report
+from kenotron_train.run.run_name import run_name
 
 
 def introduce(training: Training, report: Report, remark: str) -> None:
@@ -17,7 +22,8 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     config, mesh = training.config, training.mesh
     sizes = " x ".join(f"{name} {size}" for name, size in mesh.sizes.items())
     ep = f" | ep {mesh.config.ep}" if mesh.config.ep > 1 else ""
-    report.say(f"Project {config.general.project} | {sizes}{ep} | device {mesh.device}")
+    names = f"Project {config.general.project} | run {run_name(config.general.run)}"
+    report.say(f"{names} | {sizes}{ep} | device {mesh.device}")
     if mesh.device.type == "cpu":
         report.say(*_why_cpu(mesh, config.general.device))
     if COLLECTIVES in debugging() and mesh.world.size > 1:
@@ -31,18 +37,50 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     stages = config.data_stages
     report.say(
         f"[Training Plan] There are {len(stages)} training stages\n"
-        + "\n".join(f"[Stage {s.name}] start from step {s.start_training_step}" for s in stages)
+        + "\n".join(map(_stage, stages))
     )
     report.say(
         f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
         + describe(training.groups, training.model.layouts)
     )
-    for line in cautions(config):
+    if config.parallelism.dp > 1:
+        buckets = len(training.grads.buckets)
+        report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
+    if config.checkpoints.checkpointing_engine == "datastates":
+        own = config.checkpoints.datastates or DataStatesConfig()
+        report.say(
+            f"Checkpoints: written while training continues, {own.parser_threads} files of a rank "
+            f"at a time, from at most {own.host_cache_size:g} GB of its host memory"
+        )
+    for line in [*cautions(config), *_of_gpus(config, mesh)]:
         report.say(line, "warning")
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")
     if remark:
         report.say(remark)
+
+
+def _stage(stage: DatasetStageConfig) -> str:
+    workers = stage.data.num_loading_workers
+    note = f", read by {workers} workers of a rank" if workers != 1 else ""
+    return f"[Stage {stage.name}] start from step {stage.start_training_step}{note}"
+
+
+def _of_gpus(config: Config, mesh: Mesh) -> Iterator[str]:
+    """Keys that were changed and do something on GPUs alone."""
+    if mesh.device.type != "cpu":
+        return
+    if config.general.deterministic:
+        yield (
+            "general.deterministic: true changes nothing on CPUs, where the same run gives the "
+            "same bits in any case"
+        )
+    own = config.checkpoints.datastates
+    if own is not None and not own.pin_host_cache:
+        yield (
+            "checkpoints.datastates.pin_host_cache: false changes nothing on CPUs, from which "
+            "nothing is copied to page-locked memory"
+        )
 
 
 def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:

@@ -64,6 +64,8 @@ class Evaluations:
             self._seen = self._seen_before(step)
         else:
             self._evaluator = Evaluator(self._training, section, tokenizer)
+            for note in self._evaluator.notes:
+                self._report.say(note, "warning")
 
     def after(
         self,

@@ -228,6 +228,13 @@ def _layout(config: Config) -> str:
         f"Global batch: {batches}; "
         f"{config.tokens.train_steps:,} steps, {short(total)} tokens in all",
     ]
+    if sizes.pp > 1:
+        chunks = sizes.schedule.chunks
+        parts = f"{chunks} part{'s' * (chunks != 1)} of the model a rank"
+        lines.append(f"Pipeline: {sizes.pp_engine}, {parts}")
+    if sizes.tp > 1:
+        hidden = ", behind the products of layers" if sizes.tp_linear_async_communication else ""
+        lines.append(f"Communication over tp: {sizes.tp_mode}{hidden}")
     if sizes.cp > 1:
         lines.append(_attention_over_cp(config))
     return "\n".join(lines)
@@ -240,7 +247,12 @@ def _attention_over_cp(config: Config) -> str:
     padding = cut.padded - longest
     note = f" ({padding:,} of {cut.padded:,} are padding)" if padding else ""
     way = way_of(mode, config.decoder, sizes.grid)
-    return f"Attention over cp: {way}, {sizes.cp_layout}; {cut.local:,} tokens a rank{note}"
+    stride = config.cp_way[1]
+    heads = f", {stride} key head{'s' * (stride != 1)} at a time" if way == "gather" else ""
+    return (
+        f"Attention over cp: {way}{heads}, {sizes.cp_layout}; {cut.local:,} tokens a rank{note}, "
+        f"in blocks of at most {sizes.cp_block:,}"
+    )
 
 
 def _rank_of(sizes: ParallelismConfig) -> str:

@@ -94,6 +94,8 @@ class Uploads:
         url = f"{_upload_url(self._config)}/{done.step}"
         if done.error is None:
             size = f"{short(done.sent_bytes)} of {short(done.bytes)} bytes sent"
+            if (section := self._config.s3_upload) is not None and section.read_back:
+                size += ", read back"
             self._report.say(f"Uploaded checkpoint {url} in {done.seconds:.1f} s, {size}")
             return
         folder = self._config.checkpoints.checkpoints_path

@@ -2,10 +2,11 @@
 
 from kenotron_config.availability import unavailable
 from kenotron_config.cautions import cautions
-from kenotron_config.config import Config, ignored_keys
+from kenotron_config.config import Config
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.evaluate_section import EvaluateConfig, EvaluationJobConfig
+from kenotron_config.ignored import ignored_keys, unread_model_keys
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
@@ -59,4 +60,5 @@ __all__ = [
     "parse_config",
     "public",
     "unavailable",
+    "unread_model_keys",
 ]

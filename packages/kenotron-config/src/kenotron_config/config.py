@@ -1,9 +1,7 @@
 """A whole training config: the sections of the app and of the packages, and what they imply."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
 from kenotron_config.batch_sizes import BatchSizes
@@ -15,7 +13,7 @@ from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
 )
-from kenotron_config.lighteval_tasks import NO_EFFECT, evaluate_section_of, lighteval_problems
+from kenotron_config.lighteval_tasks import evaluate_section_of, lighteval_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import multipliers_in, scales_in
 from kenotron_config.sections import (
@@ -35,35 +33,6 @@ from kenotron_data.config import (
 )
 from kenotron_models import DecoderSpec, Multipliers, ParameterScale
 from kenotron_optim import OptimizerConfig
-
-WITHOUT_EFFECT = {
-    "general.step": "a checkpoint has its own step",
-    "general.consumed_train_samples": "a checkpoint has the number of samples it has seen",
-    "model.model_config.pad_token_id": "padded positions carry no label",
-    "model.model_config.dtype": "model.dtype decides",
-    "model.model_config.fused_add_norm": "it chose a kernel",
-    "model.model_config.pad_vocab_size_multiple": "model.make_vocab_size_divisible_by decides",
-    "model.model_config.ssm_cfg.use_fast_path": "it chose a kernel",
-    "model.model_config.pretraining_tp": "parallelism.tp decides",
-    "model.model_config.use_cache": "training keeps no cache",
-    "checkpoints.checkpoints_path_is_shared_file_system": "every rank writes its own files",
-    "s3_upload.s5cmd_numworkers": "the training process uploads, without s5cmd",
-    "s3_upload.s5cmd_concurrency": "the training process uploads, without s5cmd",
-    "s3_upload.s5cmd_path": "the training process uploads, without s5cmd",
-    "logging.log_level_replica": "only the first rank prints",
-    "profiler.export_chrome_trace": "every trace can be opened in a browser",
-    "tokens.limit_test_batches": "there is no test next to the validation",
-    **NO_EFFECT,
-}
-STAGE_WITHOUT_EFFECT = {
-    "data.dataset.tokenizer_name": "the files hold ids already",
-    "data.dataset.skip_in_stream": "any sample is found at once",
-    "data.dataset.pad_samples_to_global_batch_size": "epochs follow one another within a batch",
-    "data.dataset.use_old_brrr_dataloader": "there is one loader",
-}
-
-ORDERED = ("sdpa", "flash_attn", "blocked")
-"""Values of `attn_implementation` that are orders on whole samples, and none over cp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,52 +175,11 @@ class Config:
         """Tokens of a sample in a stage."""
         return self.data_stages[stage].sequence_length or self.tokens.sequence_length
 
+    def ids_of(self, stage: int) -> int:
+        """Ids that the data of a stage may have: those of its token files, or the model's."""
+        named = getattr(self.data_stages[stage].data.dataset, "vocab_size", None) or -1
+        return named if named > 0 else self.model.model_config.vocab_size
+
     def stage_at(self, step: int) -> int:
         """Index of the data stage that a step, counted from 1, reads."""
         return sum(stage.start_training_step <= step for stage in self.data_stages) - 1
-
-
-def ignored_keys(config: Config) -> list[str]:
-    """Name the keys that ask for something and have no effect.
-
-    Args:
-        config: the config of a training.
-
-    Returns:
-        One line for each key that is not at its default, `key.path: value has no effect: reason`.
-    """
-    found = [line for path, why in WITHOUT_EFFECT.items() for line in _ignored(config, path, why)]
-    for number, stage in enumerate(config.data_stages):
-        for path, why in STAGE_WITHOUT_EFFECT.items():
-            found += [f"data_stages.{number}.{line}" for line in _ignored(stage, path, why)]
-        if isinstance(stage.data.dataset, SFTDatasetsConfig):
-            why = "every rank reads examples itself and keeps them in memory"
-            for name in ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache"):
-                lines = _ignored(stage, f"data.dataset.{name}", why)
-                found += [f"data_stages.{number}.{line}" for line in lines]
-    attention = getattr(config.model.model_config, "attn_implementation", "auto")
-    if config.parallelism.cp > 1 and attention in ORDERED:
-        found.append(
-            f"model.model_config.attn_implementation: {attention} has no effect: with "
-            f"parallelism.cp {config.parallelism.cp} the kernels of kenotron-cp compute attention; "
-            "of the orders they follow only plain"
-        )
-    if config.tokenizer.tokenizer_name_or_path is None:
-        why = "without a tokenizer text is read as bytes"
-        found += _ignored(config, "tokenizer.tokenizer_revision", why)
-    return found
-
-
-def _ignored(root: object, path: str, why: str) -> Iterator[str]:
-    *parents, name = path.split(".")
-    owner: Any = root
-    for parent in parents:
-        owner = getattr(owner, parent, None)
-    if owner is None:  # a stage without dataset, a training without upload, another model
-        return
-    defaults = {each.name: each.default for each in fields(owner)}
-    if name not in defaults:  # another kind of dataset
-        return
-    default = defaults[name]
-    if (value := getattr(owner, name)) != default:
-        yield f"{path}: {str(value).lower()} has no effect: {why}"

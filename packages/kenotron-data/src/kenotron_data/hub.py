@@ -162,6 +162,12 @@ def data_pieces(
     """
     path = Path(name)
     corpus, _, domain = name.partition("/")
+    saved = any((path / file).is_file() for file in SAVED)
+    if config_name and (corpus == EMBEDDED_CORPUS or path.is_file() or saved):
+        raise ValueError(
+            f"hf_dataset_config_name: {config_name!r} was given, but {name!r} has no "
+            "configurations; those are of data sets of the hub: leave it out"
+        )
     if corpus == EMBEDDED_CORPUS:
         if split != "train":
             raise ValueError(f"{name!r} has no split {split!r}: all of it is 'train'")
@@ -170,7 +176,6 @@ def data_pieces(
                 f"{name!r} was given; the domains of {corpus} are {', '.join(BUILTIN_DOMAINS)}"
             )
         return [BuiltinText(domain=domain or None)]
-    saved = any((path / file).is_file() for file in SAVED)
     if path.is_file() or (path.is_dir() and not saved and not config_name and "[" not in split):
         return file_pieces(path, columns, optional=optional, split=split)
     if not path.exists() and _is_path(path, name):

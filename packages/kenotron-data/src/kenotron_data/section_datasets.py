@@ -120,7 +120,7 @@ def text_datasets(
     if _is_in_memory(section, options):
         return _bytes_in_memory(section, options, sequence)
     tokenizer = options.text_tokenizer()
-    about = []
+    about = _no_columns(section)
 
     def read(own: PretrainDatasetsConfig, name: str, validation: bool) -> Dataset:
         tokens = _cached(own, tokenizer, options.cache, validation)
@@ -237,12 +237,25 @@ def _is_in_memory(section: PretrainDatasetsConfig, options: SectionOptions) -> b
         return False
     if section.splits != ("train",) or section.hf_dataset_config_name is not None:
         return False
-    if name == EMBEDDED_CORPUS:
-        return True
-    path = Path(name)
+    return name == EMBEDDED_CORPUS or _is_text(Path(name))
+
+
+def _is_text(path: Path) -> bool:
+    """Whether there are files of text, which have no columns."""
     if not path.exists() or any((path / file).is_file() for file in SAVED):
         return False
     return all(isinstance(piece, TextFile) for piece in file_pieces(path))
+
+
+def _no_columns(section: PretrainDatasetsConfig) -> list[str]:
+    """A line for each data set without columns, where one is named."""
+    column = section.text_column_name
+    return [
+        f"{name}: this is text without columns; text_column_name {column!r} has no effect"
+        for name in section.fractions
+        if column != "text"
+        if name.partition("/")[0] == EMBEDDED_CORPUS or _is_text(Path(name))
+    ]
 
 
 def _bytes_in_memory(
@@ -251,9 +264,9 @@ def _bytes_in_memory(
     name = str(section.hf_dataset_or_datasets)
     documents = builtin_documents() if name == EMBEDDED_CORPUS else text_documents(Path(name))
     tokens = encode(documents, options.vocab_size)
-    about = []
+    about = _no_columns(section)
     if section.dataset_overwrite_cache or section.dataset_processing_num_proc_per_process > 1:
-        about = [
+        about += [
             f"{name}: text is read as bytes in memory; dataset_overwrite_cache and "
             "dataset_processing_num_proc_per_process have no effect"
         ]

@@ -28,6 +28,11 @@ class Rope:
     share: float = 1.0
     """Share of a head's features that turn, its first ones; the others stay as they are."""
 
+    def __post_init__(self) -> None:
+        """Keep of the stretching what is read: equal positions are equal values."""
+        if self.scaling is not None:
+            object.__setattr__(self, "scaling", self.scaling.as_read)
+
     def features(self, head_dim: int) -> int:
         """Return how many features of a head turn, K of those above."""
         return int(head_dim * self.share)

@@ -1,9 +1,19 @@
 """How rotary positions are stretched, as a plain dataclass (no torch here)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 RopeType = Literal["llama3", "linear", "yarn"]
+ONLY_OF = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_max_position_embeddings": ("llama3", "yarn"),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "truncate": ("yarn",),
+    "attention_factor": ("yarn",),
+}
+"""Fields that not every type reads, and which do."""
 NUMBERS = (
     "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"
 )  # fmt: skip
@@ -67,3 +77,13 @@ class RopeScaling:
             )
         if found:
             raise ValueError("\n".join(found))
+
+    @property
+    def as_read(self) -> "RopeScaling":
+        """The same stretching: fields that its type does not read are at their defaults."""
+        unread = {
+            each.name: each.default
+            for each in fields(self)
+            if self.rope_type not in ONLY_OF.get(each.name, (self.rope_type,))
+        }
+        return replace(self, **unread)

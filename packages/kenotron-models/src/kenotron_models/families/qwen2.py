@@ -1,5 +1,6 @@
 """Qwen2, with and without experts: Nanotron's keys, and Hugging Face's."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,14 +80,19 @@ class Qwen2Config(SharedFields):
                 f"ring_attn_heads_k_stride: {self.ring_attn_heads_k_stride} was given; it is a "
                 "number with attn_implementation llama3_ring_attention, and null without"
             )
-        if self.rope_seq_len_interpolation_factor is not None and self.rope_scaling is not None:
-            found.append(
-                f"rope_seq_len_interpolation_factor: {self.rope_seq_len_interpolation_factor} was "
-                "given; it is rope_scaling of type linear, which is given, too; keep one"
-            )
+        found += self._interpolation_problems()
         if self.moe_config is not None:
             found += self.moe_config.layer_problems(self.num_hidden_layers)
         raise_all([*found, *marker_problems(self, "is_qwen2_config")])
+
+    def _interpolation_problems(self) -> Iterator[str]:
+        if (factor := self.rope_seq_len_interpolation_factor) is None:
+            return
+        given = f"rope_seq_len_interpolation_factor: {factor} was given; it "
+        if not 1 <= factor < float("inf"):
+            yield given + "must be a finite number of at least 1"
+        if self.rope_scaling is not None:
+            yield given + "is rope_scaling of type linear, which is given, too; keep one"
 
     def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
         """Return the keys of windows and positions of a narrow copy."""
