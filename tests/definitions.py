@@ -1,6 +1,7 @@
 """Where public names are defined, found in the sources alone: nothing is imported."""
 
 import ast
+import itertools
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,11 +51,12 @@ def definition(name: str, module: str, trees: Trees) -> Found | None:
     if nodes:
         said = next(filter(None, map(ast.get_docstring, nodes)), None)
         return Found(name, module, path, [*nodes], said)
-    for body in (tree.body, *(n.body for n in tree.body if isinstance(n, ast.If))):
+    bodies = [tree.body, *(n.body for n in tree.body if isinstance(n, ast.If))]
+    for body in bodies:
         for node, said in documented_constants(body):
             if name in targets(node):
                 return Found(name, module, path, [node], said)
-    for node in tree.body:
+    for node in itertools.chain(*bodies):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:

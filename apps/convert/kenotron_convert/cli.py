@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,8 +20,12 @@ from kenotron_convert.upcycling import upcycle
 from kenotron_data import printable
 from kenotron_dist.launch import threads_of_rank
 
+COMMAND = "kenotron-convert"
+"""Name of the installed program."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+CKPT = ("--ckpt", "--ckpt-path")
+"""The second as other programs have it."""
 THREADS = "of the CPU (default: OMP_NUM_THREADS, else the cores)"
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -125,9 +130,10 @@ def _average(arguments: argparse.Namespace) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python apps/convert",
+        prog=COMMAND if Path(sys.argv[0]).name == COMMAND else "python apps/convert",
         description="Models between Hugging Face's folders and training checkpoints.",
     )
+    parser.add_argument("--version", action="version", version=f"{COMMAND} {version(COMMAND)}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
     importer = commands.add_parser("hf-to-kenotron", help="a checkpoint from a model folder")
@@ -136,13 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     importer.set_defaults(run=_import)
 
     exporter = commands.add_parser("kenotron-to-hf", help="a model folder from a checkpoint")
-    exporter.add_argument("--ckpt", type=Path, required=True, help="a step folder or a run folder")
+    exporter.add_argument(*CKPT, type=Path, required=True, help="a step folder or a run folder")
     exporter.add_argument("--out", type=Path, required=True, help="folder to make")
     exporter.add_argument("--tokenizer", type=Path, help="folder of one, or a tokenizer.json")
     exporter.add_argument("--max-shard-size", default="5GB", help="of a file, as 5GB or 500MB")
     exporter.set_defaults(run=_export)
     upcycler = commands.add_parser("upcycle", help="a checkpoint with experts from a dense one")
-    upcycler.add_argument("--ckpt", type=Path, required=True, help="a step folder or a run folder")
+    upcycler.add_argument(*CKPT, type=Path, required=True, help="a step folder or a run folder")
     upcycler.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
     upcycler.add_argument("--experts", type=int, required=True, help="copies of a feed-forward")
     upcycler.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
@@ -154,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     upcycler.set_defaults(run=_upcycle)
     averager = commands.add_parser("average", help="a checkpoint of the mean of several weights")
     averager.add_argument(
-        "--ckpt", type=Path, required=True, nargs="+", help="step folders or run folders"
+        *CKPT, type=Path, required=True, nargs="+", help="step folders or run folders"
     )
     averager.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
     averager.add_argument(

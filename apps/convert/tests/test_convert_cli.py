@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starc
 
 from kenotron_ckpt import read_box, read_manifest, read_record
 from kenotron_convert import comparison, exporting, hf_model, importing, probe
-from kenotron_convert.cli import main
+from kenotron_convert.cli import _parser, main
 from kenotron_convert.shards import deal, parse_size
 from kenotron_dist.launch import threads_of_rank
 from kenotron_models import MistralConfig, RopeScaling
@@ -545,3 +545,12 @@ def test_an_interrupted_export_leaves_nothing(hf, monkeypatch):
     monkeypatch.setattr(exporting, "compare_export", stop)
     assert exported(hf) == 130
     assert left_in(hf.parent) == ["hf", "run"]
+
+
+def test_a_checkpoint_is_given_as_to_the_other_programs(capsys):
+    for command in ("kenotron-to-hf", "average"):
+        given = _parser().parse_args([command, "--ckpt-path", "a", "--out", "b"])
+        assert given.ckpt in (Path("a"), [Path("a")])
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("kenotron-convert ")

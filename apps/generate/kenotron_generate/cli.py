@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
@@ -18,6 +19,8 @@ from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
 from kenotron_generate.tokenizer_io import libraries
 from kenotron_models import Sampling, expert_layers
 
+COMMAND = "kenotron-generate"
+"""Name of the installed program."""
 AXES = ("pp", "dp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
 """Errors whose message is enough; others come with a traceback."""
@@ -140,12 +143,41 @@ def _threads(given: int | None) -> int | None:
     return given
 
 
+def _add_drawing(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of how tokens are drawn, and until when."""
+    add = parser.add_argument
+    add("--max-new-tokens", type=int, default=128, help="(default: 128)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="0: always the likeliest token (default: 0.7)",
+    )
+    add("--top-k", type=int, help="draw among the k likeliest tokens; 0: among all")
+    add("--top-p", type=float, help="draw among the likeliest tokens of this share")
+    add(
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        help="above 1: less of what was there (default: 1)",
+    )
+    add("--seed", type=int, default=42, help="of the draws (default: 42)")
+    add(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this text, which is not printed; may be given several times",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python apps/generate",
+        prog=COMMAND if Path(sys.argv[0]).name == COMMAND else "python apps/generate",
         description="Continue prompts from a checkpoint or a model folder of Hugging Face.",
     )
     add = parser.add_argument
+    add("--version", action="version", version=f"{COMMAND} {version(COMMAND)}")
     add("--ckpt-path", required=True, help="a step folder, a run folder, or an HF model folder")
     add(
         "--prompt",
@@ -154,20 +186,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"text to continue; may be given several times; {FROM_STDIN}: standard input",
     )
     add("--prompt-file", metavar="FILE", help="a prompt a line, or JSON lines (.jsonl)")
-    add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, default=0.7, help="0: always the likeliest token")
-    add("--top-k", type=int, help="draw among the k likeliest tokens; 0: among all")
-    add("--top-p", type=float, help="draw among the likeliest tokens of this share")
-    add("--repetition-penalty", type=float, default=1.0, help="above 1: less of what was there")
-    add("--seed", type=int, default=42)
+    _add_drawing(parser)
     add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end at this text, which is not printed; may be given several times",
+        "--batch-size",
+        type=int,
+        default=8,
+        help="prompts that are continued together (default: 8)",
     )
-    add("--batch-size", type=int, default=8, help="prompts that are continued together")
     add("--jsonl", metavar="FILE", help="write results as JSON lines; -: to standard output")
     add(
         "--tokenizer",
@@ -180,19 +205,27 @@ def _parser() -> argparse.ArgumentParser:
         "--chat-template",
         action=flag,
         default=True,
-        help="texts are turns of a chat, where the tokenizer has a template",
+        help="texts are turns of a chat, where the tokenizer has a template (default: yes)",
     )
     add(
         "--special-tokens",
         action=flag,
         help="the tokenizer's special tokens around a prompt (default: as the model was trained)",
     )
-    add("--cache", action=flag, default=True, help="keep keys and values between tokens")
-    add("--tp", type=int, default=1, help="tensor-parallel ranks; 0: as trained")
-    add("--pp", type=int, default=1, help="pipeline ranks; 0: as trained")
-    add("--dp", type=int, default=1, help="groups of ranks that share the prompts")
     add(
-        "--ep", type=int, default=1, help="ranks, of dp x tp, that share the experts; 0: as trained"
+        "--cache",
+        action=flag,
+        default=True,
+        help="keep keys and values between tokens (default: yes)",
+    )
+    add("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1); 0: as trained")
+    add("--pp", type=int, default=1, help="pipeline ranks (default: 1); 0: as trained")
+    add("--dp", type=int, default=1, help="groups of ranks that share the prompts (default: 1)")
+    add(
+        "--ep",
+        type=int,
+        default=1,
+        help="ranks, of dp x tp, that share the experts (default: 1); 0: as trained",
     )
     add("--threads", type=int, help="CPU threads of each rank (default: a share of the cores)")
     return parser  # fmt: skip

@@ -222,3 +222,10 @@ def test_bad_lines_name_their_place(
     said = capsys.readouterr().err
     assert "p.jsonl" in said
     assert message in said
+
+
+def test_the_program_tells_its_version_and_what_flags_are_by_default(capsys) -> None:
+    for flag, words in (("--version", "kenotron-generate "), ("--help", "(default: 0.7)")):
+        with pytest.raises(SystemExit):
+            main([flag])
+        assert words in capsys.readouterr().out

@@ -27,6 +27,7 @@ from kenotron_dist import (
     first_to_say,
     resolve,
 )
+from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
@@ -214,6 +215,17 @@ def _seconds(text: str) -> float:
     return value
 
 
+COMMANDS = """\
+commands, each with its own --help:
+  verify            compare a layout with one process
+  report RUN ...    draw runs
+  evaluate          evaluate a checkpoint
+  slurm             submit a training, or write its script
+  doremi            learn the weights of domains
+  config-reference  what every key of a config means
+  flag-reference    what every flag does"""
+
+
 def _duration(text: str) -> float:
     """Seconds of ``--time-limit``."""
     try:
@@ -227,14 +239,13 @@ def _duration(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python apps/train",
+        prog=called(),
         description="Train a language model. Without a config file: a small model on the Python "
-        "standard library's own sources, on two local processes. `report RUN_DIR ...` draws runs, "
-        "`slurm --nodes N ...` submits one, `verify` compares a layout with one process, "
-        "`evaluate --ckpt-path ...` evaluates a checkpoint, "
-        "`doremi` learns the weights of domains, "
-        "`config-reference` prints what every key means, `flag-reference` what every flag does.",
+        "standard library's own sources, on two local processes.",
+        epilog=COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_version(parser)
     parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
     parser.add_argument(
         "--set",

@@ -72,7 +72,7 @@ def test_a_check_says_how_attention_runs(tmp_path: Path) -> None:
     file = nanotron(tmp_path, context_parallel_size=2)
     done = runs.train(tmp_path, "--check", "--config-file", str(file))
     assert done.returncode == 0
-    assert "Layout: 2 processes = dp 1 x pp 1 x cp 2 x tp 1; " in done.stdout
+    assert "Layout: 2 processes = pp 1 x dp 1 x cp 2 x tp 1; " in done.stdout
     assert "rank = ((pp * 1 + dp) * 2 + cp) * 1 + tp" in done.stdout
     said = (
         "gather, 1 key head at a time, zigzag; 32 tokens a rank (14 of 64 are padding), in blocks"

@@ -118,7 +118,7 @@ def test_a_check_names_the_ranks_of_experts(tmp_path: Path) -> None:
     file = small(tmp_path, dp=2, ep=2)
     done = runs.train(tmp_path, "--check", "--config-file", str(file))
     assert done.returncode == 0
-    assert "2 processes = dp 2 x pp 1 x tp 1, ep 2" in done.stdout
+    assert "2 processes = pp 1 x dp 2 x tp 1, ep 2" in done.stdout
     whole = 8 * 4 * 3 * 96 * 128  # experts, layers, matrices of an expert
     assert f"{1_595_296 - whole // 2:,} parameters a rank" in done.stdout
 
@@ -126,4 +126,4 @@ def test_a_check_names_the_ranks_of_experts(tmp_path: Path) -> None:
 def test_a_layout_with_experts_is_verified(tmp_path: Path) -> None:
     done = runs.train(tmp_path, "verify", "--config-file", str(small(tmp_path, dp=2, ep=2)))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "PASS: dp 2 x pp 1 x tp 1, ep 2 computes what one process computes" in done.stdout
+    assert "PASS: pp 1 x dp 2 x tp 1, ep 2 computes what one process computes" in done.stdout

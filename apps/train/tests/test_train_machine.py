@@ -126,7 +126,7 @@ def test_what_gpus_offload_needs_room_on_the_host(
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("parallelism__dp", "dp 1000 x pp 1 x tp 1 are 1000 ranks on this host, which has "),
+        ("parallelism__dp", "pp 1 x dp 1000 x tp 1 are 1000 ranks on this host, which has "),
         (
             "data_stages__0__data__num_loading_workers",
             "data_stages.0.data.num_loading_workers: 1000 was given; this host has 2 cores",

@@ -28,7 +28,7 @@ def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):
         [sys.executable, str(app), "--check", "--set", "parallelism.dp=100"],
         capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True,
     )  # fmt: skip
-    assert "Layout: 200 processes = dp 100 x pp 1 x tp 2" in done.stdout
+    assert "Layout: 200 processes = pp 1 x dp 100 x tp 2" in done.stdout
     assert "pp rank 0: embedding ... head, 402,816 parameters a rank" in done.stdout
     assert "attention.qkv.weight" in done.stdout and "tp cuts dim 0" in done.stdout
     assert "pp rank 0 sends in a step, in GB a process: tp " in done.stdout

@@ -6,14 +6,15 @@ import importlib
 import inspect
 import re
 import runpy
+import sys
 import tomllib
-from typing import Any
 
 import pytest
 import runs
 
+import kenotron_train
 from kenotron_dist import resolve
-from kenotron_train import program
+from kenotron_train import cli, program, start
 
 
 def installed() -> None:
@@ -24,20 +25,16 @@ def installed() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", [installed, lambda: runpy.run_path(str(runs.APP), run_name="__main__")]
+    "begin", [installed, lambda: runpy.run_path(str(runs.APP), run_name="__main__")]
 )
-def test_both_leave_the_world_before_they_end(start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_leave_the_world_before_they_end(begin, monkeypatch: pytest.MonkeyPatch) -> None:
     left = []
     monkeypatch.setattr("sys.argv", ["train", "--check"])
     monkeypatch.setattr(program, "main", lambda: 85)
     monkeypatch.setattr(program, "shutdown", lambda: left.append(True))
     with pytest.raises(SystemExit) as ended:
-        start()
+        begin()
     assert left == [True] and ended.value.code == 85
-
-
-def main_of_app() -> dict[str, Any]:
-    return runpy.run_path(str(runs.APP), run_name="imported")
 
 
 @pytest.mark.parametrize(
@@ -56,19 +53,18 @@ def main_of_app() -> dict[str, Any]:
 def test_only_a_command_that_starts_ranks_prepares_them(
     words: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = main_of_app()
-    for name in app["LAUNCHED"]:
+    for name in start.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
-    assert app["starts_ranks"](words) is starts
-    for name in app["LAUNCHED"]:
+    assert start.starts_ranks(words) is starts
+    for name in start.LAUNCHED:
         with monkeypatch.context() as patch:
             patch.setenv(name, "0")
-            assert not app["starts_ranks"](words)
+            assert not start.starts_ranks(words)
 
 
 def test_the_program_looks_at_every_variable_of_a_launcher() -> None:
     found = re.findall(r'"(\w+)" in environ', inspect.getsource(resolve))
-    assert found and sorted(main_of_app()["LAUNCHED"]) == sorted(found)
+    assert found and sorted(start.LAUNCHED) == sorted(found)
 
 
 def test_a_keyboard_interrupt_outside_of_a_run_is_no_traceback(
@@ -95,3 +91,27 @@ def test_extras_are_shown_as_they_install_from_the_repository() -> None:
     assert len(ours) >= 4 and {where for where, _ in ours} == {"'./apps/train"}
     for _, extras in ours:
         assert set(extras.split(",")) <= set(known["optional-dependencies"])
+
+
+def test_the_installed_command_can_be_stopped_before_torch_is_imported() -> None:
+    """Its first import is of what handles Ctrl-C and starts the forkserver."""
+    words = "import sys, kenotron_train.start; sys.exit('torch' in sys.modules)"
+    assert runs.start(sys.executable, "-c", words, cwd=runs.APP).returncode == 0
+    with pytest.raises(AttributeError, match="has no attribute 'Trainer'"):
+        kenotron_train.Trainer  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["kenotron-train", "train"])
+def test_the_program_is_called_what_it_was_called(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", [name])
+    command = name if name.startswith("kenotron") else "python apps/train"
+    for words in (["--help"], ["verify", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: {' '.join([command, *words[:-1]])} [-h]")
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert re.fullmatch(r"kenotron-train \S+, torch \S+\n", capsys.readouterr().out)

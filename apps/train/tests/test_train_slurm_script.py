@@ -111,7 +111,7 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
     [
         (
             "--nodes 4 --gpus-per-node 8",
-            "dp 1 x pp 1 x tp 2 = 2 processes, one a GPU, but --nodes 4 with --gpus-per-node 8 "
+            "pp 1 x dp 1 x tp 2 = 2 processes, one a GPU, but --nodes 4 with --gpus-per-node 8 "
             "have 32 GPUs: --set parallelism.dp=16",
         ),
         (
@@ -121,7 +121,7 @@ def test_processes_are_divided_among_nodes(capsys: pytest.CaptureFixture[str]) -
         ),
         (
             "--nodes 1 --gpus-per-node 8 --set parallelism.context_parallel_size=2",
-            "dp 1 x pp 1 x cp 2 x tp 2 = 4 processes, one a GPU, but --nodes 1 with "
+            "pp 1 x dp 1 x cp 2 x tp 2 = 4 processes, one a GPU, but --nodes 1 with "
             "--gpus-per-node 8 have 8 GPUs: --set parallelism.dp=2",
         ),
         ("--nodes 4", "choose --nodes from 1, 2, or change parallelism.dp, pp, cp or tp"),

@@ -54,8 +54,8 @@ def test_the_default_passes_and_says_what_it_did(
     assert status == 0 and found["passed"]
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     assert re.search(r"model_config.hidden_size +128 +64", printed)
-    assert "2 processes (dp 1 x pp 1 x tp 2) against one: 2 steps of 4 samples" in printed
-    assert "PASS: dp 1 x pp 1 x tp 2 computes what one process computes" in printed
+    assert "2 processes (pp 1 x dp 1 x tp 2) against one: 2 steps of 4 samples" in printed
+    assert "PASS: pp 1 x dp 1 x tp 2 computes what one process computes" in printed
     assert all(len(line) <= 80 for line in printed.splitlines())
     assert {(check["step"], check["what"]) for check in found["checks"]} == {
         (0, "initial weights"),
@@ -167,7 +167,7 @@ def test_a_layout_that_dies_fails(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["--config-file", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
         (flags("parallelism.tp=3"), "it must divide model.model_config.num_attention_heads"),
-        (["--ranks", "1"], "--ranks 1: nothing is left of dp 1 x pp 1 x tp 2 to compare"),
+        (["--ranks", "1"], "--ranks 1: nothing is left of pp 1 x dp 1 x tp 2 to compare"),
         (["--ranks", "0"], "argument --ranks: '0' is no whole number from 1"),
         (["--steps", "two"], "argument --steps: 'two' is no whole number from 1"),
         (["--json", "no/such/folder.json"], "there is no folder no/such; make it first"),

@@ -13,6 +13,7 @@ from pathlib import Path
 from kenotron_config import Config, Mask
 from kenotron_dist import PeerLost, RankError
 from kenotron_dist.launch import launcher
+from kenotron_train.called import called
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.reference_pass import write_reference_losses
 from kenotron_train.doremi.weights_file import read_average
@@ -132,7 +133,7 @@ def _fail(text: str, code: int) -> int:
 def doremi_parser() -> argparse.ArgumentParser:
     """The flags of ``doremi``."""
     parser = argparse.ArgumentParser(
-        prog="python apps/train doremi",
+        prog=called("doremi"),
         description="Learn the weights of domains with a small proxy model, then train with them. "
         "`reference` trains a reference model, `losses` stores its loss of every token that the "
         "proxy will read, `proxy` learns the weights, `weights` prints their average, `final` "

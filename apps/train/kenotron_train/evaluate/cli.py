@@ -17,6 +17,7 @@ from kenotron_config import Config, EvaluateConfig, Mask, unavailable
 from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
+from kenotron_train.called import called
 from kenotron_train.config_file import load_config
 from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
@@ -225,7 +226,7 @@ def _fail(text: str, code: int = 1) -> int:
 def evaluate_parser() -> argparse.ArgumentParser:
     """The flags of ``evaluate``."""
     parser = argparse.ArgumentParser(
-        prog="python apps/train evaluate",
+        prog=called("evaluate"),
         description="Evaluate a checkpoint on any layout: tasks of lm-eval, and perplexity of the "
         "held-out samples of each source. What is evaluated is that of the section evaluate of "
         "the training, unless flags say otherwise. The result is a file in evaluations next to "

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kenotron_config import Mask
+from kenotron_train.called import called
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
@@ -66,7 +67,7 @@ def _show(table: list[list[str]]) -> None:
 def report_parser() -> argparse.ArgumentParser:
     """The flags of ``report``."""
     parser = argparse.ArgumentParser(
-        prog="python apps/train report",
+        prog=called("report"),
         description="Draw loss, learning rate, throughput, memory, evaluations and the load of "
         "experts of one run, or of several to compare them: report.html needs nothing else, "
         "report.png needs matplotlib.",

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kenotron_config import Config, Mask, credentials, dump_config, masked
+from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.report.printing import say
 from kenotron_train.slurm.job import SlurmJob, script_of
@@ -144,7 +145,7 @@ def _whole(text: str) -> int:
 def slurm_parser() -> argparse.ArgumentParser:
     """The flags of ``slurm``."""
     parser = argparse.ArgumentParser(
-        prog="python apps/train slurm",
+        prog=called("slurm"),
         description="Submit a training to Slurm, one task a GPU. Before its time is over it saves, "
         "goes back into the queue and resumes. Script, resolved config, versions and log are kept "
         "in a folder below checkpoints_path.",

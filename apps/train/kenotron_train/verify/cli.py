@@ -12,6 +12,7 @@ from pathlib import Path
 from kenotron_config import Config
 from kenotron_dist import RankError, spawn
 from kenotron_dist.launch import launcher, threads_of_rank
+from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.verify.comparison import Check, allowed, compare, layout_gradients, measure
@@ -105,7 +106,7 @@ def _fail(text: str, code: int) -> int:
 def verify_parser() -> argparse.ArgumentParser:
     """The flags of ``verify``."""
     parser = argparse.ArgumentParser(
-        prog="python apps/train verify",
+        prog=called("verify"),
         description="Compare a config's layout with one process, before GPU hours are spent: a "
         "small copy of the same structure runs for some steps on local CPU processes, and losses, "
         "gradients and weights must be those of one process. Exit status 0: they are; 1: they are "

@@ -127,10 +127,10 @@ class ParallelismConfig:
 
     @property
     def described(self) -> str:
-        """The sizes in words: `dp 2 x pp 1 x tp 1`, with cp and ep where they are more than 1."""
+        """The sizes in words: `pp 1 x dp 2 x tp 1`, with cp and ep where they are more than 1."""
         cp = f"x cp {self.cp} " if self.cp > 1 else ""
         ep = f", ep {self.ep}" if self.ep > 1 else ""
-        return f"dp {self.dp} x pp {self.pp} {cp}x tp {self.tp}{ep}"
+        return f"pp {self.pp} x dp {self.dp} {cp}x tp {self.tp}{ep}"
 
     @property
     def mode(self) -> TPMode:
