@@ -41,13 +41,16 @@ def test_a_report_of_a_real_run(tmp_path: Path) -> None:
     assert re.search(r"steps +6\b", done.stdout)
     assert "Written: checkpoints/report.html and checkpoints/report.png" in done.stdout
     page = (tmp_path / "checkpoints/report.html").read_text()
-    loss, rate, speed, memory = pictures(page)
-    assert [len(svg.findall("polyline")) for svg in (loss, rate, speed, memory)] == [1, 1, 1, 1]
+    loss, *others = pictures(page)
+    assert [len(svg.findall("polyline")) for svg in (loss, *others)] == [1] * 5
+    assert "(dashed: validation)" in page and "reserved" not in page  # which a CPU has not
+    assert "pp 1 x dp 1 x tp 1; " in page and "seed 42; last written 20" in page
+    assert "<pre>general:" in page and "norm of the gradient" in page
     assert len(loss.findall("circle")) == 1  # one validation
     assert not re.search(r'(?:src|href)="|@import|url\(', page)
     data = (tmp_path / "checkpoints/report.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", data[16:24]) == (1320, 825)
+    assert struct.unpack(">II", data[16:24]) == (1320, 1237)
 
 
 def test_runs_are_compared_by_names_that_differ(
@@ -143,7 +146,7 @@ def test_loads_of_experts_are_drawn_by_layer(
         assert chart.get("aria-label") == f"{name}: load max/mean (dashed: entropy)"
         assert len(chart.findall("polyline")) == 2
     data = (one / "report.png").read_bytes()
-    assert struct.unpack(">II", data[16:24]) == (1320, 1237)
+    assert struct.unpack(">II", data[16:24]) == (1320, 1650)
 
 
 def test_neighbours_of_one_shade_are_one_rectangle() -> None:

@@ -30,15 +30,18 @@ class Line:
     dashed: bool = False
 
 
-def line_chart(title: str, x_title: str, lines: Sequence[Line]) -> str:
-    """An SVG picture of the curves on common axes; with a remark when there is nothing to draw."""
+def line_chart(title: str, x_title: str, lines: Sequence[Line], from_zero: bool = False) -> str:
+    """An SVG picture of the curves on common axes; with a remark when there is nothing to draw.
+
+    ``from_zero``: the axis of figures that are not negative begins at 0.
+    """
     points = [point for line in lines for point in line.points]
     parts = [_text(LEFT, 18, title, "title")]
     if not points:
         parts.append(_text(WIDTH / 2, HEIGHT / 2, "no figures", "none"))
     else:
         x_low, x_high = _range([x for x, _ in points])
-        y_low, y_high = _range([y for _, y in points])
+        y_low, y_high = _range([y for _, y in points] + [0.0] * from_zero)
         parts += _axes(x_title, (x_low, x_high), (y_low, y_high))
         parts += [_curve(line, (x_low, x_high), (y_low, y_high)) for line in lines if line.points]
     return _picture(title, parts)

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from kenotron_train.evaluate.results import LARGEST
 from kenotron_train.report.metrics_file import read_journal
 from kenotron_train.report.numbers import short
+from kenotron_train.report.run_about import About, about_run
 
 Points = list[tuple[float, float]]
 MOST_POINTS = 1000
@@ -24,15 +25,27 @@ class Panel:
     title: str
     keys: tuple[str, ...]
     """Figures drawn in it; the second and later ones dashed."""
+    dashed: str = ""
+    """What the dashed ones are."""
+    from_zero: bool = False
+    """Whether the axis begins at 0, so that small changes look small."""
+
+    def headline(self, runs: Sequence[Run]) -> str:
+        """The title, with what is dashed where any run has it."""
+        has = any(run.points(key) for run in runs for key in self.keys[1:])
+        return f"{self.title} (dashed: {self.dashed})" if has else self.title
 
 
 PANELS = (
-    Panel("loss (nats a token; dashed: validation)", ("lm_loss", "validation_loss")),
+    Panel("loss, nats a token", ("lm_loss", "validation_loss"), "validation"),
+    Panel("norm of the gradient", ("grad_norm",)),
     Panel("learning rate", ("lr",)),
-    Panel("throughput (tokens a second)", ("tokens_per_sec",)),
+    Panel("throughput, tokens a second", ("tokens_per_sec",), from_zero=True),
     Panel(
-        "memory of the first rank (GB; dashed: reserved, on the device)",
+        "memory of the first rank, GB",
         ("memory_gb", "memory_reserved_gb", "memory_device_gb"),
+        "reserved, on the device",
+        from_zero=True,
     ),
 )
 WORST_LOAD, LEAST_ENTROPY, UNUSED = "experts_load", "experts_entropy", "experts_unused"
@@ -50,6 +63,7 @@ class Run:
 
     name: str
     steps: list[dict[str, Any]]
+    about: About = About()
 
     def points(self, key: str, x: str = "step", most: int = MOST_POINTS) -> Points:
         """(x, figure) of all steps that have both, thinned to ``most``.
@@ -86,7 +100,8 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         steps = read_journal(path)
         if not steps:
             raise ValueError(f"{path} holds no step: the run has not made one yet")
-        found.append(Run(name, [step | _of_all_layers(step) for step in steps]))
+        layers = [step | _of_all_layers(step) for step in steps]
+        found.append(Run(name, layers, about_run(path)))
     return found
 
 

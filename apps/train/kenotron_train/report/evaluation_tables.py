@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def with_evaluations(run: Run, folder: Path) -> Run:
             evaluated = each["evaluated_step"]
             found[evaluated] = figures_of(each) | found.get(evaluated, {})
     steps = [step | {"evaluated": found.get(step["step"], {})} for step in run.steps]
-    return Run(run.name, steps)
+    return replace(run, steps=steps)
 
 
 def figures_of(evaluation: dict[str, Any]) -> dict[str, float]:

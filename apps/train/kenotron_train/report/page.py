@@ -74,24 +74,45 @@ def expert_charts(runs: Sequence[Run], x: str) -> str:
 
 def report_html(runs: Sequence[Run], x: str = "step") -> str:
     """The whole page."""
-    charts = [line_chart(p.title, x, panel_lines(p, runs, x)) for p in panels_of(runs)]
-    titles, *lines = summary(runs)
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
-    rows = []
-    for number, (name, *cells) in enumerate(lines):
-        key = f'<span class="key" style="background:{colour_of(number)}"></span>'
-        texts = [key + html.escape(name), *map(html.escape, cells)]
-        rows.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
+    charts = [
+        line_chart(p.headline(runs), x, panel_lines(p, runs, x), p.from_zero)
+        for p in panels_of(runs)
+    ]
     title = html.escape(", ".join(run.name for run in runs))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        f"<table>\n<tr>{head}</tr>\n" + "\n".join(rows) + "\n</table>\n"
+        f"{_about(runs)}{_table(runs)}"
         '<div class="panels">\n'
         + "\n".join(charts)
         + f"\n</div>\n{evaluation_charts(runs, AXES[x])}{expert_charts(runs, x)}</body>\n</html>\n"
     )
+
+
+def _table(runs: Sequence[Run]) -> str:
+    """A line for each figure, and a column for each run."""
+    (_, *titles), *lines = summary(runs)
+    rows = ["".join(f"<th>{_key(n)}{html.escape(name)}</th>" for n, (name, *_) in enumerate(lines))]
+    rows[0] = f"<th></th>{rows[0]}"
+    for title, *cells in zip(titles, *(line[1:] for line in lines), strict=True):
+        rows.append("".join(f"<td>{html.escape(text)}</td>" for text in (title, *cells)))
+    return "<table>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>\n"
+
+
+def _about(runs: Sequence[Run]) -> str:
+    """What is known of each run besides its figures, and its config to unfold."""
+    return "".join(
+        f"<p>{_key(n)}{html.escape(run.name)}: {html.escape(run.about.words)}</p>\n"
+        f"<details><summary>Its config</summary><pre>{html.escape(run.about.config)}</pre>"
+        "</details>\n"
+        for n, run in enumerate(runs)
+        if run.about.words
+    )
+
+
+def _key(number: int) -> str:
+    return f'<span class="key" style="background:{colour_of(number)}"></span>'
 
 
 def can_draw_png() -> bool:
@@ -104,10 +125,13 @@ def write_png(path: Path, runs: Sequence[Run], x: str = "step") -> None:
     from matplotlib.figure import Figure
 
     panels = panels_of(runs)
-    rows = len(panels) // 2
+    rows = -(-len(panels) // 2)
     figure = Figure(figsize=(12, 3.75 * rows), layout="constrained")
-    for axes, panel in zip(figure.subplots(rows, 2).flat, panels, strict=True):
-        axes.set_title(panel.title, fontsize=11, loc="left")
+    places = figure.subplots(rows, 2).flat
+    for axes in places[len(panels) :]:
+        axes.set_axis_off()
+    for axes, panel in zip(places, panels, strict=False):
+        axes.set_title(panel.headline(runs), fontsize=11, loc="left")
         axes.set_xlabel(x)
         axes.grid(alpha=0.25)
         for line in panel_lines(panel, runs, x):
@@ -115,6 +139,8 @@ def write_png(path: Path, runs: Sequence[Run], x: str = "step") -> None:
                 style, mark = "--" if line.dashed else "-", "o" if len(line.points) == 1 else None
                 xs, ys = zip(*line.points, strict=True)
                 axes.plot(xs, ys, color=line.colour, linestyle=style, marker=mark, linewidth=1.3)
+        if panel.from_zero:
+            axes.set_ylim(bottom=0)
     names = [run.name for run in runs]
     handles = [
         figure.axes[0].plot([], [], color=colour_of(i), label=name)[0]

@@ -114,7 +114,7 @@ def _read_hf(
     if theirs.tie_word_embeddings:
         records[HEAD] = records[EMBEDDING]
     folder.load(records, wanted, mesh)
-    return str(path)
+    return f"{path} (kenotron-convert compare --hf {path} compares it with transformers)"
 
 
 def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:
