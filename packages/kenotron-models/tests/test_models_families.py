@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from dataclasses import asdict, fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -99,6 +103,25 @@ def test_a_toy_family_is_one_line_in_the_registry(monkeypatch: pytest.MonkeyPatc
     assert config_from_json(json.loads(json.dumps(asdict(config)))) == config
     with pytest.raises(ValueError, match="Hugging Face has no Toy"):
         config_to_hf(config)
+
+
+def test_a_toy_family_may_lie_among_the_others(tmp_path: Path) -> None:
+    """It is copied there as it is: nothing that it imports needs the registry."""
+    package = tmp_path / "kenotron_models"
+    shutil.copytree(Path(registry.__file__).parent, package)
+    shutil.copy(Path(__file__).with_name("toy_family.py"), package / "families/toy.py")
+    file = package / "registry.py"
+    text = file.read_text().replace("    TRANSFORMERS,\n)", "    TRANSFORMERS,\n    TOY,\n)")
+    place = "from kenotron_models.family import"
+    file.write_text(
+        text.replace(place, f"from kenotron_models.families.toy import TOY\n{place}", 1)
+    )
+    words = "from kenotron_models import FAMILIES, config_from_json as read; "
+    words += "print(FAMILIES[-1].marker, read({'is_toy_config': True}).decoder.vocab_size)"
+    found = subprocess.run(
+        [sys.executable, "-c", words], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "is_toy_config 21\n", found.stderr
 
 
 def test_every_part_of_a_block_says_what_it_is() -> None:

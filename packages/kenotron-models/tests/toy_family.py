@@ -8,17 +8,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from kenotron_dist import declare_roles
-from kenotron_models import (
-    BlockSpec,
-    Build,
-    Context,
-    DecoderSpec,
-    Family,
-    MLPSpec,
-    Normed,
-    NormSpec,
-    Part,
-)
+from kenotron_models.block import BlockSpec
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.family import Family
+from kenotron_models.mlp import MLPSpec
+from kenotron_models.norm import NormSpec
+from kenotron_models.part import Normed, Part
+from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
