@@ -16,7 +16,8 @@ from typing import Any
 import hf_cases
 import torch
 
-from kenotron_convert.hf_model import compare_hf, read_model
+from kenotron_ckpt import open_safetensors
+from kenotron_models.hf_import import compare_import, read_model
 
 BASES = {
     "llama": "llama-tied-llama3",
@@ -121,7 +122,7 @@ def check(model_type: str, change: Change, folder: Path) -> tuple[str, str]:
     except Exception as error:  # transformers has no such model
         return "invalid", f"{type(error).__name__}: {error}"
     try:
-        source = read_model(folder)
+        source = read_model(open_safetensors(folder))
     except ValueError as error:
         keys = [change.key, *(change.value if isinstance(change.value, Mapping) else ())]
         named = any(re.search(rf"\b{re.escape(key)}\b", str(error)) for key in keys)
@@ -129,7 +130,7 @@ def check(model_type: str, change: Change, folder: Path) -> tuple[str, str]:
     except Exception as error:
         return FAULT, f"{type(error).__name__}: {error}"
     try:
-        found = compare_hf(source)
+        found = compare_import(source)
     except ValueError as error:
         return FAULT, str(error)
     return "equal", f"{found:.1e}"

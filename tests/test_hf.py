@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kenotron_config import Config, ExistingCheckpointInitConfig
 from kenotron_convert.exporting import export_hf
-from kenotron_convert.hf_model import as_in_the_file
 from kenotron_convert.importing import import_hf
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import Piece
 from kenotron_generate.load import describe, load_model
 from kenotron_models import Context
 from kenotron_models.hf import config_to_hf, hf_tensors, read_hf_config
+from kenotron_models.hf_import import as_in_the_file
 from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
 

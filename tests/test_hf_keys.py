@@ -15,14 +15,12 @@ import hf_keys
 import pytest
 import torch
 
-from kenotron_ckpt import Source, save_streamed
-from kenotron_convert.comparison import load_theirs, our_outcomes, their_outcomes
+from kenotron_ckpt import Source, open_safetensors, save_streamed
 from kenotron_convert.exporting import export_hf
-from kenotron_convert.hf_model import compare_hf, read_model
 from kenotron_convert.importing import fresh_state
-from kenotron_dist import Mesh
 from kenotron_models import FAMILIES, Mamba2ModelConfig
-from kenotron_models.hf import EMBEDDING, HEAD, config_from_hf, hf_tensors
+from kenotron_models.hf import config_from_hf, hf_tensors, load_theirs
+from kenotron_models.hf_import import compare_import, read_model
 
 STRIDE = 12
 """Of the keys of an architecture one of so many is changed, unless all are asked for."""
@@ -72,7 +70,7 @@ def test_a_key_that_is_left_out_is_what_transformers_takes(model_type):
 def test_weights_that_transformers_scales_when_it_loads_them_are_those_of_the_file(tmp_path):
     model = hf_cases.make("mamba", rescale_prenorm_residual=True)
     model.save_pretrained(tmp_path)
-    assert compare_hf(read_model(tmp_path)) <= 1e-5
+    assert compare_import(read_model(open_safetensors(tmp_path))) <= 1e-5
     with torch.no_grad():
         scaled = load_theirs(tmp_path)(hf_cases.TOKENS, use_cache=False).logits
         saved = model.eval()(hf_cases.TOKENS, use_cache=False).logits
@@ -82,17 +80,8 @@ def test_weights_that_transformers_scales_when_it_loads_them_are_those_of_the_fi
 def test_bounded_steps_and_channels_of_their_own_are_those_of_transformers(tmp_path):
     for case in ("nemotron-h-bounded-steps", "mamba-own-width", "llama-biases"):
         hf_cases.save(case, tmp_path / case)
-        source, theirs = read_model(tmp_path / case), load_theirs(tmp_path / case)
-        spec, records = source.config.decoder, source.records
-        ours, texts = our_outcomes(
-            lambda own, source=source, records=records: source.folder.load(
-                records | {HEAD: records.get(HEAD, records[EMBEDDING])}, own, Mesh.connect()
-            ),
-            spec,
-            tmp_path,
-        )
-        for a, b in zip(ours, their_outcomes(theirs, texts), strict=True):
-            assert (a.logits - b.logits).abs().max() <= 1e-5 * b.logits.abs().max(), case
+        found = compare_import(read_model(open_safetensors(tmp_path / case)))
+        assert found is not None and found <= 1e-5, case
 
 
 def test_heads_that_are_no_multiple_of_the_width_are_exported(tmp_path):

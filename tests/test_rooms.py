@@ -51,7 +51,12 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "triton": ["*/ops/*"],
     "safetensors": ["kenotron_ckpt/*"],
     "datasets": HUGGING_FACE,
-    "transformers": [*HUGGING_FACE, "kenotron_models/transformers_model.py", "apps/convert/*"],
+    "transformers": [
+        *HUGGING_FACE,
+        "kenotron_models/hf_comparison.py",
+        "kenotron_models/transformers_model.py",
+        "apps/convert/kenotron_convert/transformers_export.py",
+    ],
     "tokenizers": HUGGING_FACE,
     "lm_eval": ["apps/train/kenotron_train/evaluate/*"],
     "yaml": ["kenotron_config/*"],
@@ -76,6 +81,7 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_dist.testing": "for tests only",
     "kenotron_dist.weight_products": "between layers and accumulators only",
     "kenotron_models.hf": "the formats of Hugging Face, for programs only",
+    "kenotron_models.hf_import": "its folders, read and compared, for programs only",
 }
 REPLACES_PARTS = {  # tests and benchmarks that put another in the place of a sibling's own function
     "packages/kenotron-tp/benchmarks/tp_alone.py",

@@ -12,8 +12,7 @@ import torch
 
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
-from kenotron_convert.hf_model import compare_hf, read_model
-from kenotron_convert.importing import import_hf
+from kenotron_convert.importing import compare_hf, import_hf
 from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
 from kenotron_convert.upcycling import upcycle
@@ -69,7 +68,7 @@ def _import(arguments: argparse.Namespace) -> str:
 
 
 def _compare(arguments: argparse.Namespace) -> str:
-    found = compare_hf(read_model(arguments.hf))
+    found = compare_hf(arguments.hf)
     return f"{arguments.hf}: {_said(found, asked=True)}"
 
 

@@ -21,9 +21,7 @@ from kenotron_ckpt import (
     read_box,
     write_safetensors,
 )
-from kenotron_convert.casting import cast
 from kenotron_convert.comparison import compare_export
-from kenotron_convert.hf_model import as_in_the_file
 from kenotron_convert.importing import GENERATION, TOKENIZER, TOKENS
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.shards import deal
@@ -35,6 +33,7 @@ from kenotron_models.hf import (
     EMBEDDING,
     Part,
     Whole,
+    cast,
     config_from_hf,
     config_to_hf,
     differences,
@@ -42,6 +41,7 @@ from kenotron_models.hf import (
     not_carried,
     stays_fp32,
 )
+from kenotron_models.hf_import import as_in_the_file
 
 SHARD_BYTES = 5 * 10**9
 FURTHER = "mtp."

@@ -15,20 +15,16 @@ from torch import Tensor
 from kenotron_ckpt import (
     Record,
     Source,
+    open_safetensors,
     read_box,
     save_streamed,
 )
-from kenotron_convert.casting import cast
-from kenotron_convert.hf_model import compare_hf, read_model
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
 from kenotron_models import FamilyConfig
-from kenotron_models.hf import (
-    EMBEDDING,
-    read_json,
-    stays_fp32,
-)
+from kenotron_models.hf import CONFIG, EMBEDDING, cast, read_json, stays_fp32
+from kenotron_models.hf_import import HFModel, compare_import, read_model
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -75,10 +71,10 @@ def import_hf(
             checkpoint. The message names the file and the key or the tensors.
         OSError: a file cannot be read or written. Nothing is written in either case.
     """
-    source = read_model(hf)
+    source = opened(hf)
     values, config, records = source.values, source.config, source.records
     check_free(folder, overwrite)
-    deviation = compare_hf(source, dtype) if check else None
+    deviation = _compared(source, dtype) if check else None
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {
         name: Source(
@@ -97,6 +93,32 @@ def import_hf(
         (folder / TOKENIZER).mkdir()
         copy_tokenizer(hf, folder / TOKENIZER)
     return Imported(written, deviation)
+
+
+def opened(hf: Path) -> HFModel:
+    """Read config.json and headers of a model folder. Raises ValueError, OSError."""
+    if not (hf / CONFIG).is_file():
+        raise ValueError(f"{hf} is no model of Hugging Face: it has no {CONFIG}")
+    return read_model(open_safetensors(hf))
+
+
+def compare_hf(hf: Path) -> float | None:
+    """Return how far a model folder, as it is read here, is from what transformers computes.
+
+    The largest deviation of logits and a gradient, in units of the largest; None where transformers
+    is not installed. Raises ValueError, OSError.
+    """
+    return _compared(opened(hf), None)
+
+
+def _compared(source: HFModel, dtype: torch.dtype | None) -> float | None:
+    try:
+        return compare_import(source, dtype)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\n{source.folder.path} was not imported. Please report this; --no-check "
+            "imports it all the same"
+        ) from error
 
 
 def write_or_remove(folder: Path, sources: Mapping[str, Source], state: dict[str, Any]) -> Path:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, read_box
-from kenotron_convert.casting import cast
 from kenotron_models import TransformersConfig, transformers_names
+from kenotron_models.hf import cast
 
 
 def save_transformers(

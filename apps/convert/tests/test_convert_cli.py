@@ -17,11 +17,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starcoder2Config
 
 from kenotron_ckpt import read_box, read_manifest, read_record
-from kenotron_convert import comparison, exporting, hf_model, importing, probe
+from kenotron_convert import exporting, importing
 from kenotron_convert.cli import _parser, main
 from kenotron_convert.shards import deal, parse_size
 from kenotron_dist.launch import threads_of_rank
-from kenotron_models import MistralConfig, RopeScaling
+from kenotron_models import hf_comparison, hf_import
 
 UP = "model.layers.0.mlp.up_proj"
 APP = Path(__file__).parents[1]
@@ -283,13 +283,13 @@ def test_without_transformers_the_check_says_what_to_do(hf, capsys, monkeypatch)
 
 
 def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsys, monkeypatch):
-    right = hf_model.read_hf_config
+    right = hf_import.read_hf_config
 
     def wrong(folder):
         config, values = right(folder)
         return replace(config, rope_theta=5e4), values
 
-    monkeypatch.setattr(hf_model, "read_hf_config", wrong)
+    monkeypatch.setattr(hf_import, "read_hf_config", wrong)
     assert imported(hf) == main(["compare", "--hf", str(hf)]) == 1
     said = capsys.readouterr().err
     assert "logits of a text: those of transformers differ from ours by " in said
@@ -318,14 +318,14 @@ def test_an_import_is_compared_where_transformers_is_installed(hf, capsys, monke
 def test_an_export_has_the_tensors_that_transformers_needs(
     hf, change, sentence, capsys, monkeypatch
 ):
-    right = comparison.load_theirs
+    right = hf_comparison.load_theirs
 
     def wrong(folder, keys=None):
         spoilt(folder, change)
         return right(folder, keys)
 
     assert imported(hf) == 0
-    monkeypatch.setattr(comparison, "load_theirs", wrong)
+    monkeypatch.setattr(hf_comparison, "load_theirs", wrong)
     assert exported(hf) == 1
     said = capsys.readouterr().err
     assert "transformers finds other tensors in " in said and sentence in said
@@ -334,24 +334,7 @@ def test_an_export_has_the_tensors_that_transformers_needs(
 
 def test_a_folder_that_transformers_does_not_load_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"transformers does not load {tmp_path}: "):
-        comparison.load_theirs(tmp_path)
-
-
-def test_texts_of_a_comparison_reach_windows_stretched_positions_and_documents():
-    scaling = RopeScaling(rope_type="linear", factor=4.0)
-    config = MistralConfig(
-        sliding_window_size=600, vocab_size=50, max_position_embeddings=4096, rope_scaling=scaling
-    )
-    text, gradient, stretched, documents = probe.probes_of(config.decoder, 1000)
-    assert text.tokens.shape == (1, 616)
-    assert 0 <= text.tokens.min() < text.tokens.max() < 50
-    assert gradient.gradient and not text.gradient
-    assert stretched.positions.diff().eq(1).sum() == probe.SHORT - 2
-    assert stretched.positions.max() == 2 * 8192 + probe.SHORT // 2 - 1
-    assert documents.lengths == (1, 6, 37, 84) and documents.positions.max() == 83
-    assert probe.probes_of(config.decoder, 10**10)[0].tokens.shape == (2, 512)
-    few = probe.probes_of(replace(config, max_position_embeddings=5).decoder, 1000)
-    assert few[-1].lengths == (1, 4)
+        hf_comparison.load_theirs(tmp_path)
 
 
 def spoilt(hf: Path, change) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kenotron_data import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
-from kenotron_generate.load import Description, load_model
+from kenotron_generate.load import Description, load_model, remark_on
 from kenotron_generate.prompts import Prompt, with_stdin
 from kenotron_generate.shared_passes import SharedPasses
 from kenotron_generate.tokenizer_io import Words, Writer, open_words
@@ -36,6 +36,8 @@ class Request:
     cached: bool
     tokenizer: str | None
     """Name of the tokenizer; None: the checkpoint's."""
+    check: bool
+    """A folder of Hugging Face is compared with transformers first."""
     jsonl: str | None
     """A file for the results; ``-``: standard output."""
 
@@ -72,6 +74,8 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
     if name is None and mesh.rank == 0:
         print(f"{described.folder} names no tokenizer: bytes are read", file=sys.stderr)
     passes = SharedPasses(load_model(described, mesh), mesh)
+    if request.check and described.is_foreign and mesh.rank == 0:
+        print(remark_on(described), file=sys.stderr, flush=True)
     run = _Run(mesh, described, request, words, passes)
     started = time.perf_counter()
     share = -(-len(prompts) // mesh.sizes["dp"])  # consecutive, so that numbers follow one another

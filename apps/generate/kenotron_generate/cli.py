@@ -86,6 +86,7 @@ def _request(arguments: argparse.Namespace) -> Request:
         special=arguments.special_tokens,
         cached=arguments.cache,
         tokenizer=arguments.tokenizer,
+        check=arguments.check,
         jsonl=arguments.jsonl,
     )
 
@@ -218,6 +219,20 @@ def _parser() -> argparse.ArgumentParser:
         default=True,
         help="keep keys and values between tokens (default: yes)",
     )
+    add(
+        "--check",
+        action=flag,
+        default=True,
+        help="compare an HF model folder with transformers first, up to 1e9 parameters "
+        "(default: yes)",
+    )
+    _add_layout(parser)
+    return parser  # fmt: skip
+
+
+def _add_layout(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ranks and threads."""
+    add = parser.add_argument
     add("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1); 0: as trained")
     add("--pp", type=int, default=1, help="pipeline ranks (default: 1); 0: as trained")
     add("--dp", type=int, default=1, help="groups of ranks that share the prompts (default: 1)")
@@ -228,4 +243,3 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks, of dp x tp, that share the experts (default: 1); 0: as trained",
     )
     add("--threads", type=int, help="CPU threads of each rank (default: a share of the cores)")
-    return parser  # fmt: skip

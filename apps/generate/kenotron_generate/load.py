@@ -14,7 +14,6 @@ from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resol
 from kenotron_dist import Mesh, named_parameters
 from kenotron_engine import Layouts, assemble
 from kenotron_models import (
-    AnyConfig,
     Build,
     DecoderSpec,
     LayerStack,
@@ -23,18 +22,10 @@ from kenotron_models import (
     layer_costs,
     model_from_json,
 )
-from kenotron_models.hf import (
-    EMBEDDING,
-    hf_dtype,
-    hf_tensors,
-    is_superfluous,
-    read_hf_config,
-    read_json,
-    with_its_head,
-)
+from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, read_json
+from kenotron_models.hf_import import read_model, remark
 from kenotron_pp import Pipeline
 
-HF_CONFIG = "config.json"
 _VARIABLE = "!env "
 TOKENIZER = "tokenizer"
 """Folder next to the steps where a converted model keeps its tokenizer."""
@@ -56,8 +47,8 @@ class Description:
     """Where its tokenizer is; None: bytes, or unknown."""
     hub: bool = False
     """Whether the weights are Hugging Face's own, whose prompts begin with special tokens."""
-    source: AnyConfig | None = None
-    """The config of a folder of Hugging Face; None: it is a checkpoint."""
+    is_foreign: bool = False
+    """It is a folder of Hugging Face, not a checkpoint."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text: of generation_config.json where there is one, else of the config."""
     begin: int | None = None
@@ -71,7 +62,7 @@ def describe(path: str | Path) -> Description:
 
     Raises FileNotFoundError or ValueError when it is none of them, or has no model in it.
     """
-    if (Path(path) / HF_CONFIG).is_file():
+    if (Path(path) / CONFIG).is_file():
         return _foreign(Path(path))
     folder = resolve(Path(path))
     manifest = read_manifest(folder)
@@ -111,39 +102,44 @@ def load_model(described: Description, mesh: Mesh) -> Pipeline:
             path: (parameter.detach().zero_(), layouts[path])  # padding is in no checkpoint
             for path, parameter in named_parameters(stack).items()
         }
-        if described.source is None:
+        if not described.is_foreign:
             load(described.folder, wanted, mesh)
             return
-        opened = open_safetensors(described.folder)
-        config = described.source
-        records = opened.records(hf_tensors(config), lambda name: is_superfluous(name, config))
-        opened.load(records, wanted, mesh)
+        read_model(open_safetensors(described.folder)).load(wanted, mesh)
 
     build = Build(mesh["tp"], dtype=getattr(torch, described.dtype), ep=mesh["ep"])
     layers = build_decoder(spec, build)
     return assemble(layers, mesh, read, costs=layer_costs(spec)).pipeline
 
 
-def _foreign(folder: Path) -> Description:
-    config, values = read_hf_config(folder)
-    opened = open_safetensors(folder)
-    config = with_its_head(config, opened.same)
-    spec = config.decoder
+def remark_on(described: Description) -> str:
+    """Compare a folder of Hugging Face with transformers, on this rank alone; a line about it.
+
+    Raises ValueError when they compute something else.
+    """
     try:
-        dtype = hf_dtype(values) or opened.dtype
+        return f"{described.folder}: {remark(open_safetensors(described.folder))}"
     except ValueError as error:
-        raise ValueError(f"{folder / HF_CONFIG}: {error}") from None
+        raise ValueError(
+            f"{error}\nPlease report this; --no-check reads it all the same"
+        ) from error
+
+
+def _foreign(folder: Path) -> Description:
+    opened = open_safetensors(folder)
+    source = read_model(opened)
+    spec, values = source.config.decoder, source.values
     generation = folder / "generation_config.json"
     said = read_json(generation) if generation.is_file() else values
     named = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     return Description(
         folder,
         spec,
-        dtype,
+        hf_dtype(values) or opened.dtype,
         spec.max_position_embeddings,
         tokenizer=str(folder) if named else None,
         hub=True,
-        source=config,
+        is_foreign=True,
         ends=_ends(said),
         begin=said.get("bos_token_id", values.get("bos_token_id")),
     )

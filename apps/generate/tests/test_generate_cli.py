@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -16,8 +18,9 @@ import torch
 
 from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
 from kenotron_generate.cli import main
-from kenotron_generate.load import describe
+from kenotron_generate.load import describe, remark_on
 from kenotron_generate.prompts import read_prompts
+from kenotron_models import AnyConfig, hf_import
 from kenotron_models.hf import hf_tensors, read_hf_config
 
 APP = Path(__file__).parents[1]
@@ -38,7 +41,7 @@ def run(
 
 
 def plain(model: Path, *flags: str) -> list[str]:
-    short = ("--max-new-tokens", "6", "--temperature", "0", "--no-chat-template")
+    short = ("--max-new-tokens", "6", "--temperature", "0", "--no-chat-template", "--no-check")
     return ["--ckpt-path", str(model), *short, *flags]
 
 
@@ -49,6 +52,31 @@ def test_a_text_goes_to_standard_output_and_the_rest_elsewhere(model: Path) -> N
     assert done.stdout.removesuffix("\n") == "abc" + tiny.continued(model, "abc", 6)[0]
     assert "6 tokens for 1 prompt in" in done.stderr
     assert "tokens/s" in done.stderr
+
+
+@pytest.mark.parametrize("sizes", [("--tp", "1"), ("--tp", "2")], ids="-".join)
+def test_a_model_folder_is_compared_with_transformers(model: Path, sizes: tuple[str, str]) -> None:
+    done = run(*plain(model, "--prompt", "abc", "--check", *sizes))
+    assert done.returncode == 0, done.stderr
+    assert f"{model}: logits and a gradient are those of transformers to " in done.stderr
+    assert done.stdout.removesuffix("\n") == "abc" + tiny.continued(model, "abc", 6)[0]
+
+
+def test_a_model_that_transformers_computes_otherwise_is_not_continued(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, described = hf_import.read_hf_config, describe(model)
+
+    def wrong(folder: Path) -> tuple[AnyConfig, dict[str, Any]]:
+        config, values = right(folder)
+        return replace(config, rms_norm_eps=0.1), values
+
+    monkeypatch.setattr(hf_import, "read_hf_config", wrong)
+    with pytest.raises(ValueError, match=r"logits of a text: those of(?s:.)*--no-check reads it"):
+        remark_on(described)
+    monkeypatch.setattr(hf_import, "MOST", 1000)
+    sentence = f"{model}: not compared with transformers for its 4.0e\\+04 parameters \\(kenotron-"
+    assert re.match(sentence, remark_on(described))
 
 
 def test_standard_input_is_read_by_who_starts(model: Path) -> None:

@@ -171,6 +171,7 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "ExistingCheckpointInitConfig.accept_changed_rope": Change(
         True, {"model.model_config.rope_theta": 500.0}
     ),
+    "ExistingCheckpointInitConfig.check": Change(False, {METHOD: {"path": "MODEL"}}),
     "TokenizerConfig.tokenizer_max_length": Change(8),
     "TokensConfig.val_check_interval": Change(2),
     "LRMultiplier.pattern": Change("embedding.*"),

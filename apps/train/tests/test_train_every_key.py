@@ -16,6 +16,7 @@ from key_walk import Leaf, Seen, changed, get, leaves, other_values, see, withou
 from model_key_changes import OF_MODELS
 from test_train_nanoset import write_folder
 
+from kenotron_convert.exporting import export_hf
 from kenotron_train.cli import main
 
 LEAVES = leaves()
@@ -90,7 +91,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         given = [] if command else ["--threads", "1"]
         assert main([*command, "--config-file", str(file), *given], leaves=False) == 0
         found.setdefault(name, str(root / name))
-    return found
+    export_hf(root / "CHECKPOINT", root / "MODEL", check=False)
+    return found | {"MODEL": str(root / "MODEL")}
 
 
 def filled(config: Any, data: dict[str, str]) -> Any:

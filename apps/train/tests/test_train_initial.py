@@ -13,7 +13,7 @@ from runs import arguments, metrics, train
 from kenotron_ckpt import TensorSize, read_manifest, read_record, resolve, write_safetensors
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_models import config_from_json
+from kenotron_models import config_from_json, hf_import
 from kenotron_models.hf import config_to_hf, hf_tensors
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
@@ -78,10 +78,28 @@ def test_weights_are_those_of_the_source(kind, folder, tmp_path):
     config = configure(tmp_path, source, model__make_vocab_size_divisible_by=64)
     found, said = spawn(begun, config)[0]
     assert said.startswith("The first weights are those of ")
+    assert ("; logits and a gradient are those of transf" in said) == (kind == "hugging face")
     for name, value in saved(folder).items():
         assert torch.equal(found[name][: len(value)], value), name
         assert (found[name][len(value) :] == 0).all(), name
     assert len(found["embedding.weight"]) > config.decoder.vocab_size
+
+
+def test_a_folder_that_transformers_computes_otherwise_begins_no_run(folder, tmp_path, monkeypatch):
+    right = hf_import.read_hf_config
+
+    def wrong(path):
+        config, values = right(path)
+        return replace(config, rms_norm_eps=0.1), values
+
+    monkeypatch.setattr(hf_import, "read_hf_config", wrong)
+    source = as_hf(folder, tmp_path / "hf")
+    changes = {"model__model_config__rms_norm_eps": 0.1}
+    with pytest.raises(ValueError, match="init_method.path: logits of a text(?s:.)*check: false"):
+        begun(Mesh.connect(), configure(tmp_path, source, **changes))
+    unchecked = {"model__init_method": f"{{path: {source}, check: false}}"}
+    _, said = begun(Mesh.connect(), configure(tmp_path, source, **unchecked, **changes))
+    assert said == f"The first weights are those of {source}"
 
 
 def masters(mesh: Mesh, config: Config) -> dict[str, torch.Tensor]:

@@ -165,6 +165,18 @@ def check_device_mesh(mesh):
     assert x.item() == 2 and members(mesh["pp"]) == mesh["pp"].ranks
 
 
+def check_a_mesh_alone(mesh):
+    if mesh.rank:  # and no other rank takes part
+        return None
+    alone = Mesh.alone()
+    assert alone.world.size == alone["ep"].size == 1 and alone.device.type == "cpu"
+    return all_reduce(torch.ones(1), alone["dp", "tp"]).item()
+
+
+def test_a_rank_may_have_a_mesh_alone():
+    assert on_ranks(check_a_mesh_alone, dp=2, tp=2)[0] == 1
+
+
 def test_a_device_mesh_is_the_same_grid():
     on_ranks(check_device_mesh, pp=2, tp=2)
 

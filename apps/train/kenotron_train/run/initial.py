@@ -17,17 +17,8 @@ from kenotron_models import (
     is_tied_copy,
     transformers_tensors,
 )
-from kenotron_models.hf import (
-    CONFIG,
-    EMBEDDING,
-    HEAD,
-    differences,
-    hf_tensors,
-    is_superfluous,
-    read_hf_config,
-    turns_neighbours,
-    with_its_head,
-)
+from kenotron_models.hf import CONFIG, EMBEDDING, HEAD, differences, turns_neighbours
+from kenotron_models.hf_import import read_model, remark
 from kenotron_train.assemble import Training
 
 FREE = (
@@ -81,7 +72,7 @@ def load_initial(training: Training) -> str:
             elif isinstance(spec, TransformersSpec):
                 source = _read_transformers(path, spec, wanted, mesh)
             else:
-                source = _read_hf(path, spec, wanted, mesh, free)
+                source = _read_hf(path, spec, wanted, mesh, free, check=method.check)
     except ValueError as error:
         raise ValueError(f"model.init_method.path: {error}") from error
     if config.model.dtype == "float32":
@@ -102,19 +93,27 @@ def _wanted(training: Training) -> Records:
 
 
 def _read_hf(
-    path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh, free: tuple[str, ...]
+    path: Path,
+    spec: DecoderSpec,
+    wanted: Records,
+    mesh: Mesh,
+    free: tuple[str, ...],
+    *,
+    check: bool,
 ) -> str:
     """Fill from a folder of Hugging Face; where a head's features have another order, reorder."""
     folder = open_safetensors(path)
-    source = with_its_head(read_hf_config(path)[0], folder.same)
-    theirs = source.decoder
-    _check_same(spec, theirs, path / CONFIG, (*free, "interleaved"))
-    ours = hf_tensors(source, interleaved=turns_neighbours(spec))
-    records = folder.records(ours, lambda name: is_superfluous(name, source))
-    if theirs.tie_word_embeddings:
-        records[HEAD] = records[EMBEDDING]
-    folder.load(records, wanted, mesh)
-    return f"{path} (kenotron-convert compare --hf {path} compares it with transformers)"
+    source = read_model(folder, turns_neighbours(spec))
+    _check_same(spec, source.config.decoder, path / CONFIG, (*free, "interleaved"))
+    source.load(wanted, mesh)
+    if not check or mesh.rank != 0:
+        return str(path)
+    try:
+        return f"{path}; {remark(folder)}"
+    except ValueError as error:
+        raise ValueError(
+            f"{error}\nPlease report this; model.init_method.check: false trains it all the same"
+        ) from error
 
 
 def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh) -> str:

@@ -127,6 +127,9 @@ class ExistingCheckpointInitConfig:
     accept_changed_rope: bool = False
     """True: rope_theta and rope_scaling may differ from those of the weights, to extend the context
     (theta of a longer base, or YaRN)."""
+    check: bool = True
+    """Compare a model folder of Hugging Face with transformers, where it is installed, if it has no
+    more than 1e9 parameters: logits and a gradient, on rank 0."""
 
     def __post_init__(self) -> None:
         """Check the field."""

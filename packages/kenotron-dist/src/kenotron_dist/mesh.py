@@ -1,7 +1,4 @@
-"""The grid of ranks and the process groups along its axes.
-
-Only ``Mesh.connect`` and the methods that say so create groups; ``grid`` has the arithmetic.
-"""
+"""The grid of ranks and the process groups along its axes; ``grid`` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -93,11 +90,10 @@ class Mesh:
         (default: the current accelerator under nccl, else cpu); the timeout of the groups'
         operations (default: that of the world); whether gloo's threads become batch threads
         whenever this mesh makes a group (``let_gloo_threads_wait``), as in ``spawn`` and ``start``.
-        A mesh of one rank needs no initialised process
-        group. With ``KENOTRON_DEBUG=collectives`` its ranks are compared (``compare_collectives``).
+        A mesh of one rank needs no initialised process group. With ``KENOTRON_DEBUG=collectives``
+        its ranks are compared (``compare_collectives``).
 
-        Every group's communicator is made here, in one order on all ranks, where the backend would
-        make it at the first use.
+        Every group's communicator is made here, in one order on all ranks.
 
         Raises ValueError when an axis is not positive, when the product is not the world size or ep
         does not divide that of a stage, for a process group that is bound to a device
@@ -129,6 +125,11 @@ class Mesh:
             CollectiveChecker(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
         return mesh
 
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> Mesh:
+        """Create a mesh of this process and a device alone, in a world of any size."""
+        return cls(MeshConfig(), 0, torch.device(device), "gloo")
+
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """One axis, or several as one: ``mesh["dp", "cp"]``.
 
@@ -137,8 +138,7 @@ class Mesh:
         for axes of both grids together.
         """
         wanted = (names,) if isinstance(names, str) else names
-        unknown = [name for name in wanted if name not in self.axis_sizes]
-        if unknown:
+        if unknown := [name for name in wanted if name not in self.axis_sizes]:
             raise KeyError(
                 f"no axis {unknown[0]} in this mesh; it has {', '.join(self.axis_sizes)}"
             )

@@ -14,12 +14,15 @@ from typing import Any
 from kenotron_models import registry
 from kenotron_models.families.hf_keys import shared_to_hf
 from kenotron_models.family import HuggingFace
+from kenotron_models.hf_comparison import Load, Wanted, compare, load_theirs
 from kenotron_models.hf_config_file import hf_dtype, kind_problems, read_json, size_problems
 from kenotron_models.hf_tensors import (
     EMBEDDING,
     HEAD,
     Part,
     Whole,
+    cast,
+    stays_fp32,
     tensors_of,
 )
 from kenotron_models.registry import AnyConfig, family_of
@@ -31,8 +34,12 @@ __all__ = [
     "CONFIG",
     "EMBEDDING",
     "HEAD",
+    "Load",
     "Part",
+    "Wanted",
     "Whole",
+    "cast",
+    "compare",
     "config_from_hf",
     "config_to_hf",
     "differences",
@@ -40,6 +47,7 @@ __all__ = [
     "hf_dtype",
     "hf_tensors",
     "is_superfluous",
+    "load_theirs",
     "not_carried",
     "read_hf_config",
     "read_json",
@@ -245,11 +253,6 @@ def _other_names(own: HuggingFace, family: HuggingFace, config: AnyConfig) -> li
         for module in sorted(modules)
         if own.names.get(module) != family.names.get(module)
     ]
-
-
-def stays_fp32(name: str) -> bool:
-    """Return whether a tensor is fp32 in every model, whatever the format of the others is."""
-    return name.endswith(".choice_bias")
 
 
 def _words(allowed: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -253,3 +254,27 @@ def _fused(names: list[str], shapes: list[Shape], turned: list[tuple[int, int]])
         for name, shape, first, head in zip(names, shapes, firsts, turned, strict=False)
     ]
     return Whole((sum(rows), *columns), tuple(parts))
+
+
+def stays_fp32(name: str) -> bool:
+    """Return whether a tensor is fp32 in every model, whatever the format of the others is."""
+    return name.endswith(".choice_bias")
+
+
+def cast(folder: Path, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in another dtype.
+
+    Args:
+        folder: it is of, for the message.
+        name: its name there.
+        values: of any shape.
+        dtype: to have.
+
+    Raises:
+        ValueError: a number is too large for it.
+    """
+    found = values.to(dtype)
+    if not found.isfinite().all():
+        most = values.abs().max().item()
+        raise ValueError(f"{folder}: {name} has numbers up to {most:.3g}, too large for {dtype}")
+    return found

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_models import DecoderSpec, TransformersSpec
+from kenotron_models.spec import DecoderSpec
+from kenotron_models.transformers_spec import TransformersSpec
 
 ROWS, LENGTH = 2, 512
 """Rows and tokens of the ordinary text."""
