@@ -2,9 +2,9 @@
 
 ``python tests/fuzz.py --count 200`` draws trainings from a seed, by default that of the day. Each
 is run on its layout, resumed on another one, and compared with one process; some are given to
-``verify`` too. What a config refuses with a ValueError is drawn again. A training that departs, or
-ends with an error, is made smaller while it still does, and the smallest one is printed. The exit
-status is 1 where there was one.
+``verify``, generate texts, or are exported, too. What a config refuses with a ValueError is drawn
+again. A training that departs, or ends with an error, is made smaller while it still does, and the
+smallest one is printed. The exit status is 1 where there was one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ import grid_run
 from grid import Row
 
 from kenotron_config import dump_config
+from kenotron_convert.exporting import export_hf
 from kenotron_dist import RankError
+from kenotron_generate.cli import main as generate
+from kenotron_models.hf import config_to_hf
 from kenotron_train.cli import main as program
 
 STEPS, MOST_RANKS, TRIES = 4, 4, 30
@@ -40,7 +43,7 @@ AXES: dict[str, tuple] = {
     "ep": (1, 2),
     "chunks": (1, 2),
     "sequence": (Row.sequence, grid.CUT_LENGTH),
-    "dtype": ("fp32",),
+    "dtype": ("fp32", "fp32", "bf16"),
     "extra": ("", "", "mtp", "mup", "ramp"),
 }
 """Settings of a row, the same number of times as they are drawn."""
@@ -66,6 +69,8 @@ WAYS: dict[str, tuple[dict[str, str], ...]] = {
     ),
 }
 """Further keys that change none."""
+PROGRAMS = ("verify", "generate", "export")
+"""What a training, or its checkpoint, is given to: each to three of ten."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,8 @@ class Draw:
     row: Row
     numbers: dict[str, str] = field(default_factory=dict)
     ways: dict[str, str] = field(default_factory=dict)
-    verified: bool = False
-    """Whether ``verify`` is asked, too."""
+    programs: tuple[str, ...] = ()
+    """Of ``PROGRAMS``."""
 
     @property
     def keys(self) -> dict[str, str]:
@@ -87,7 +92,7 @@ class Draw:
         changed = {
             name: value for name, value in asdict(self.row).items() if value != getattr(Row, name)
         }
-        return f"Draw(Row(**{changed}), {self.numbers}, {self.ways}, verified={self.verified})"
+        return f"Draw(Row(**{changed}), {self.numbers}, {self.ways}, {self.programs})"
 
 
 def draws(seed: int, folder: Path) -> Iterator[Draw]:
@@ -99,12 +104,15 @@ def draws(seed: int, folder: Path) -> Iterator[Draw]:
             {key: value for options in each.values() for key, value in draw.choice(options).items()}
             for each in (NUMBERS, WAYS)
         )
-        verified = draw.random() < 0.3
+        programs = tuple(name for name in PROGRAMS if draw.random() < 0.3)
         if row is None or row.ranks > MOST_RANKS:
             continue
         if row.extra == "ramp":
             row = replace(row, micro=Row.micro)
-        found = Draw(fitting(row), numbers, ways, verified)
+        row = fitting(row)
+        if row.dtype == "bf16":  # texts depend on rounding
+            programs = tuple(name for name in programs if name != "generate")
+        found = Draw(row, numbers, ways, programs)
         if accepted(found, folder):
             yield found
 
@@ -112,7 +120,7 @@ def draws(seed: int, folder: Path) -> Iterator[Draw]:
 def fitting(row: Row) -> Row:
     """The row without settings that mean nothing to it."""
     experts = row.arch in grid.EXPERTS["arch"]
-    row = replace(row, ep=row.ep if experts else 1)
+    row = replace(row, ep=row.ep if experts else 1, dtype=Row.dtype if experts else row.dtype)
     return replace(row, chunks=row.chunks if row.ep > 1 else 1)
 
 
@@ -129,19 +137,28 @@ def accepted(draw: Draw, folder: Path) -> bool:
 def faults(draw: Draw, folder: Path) -> list[str]:
     """Run a training, resume it elsewhere, and name what departs from one process."""
     row = draw.row
-    for run in ("one", "many", "again"):
+    for run in ("one", "exact", "many", "again", "exported"):
         shutil.rmtree(folder / run, ignore_errors=True)
     try:
-        want = grid_run.measure(row.model, folder, "one", STEPS, keys=draw.numbers)
+        want, exact = (
+            grid_run.measure(each.model, folder, run, STEPS, keys=draw.numbers)
+            if run == "one" or row.dtype == "bf16"
+            else None
+            for run, each in (("one", row), ("exact", replace(row, dtype="fp32")))
+        )
         got = grid_run.measure(row, folder, "many", STEPS, keys=draw.keys)
-        found = grid_check.departures(got, want)
+        found = grid_check.departures(got, want, exact)
         other = grid_check.elsewhere(row, MOST_RANKS)
         saved = folder / "many" / str(grid_run.saved_after(STEPS))
         if accepted(replace(draw, row=other, ways={}), folder):
             again = grid_run.measure(other, folder, "again", STEPS, saved, draw.numbers)
-            found += [f"resumed on {other}: {each}" for each in grid_check.departures(again, want)]
-        if draw.verified:
-            found += unverified(draw, folder)
+            again = grid_check.continued(got, again)
+            wrong = grid_check.departures(again, want, exact)
+            found += [f"resumed on {other}: {each}" for each in wrong]
+        for name in draw.programs:
+            found += {"verify": unverified, "generate": other_texts, "export": unlike}[name](
+                draw, folder
+            )
     except (RankError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
     return found
@@ -157,6 +174,37 @@ def unverified(draw: Draw, folder: Path) -> list[str]:
     return [f"verify ends with status {status}"] if status else []
 
 
+PROMPTS = ["--prompt", "step 3", "--prompt", "m", "--temperature", "0", "--max-new-tokens", "12"]
+
+
+def other_texts(draw: Draw, folder: Path) -> list[str]:
+    """How texts of the run's ranks differ from those of one process."""
+    saved, axes = folder / "many" / str(grid_run.saved_after(STEPS)), draw.row.axes
+    layout = [word for axis in ("pp", "dp", "tp") for word in (f"--{axis}", str(axes[axis]))]
+    texts = []
+    for words in ([], layout):
+        file = folder / "texts.jsonl"
+        if generate(["--ckpt-path", str(saved), "--jsonl", str(file), *PROMPTS, *words]):
+            return ["generate ends with an error " + " ".join(words)]
+        texts.append(file.read_text())
+    return [] if texts[0] == texts[1] else ["texts of one process and of all: " + " ".join(texts)]
+
+
+def unlike(draw: Draw, folder: Path) -> list[str]:
+    """What is wrong with the export of the run, which compares itself with transformers."""
+    config = grid_run.configure(draw.row, folder, "run", STEPS, None, draw.keys)
+    try:
+        config_to_hf(config.model.model_config)
+    except ValueError:  # no architecture of Hugging Face computes it
+        return []
+    saved = folder / "many" / str(grid_run.saved_after(STEPS))
+    try:
+        export_hf(saved, folder / "exported")
+    except ValueError as error:
+        return [f"export: {error}"]
+    return []
+
+
 def smaller(draw: Draw) -> Iterator[Draw]:
     """The training with one setting less: at the default of a row, or without a further key."""
     for each in fields(Row):
@@ -170,8 +218,8 @@ def smaller(draw: Draw) -> Iterator[Draw]:
         keys = getattr(draw, kind)
         for key in keys:
             yield replace(draw, **{kind: {k: v for k, v in keys.items() if k != key}})
-    if draw.verified:
-        yield replace(draw, verified=False)
+    for name in draw.programs:
+        yield replace(draw, programs=tuple(each for each in draw.programs if each != name))
 
 
 def shrunk(draw: Draw, folder: Path, tries: int = TRIES) -> Draw:

@@ -29,7 +29,8 @@ LONG = 10
 run in bf16 twice, gradients added in fp32 and in bf16: the one that is farther from fp32 counts."""
 HALF_OF_ONE = 2.5
 """The same for the gradient of each tensor alone: some have 16 elements, where chance is large."""
-MASTER = "optimizer.master."
+KEPT = ("optimizer.master.", "optimizer.average.")
+"""Begin the names of weights in fp32, and of their averages."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     other = elsewhere(row, most)
     checkpoint = folder / str(row) / str(saved_after(steps))
     again = measure(other, folder, f"{row}-resumed", steps, checkpoint)
-    resumed, again = len(again.losses), _continued(got, again)
+    resumed, again = len(again.losses), continued(got, again)
     off, off_again = (deviations(run, want, exact, ways) for run in (got, again))
     faults = [f"first value of {name}" for name in _unequal(got.first, want.first)]
     faults += [f"no gradient of {name}" for name in want.gradients if name not in got.gradients]
@@ -155,7 +156,7 @@ def deviations(
     for kind, series in (("loss", _losses), ("norm", lambda run: run.norms)):
         far = [HALF * farthest(series(way), series(exact)) for way in ways if exact is not None]
         found[kind] = farthest(series(got), series(want)) / max(far, default=BOUND)
-    masters = [name for name in want.last if name.startswith(MASTER)]
+    masters = [name for name in want.last if name.startswith(KEPT)]
     gradients = list(got.gradients)
     if exact is not None:
         found["weights"] = _together(got.last, want.last, exact.last, masters) / HALF
@@ -169,21 +170,18 @@ def deviations(
         found[f"gradient of {name}"] = _off(got.gradients[name], want.gradients[name], floor)
     for name in masters:
         floor = WEIGHT_FLOOR * sum(want.rates)
-        found[f"weight {name.removeprefix(MASTER)}"] = _off(got.last[name], want.last[name], floor)
+        found[f"weight {name.split('.', 1)[1]}"] = _off(got.last[name], want.last[name], floor)
     return found
 
 
-def departures(got: Measured, want: Measured) -> list[str]:
-    """What of an fp32 run, or of one that was resumed, deviates from one process, and how far."""
-    kept = len(want.losses) - len(got.losses)
-    series = {name: getattr(want, name)[kept:] for name in ("losses", "norms")}
-    want = replace(want, **series)
+def departures(got: Measured, want: Measured, exact: Measured | None = None) -> list[str]:
+    """What of a run deviates from one process, and how far; ``exact`` as in ``deviations``."""
     missing = want.gradients.keys() - got.gradients.keys() if got.gradients else ()
     faults = [f"no gradient of {name}" for name in sorted(missing)]
-    return faults + _too_far("", deviations(got, want, None, [want]))
+    return faults + _too_far("", deviations(got, want, exact, [want]))
 
 
-def _continued(got: Measured, again: Measured) -> Measured:
+def continued(got: Measured, again: Measured) -> Measured:
     """A run up to its checkpoint, and from there on as it was resumed: one curve."""
     kept = len(got.losses) - len(again.losses)
     series = {

@@ -132,7 +132,7 @@ class Measured:
     gradients: Weights
     """Of the first step, before clipping."""
     last: Weights
-    """After the last step: weights, and the optimizer's masters and moments."""
+    """After the last step: weights, the optimizer's masters and moments, averages of weights."""
 
 
 def model_of(row: Row) -> AnyConfig:
@@ -278,7 +278,8 @@ class _Keep(LifeCycle):
         self.first = weight_pieces(training)
 
     def post_training(self, training: Training, progress: Progress) -> None:
-        state = pieces_of(training.optimizer.state(), training.mesh)
+        averages = training.averages.state() if training.averages else {}
+        state = pieces_of({**training.optimizer.state(), **averages}, training.mesh)
         self.last = weight_pieces(training) + state
 
 

@@ -57,12 +57,10 @@ def test_a_failing_training_is_made_small(tmp_path: Path, monkeypatch: pytest.Mo
         Row(sizes=(2, 2, 1), engine="zb-h1", zero=3, tied=True, arch="qwen3", layers=6),
         {"optimizer.optimizer_factory": "{name: muon}"},
         {"optimizer.offload": "true", "optimizer.regather": "step"},
-        verified=True,
+        ("verify", "export"),
     )
     least = fuzz.shrunk(large, tmp_path)
     assert least == Draw(Row(zero=3), ways={"optimizer.offload": "true"})
-    assert (
-        str(least) == "Draw(Row(**{'zero': 3}), {}, {'optimizer.offload': 'true'}, verified=False)"
-    )
+    assert str(least) == "Draw(Row(**{'zero': 3}), {}, {'optimizer.offload': 'true'}, ())"
     assert fuzz.shrunk(large, tmp_path, tries=0) == large
-    assert fuzz.shrunk(replace(large, verified=False), tmp_path, tries=1) != large
+    assert fuzz.shrunk(replace(large, programs=()), tmp_path, tries=1) != large

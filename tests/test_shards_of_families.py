@@ -15,12 +15,15 @@ from kenotron_data import Batch, Loader, RandomTokens
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
+    LayerMetrics,
     ModelPlan,
     Piece,
     build_training,
+    evaluate,
     join_pieces,
     slice_pieces,
     training_step,
+    weight_pieces,
 )
 from kenotron_models import (
     FAMILIES,
@@ -36,7 +39,14 @@ from kenotron_models import (
     mup_scales,
 )
 from kenotron_models.hf import config_from_hf
-from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig, Regather
+from kenotron_optim import (
+    AdamWConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    Regather,
+    Slices,
+    WeightAverageConfig,
+)
 
 STEPS, SEQUENCE, VOCABULARY, PARTS = 2, 8, 257, 3
 OPTIMIZER = OptimizerConfig(
@@ -48,10 +58,15 @@ OPTIMIZER = OptimizerConfig(
     clip_grad=1.0,
     accumulate_grad_in_fp32=True,
     learning_rate_scheduler=LRSchedulerConfig(learning_rate=1e-2, min_decay_lr=1e-3),
+    weight_average=WeightAverageConfig(decay=0.5),
 )
 BOUND = 1e-6
 """Of losses and norms, and of a gradient in units of its largest element."""
-Run = tuple[list[float], list[list[Piece]]]
+WEIGHT_BOUND = 1e-4
+"""Of a weight after the last step: Adam divides small gradients by their size."""
+FIGURE_BOUND = 1e-4
+"""Of a statistic of a layer: some are differences of sums."""
+Run = tuple[list[float], dict[str, float], list[list[Piece]]]
 
 
 def configs() -> dict[str, AnyConfig]:
@@ -104,16 +119,28 @@ def batches(mesh: Mesh) -> list[Batch]:
 
 
 def train(mesh: Mesh, plan: ModelPlan, data: list[Batch], **optim: Any) -> Run:
-    """Losses and norms, and all gradients."""
+    """What reads parameters: losses and norms, figures of layers, gradients and last weights.
+
+    The held-out loss is that of averaged weights.
+    """
     training = build_training(plan, replace(OPTIMIZER, **optim), mesh, train_steps=STEPS)
-    numbers, gradients = list[float](), list[list[Piece]]()
+    numbers, pieces = list[float](), list[list[Piece]]()
     for step, batch in enumerate(data, start=1):
-        result = training_step(
-            training, batch, step, look=lambda s: gradients.append(slice_pieces(training, s))
-        )
+        figures = LayerMetrics(training)
+
+        def look(gradient: Slices, figures: LayerMetrics = figures) -> None:
+            figures.look(gradient)
+            pieces.append(slice_pieces(training, gradient))
+
+        with figures.during():
+            result = training_step(training, batch, step, look=look)
         numbers += [result.loss, result.grad_norm, result.mtp_loss or 0.0]
+    assert training.averages is not None
+    with training.averages.in_place():
+        numbers.append(evaluate(training, data, ("random",)).loss)
+    pieces.append(weight_pieces(training))
     training.check_replicas()
-    return numbers, gradients
+    return numbers, figures.collect(), pieces
 
 
 def ways(plan: ModelPlan, turn: int) -> list[tuple[Recompute, Regather]]:
@@ -137,8 +164,8 @@ def walk(mesh: Mesh, part: int) -> list[str]:
     data, ran, turn = batches(mesh), list[str](), part
     for name, config in list(configs().items())[part::PARTS]:
         for variant, plan in variants(config):
-            numbers, gradients = train(mesh, plan, data)
-            whole = [join_pieces([each]) for each in gradients]
+            numbers, figures, tensors = train(mesh, plan, data)
+            whole = [join_pieces([each]) for each in tensors]
             for recompute, regather in ways(plan, turn := turn + 1):
                 what = f"{name}, {variant}, {recompute}, {regather}"
                 try:
@@ -149,14 +176,16 @@ def walk(mesh: Mesh, part: int) -> list[str]:
                 except RuntimeError as error:
                     raise AssertionError(what) from error
                 assert found[0] == pytest.approx(numbers, rel=BOUND), what
-                for pieces, want in zip(found[1], whole, strict=True):
+                assert found[1] == pytest.approx(figures, rel=FIGURE_BOUND, abs=BOUND), what
+                for pieces, want in zip(found[2], whole, strict=True):
                     for tensor, start, values, _ in pieces:
                         place = tuple(
                             slice(a, a + n) for a, n in zip(start, values.shape, strict=True)
                         )
                         own = want[tensor]
                         far = abs(values - own[place]).max(initial=0.0)
-                        assert far <= BOUND * abs(own).max(), f"{what}: {tensor}"
+                        bound = BOUND if want is not whole[-1] else WEIGHT_BOUND
+                        assert far <= bound * abs(own).max(), f"{what}: {tensor}"
                 ran.append(what)
     return ran
 
