@@ -32,6 +32,10 @@ from kenotron_models.hf import config_to_hf
 from kenotron_train.cli import main as program
 
 STEPS, MOST_RANKS, TRIES = 4, 4, 30
+MUON = 8.0
+"""How many times as far off a weight may be under Muon, whose iteration magnifies the rounding of
+small singular values: in 1, 2, 4 and 5 micro-batches one process is up to 4.2 times as far from
+itself in 3."""
 AXES: dict[str, tuple] = {
     **grid.AXES,
     **grid.SHARDS,
@@ -146,14 +150,15 @@ def faults(draw: Draw, folder: Path) -> list[str]:
             else None
             for run, each in (("one", row), ("exact", replace(row, dtype="fp32")))
         )
+        weights = MUON if "muon" in str(draw.numbers) else 1.0
         got = grid_run.measure(row, folder, "many", STEPS, keys=draw.keys)
-        found = grid_check.departures(got, want, exact)
+        found = grid_check.departures(got, want, exact, weights)
         other = grid_check.elsewhere(row, MOST_RANKS)
         saved = folder / "many" / str(grid_run.saved_after(STEPS))
         if accepted(replace(draw, row=other, ways={}), folder):
             again = grid_run.measure(other, folder, "again", STEPS, saved, draw.numbers)
             again = grid_check.continued(got, again)
-            wrong = grid_check.departures(again, want, exact)
+            wrong = grid_check.departures(again, want, exact, weights)
             found += [f"resumed on {other}: {each}" for each in wrong]
         for name in draw.programs:
             found += {"verify": unverified, "generate": other_texts, "export": unlike}[name](

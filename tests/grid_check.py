@@ -174,11 +174,18 @@ def deviations(
     return found
 
 
-def departures(got: Measured, want: Measured, exact: Measured | None = None) -> list[str]:
-    """What of a run deviates from one process, and how far; ``exact`` as in ``deviations``."""
+def departures(
+    got: Measured, want: Measured, exact: Measured | None = None, weights: float = 1.0
+) -> list[str]:
+    """What of a run deviates from one process, and how far; ``exact`` as in ``deviations``.
+
+    ``weights``: a weight in fp32 may be so many times as far off.
+    """
     missing = want.gradients.keys() - got.gradients.keys() if got.gradients else ()
     faults = [f"no gradient of {name}" for name in sorted(missing)]
-    return faults + _too_far("", deviations(got, want, exact, [want]))
+    found = deviations(got, want, exact, [want])
+    times = {what: weights if what.startswith("weight ") else 1.0 for what in found}
+    return faults + _too_far("", {what: ratio / times[what] for what, ratio in found.items()})
 
 
 def continued(got: Measured, again: Measured) -> Measured:
