@@ -239,6 +239,8 @@ def measure(session: nox.Session, section: str) -> None:
         env=TEST_ENV, success_codes=codes,
     )  # fmt: skip
     session.run("python", "tests/grid_table.py", section, str(results))
+    verified = ("tests/test_parity.py", "-k", "a_row_is", f"--grid={section}")
+    session.run("pytest", *AT_ONCE, *verified, *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

@@ -169,12 +169,12 @@ def faults(draw: Draw, folder: Path) -> list[str]:
     return found
 
 
-def unverified(draw: Draw, folder: Path) -> list[str]:
-    """What ``verify`` says of the training's config, if anything."""
+def unverified(draw: Draw, folder: Path, most: int = MOST_RANKS) -> list[str]:
+    """What ``verify`` on at most so many ranks says of the training's config, if anything."""
     config = grid_run.configure(draw.row, folder, "run", STEPS, None, draw.keys)
     path = folder / "verified.yaml"
     path.write_text(dump_config(config))
-    words = ["verify", "--config-file", str(path), "--steps", "2", "--ranks", str(MOST_RANKS)]
+    words = ["verify", "--config-file", str(path), "--steps", "2", "--ranks", str(most)]
     status = program(words)
     return [f"verify ends with status {status}"] if status else []
 

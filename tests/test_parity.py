@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
+import fuzz
 import grid
 import grid_check
 import grid_choice
@@ -75,6 +76,13 @@ def test_a_row_has_the_numbers_of_one_process(
     if grid_results is not None:
         (grid_results / f"{row}.json").write_text(json.dumps(asdict(found)))
     assert not found.faults, f"{row}: " + "; ".join(found.faults)
+
+
+@pytest.mark.by_turns(2)
+def test_a_row_is_verified(row: Row, tmp_path: Path) -> None:
+    """By the program, which draws one process from the same config."""
+    grid_run.write_documents(tmp_path)
+    assert not fuzz.unverified(fuzz.Draw(row), tmp_path, max(row.ranks, 4))
 
 
 @pytest.mark.parametrize("section", [*grid.SECTIONS, "full"])

@@ -38,6 +38,7 @@ from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import PassingError, as_passing
 from kenotron_train.failures.replay import replay, step_or_record
 from kenotron_train.flag_reference import flag_reference
+from kenotron_train.new_config import new_main, new_parser
 from kenotron_train.report.cli import report_main, report_parser
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.report.printing import on_screen, say
@@ -81,6 +82,7 @@ def main(
 
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "new": new_main,
     "report": report_main,
     "slurm": slurm_main,
     "verify": verify_main,
@@ -89,14 +91,8 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
         flag_reference(
-            [
-                _parser(),
-                slurm_parser(),
-                verify_parser(),
-                evaluate_parser(),
-                doremi_parser(),
-                report_parser(),
-            ]  # fmt: skip
+            [_parser(), new_parser(), slurm_parser(), verify_parser(), evaluate_parser()]
+            + [doremi_parser(), report_parser()]
         )
     ),
 }
@@ -217,6 +213,7 @@ def _seconds(text: str) -> float:
 
 COMMANDS = """\
 commands, each with its own --help:
+  new FILE          write a config to change
   verify            compare a layout with one process
   report RUN ...    draw runs
   evaluate          evaluate a checkpoint

@@ -111,7 +111,7 @@ def shrunk(arguments: list[str], name: str) -> list[str]:
 
 
 def is_training(words: list[str]) -> bool:
-    others = ("report", "config-reference", "flag-reference", "slurm", "verify", "evaluate")
+    others = ("new", "report", "config-reference", "flag-reference", "slurm", "verify", "evaluate")
     others += ("doremi",)
     return words[:1] == ["apps/train"] and not (
         words[1:2] and words[1] in others or {"--check", "--json-schema"} & set(words)

@@ -76,6 +76,15 @@ def test_what_may_not_fit_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monke
     check_machine(configure(tmp_path, None, LARGE))
 
 
+def test_ranks_that_share_a_core_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(tmp_path, None, {"parallelism.dp": 6})
+    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
+    (line,) = machine.host_cautions(config)
+    assert line.startswith("parallelism: 6 ranks share the 2 cores of this host: ")
+    monkeypatch.setattr(machine, "usable_cores", lambda: 6)
+    assert machine.host_cautions(config) == []
+
+
 def test_on_gpus_it_is_their_memory_that_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,12 +109,21 @@ def beyond_any_machine(config: Config) -> list[str]:
 
 
 def host_cautions(config: Config) -> list[str]:
-    """Name what does not fit into the host's free memory; nothing where ranks have GPUs."""
-    memory, ranks = host_memory(), local_ranks(config.world_size)
-    need = state_of_rank(config) * ranks
-    if memory is None or need <= memory.free or _on_gpus(config):
+    """Name what this host is short of: memory and cores; nothing where ranks have GPUs."""
+    if _on_gpus(config):
         return []
-    return [shortage(need, memory, f"{ranks} rank{'s' * (ranks != 1)} on one host", "this host")]
+    memory, ranks, cores = host_memory(), local_ranks(config.world_size), usable_cores()
+    need, found = state_of_rank(config) * ranks, list[str]()
+    if memory is not None and need > memory.free:
+        found.append(
+            shortage(need, memory, f"{ranks} rank{'s' * (ranks != 1)} on one host", "this host")
+        )
+    if ranks > cores:
+        found.append(
+            f"parallelism: {ranks} ranks share the {cores} core{'s' * (cores != 1)} of this host: "
+            "no step is faster than on as many ranks as there are cores"
+        )
+    return found
 
 
 def shortage(need: float, memory: Memory, who: str, place: str) -> str:
