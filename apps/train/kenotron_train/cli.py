@@ -19,7 +19,6 @@ from rich.console import Console
 from kenotron_ckpt import SaveFailed
 from kenotron_config import Config, Mask, config_reference, json_schema
 from kenotron_dist import (
-    STALLED,
     Diverged,
     Mesh,
     PeerLost,
@@ -35,7 +34,7 @@ from kenotron_train.doremi.cli import doremi_main, doremi_parser
 from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.last_failure import latest_start, told
-from kenotron_train.failures.passing_errors import PassingError, as_passing
+from kenotron_train.failures.passing_errors import as_passing, status_of
 from kenotron_train.failures.replay import replay, step_or_record
 from kenotron_train.flag_reference import flag_reference
 from kenotron_train.new_config import new_main, new_parser
@@ -53,9 +52,6 @@ from kenotron_train.verify.cli import verify_main, verify_parser
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed, Diverged)
 """Errors whose message is enough; others come with a traceback."""
-
-TRY_AGAIN = (SaveFailed, PassingError)
-"""Errors after which another start may help, so that the exit status is ``STALLED``."""
 _NO_MASK = Mask()
 
 INTERRUPTED = 130
@@ -176,14 +172,10 @@ def _show(text: str) -> int:
 
 def _failed(error: Exception, said: str, config: Config | None) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
-    text, code = str(error), 1
-    error = as_passing(error) if isinstance(error, OSError) else error
-    if isinstance(error, (PeerLost, *TRY_AGAIN)):
-        code = STALLED
-    elif isinstance(error, RankError):
+    text, code = str(error), status_of(error)
+    if isinstance(error, RankError):
         known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        text, code = (text if known else error.trace), error.code
-        code = STALLED if error.is_any(*TRY_AGAIN) else code
+        text = text if known else error.trace
     return _fail("\n".join(filter(None, (text, said))), code, Mask(config))
 
 

@@ -90,7 +90,8 @@ def test_only_the_same_failure_at_the_same_step_counts(tmp_path: Path) -> None:
     assert noted(tmp_path, "a") == ""  # another rank of the same start
     start(4)
     assert "failed 2 times in a row at step 5" in noted(tmp_path, "a")
-    assert "failed 2 times in a row at step 5" in noted(tmp_path, "a")
+    assert "starting it again will not help" in noted(tmp_path, "a")
+    assert "again will help once that has passed" in noted(tmp_path, "a", passes=True)
     start(4)
     assert noted(tmp_path, "b") == ""
     start(9)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kenotron_ckpt import LOCK, TAKEN
 from kenotron_config import Config
-from kenotron_dist import first_cause, tell_launcher
+from kenotron_dist import STALLED, first_cause, tell_launcher
+from kenotron_train.failures.passing_errors import status_of
 from kenotron_train.report.metrics_file import last_step
 
 FILE = "failure.json"
@@ -19,7 +20,9 @@ FILE = "failure.json"
 def told(error: Exception, config: Config | None, before: str | None = None) -> str:
     """Record a failure and inform the launcher. Returns a message if it repeats the last one."""
     cause = first_cause(error)
-    said = noted(Path(config.checkpoints.checkpoints_path), cause, before) if config else ""
+    passes = status_of(error) == STALLED
+    folder = config.checkpoints.checkpoints_path if config else ""
+    said = noted(Path(folder), cause, before, passes=passes) if folder else ""
     tell_launcher("\n".join(filter(None, (cause, said))))
     return said
 
@@ -37,13 +40,13 @@ def latest_start(folder: Path) -> str | None:
     return f"{status.st_ino}.{status.st_mtime_ns}"
 
 
-def noted(folder: Path, cause: str, before: str | None = None) -> str:
+def noted(folder: Path, cause: str, before: str | None = None, *, passes: bool = False) -> str:
     """Write a failure down; a sentence when the last one was the same, else nothing.
 
     A run that had not begun leaves nothing: ``before`` is what ``latest_start`` was when it was
     started. Nor does one that was refused because another one, which may have begun since, holds
-    the folder. Ranks that fail together write the same. Never raises: the failure itself is what
-    must be told.
+    the folder. ``passes``: the cause may pass. Ranks that fail together write the same. Never
+    raises: the failure itself is what must be told.
     """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         start = latest_start(folder)
@@ -61,8 +64,9 @@ def noted(folder: Path, cause: str, before: str | None = None) -> str:
         fresh.write_text(json.dumps(known) + "\n")
         fresh.replace(path)
         if times > 1:
+            again = "will help once that has passed" if passes else "will not help"
             return (
                 f"the run has now failed {times} times in a row at step {step}, always so: "
-                "starting it again will not help"
+                f"starting it again {again}"
             )
     return ""

@@ -1,8 +1,11 @@
-"""Errors of files that may pass by themselves: a full disk, a file system that went away."""
+"""Errors that may pass by themselves: a full disk, a file system or a host that went away."""
 
 from __future__ import annotations
 
 import errno
+
+from kenotron_ckpt import SaveFailed
+from kenotron_dist import STALLED, PeerLost, RankError
 
 PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO,
@@ -32,3 +35,13 @@ def as_passing(error: OSError) -> OSError:
             return PassingError(str(error))
         cause = cause.__cause__
     return error
+
+
+def status_of(error: Exception) -> int:
+    """Return the exit status for what ended a run: ``STALLED`` where another start may help."""
+    error = as_passing(error) if isinstance(error, OSError) else error
+    if isinstance(error, (PeerLost, SaveFailed, PassingError)):
+        return STALLED
+    if isinstance(error, RankError):
+        return STALLED if error.is_any(SaveFailed, PassingError) else error.code
+    return 1
