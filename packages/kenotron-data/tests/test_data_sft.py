@@ -191,6 +191,15 @@ def test_wrong_examples_are_named(chat, jsonl, chat_folder):
             read([good, {"messages": wrong}])
     with pytest.raises(ValueError, match=r"line 2: this is no example \(completion is int"):
         read([*pairs(("a", "b")), {"prompt": "x", "completion": 1}])
+    for more, words in (
+        ({"tools": [{"name": "add"}]}, r"tools is \[\{'name': 'add'\}\]: a prompt and its"),
+        ({"weight": 0}, "weight is 0: a prompt and its completion have none; write them as mess"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is "),
+    ):
+        with pytest.raises(ValueError, match=rf"line 1: this is no example \({words}"):
+            read([{**pairs(("a", "b"))[0], **more}])
+    empty = {"tools": [], "weight": 1, "chat_template_kwargs": None}
+    assert read([{**pairs(("a", "b"))[0], **empty}]).examples == 1
     with pytest.raises(ValueError, match="examples need the column messages, or prompt and"):
         read([{"text": "x"}])
     with pytest.raises(ValueError, match="no example is left: 1 have more than 101 tokens"):

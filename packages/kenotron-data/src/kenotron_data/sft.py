@@ -44,12 +44,14 @@ class ExampleEncoder(Protocol):
 class PromptCompletion:
     """Examples of a prompt and its completion: the completion and its end are learned.
 
+    What only a chat can have (tools, a weight) is refused, not left out.
+
     Args:
         tokenizer: encodes both by themselves; the end of a document ends the completion.
         columns: the columns of the prompt and of the completion.
     """
 
-    optional = ()
+    optional = ("tools", "chat_template_kwargs", "weight")
 
     def __init__(
         self, tokenizer: TextTokenizer, columns: tuple[str, str] = ("prompt", "completion")
@@ -58,13 +60,19 @@ class PromptCompletion:
         self._completion, self._prompt = tokenizer, without_end(tokenizer)
 
     def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Example]]:
-        """Encode rows of two texts."""
+        """Encode rows of two texts, and of values of ``optional``, which must be empty."""
         for row in rows:
-            for name, text in zip(self.columns, row, strict=True):
+            for name, text in zip(self.columns, row, strict=False):
                 if not isinstance(text, str):
                     raise ValueError(f"{name} is {type(text).__name__}, not a string")
-        prompts = self._prompt.encode([prompt for prompt, _ in rows])
-        completions = self._completion.encode([completion for _, completion in rows])
+            for name, given in zip(self.optional, row[2:], strict=False):
+                if given not in (None, "", [], {}, "[]", "{}") and (name, given) != ("weight", 1):
+                    raise ValueError(
+                        f"{name} is {given!r:.60}: a prompt and its completion have none; write "
+                        "them as messages, or remove the column"
+                    )
+        prompts = self._prompt.encode([row[0] for row in rows])
+        completions = self._completion.encode([row[1] for row in rows])
         return [
             [(np.concatenate(parts), np.repeat([False, True], [len(part) for part in parts]))]
             for parts in zip(prompts, completions, strict=True)
