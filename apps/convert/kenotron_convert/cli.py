@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -12,7 +14,7 @@ import torch
 
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
-from kenotron_convert.importing import compare_hf, import_hf
+from kenotron_convert.importing import compare_hf, import_hf, model_config
 from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
 from kenotron_convert.upcycling import upcycle
@@ -70,6 +72,11 @@ def _import(arguments: argparse.Namespace) -> str:
 def _compare(arguments: argparse.Namespace) -> str:
     found = compare_hf(arguments.hf)
     return f"{arguments.hf}: {_said(found, asked=True)}"
+
+
+def _config(arguments: argparse.Namespace) -> str:
+    text = json.dumps(model_config(arguments.hf), indent=2)
+    return re.sub(r"\bInfinity\b", ".inf", text)  # as YAML has it
 
 
 def _said(deviation: float | None, *, asked: bool) -> str:
@@ -169,14 +176,17 @@ def _parser() -> argparse.ArgumentParser:
     averager.set_defaults(run=_average)
     comparer = commands.add_parser("compare", help="a model folder, here and in transformers")
     comparer.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
-    comparer.add_argument("--threads", type=int, help=THREADS)
     comparer.set_defaults(run=_compare)
+    teller = commands.add_parser("config", help="the model.model_config of a model folder")
+    teller.add_argument("--hf", type=Path, required=True, help="config.json and safetensors")
+    teller.set_defaults(run=_config)
     for command in (importer, exporter):
         command.add_argument(
             "--no-check", dest="check", action="store_false", help="do not compare logits"
         )
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
-    for command in (importer, exporter, upcycler, averager):
+    for command in (importer, exporter, upcycler, averager, comparer, teller):
         command.add_argument("--threads", type=int, help=THREADS)
+    for command in (importer, exporter, upcycler, averager):
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

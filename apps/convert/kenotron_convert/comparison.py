@@ -9,6 +9,7 @@ import torch
 from kenotron_ckpt import Checkpoint
 from kenotron_models import AnyConfig, Multipliers
 from kenotron_models.hf import Wanted, compare, load_theirs
+from kenotron_models.hf_import import OtherModel
 
 
 def compare_export(
@@ -49,7 +50,7 @@ def compare_export(
             f"the export is compared by transformers, which cannot be imported ({error}): pip "
             "install transformers, or give --no-check"
         ) from error
-    except ValueError as error:
+    except OtherModel as error:
         raise ValueError(
             f"{error}\nThe export was not kept. Please report this; --no-check writes it all the "
             "same"

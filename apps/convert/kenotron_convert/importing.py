@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ from kenotron_ckpt import (
 from kenotron_convert.remote_code import without_code
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_data import Cursor
-from kenotron_models import FamilyConfig
+from kenotron_models import FamilyConfig, family_of
 from kenotron_models.hf import CONFIG, EMBEDDING, cast, read_json, stays_fp32
-from kenotron_models.hf_import import HFModel, compare_import, read_model
+from kenotron_models.hf_import import HFModel, OtherModel, compare_import, read_model
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -111,10 +111,28 @@ def compare_hf(hf: Path) -> float | None:
     return _compared(opened(hf), None)
 
 
+def model_config(hf: Path) -> dict[str, Any]:
+    """Return what ``model.model_config`` of a training must say for the weights of a model folder.
+
+    Keys at their defaults are left out. Raises ValueError, OSError.
+    """
+    config = opened(hf).config
+    values = asdict(config)
+    known = {each.name: each for each in fields(config)}
+    own = {name: value for name, value in values.items() if not _is_default(known[name], value)}
+    return {family_of(config).marker: True, **own}
+
+
+def _is_default(field: Field[Any], value: Any) -> bool:
+    if field.default_factory is not MISSING:
+        return value == field.default_factory()
+    return value == field.default
+
+
 def _compared(source: HFModel, dtype: torch.dtype | None) -> float | None:
     try:
         return compare_import(source, dtype)
-    except ValueError as error:
+    except OtherModel as error:
         raise ValueError(
             f"{error}\n{source.folder.path} was not imported. Please report this; --no-check "
             "imports it all the same"

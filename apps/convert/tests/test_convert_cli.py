@@ -21,7 +21,8 @@ from kenotron_convert import exporting, importing
 from kenotron_convert.cli import _parser, main
 from kenotron_convert.shards import deal, parse_size
 from kenotron_dist.launch import threads_of_rank
-from kenotron_models import hf_comparison, hf_import
+from kenotron_models import config_from_json, hf_comparison, hf_import
+from kenotron_models.hf import read_hf_config
 
 UP = "model.layers.0.mlp.up_proj"
 APP = Path(__file__).parents[1]
@@ -306,6 +307,20 @@ def test_an_import_is_compared_where_transformers_is_installed(hf, capsys, monke
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert imported(hf) == 0
     assert "logits were not compared: transformers is not installed" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_are_no_fault_of_an_import(hf, capsys):
+    spoilt(hf, lambda values: values["model.norm.weight"].fill_(float("nan")))
+    for flags in ((), ("--no-check",)):
+        assert imported(hf, *flags) == 1
+        assert capsys.readouterr().err == f"error: {hf}: weights are nan or inf in norm.weight\n"
+
+
+def test_the_config_of_a_training_is_told(hf, capsys):
+    assert main(["config", "--hf", str(hf)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert config_from_json(told) == read_hf_config(hf)[0] and told["is_llama_config"]
+    assert "rms_norm_eps" not in told  # it is the default
 
 
 @pytest.mark.parametrize(

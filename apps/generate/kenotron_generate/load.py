@@ -23,7 +23,7 @@ from kenotron_models import (
     model_from_json,
 )
 from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, read_json
-from kenotron_models.hf_import import read_model, remark
+from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_pp import Pipeline
 
 _VARIABLE = "!env "
@@ -119,7 +119,7 @@ def remark_on(described: Description) -> str:
     """
     try:
         return f"{described.folder}: {remark(open_safetensors(described.folder))}"
-    except ValueError as error:
+    except OtherModel as error:
         raise ValueError(
             f"{error}\nPlease report this; --no-check reads it all the same"
         ) from error

@@ -167,6 +167,22 @@ def test_keys_without_effect_are_named():
     ]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("parallelism.recompute_layers", 1),
+        ("parallelism.cp_layout", "contiguous"),
+        ("parallelism.cp_block", 4),
+        ("parallelism.ep_chunks", 2),
+        ("parallelism.moe_layer_recompute", True),
+        ("optimizer.max_rollbacks", 1),
+    ],
+)
+def test_keys_that_another_key_leaves_without_effect_are_named(key, value):
+    (line,) = ignored_keys(parse(f"{key}={str(value).lower()}"))
+    assert line.startswith(f"{key}: {str(value).lower()} has no effect: ")
+
+
 def test_nanotrons_upload_section_is_read_and_s5cmd_has_no_effect():
     section = (
         "s3_upload={upload_s3_path: 's3://bucket/run', remove_after_upload: true, "

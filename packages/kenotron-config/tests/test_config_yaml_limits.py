@@ -30,7 +30,7 @@ def test_a_key_given_twice_is_a_warning_with_both_lines():
     assert parse_config(text, "c.yaml", warn=warnings.append).general.seed == 77
     assert warnings == [
         f"c.yaml: the key seed is given in line {first} and again in line {second}, "
-        "which counts: remove one of them"
+        "the second counts: remove one of them"
     ]
     with pytest.warns(UserWarning, match="the key seed is given in line"):
         parse_config(text, "c.yaml")
@@ -80,7 +80,7 @@ def test_a_key_given_twice_is_named_once_at_any_depth(text, key, path, value):
     lines = [n for n, line in enumerate(text.splitlines(), 1) if line.strip().startswith(f"{key}:")]
     assert warnings == [
         f"c.yaml: the key {key} is given in line {lines[0]} and again in line {lines[1]}, "
-        "which counts: remove one of them"
+        "the second counts: remove one of them"
     ]
 
 
@@ -162,3 +162,23 @@ def test_many_unknown_keys_are_a_short_error():
     many = "".join(f"- unknown{n}: {{}}\n" for n in range(99))
     with pytest.raises(ConfigError, match="and 351 more problems$"):
         parse_config(TEXT[: TEXT.index("data_stages:")] + "data_stages:\n" + many, "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("general.seed=99999999999999999999999", "it must have 64 bits at most"),
+        ("tokens.train_steps=99999999999999999999999", "it must have 64 bits at most"),
+        ("data_stages.0.data.seed=99999999999999999999999", "it must have 64 bits at most"),
+        ("model.init_method.std=1e39", "it must be at most 3.4e38"),
+        ("optimizer.learning_rate_scheduler.learning_rate=1e300", "it must be at most 3.4e38"),
+        ("model.model_config.num_hidden_layers=1000000000", "it must be at most 10000"),
+    ],
+)
+def test_numbers_that_nothing_can_compute_with_are_refused(override, sentence):
+    path = override.partition("=")[0]
+    began = time.monotonic()
+    with pytest.raises(ConfigError) as caught:
+        parse_config(TEXT, "c.yaml", [override])
+    assert any(path in line and sentence in line for line in caught.value.problems)
+    assert time.monotonic() - began < 5

@@ -196,6 +196,10 @@ def test_tools_and_their_calls_are_written_and_learned(chat):
     as_json = [say(USER, "a"), say(ASSISTANT, None, tool_calls=[kept]), *messages[2:]]
     assert answers(chat, as_json, '[{"type": "function", "function": {"name": "add", '
                    '"parameters": {}}}]') == [(text, learned)]  # fmt: skip
+    for nothing in ({}, "{}", "", None):
+        now = {"type": "function", "function": {"name": "now", "arguments": nothing}}
+        called = [say(USER, "a"), say(ASSISTANT, None, tool_calls=[now])]
+        assert answers(chat, called, [TOOL])[0][1] == "[now {}]<|im_end|>"
     parts = [say(USER, [{"type": "text", "text": "a"}]), *messages[1:]]
     assert answers(chat, parts, [TOOL]) == [(text, learned)]
 
@@ -231,7 +235,9 @@ def test_what_a_template_leaves_out_is_refused_by_name(chat):
         (say(ASSISTANT, "a", tool_calls="x"), "tool_calls of message 1 are no list of mappings"),
         (say(ASSISTANT, "a", tool_calls=[{"arguments": "[1]"}]), "message 1 are list: needed"),
         (say(ASSISTANT, "a", tool_calls=[{"arguments": "{"}]), "message 1: this is no JSON"),
+        (say(ASSISTANT, "a", tool_calls=[{"arguments": []}]), "message 1 are list: needed"),
         (say(ASSISTANT, None), "message 1 has no content"),
+        (say("Assistant", "a"), "the role of message 1 is 'Assistant': write assistant"),
     ],
 )
 def test_a_message_that_cannot_be_read_says_why(chat, message, words):

@@ -56,7 +56,8 @@ def test_a_table_is_trained_on_by_its_column(tmp_path):
     "data, words",
     [
         (b"id,body\n1,a\n", "there is no column 'text'; its first line names 'id', 'body'"),
-        (b"", "there is no column 'text'; its first line names none"),
+        (b"", "there is no column 'text'; its first line names none; text_column_name chooses"),
+        (b"text,id,text\n1,a,b\n", "its first line names 'text' twice"),
         (b"id,text\n1,a\n2,b,c\n", "line 3: this row has 3 values, the first line 2: quote"),
         (b'id,text\n1,"a"b\n', "this is no table"),
         (b"id,text\n1,\xff\n", "is not UTF-8 text"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from kenotron_ckpt import Checkpoint, open_safetensors, read_preferred
-from kenotron_config import ExistingCheckpointInitConfig
+from kenotron_config import Config, ExistingCheckpointInitConfig
 from kenotron_dist import Mesh
 from kenotron_engine import Records
 from kenotron_models import (
@@ -17,8 +18,15 @@ from kenotron_models import (
     is_tied_copy,
     transformers_tensors,
 )
-from kenotron_models.hf import CONFIG, EMBEDDING, HEAD, differences, turns_neighbours
-from kenotron_models.hf_import import read_model, remark
+from kenotron_models.hf import (
+    CONFIG,
+    EMBEDDING,
+    HEAD,
+    differences,
+    read_hf_config,
+    turns_neighbours,
+)
+from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_train.assemble import Training
 
 FREE = (
@@ -80,6 +88,22 @@ def load_initial(training: Training) -> str:
     return f"The first weights are those of {source}"
 
 
+def other_model(config: Config) -> list[str]:
+    """Name what the weights of a folder of Hugging Face contradict, without reading them."""
+    method, spec = config.model.init_method, config.decoder
+    if not isinstance(method, ExistingCheckpointInitConfig) or isinstance(spec, TransformersSpec):
+        return []
+    path, free = Path(method.path), FREE + (ROPE if method.accept_changed_rope else ())
+    try:
+        if (path / CONFIG).is_file():
+            theirs = read_hf_config(path)[0].decoder
+            free += ("tie_word_embeddings", "interleaved")
+            _check_same(replace(spec, tie_word_embeddings=False), theirs, path / CONFIG, free)
+    except (ValueError, OSError) as error:
+        return [f"model.init_method.path: {error}"]
+    return []
+
+
 def _wanted(training: Training) -> Records:
     """This rank's parameters, and the masters of narrower ones: those get every bit of the source.
 
@@ -110,7 +134,7 @@ def _read_hf(
         return str(path)
     try:
         return f"{path}; {remark(folder)}"
-    except ValueError as error:
+    except OtherModel as error:
         raise ValueError(
             f"{error}\nPlease report this; model.init_method.check: false trains it all the same"
         ) from error
@@ -183,7 +207,7 @@ def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple
         hint = "\nmodel.init_method.accept_changed_rope: true extends their context" * longer
         raise ValueError(
             f"{where} is of another model than model.model_config; first what the config says, "
-            "then what the weights were trained with:"
+            "then what the weights were trained with (`kenotron-convert config` writes it):"
             + "".join(dict.fromkeys(f"\n  {key_of(name)}:{values}" for name, _, values in pairs))
             + hint
         )

@@ -43,6 +43,7 @@ from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.report.instrumentation import check_watching
 from kenotron_train.report.numbers import short
 from kenotron_train.report.parametrisation import parametrisation
+from kenotron_train.run.initial import other_model
 from kenotron_train.run.machine import (
     beyond_any_machine,
     machine_cautions,
@@ -73,6 +74,7 @@ def preview(config: Config) -> str:
     """The resolved config, then the layout, sizes, an estimate of memory, and what is ignored."""
     sections = [dump_config(config).rstrip(), _layout(config)]
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
+    warnings += other_model(config)
     if not problems:
         sections += [describe(config.decoder), *parametrisation(config), _memory(config)]
         problems = without_gpus(config)
@@ -158,6 +160,7 @@ def _logits_bytes(tokens: int, config: Config) -> int:
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
+    named["model.init_method.path"] = getattr(config.model.init_method, "path", None)
     if config.doremi is not None:
         key = "doremi.ref_model_resume_checkpoint_path"
         named[key] = config.doremi.ref_model_resume_checkpoint_path

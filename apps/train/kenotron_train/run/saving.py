@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from kenotron_ckpt import BlockingSaver, DataStatesConfig, SaveFailed, Saver, open_checkpoint
-from kenotron_config import dump_config
+from kenotron_config import Config, dump_config
 from kenotron_dist import TensorLayout
 from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
@@ -61,7 +63,15 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "reading": reading_of(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):
-        saver.save(progress.step, _records(training), state, dump_config(config))
+        saver.save(progress.step, _records(training), state, dump_config(_as_asked(config)))
+
+
+def _as_asked(config: Config) -> Config:
+    """The config without the run's own folder as what it resumed from: nothing said so."""
+    checkpoints = config.checkpoints
+    if checkpoints.resume_checkpoint_path != checkpoints.checkpoints_path:
+        return config
+    return replace(config, checkpoints=replace(checkpoints, resume_checkpoint_path=None))
 
 
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:

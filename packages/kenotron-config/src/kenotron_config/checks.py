@@ -13,6 +13,7 @@ from kenotron_config.data_checks import (
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.expert_checks import chunk_problems, expert_problems
 from kenotron_config.mtp_checks import mtp_problems
+from kenotron_config.number_checks import number_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
 from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
@@ -54,7 +55,8 @@ def cross_problems(sections: Sections) -> list[str]:
     Returns:
         One line for each problem: `key.path: value given; what is needed; what to change`.
     """
-    found: list[str] = []
+    if found := number_problems(sections):  # nothing is computed with them
+        return found
     parallelism, model = sections.get("parallelism"), sections.get("model")
     stages = sections.get("data_stages")
     if model:

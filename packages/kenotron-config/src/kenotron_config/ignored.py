@@ -73,14 +73,31 @@ def ignored_keys(config: Config) -> list[str]:
             f"parallelism.cp {config.parallelism.cp} the kernels of kenotron-cp compute attention; "
             "of the orders they follow only plain"
         )
-    if config.doremi is not None and not config.doremi.is_proxy:
-        why = "without ref_model_resume_checkpoint_path no weights are learned"
-        for name in ("smoothing_param", "step_size", "reference_losses_path"):
-            found += _ignored(config, f"doremi.{name}", why)
-    if config.tokenizer.tokenizer_name_or_path is None:
-        why = "without a tokenizer text is read as bytes"
-        found += _ignored(config, "tokenizer.tokenizer_revision", why)
+    for path, why in _without_effect_here(config):
+        found += _ignored(config, path, why)
     return found + unread_model_keys(config.model.model_config)
+
+
+def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
+    """Keys that another key of this config leaves without an effect, and the reason."""
+    parallel = config.parallelism
+    if config.doremi is not None and not config.doremi.is_proxy:
+        for name in ("smoothing_param", "step_size", "reference_losses_path"):
+            why = "without ref_model_resume_checkpoint_path no weights are learned"
+            yield f"doremi.{name}", why
+    if config.tokenizer.tokenizer_name_or_path is None:
+        yield "tokenizer.tokenizer_revision", "without a tokenizer text is read as bytes"
+    if parallel.recompute in (None, "none") and not parallel.recompute_layer:
+        yield "parallelism.recompute_layers", "without parallelism.recompute nothing is kept less"
+    if parallel.cp == 1:
+        for name in ("cp_attention", "cp_layout", "cp_block"):
+            yield f"parallelism.{name}", "with parallelism.cp 1 samples are whole"
+    if parallel.ep == 1:
+        yield "parallelism.ep_chunks", "with parallelism.ep 1 no token is sent to experts"
+    if not config.decoder.routes:
+        yield "parallelism.moe_layer_recompute", "the model has no experts"
+    if config.optimizer.nonfinite != "rollback":
+        yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"
 
 
 def unread_model_keys(model: Any) -> list[str]:

@@ -143,7 +143,11 @@ def parse_config(
     changed: list[str] = []
 
     def report(path: str, sentence: str) -> None:
-        mine = any(f"{path}.".startswith(f"{each}.") for each in changed)
+        words = set(re.findall(r"\w+", sentence))
+        mine = any(
+            f"{path}.".startswith(f"{each}.") or each.rpartition(".")[2] in words
+            for each in changed
+        )
         problems.append(f"{OVERRIDE if mine else source_name}: {path}: {sentence}")
 
     def read(text: str, name: str) -> Any:

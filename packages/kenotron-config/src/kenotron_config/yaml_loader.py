@@ -61,7 +61,7 @@ class Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 line, name = key.start_mark.line + 1, (key.tag, key.value)
                 if name in lines:
-                    rule = "which counts: remove one of them"
+                    rule = "the second counts: remove one of them"
                     if key.tag == MERGE:
                         rule = "and both are merged: write one list of aliases"
                     self.remarks.append(

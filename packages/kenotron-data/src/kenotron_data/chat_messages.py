@@ -6,6 +6,8 @@ from typing import Any
 
 WRITTEN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that say something a template must write."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles whose spelling decides; templates may know others."""
 _OTHER_WEIGHTS = ("train", "training", "train_on_turn", "train_detail", "loss")
 
 Message = dict[str, Any]
@@ -55,6 +57,8 @@ def tool_list(given: Any) -> list[Any] | None:
 def _message(number: int, given: Any) -> Message:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError(f"message {number} has no role: needed are role and content")
+    if (role := given["role"]) not in ROLES and role.strip().lower() in ROLES:
+        raise ValueError(f"the role of message {number} is {role!r}: write {role.strip().lower()}")
     message = {key: value for key, value in given.items() if value is not None}
     if message.get("tool_calls"):
         message["tool_calls"] = _tool_calls(number, message["tool_calls"])
@@ -120,7 +124,9 @@ def _tool_calls(number: int, calls: Any) -> list[Any]:
 def _with_arguments(number: int, call: Message) -> Message:
     if "arguments" in call:
         name = f"arguments of a tool call of message {number}"
-        arguments = _from_json(name, call["arguments"] or {})
+        given = call["arguments"]
+        empty = given is None or (isinstance(given, str) and not given.strip())
+        arguments = {} if empty else _from_json(name, given)
         if not isinstance(arguments, Mapping):
             raise ValueError(f"{name} are {type(arguments).__name__}: needed is a mapping")
         call["arguments"] = arguments
@@ -129,7 +135,7 @@ def _with_arguments(number: int, call: Message) -> Message:
 
 def _from_json(name: str, given: Any) -> Any:
     if not isinstance(given, str) or not given.strip():
-        return given or None
+        return given
     try:
         return json.loads(given)
     except (ValueError, RecursionError) as error:

@@ -50,7 +50,11 @@ class CsvRows:
             raise ValueError(
                 f"{str(self.path)!r}: there is no column {missing[0]!r}; its first line names "
                 f"{', '.join(map(repr, header)) or 'none'}"
+                + "; text_column_name chooses one"
+                * (len(self.columns) == 1)
             )
+        if twice := [n for n in (*self.columns, *self.optional) if header.count(n) > 1]:
+            raise ValueError(f"{str(self.path)!r}: its first line names {twice[0]!r} twice")
         found = [header.index(name) for name in self.columns]
         more = [header.index(name) if name in header else None for name in self.optional]
         for line, row in rows:

@@ -75,7 +75,11 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
     """
     kind, known = values.get("model_type"), {each.model_type: each for each in _known()}
     if not isinstance(kind, str) or kind not in known:
-        raise ValueError(f"model_type: {kind!r} was given; it must be one of {', '.join(known)}")
+        given = "nothing" if kind is None else repr(kind)
+        raise ValueError(
+            f"model_type: {given} was given; it must be one of {', '.join(known)}; others train "
+            "with is_hf_config: true, without an import"
+        )
     family = known[kind]
     if values.get("quantization_config"):
         raise ValueError(

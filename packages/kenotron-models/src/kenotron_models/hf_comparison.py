@@ -30,6 +30,10 @@ CHOICE = "e_score_correction_bias"
 """What stays in float32 there, whatever the dtype of the others is."""
 
 
+class OtherModel(ValueError):
+    """A model here is not what transformers makes of a folder."""
+
+
 class Outcome(NamedTuple):
     """What a model makes of a text."""
 
@@ -62,8 +66,9 @@ def compare(
             into its weights, which then have another gradient.
 
     Raises:
-        ValueError: transformers does not load the folder, or finds other tensors in it than it
+        OtherModel: transformers does not load the folder, or finds other tensors in it than it
             needs, or a deviation is above ``BOUND``.
+        ValueError: ``load`` does.
         ImportError: transformers is not installed.
     """
     from transformers import AutoModelForCausalLM  # before anything is computed
@@ -83,7 +88,7 @@ def load_theirs(folder: Path, keys: Mapping[str, Any] | None = None) -> Any:
     """Load a folder with transformers, in float32; ``keys`` replace those of its config.json.
 
     Raises:
-        ValueError: it cannot be loaded, or tensors are missing, unexpected or of another shape.
+        OtherModel: it cannot be loaded, or tensors are missing, unexpected or of another shape.
     """
     from transformers import AutoModelForCausalLM
 
@@ -97,7 +102,7 @@ def load_theirs(folder: Path, keys: Mapping[str, Any] | None = None) -> Any:
                 **(keys or {}),
             )
     except Exception as error:  # of any of its parts
-        raise ValueError(f"transformers does not load {folder}: {error}") from error
+        raise OtherModel(f"transformers does not load {folder}: {error}") from error
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
     lines = [
         f"{kind.partition('_')[0]}: {', '.join(sorted(map(str, found[kind]))[:20])}"
@@ -105,7 +110,7 @@ def load_theirs(folder: Path, keys: Mapping[str, Any] | None = None) -> Any:
         if found.get(kind)
     ]
     if lines:
-        raise ValueError(
+        raise OtherModel(
             "\n  ".join([f"transformers finds other tensors in {folder} than it needs:", *lines])
         )
     return model.eval()
@@ -235,10 +240,10 @@ def _outcome(text: Probe, run: Callable[[Probe], Tensor], embeddings: list[Tenso
 
 
 def _deviation(name: str, ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest deviation in units of the largest. Raises ValueError above ``BOUND``."""
+    """Return the largest deviation in units of the largest. Raises OtherModel above ``BOUND``."""
     found = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=1e-30))
     if not found <= BOUND:  # a NaN is no agreement
-        raise ValueError(
+        raise OtherModel(
             f"{name}: those of transformers differ from ours by {found:.2e} of the largest, more "
             f"than {BOUND:.0e}: it is not the same model"
         )

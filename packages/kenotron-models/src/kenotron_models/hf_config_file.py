@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_models.family import HuggingFace, Values
+from kenotron_models.spec import MOST_LAYERS
 
-MOST_LAYERS = 10_000
 MOST_EXPERTS = 1_000_000
 """Experts of all layers together."""
 _PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern", "no_rope_layers")

@@ -19,13 +19,21 @@ from kenotron_models.hf import (
     read_hf_config,
     with_its_head,
 )
-from kenotron_models.hf_comparison import Wanted, compare
+from kenotron_models.hf_comparison import OtherModel, Wanted, compare
 from kenotron_models.hf_tensors import EMBEDDING, HEAD, Whole
 from kenotron_models.registry import AnyConfig
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
 
-__all__ = ["HFModel", "as_in_the_file", "compare_import", "is_compared", "read_model", "remark"]
+__all__ = [
+    "HFModel",
+    "OtherModel",
+    "as_in_the_file",
+    "compare_import",
+    "is_compared",
+    "read_model",
+    "remark",
+]
 
 RESCALES = "rescale_prenorm_residual"
 MOST = 10**9
@@ -116,7 +124,8 @@ def compare_import(source: HFModel, dtype: torch.dtype | None = None) -> float |
         transformers is not installed.
 
     Raises:
-        ValueError: transformers does not load the folder, or computes something else.
+        OtherModel: transformers does not load the folder, or computes something else.
+        ValueError: a weight is not finite, or a file is damaged.
     """
     spec, folder = source.config.decoder, source.folder.path
     keys = as_in_the_file(source.values)

@@ -13,6 +13,9 @@ from kenotron_models.block import BlockSpec
 from kenotron_models.norm import NormSpec
 from kenotron_models.part import Sparse
 
+MOST_LAYERS = 10_000
+"""Blocks of the deepest model that is built."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:

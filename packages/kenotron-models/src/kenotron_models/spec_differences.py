@@ -31,19 +31,18 @@ def differences(
         A line for each: ``name: a and b``. Where all blocks differ in the same way the name is that
         in a block (``attention.window``), else that of the first that does (``layers.1...``).
     """
-    if ours.num_hidden_layers != theirs.num_hidden_layers:
-        return [f"num_hidden_layers: {ours.num_hidden_layers} and {theirs.num_hidden_layers}"]
-    free = {*OF_THE_RUN, *but}
-    outside = [
+    free, depths = {*OF_THE_RUN, *but}, (ours.num_hidden_layers, theirs.num_hidden_layers)
+    outside = [_line("num_hidden_layers", depths)] if depths[0] != depths[1] else []
+    outside += [
         _line(name, pair) for name, pair in _changed(ours, theirs, free | {"blocks"}).items()
     ]
     by_name: dict[str, dict[int, tuple[Any, Any]]] = {}
-    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=False)):
         for name, pair in _changed(a, b, free).items():
             by_name.setdefault(name, {})[i] = pair
     for name, pairs in by_name.items():
         first, pair = next(iter(pairs.items()))
-        equal = len(pairs) == len(ours.blocks) and all(each == pair for each in pairs.values())
+        equal = len(pairs) == min(depths) and all(each == pair for each in pairs.values())
         outside.append(_line(name if equal else f"layers.{first}.{name}", pair))
     return list(dict.fromkeys(outside))
 
@@ -63,8 +62,13 @@ def _changed(ours: Any, theirs: Any, free: Collection[str]) -> dict[str, tuple[A
             name = getattr(a, "name", each.name)
             found |= {f"{name}.{inner}": p for inner, p in _changed(a, b, free).items()}
         else:
-            found[each.name] = a, b
+            found[each.name] = _kind(a), _kind(b)
     return found
+
+
+def _kind(value: Any) -> Any:
+    """A value, or the name of a part of a block."""
+    return getattr(value, "name", value)
 
 
 def _said(value: Any) -> str:

@@ -13,7 +13,7 @@ from kenotron_models.part import PartSpec
 from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
-from kenotron_models.spec import DecoderSpec
+from kenotron_models.spec import MOST_LAYERS, DecoderSpec
 
 ROTARY_PARTS = 2  # a rotary embedding turns pairs of features
 ATTENTIONS = (
@@ -196,12 +196,15 @@ def window_problems(window: int | None) -> list[str]:
 
 
 def at_least(bound: int, sizes: Mapping[str, int]) -> list[str]:
-    """Name sizes (by key) below the bound."""
-    return [
+    """Name sizes (by key) below the bound, and a number of layers that no model has."""
+    few = [
         f"{name}: {n} was given; it must be at least {bound}"
         for name, n in sizes.items()
         if n < bound
     ]
+    layers = sizes.get("num_hidden_layers", 0)
+    many = [f"num_hidden_layers: {layers} was given; it must be at most {MOST_LAYERS}"]
+    return few + (many if layers > MOST_LAYERS else [])
 
 
 def marker_problems(config: object, marker: str) -> list[str]:

@@ -60,6 +60,8 @@ def _read(values: Values) -> NemotronHConfig:
     sizes_problems(values, _SIZES)
     kinds, pattern = values.get("layers_block_type"), values.get("hybrid_override_pattern")
     pattern = str(pattern or "") if kinds is None else pattern_of(kinds, "layers_block_type")
+    if kinds is None and not pattern:
+        raise ValueError("layers_block_type: nothing was given; it must name each layer's kind")
     raise_all(pattern_problems("hybrid_override_pattern", pattern, "".join(LETTERS)))
     least = float(values["time_step_min"])
     return NemotronHConfig(

@@ -134,9 +134,9 @@ def _write(spec: DecoderSpec) -> dict[str, Any]:
 
 
 def _read_experts(values: Values) -> Qwen2Config:
-    bias = values["qkv_bias"]
-    experts = experts_from_hf(values)
-    return Qwen2Config(**llama_from_hf(values), attention_bias=bias, moe_config=experts)
+    bias, experts = values["qkv_bias"], experts_from_hf(values)
+    windows = windows_from_hf({"max_window_layers": 0, **values})  # it has none
+    return Qwen2Config(**llama_from_hf(values), **windows, attention_bias=bias, moe_config=experts)
 
 
 def _write_experts(spec: DecoderSpec) -> dict[str, Any]:
