@@ -300,6 +300,19 @@ def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsy
     assert "run/0; logits were not compared\n" in capsys.readouterr().out
 
 
+def test_a_model_that_magnifies_rounding_is_compared_with_itself(hf, capsys, monkeypatch):
+    monkeypatch.setattr(hf_comparison, "BOUND", 1e-9)
+    assert main(["compare", "--hf", str(hf)]) == 0
+    right = hf_import.read_hf_config
+    monkeypatch.setattr(
+        hf_import,
+        "read_hf_config",
+        lambda folder: (replace(right(folder)[0], rms_norm_eps=1e-4), right(folder)[1]),
+    )
+    assert main(["compare", "--hf", str(hf)]) == 1
+    assert "those of transformers differ from ours by " in capsys.readouterr().err
+
+
 def test_an_import_is_compared_where_transformers_is_installed(hf, capsys, monkeypatch):
     assert main(["compare", "--hf", str(hf)]) == 0
     assert f"{hf}: logits and a gradient are those of transformers to" in capsys.readouterr().out

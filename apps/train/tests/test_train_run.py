@@ -177,9 +177,18 @@ def test_changed_data_and_batch_are_named_on_resume(stopped: Path, tmp_path: Pat
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "global_batch_size changes from 4 to 2" in done.stdout
-    assert "held_out changes from True to False: samples may come twice" in done.stdout
+    words = "(tokens.limit_val_batches) changes from True to False: samples may come twice"
+    assert words in done.stdout and "[WARNING|" in done.stdout
     assert "data_stages changes from" in done.stdout
     assert runs.metrics(tmp_path)[-1]["consumed_tokens"] == (3 * 4 + 3 * 2) * 32
+
+
+def test_a_changed_learning_rate_is_named_on_resume(stopped: Path, tmp_path: Path) -> None:
+    done = resumed(stopped, tmp_path, tokens__train_steps=9)
+    words = r"; the learning rate of step 4 is (\S+), and would have been (\S+): "
+    found = re.search(words + r"tokens\.train_steps changes from 6 to 9", done.stdout)
+    assert found is not None, done.stdout
+    assert f"{runs.metrics(tmp_path)[0]['lr']:.3g}" == found[1] != found[2]
 
 
 def test_a_finished_run_says_so(stopped: Path, tmp_path: Path) -> None:

@@ -57,7 +57,8 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")
     if remark:
-        report.say(remark)
+        loses = any(words in remark for words in ("passed over ", ": samples may come twice"))
+        report.say(remark, "warning" if loses else "info")
 
 
 def _stage(stage: DatasetStageConfig) -> str:

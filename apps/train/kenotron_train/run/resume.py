@@ -20,12 +20,16 @@ from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
+from kenotron_train.run.changed_rate import changed_rate
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
 from kenotron_train.run.progress import NEEDED, Progress
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import local_copy
+
+NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
+"""What parts of a reading are called, where their names say too little."""
 
 
 def resume(
@@ -165,13 +169,14 @@ def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: P
     now = order_of(reading_of(config))
     for name, before in order_of(state["reading"]).items():
         if now.get(name) != before:
-            remark += f"; {name} changes from {before} to {now.get(name)}"
+            remark += f"; {NAMES.get(name, name)} changes from {before} to {now.get(name)}"
             if name not in ("global_batch_size", "batch_ramp"):
                 remark += ": samples may come twice or not at all"
     sizes, before = model_of(config), state["model_config"]
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
+    remark += changed_rate(progress, config, folder)
     if progress.step >= config.tokens.train_steps:
         remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
     return remark
