@@ -281,9 +281,9 @@ def test_an_empty_corpus_and_a_folder_that_is_no_checkpoint(tmp_path: Path) -> N
 
 def test_an_unknown_subcommand_gets_a_suggestion(tmp_path: Path) -> None:
     for word, advice in (
-        ("reprot", "there is no subcommand 'reprot'; did you mean report? (subcommands: report, "),
+        ("reprot", "there is no subcommand 'reprot'; did you mean report? (subcommands: new, "),
         ("my run.yaml", "; a config is given with --config-file 'my run.yaml' (subcommands"),
-        ("xyz", "there is no subcommand 'xyz' (subcommands: report, slurm, verify, "),
+        ("xyz", "there is no subcommand 'xyz' (subcommands: new, report, slurm, verify, "),
     ):
         done = runs.train(tmp_path, word, "runs")
         assert done.returncode == 2
