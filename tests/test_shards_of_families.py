@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -144,24 +145,21 @@ def train(mesh: Mesh, plan: ModelPlan, data: list[Batch], **optim: Any) -> Run:
 
 
 def ways(plan: ModelPlan, turn: int) -> list[tuple[Recompute, Regather]]:
-    """All that layers may compute again where logits are scaled, else some by turns.
+    """All that layers may compute again where logits are scaled, else each at its turn.
 
-    With ``regather: step``, where nothing is freed between passes, one.
+    With ``regather: step``, where nothing is freed between passes, another one.
     """
     again: tuple[Recompute, ...] = get_args(Recompute)
     if isinstance(plan.spec, TransformersSpec):
         again = ("none", "full")
-    by_turns = (again[turn % len(again)],)
     scaled = plan.spec.logit_scale != 1 and not plan.spec.mtp_weight
-    return [
-        *((each, "layer") for each in (again if scaled else by_turns)),
-        (again[turn % 2], "step"),
-    ]
+    layer = again if scaled else (again[turn % len(again)],)
+    return [*((each, "layer") for each in layer), (again[(turn + 1) % len(again)], "step")]
 
 
-def walk(mesh: Mesh, part: int) -> list[str]:
-    """Compare every third family; names of what was run."""
-    data, ran, turn = batches(mesh), list[str](), part
+def walk(mesh: Mesh, part: int, turn: int) -> list[str]:
+    """Compare every third family, from a turn of ``ways`` on; names of what was run."""
+    data, ran = batches(mesh), list[str]()
     for name, config in list(configs().items())[part::PARTS]:
         for variant, plan in variants(config):
             numbers, figures, tensors = train(mesh, plan, data)
@@ -199,6 +197,8 @@ def test_every_family_is_walked_over() -> None:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.by_turns(1)
 def test_stage_3_has_the_numbers_of_stage_0_on_every_architecture(part: int) -> None:
-    ran = on_ranks(walk, part, seconds=600.0)[0]
+    """Each meets every ``recompute`` and both of ``regather`` in five runs, one every third day."""
+    turn = datetime.date.today().toordinal() // PARTS
+    ran = on_ranks(walk, part, turn, seconds=600.0)[0]
     assert len(ran) > 50
     assert all(any(word in name for name in ran) for word in ("mup", "mtp", "step", "mixer"))

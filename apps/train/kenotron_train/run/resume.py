@@ -132,6 +132,7 @@ def _load_from(
         training.averages.forget()
     progress = comparable(Progress.from_state(state, config), state["reading"], config)
     remark = _remark(progress, state, config, folder) + dropped + remark
+    remark += changed_rate(progress, config, folder)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder
@@ -176,7 +177,6 @@ def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: P
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
-    remark += changed_rate(progress, config, folder)
     if progress.step >= config.tokens.train_steps:
         remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
     return remark
