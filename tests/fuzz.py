@@ -74,8 +74,6 @@ WAYS: dict[str, tuple[dict[str, str], ...]] = {
     ),
 }
 """Further keys that change none."""
-PROGRAMS = ("verify", "generate", "export")
-"""What a training, or its checkpoint, is given to: each to three of ten."""
 
 
 @dataclass(frozen=True)
@@ -145,29 +143,29 @@ def faults(draw: Draw, folder: Path) -> list[str]:
     for run in ("one", "exact", "many", "again", "exported"):
         shutil.rmtree(folder / run, ignore_errors=True)
     try:
-        want, exact = (
-            grid_run.measure(each.model, folder, run, STEPS, keys=draw.numbers)
-            if run == "one" or row.dtype == "bf16"
-            else None
-            for run, each in (("one", row), ("exact", replace(row, dtype="fp32")))
-        )
+        want, exact = grid_run.measure(row.model, folder, "one", STEPS, keys=draw.numbers), None
+        if row.dtype == "bf16":
+            plain = replace(row, dtype="fp32").model
+            exact = grid_run.measure(plain, folder, "exact", STEPS, keys=draw.numbers)
         updated = MUON if "muon" in str(draw.numbers) else ADAM
         got = grid_run.measure(row, folder, "many", STEPS, keys=draw.keys)
         found = grid_check.departures(got, want, exact, updated)
         other = grid_check.elsewhere(row, MOST_RANKS)
-        saved = folder / "many" / str(grid_run.saved_after(STEPS))
         if accepted(replace(draw, row=other, ways={}), folder):
-            again = grid_run.measure(other, folder, "again", STEPS, saved, draw.numbers)
+            again = grid_run.measure(other, folder, "again", STEPS, saved_in(folder), draw.numbers)
             again = grid_check.continued(got, again)
             wrong = grid_check.departures(again, want, exact, updated)
             found += [f"resumed on {other}: {each}" for each in wrong]
         for name in draw.programs:
-            found += {"verify": unverified, "generate": other_texts, "export": unlike}[name](
-                draw, folder
-            )
+            found += PROGRAMS[name](draw, folder)
     except (RankError, AssertionError) as error:
         return [f"{type(error).__name__}: {error}"]
     return found
+
+
+def saved_in(folder: Path) -> Path:
+    """The checkpoint from which a training is resumed elsewhere."""
+    return folder / "many" / str(grid_run.saved_after(STEPS))
 
 
 def unverified(draw: Draw, folder: Path, most: int = MOST_RANKS) -> list[str]:
@@ -185,12 +183,12 @@ PROMPTS = ["--prompt", "step 3", "--prompt", "m", "--temperature", "0", "--max-n
 
 def other_texts(draw: Draw, folder: Path) -> list[str]:
     """How texts of the run's ranks differ from those of one process."""
-    saved, axes = folder / "many" / str(grid_run.saved_after(STEPS)), draw.row.axes
+    axes = draw.row.axes
     layout = [word for axis in ("pp", "dp", "tp") for word in (f"--{axis}", str(axes[axis]))]
     texts = []
     for words in ([], layout):
         file = folder / "texts.jsonl"
-        if generate(["--ckpt-path", str(saved), "--jsonl", str(file), *PROMPTS, *words]):
+        if generate(["--ckpt-path", str(saved_in(folder)), "--jsonl", str(file), *PROMPTS, *words]):
             return ["generate ends with an error " + " ".join(words)]
         texts.append(file.read_text())
     return [] if texts[0] == texts[1] else ["texts of one process and of all: " + " ".join(texts)]
@@ -203,12 +201,15 @@ def unlike(draw: Draw, folder: Path) -> list[str]:
         config_to_hf(config.model.model_config)
     except ValueError:  # no architecture of Hugging Face computes it
         return []
-    saved = folder / "many" / str(grid_run.saved_after(STEPS))
     try:
-        export_hf(saved, folder / "exported")
+        export_hf(saved_in(folder), folder / "exported")
     except ValueError as error:
         return [f"export: {error}"]
     return []
+
+
+PROGRAMS = {"verify": unverified, "generate": other_texts, "export": unlike}
+"""What a training, or its checkpoint, is given to: each to three of ten."""
 
 
 def smaller(draw: Draw) -> Iterator[Draw]:

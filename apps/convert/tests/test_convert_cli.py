@@ -283,14 +283,19 @@ def test_without_transformers_the_check_says_what_to_do(hf, capsys, monkeypatch)
     assert exported(hf, "--no-check") == 0
 
 
-def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsys, monkeypatch):
+def read_as(monkeypatch, **changes):
+    """Let a model folder be read with other values of our config."""
     right = hf_import.read_hf_config
 
     def wrong(folder):
         config, values = right(folder)
-        return replace(config, rope_theta=5e4), values
+        return replace(config, **changes), values
 
     monkeypatch.setattr(hf_import, "read_hf_config", wrong)
+
+
+def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsys, monkeypatch):
+    read_as(monkeypatch, rope_theta=5e4)
     assert imported(hf) == main(["compare", "--hf", str(hf)]) == 1
     said = capsys.readouterr().err
     assert "logits of a text: those of transformers differ from ours by " in said
@@ -303,12 +308,7 @@ def test_an_import_that_transformers_computes_otherwise_writes_nothing(hf, capsy
 def test_a_model_that_magnifies_rounding_is_compared_with_itself(hf, capsys, monkeypatch):
     monkeypatch.setattr(hf_comparison, "BOUND", 1e-9)
     assert main(["compare", "--hf", str(hf)]) == 0
-    right = hf_import.read_hf_config
-    monkeypatch.setattr(
-        hf_import,
-        "read_hf_config",
-        lambda folder: (replace(right(folder)[0], rms_norm_eps=1e-4), right(folder)[1]),
-    )
+    read_as(monkeypatch, rms_norm_eps=1e-4)
     assert main(["compare", "--hf", str(hf)]) == 1
     assert "those of transformers differ from ours by " in capsys.readouterr().err
 

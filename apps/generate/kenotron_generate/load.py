@@ -118,7 +118,7 @@ def remark_on(described: Description) -> str:
     Raises ValueError when they compute something else.
     """
     try:
-        return f"{described.folder}: {remark(open_safetensors(described.folder))}"
+        return f"{described.folder}: {remark(read_model(open_safetensors(described.folder)))}"
     except OtherModel as error:
         raise ValueError(
             f"{error}\nPlease report this; --no-check reads it all the same"

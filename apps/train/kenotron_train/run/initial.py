@@ -126,14 +126,14 @@ def _read_hf(
     check: bool,
 ) -> str:
     """Fill from a folder of Hugging Face; where a head's features have another order, reorder."""
-    folder = open_safetensors(path)
-    source = read_model(folder, turns_neighbours(spec))
+    folder, turns = open_safetensors(path), turns_neighbours(spec)
+    source = read_model(folder, turns)
     _check_same(spec, source.config.decoder, path / CONFIG, (*free, "interleaved"))
     source.load(wanted, mesh)
     if not check or mesh.rank != 0:
         return str(path)
     try:
-        return f"{path}; {remark(folder)}"
+        return f"{path}; {remark(read_model(folder) if turns else source)}"
     except OtherModel as error:
         raise ValueError(
             f"{error}\nPlease report this; model.init_method.check: false trains it all the same"

@@ -159,8 +159,10 @@ def _logits_bytes(tokens: int, config: Config) -> int:
 
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
-    named = {"checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path}
-    named["model.init_method.path"] = getattr(config.model.init_method, "path", None)
+    named = {
+        "checkpoints.resume_checkpoint_path": config.checkpoints.resume_checkpoint_path,
+        "model.init_method.path": getattr(config.model.init_method, "path", None),
+    }
     if config.doremi is not None:
         key = "doremi.ref_model_resume_checkpoint_path"
         named[key] = config.doremi.ref_model_resume_checkpoint_path

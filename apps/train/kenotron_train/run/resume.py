@@ -132,7 +132,8 @@ def _load_from(
         training.averages.forget()
     progress = comparable(Progress.from_state(state, config), state["reading"], config)
     remark = _remark(progress, state, config, folder) + dropped + remark
-    remark += changed_rate(progress, config, folder)
+    if mesh.rank == 0:  # which prints it
+        remark += changed_rate(progress, config, folder)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder

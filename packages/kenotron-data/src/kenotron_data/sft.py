@@ -62,7 +62,7 @@ class PromptCompletion:
     def encode(self, rows: Sequence[tuple[Any, ...]]) -> list[list[Example]]:
         """Encode rows of two texts, and of values of ``optional``, which must be empty."""
         for row in rows:
-            for name, text in zip(self.columns, row, strict=False):
+            for name, text in zip(self.columns, row[:2], strict=True):
                 if not isinstance(text, str):
                     raise ValueError(f"{name} is {type(text).__name__}, not a string")
             for name, given in zip(self.optional, row[2:], strict=False):

@@ -14,7 +14,7 @@ from typing import Any
 from kenotron_models import registry
 from kenotron_models.families.hf_keys import shared_to_hf
 from kenotron_models.family import HuggingFace
-from kenotron_models.hf_comparison import Load, Wanted, compare, load_theirs
+from kenotron_models.hf_comparison import Wanted, compare, load_theirs
 from kenotron_models.hf_config_file import hf_dtype, kind_problems, read_json, size_problems
 from kenotron_models.hf_tensors import (
     EMBEDDING,
@@ -34,7 +34,6 @@ __all__ = [
     "CONFIG",
     "EMBEDDING",
     "HEAD",
-    "Load",
     "Part",
     "Wanted",
     "Whole",

@@ -23,14 +23,12 @@ from kenotron_models.hf_comparison import OtherModel, Wanted, compare
 from kenotron_models.hf_tensors import EMBEDDING, HEAD, Whole
 from kenotron_models.registry import AnyConfig
 from kenotron_models.shapes import decoder_layouts
-from kenotron_models.spec import DecoderSpec
 
 __all__ = [
     "HFModel",
     "OtherModel",
     "as_in_the_file",
     "compare_import",
-    "is_compared",
     "read_model",
     "remark",
 ]
@@ -71,8 +69,6 @@ class HFModel:
     """What its config.json says."""
     records: dict[str, Any]
     """Our tensors, as rows of its own."""
-    interleaved: bool | None = None
-    """Whether our rotary positions turn neighbouring features; None: as theirs."""
 
     def load(self, wanted: Wanted, mesh: Mesh) -> None:
         """Fill tensors in place, a head of its own from a tied embedding. Collective over the mesh.
@@ -109,7 +105,7 @@ def read_model(folder: Folder, interleaved: bool | None = None) -> HFModel:
     config = with_its_head(config, folder.same)
     ours = hf_tensors(config, interleaved=interleaved)
     records = folder.records(ours, lambda name: is_superfluous(name, config))
-    return HFModel(folder, config, values, records, interleaved)
+    return HFModel(folder, config, values, records)
 
 
 def compare_import(source: HFModel, dtype: torch.dtype | None = None) -> float | None:
@@ -146,16 +142,11 @@ def as_in_the_file(values: Mapping[str, Any]) -> dict[str, Any]:
     return {RESCALES: False} if values.get(RESCALES) else {}
 
 
-def is_compared(spec: DecoderSpec) -> bool:
-    """Return whether ``remark`` compares a model: it has at most ``MOST`` parameters."""
-    return _parameters(spec) <= MOST
-
-
-def remark(folder: Folder) -> str:
+def remark(source: HFModel) -> str:
     """Compare a model with transformers, for a program that reads it to do something else.
 
     Args:
-        folder: the opened folder; this process reads it alone.
+        source: the model, read with rotary positions as theirs; this process reads it alone.
 
     Returns:
         The end of a sentence: how far it is, or why it was not compared.
@@ -163,16 +154,11 @@ def remark(folder: Folder) -> str:
     Raises:
         ValueError: as ``compare_import``.
     """
-    source = read_model(folder)
-    if not is_compared(source.config.decoder):
-        size = f"its {_parameters(source.config.decoder):.1e} parameters"
-        command = f"kenotron-convert compare --hf {folder.path}"
-        return f"not compared with transformers for {size} ({command} does it)"
+    layouts = decoder_layouts(source.config.decoder).values()
+    if (count := sum(math.prod(layout.shape) for layout in layouts)) > MOST:
+        command = f"kenotron-convert compare --hf {source.folder.path}"
+        return f"not compared with transformers for its {count:.1e} parameters ({command} does it)"
     found = compare_import(source)
     if found is None:
         return "not compared with transformers, which is not installed"
     return f"logits and a gradient are those of transformers to {found:.1e} of the largest"
-
-
-def _parameters(spec: DecoderSpec) -> int:
-    return sum(math.prod(layout.shape) for layout in decoder_layouts(spec).values())
