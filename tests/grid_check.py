@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,7 +29,8 @@ LONG = 10
 """In more steps than this, one turn of the loss may multiply rounding by ten. One process is then
 run in bf16 twice, gradients added in fp32 and in bf16: the one that is farther from fp32 counts."""
 HALF_OF_ONE = 2.5
-"""The same for the gradient of each tensor alone: some have 16 elements, where chance is large."""
+"""The same for the gradient of each tensor alone: some have 8 elements, where chance is large. One
+that is rounded well by chance may be off as others of its name are, as a share of its size."""
 KEPT = ("optimizer.master.", "optimizer.average.")
 """Begin the names of weights in fp32, and of their averages."""
 
@@ -163,7 +165,7 @@ def deviations(
         if gradients:
             sets = got.gradients, want.gradients, exact.gradients
             found["gradients"] = _together(*sets, gradients) / HALF
-            found |= {f"gradient of {n}": _together(*sets, [n]) / HALF_OF_ONE for n in gradients}
+            found |= {f"gradient of {n}": _alone(*sets, n) / HALF_OF_ONE for n in gradients}
         return found
     floor = GRADIENT_FLOOR * _size(want.gradients, list(want.gradients))
     for name in gradients:
@@ -210,8 +212,24 @@ def _off(got: np.ndarray, want: np.ndarray, floor: float) -> float:
 
 def _together(got: Weights, want: Weights, exact: Weights, names: list[str]) -> float:
     """Norm of ``got - want`` over all these tensors, in units of that of ``want - exact``."""
-    off = {name: got[name] - want[name] for name in names}
-    return _size(off, names) / _size({name: want[name] - exact[name] for name in names}, names)
+    return _distance(got, want, names) / _distance(want, exact, names)
+
+
+def _alone(got: Weights, want: Weights, exact: Weights, name: str) -> float:
+    """The same of one tensor, or by the share of its size that those of its name are from exact."""
+    alike = [other for other in want if _kind(other) == _kind(name) and np.any(exact[other])]
+    far = [_distance(want, exact, [other]) / _size(exact, [other]) for other in alike]
+    share = math.sqrt(sum(each * each for each in far) / max(len(far), 1)) * _size(exact, [name])
+    return _distance(got, want, [name]) / max(share, _distance(want, exact, [name]))
+
+
+def _kind(name: str) -> str:
+    """A tensor's name without its layer."""
+    return re.sub(r"\d+", "", name)
+
+
+def _distance(got: Weights, want: Weights, names: list[str]) -> float:
+    return _size({name: got[name] - want[name] for name in names}, names)
 
 
 def _size(tensors: Weights, names: list[str]) -> float:

@@ -8,10 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import fuzz
+import grid_check
 import grid_run
+import numpy as np
 import pytest
 from fuzz import Draw
 from grid import Row
+from grid_run import Measured
 
 COUNT = 4
 
@@ -64,3 +67,41 @@ def test_a_failing_training_is_made_small(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(least) == "Draw(Row(**{'zero': 3}), {}, {'optimizer.offload': 'true'}, ())"
     assert fuzz.shrunk(large, tmp_path, tries=0) == large
     assert fuzz.shrunk(replace(large, programs=()), tmp_path, tries=1) != large
+
+
+def numbers(norm: float, *layers: list[float]) -> Measured:
+    """Of a run with a gradient in each layer."""
+    gradients = {f"layers.{n}.D": np.array(layer) for n, layer in enumerate(layers)}
+    return Measured([norm], [norm], [0.1], 1.0, {}, gradients, {"optimizer.master.w": np.ones(1)})
+
+
+def test_a_few_elements_that_one_process_rounds_well_by_chance_are_held_against_their_kind() -> (
+    None
+):
+    exact = numbers(1.0, [1.0, 2.0], [10.0, 20.0])
+    exact.last["optimizer.master.w"][0] = 2.0
+    want = numbers(1.01, [1.0001, 2.0], [10.5, 20.0])
+    off = {"layers.0.D": [1.03, 2.0], "layers.1.D": [10.2, 20.0]}
+    got = numbers(1.01, *off.values())
+    assert not grid_check.departures(got, want, exact)
+    got = numbers(1.01, [1.3, 2.0], off["layers.1.D"])
+    (fault,) = grid_check.departures(got, want, exact)
+    assert fault.startswith("gradient of layers.0.D: ")
+
+
+def test_a_training_may_agree_with_one_process_in_its_own_micro_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding chooses between two experts that are nearly equal."""
+    chosen = {1: 5.0, 3: 5.001}
+
+    def measure(row: Row, *_: object, **__: object) -> Measured:
+        return numbers(chosen[row.micro], [1.0])
+
+    monkeypatch.setattr(grid_run, "measure", measure)
+    assert not fuzz.faults(Draw(Row(sizes=(1, 2, 1), micro=1)), tmp_path)
+    monkeypatch.setattr(
+        grid_run, "measure", lambda row, *_, **__: numbers(5.0 + (row.ranks == 2), [1.0])
+    )
+    found = fuzz.faults(Draw(Row(sizes=(1, 2, 1), micro=1)), tmp_path)
+    assert {fault.split(": ")[-2] for fault in found} == {"loss", "norm"}
