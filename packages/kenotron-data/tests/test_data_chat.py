@@ -219,8 +219,46 @@ def test_what_a_template_leaves_out_is_refused_by_name(chat):
         with pytest.raises(ValueError, match=words):
             answers(chat, messages, *options)
     chat.chat_template = VICUNA.replace("{% else %}", "{% elif m['role'] == 'assistant' %}")
-    with pytest.raises(ValueError, match="message 0: the chat template does not write messages of"):
+    with pytest.raises(ValueError, match="message 0: the chat template does not write content of"):
         answers(chat, [say("developer", "x"), say(USER, "a"), say(ASSISTANT, "b")])
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        (
+            [say(USER, "x", name="eve"), say(ASSISTANT, "b")],
+            "message 0: .* name of the role 'user'",
+        ),
+        ([say(USER, "x"), say(ASSISTANT, None, refusal="no")], "message 1: .* write refusal of"),
+        (
+            [say(USER, "x"), say(ASSISTANT, "I look", function_call="f")],
+            "message 1: .* content beside function_call of the role 'assistant'",
+        ),
+    ],
+)
+def test_what_stands_beside_a_content_is_written_or_refused(chat, messages, words):
+    """This template writes a call of a function, and then no content."""
+    chat.chat_template = VICUNA.replace(
+        "m['content']", "(m['function_call'] if 'function_call' in m else m['content'])"
+    )
+    with pytest.raises(ValueError, match=words):
+        answers(chat, messages)
+
+
+def test_a_template_must_write_what_the_user_says(chat):
+    chat.chat_template = (
+        "{% for m in messages if m.role == 'assistant' %}{{ m.content }}\n{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="message 0: .* write content of the role 'user'"):
+        answers(chat, [say(USER, "a"), say(ASSISTANT, "b")])
+
+
+def test_the_name_of_a_tool_is_that_of_its_call(chat):
+    chat.chat_template = TOOLS
+    called = [say(USER, "a"), say(ASSISTANT, None, tool_calls=[CALL])]
+    messages = [*called, say("tool", "of", name="add"), say(ASSISTANT, "beta")]
+    assert answers(chat, messages, [TOOL])[0][1].endswith("beta<|im_end|>")
 
 
 @pytest.mark.parametrize(

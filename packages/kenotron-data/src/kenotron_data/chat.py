@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kenotron_data.chat_messages import (
-    WRITTEN_KEYS,
     Message,
     as_templates_see,
     chat_messages,
     is_learned,
+    said_beside_content,
     tool_list,
 )
 
@@ -30,6 +30,9 @@ _PROMPT = (
     "the chat template begins an answer otherwise than its generation prompt says, so the answers "
     "cannot be found: mark them in the template with {% generation %}"
 )
+
+_OTHER = "x"
+"""What makes another text of a content."""
 
 Ids = NDArray[np.integer]
 Example = tuple[Ids, NDArray[np.bool_]]
@@ -117,12 +120,14 @@ class Chat:
         """Refuse what the template would leave out; each kind is looked at until it is written."""
         for number, message in enumerate(messages):
             role, until = message["role"], messages[: number + 1]
-            for key in (key for key in WRITTEN_KEYS if message.get(key)):
+            keys = said_beside_content(message)
+            for key in keys:
                 less = {name: value for name, value in message.items() if name != key}
                 self._check_kind((role, key), number, write, until, [*messages[:number], less])
-            if role not in ("user", "assistant") and message["content"]:
-                others = [*messages[:number], *messages[number + 1 :]]
-                self._check_kind((role, "messages"), number, write, messages, others)
+            if message["content"]:
+                what = " beside ".join(("content", *keys))
+                less = message | {"content": f"{message['content']}{_OTHER}"}
+                self._check_kind((role, what), number, write, until, [*messages[:number], less])
 
     def _check_kind(
         self,

@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-WRITTEN_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+WRITTEN_KEYS = (
+    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal",
+)  # fmt: skip
 """Keys of a message that say something a template must write."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles whose spelling decides; templates may know others."""
@@ -33,6 +35,12 @@ def chat_messages(messages: Any) -> list[Message]:
 def is_learned(message: Message) -> bool:
     """Return whether a message is an answer to learn: the assistant's, without `weight: 0`."""
     return message["role"] == "assistant" and message.get("weight", 1) == 1
+
+
+def said_beside_content(message: Message) -> list[str]:
+    """Return the keys that a template must write, too; a tool's name is that of its call."""
+    keys = WRITTEN_KEYS if message["role"] in ("tool", "function") else (*WRITTEN_KEYS, "name")
+    return [key for key in keys if message.get(key)]
 
 
 def as_templates_see(message: Message) -> Message:
