@@ -1,8 +1,8 @@
 """Planted bugs, from ``mutants.toml``: runs tests on a copy of the tree with one bug at a time.
 
 ``python tests/mutants.py`` runs all, ``python tests/mutants.py NAME ...`` some. A bug is caught
-when an assertion of a test fails, or ``apps/train verify`` says that numbers depart; the table of
-all goes into ``GRID.md``, below a line about the last run of all, and one with the bugs that were
+when an assertion of a test fails, or the product says that numbers depart (``verify``, or an import
+that is compared with transformers); the table of all goes into ``GRID.md``, below a line about the last run of all, and one with the bugs that were
 run after it and their commits. The status is 1 where one of all is not caught, or a test fails
 anyway.
 """
@@ -30,6 +30,8 @@ LIMIT = 600
 NOBODY = "NOBODY"
 HEAD = "| bug | seen | file | chosen by | caught by | what it says |\n" + "|---" * 6 + "|"
 FAILED = re.compile(r"^FAILED (.+?)(?: - (.*))?$", re.MULTILINE)
+OTHER = "OtherModel: logits"
+"""What an import says of a model that computes something else."""
 DEPARTS = re.compile(r"^FAIL: .* departs from one process.*$", re.MULTILINE)
 LATER = "Run later: "
 RUN_LATER = re.compile(r"(?:^|; )(.+?) \(([\w-]+)\)(?=; |\.$)")
@@ -124,7 +126,8 @@ def catch(mutant: Mutant, tree: Path) -> tuple[bool, str, str]:
     if status != 1 or not failed:
         return False, "", output.strip()[-200:]
     test, said = failed[0]
-    return "AssertionError" in said or said.startswith("assert "), test, said
+    numbers = "AssertionError" in said or OTHER in said or said.startswith("assert ")
+    return numbers, test, said
 
 
 def main(names: list[str]) -> int:
