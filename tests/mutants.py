@@ -2,9 +2,9 @@
 
 ``python tests/mutants.py`` runs all, ``python tests/mutants.py NAME ...`` some. A bug is caught
 when an assertion of a test fails, or the product says that numbers depart (``verify``, or an import
-that is compared with transformers); the table of all goes into ``GRID.md``, below a line about the last run of all, and one with the bugs that were
-run after it and their commits. The status is 1 where one of all is not caught, or a test fails
-anyway.
+that is compared with transformers); the table of all goes into ``GRID.md``, below a line about the
+last run of all, and one with the bugs that were run after it and their commits. The status is 1
+where one of all is not caught, or a test fails anyway.
 """
 
 from __future__ import annotations
