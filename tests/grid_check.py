@@ -177,18 +177,23 @@ def deviations(
 
 
 def departures(
-    got: Measured, want: Measured, exact: Measured | None = None, updated: float = 1.0
+    got: Measured,
+    want: Measured,
+    exact: Measured | None = None,
+    updated: float = 1.0,
+    gradients: float = 1.0,
 ) -> list[str]:
     """What of a run deviates from one process, and how far; ``exact`` as in ``deviations``.
 
     ``updated``: what follows from weights that were updated may be so many times as far off in
-    fp32: all but the first gradients.
+    fp32: all but the first gradients, for which ``gradients`` says so.
     """
     missing = want.gradients.keys() - got.gradients.keys() if got.gradients else ()
     faults = [f"no gradient of {name}" for name in sorted(missing)]
     found = deviations(got, want, exact, [want])
-    times = {what: 1.0 if what.startswith("gradient") or exact else updated for what in found}
-    return faults + _too_far("", {what: ratio / times[what] for what, ratio in found.items()})
+    for what in found if exact is None else ():
+        found[what] /= gradients if what.startswith("gradient") else updated
+    return faults + _too_far("", found)
 
 
 def continued(got: Measured, again: Measured) -> Measured:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,3 +106,19 @@ def test_a_training_may_agree_with_one_process_in_its_own_micro_batches(
     )
     found = fuzz.faults(Draw(Row(sizes=(1, 2, 1), micro=1)), tmp_path)
     assert {fault.split(": ")[-2] for fault in found} == {"loss", "norm"}
+
+
+def test_a_token_that_chose_another_expert_is_found(tmp_path: Path) -> None:
+    lines = [
+        json.dumps({"step": step, "experts": {"layer_1": {"entropy": 0.9 + step / 100}}})
+        for step in (1, 2, 3)
+    ]
+    for run, kept in {"one": lines, "again": lines[1:], "dense": ['{"step": 1}']}.items():
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(kept))
+    one = tmp_path / "one"
+    assert not fuzz.other_choices(one, tmp_path / "again")
+    assert not fuzz.other_choices(one, tmp_path / "none")
+    assert not fuzz.other_choices(tmp_path / "dense", tmp_path / "dense")
+    (tmp_path / "again/metrics.jsonl").write_text(lines[1].replace("0.92", "0.91"))
+    assert fuzz.other_choices(one, tmp_path / "again")
