@@ -118,8 +118,8 @@ def repository_files(root: Path) -> list[str]:
 
 
 def is_test(path: str) -> bool:
-    """Say whether `path` is a test or a benchmark, which hold no room of the house."""
-    return bool({"tests", "benchmarks"} & {*path.split("/")}) or path == "noxfile.py"
+    """Say whether `path` is a test, a benchmark or an example, which hold no room of the house."""
+    return bool({"tests", "benchmarks", "examples"} & {*path.split("/")}) or path == "noxfile.py"
 
 
 def python_files(root: Path, *, tests: bool = False) -> list[str]:

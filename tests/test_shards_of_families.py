@@ -135,7 +135,7 @@ def train(mesh: Mesh, plan: ModelPlan, data: list[Batch], **optim: Any) -> Run:
 
         with figures.during():
             result = training_step(training, batch, step, look=look)
-        numbers += [result.loss, result.grad_norm, result.mtp_loss or 0.0]
+        numbers += [result.loss, result.grad_norm, result.figures.get("mtp_loss", 0.0)]
     assert training.averages is not None
     with training.averages.in_place():
         numbers.append(evaluate(training, data, ("random",)).loss)

@@ -13,7 +13,7 @@ from own_runs import DATASET, LAYOUTS, configure, jsonl, run
 from kenotron_config import ConfigError, ignored_keys
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, named_parameters, spawn
-from kenotron_engine import NO_TARGET, global_counts, loss_fn, training_step
+from kenotron_engine import NO_TARGET, global_counts, training_step
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
@@ -148,8 +148,10 @@ def masked(mesh: Mesh, config) -> dict[str, float]:
         changed = replace(batch, labels_MBS=labels, tokens_MBS=tokens)
         count = global_counts(changed, mesh)[0]
         share = training.share_of(changed)
-        whole = loss_fn(training, share.micros, count)
-        found = training.model.pipeline.evaluate(share.inputs, whole, share.contexts)
+        whole = training.objective.loss(training, share, count)
+        found = training.model.pipeline.evaluate(
+            share.inputs, lambda x, m: whole(x, m).total, share.contexts
+        )
         return float(found)
 
     labels, learned = batch.labels_MBS, batch.labels_MBS != NO_TARGET

@@ -16,7 +16,7 @@ import runs
 from doremi_runs import NAMES, STEPS, WEIGHTS, flags, write_domains
 
 from kenotron_data import Cursor, StoredLosses
-from kenotron_engine import DomainLosses, DomainWeights, StepResult, domain_weights_update
+from kenotron_engine import DomainWeights, StepResult, domain_weights_update
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.cli import EXAMPLE, doremi_main
@@ -202,15 +202,17 @@ def test_each_run_uploads_to_a_place_of_its_own(walked: Path) -> None:
 def test_a_step_that_is_left_out_leaves_the_weights_alone(walked: Path) -> None:
     words = flags(walked, "x", doremi__ref_model_resume_checkpoint_path="reference")
     config = load_config(words[1], words[3::2])
-    losses = DomainLosses(1.0, 1.0, (1.0, None, 2.0), (0.5, None, 0.0), (1, 0, 1))
+    excess = dict(zip(NAMES, (0.5, None, 0.0), strict=True))
+    losses = {"domain_losses": dict(zip(NAMES, (1.0, None, 2.0), strict=True))}
+    result = StepResult(1.0, 1.0, 0.1, figures=losses | {"domain_excess": excess})
     before = Progress.fresh(config)
-    made = before.after(config, Cursor(), StepResult(1.0, 1.0, 0.1, domains=losses)).domains
-    assert before.domains is not None and made == before.domains.after(losses.excess)
-    skipped = StepResult(1.0, 1.0, 0.1, skipped=True, domains=losses)
-    assert before.after(config, Cursor(), skipped).domains == before.domains
-    bad = replace(losses, excess=(math.nan, None, 0.0))
-    result = StepResult(1.0, 1.0, 0.1, domains=bad)
-    assert before.after(config, Cursor(), result).domains == before.domains
+    (weights,) = before.state.policies
+    assert isinstance(weights, DomainWeights)
+    (made,) = before.after(config, Cursor(), result).state.policies
+    assert made == weights.moved((0.5, None, 0.0)) != weights
+    assert before.after(config, Cursor(), replace(result, skipped=True)).state == before.state
+    bad = replace(result, figures=losses | {"domain_excess": excess | {NAMES[0]: math.nan}})
+    assert before.after(config, Cursor(), bad).state == before.state
 
 
 def test_check_names_the_data_set_of_each_domain_and_the_reference(walked: Path) -> None:

@@ -13,7 +13,7 @@ from doremi_runs import STEPS, flags, write_domains
 from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, spawn
-from kenotron_engine import step as room
+from kenotron_engine import DomainObjective
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.weights_file import read_average
 from kenotron_train.run import loop
@@ -25,16 +25,16 @@ PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 
 def train(mesh: Mesh, config: Config) -> list[tuple]:
     """A run whose fifth batch has a loss of nan."""
-    right = room.weighted_loss_fn
+    right = DomainObjective.loss
 
-    def weighted(training, micros, *given):
-        whole = right(training, micros, *given)
-        if all(BAD.consumed not in micro.samples_B for micro in micros):
+    def weighted(self, model, share, count):
+        whole = right(self, model, share, count)
+        if all(BAD.consumed not in micro.samples_B for micro in share.micros):
             return whole
-        return lambda x, m: whole(x, m) * math.nan
+        return lambda x, m: whole(x, m)._replace(total=whole(x, m).total * math.nan)
 
-    with mock.patch.object(room, "weighted_loss_fn", weighted):
-        return [(r.loss, r.domains) for r in loop.train(mesh, config)]
+    with mock.patch.object(DomainObjective, "loss", weighted):
+        return [(r.loss, r.figures) for r in loop.train(mesh, config)]
 
 
 def left_out(mesh: Mesh, config: Config) -> list[tuple]:
@@ -46,7 +46,7 @@ def left_out(mesh: Mesh, config: Config) -> list[tuple]:
         return replace(progress, left_out=(BAD,)), remark
 
     with mock.patch.object(loop, "resume", resume):
-        return [(r.loss, r.domains) for r in loop.train(mesh, config)]
+        return [(r.loss, r.figures) for r in loop.train(mesh, config)]
 
 
 def test_weights_are_those_of_a_run_without_the_batch(tmp_path: Path) -> None:

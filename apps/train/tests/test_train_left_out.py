@@ -12,7 +12,7 @@ from test_train_rollback import BAD, configure, poison
 
 from kenotron_data import Cursor, TokenFile
 from kenotron_dist import Mesh
-from kenotron_engine import step as room
+from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data.stage_loader import OpenStage
@@ -150,21 +150,21 @@ def test_each_record_of_a_step_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
 def caught(config) -> tuple[dict[int, list[int]], dict]:
     """Tokens of step 2's samples by their places, and the record of a nan in it."""
     tokens: dict[int, list[int]] = {}
-    right = room.loss_fn
+    right = NextToken.loss
 
-    def loss_fn(training, micros, count, extra=None):
+    def loss(self, model, share, count):
         found = {
             place: row.tolist()
-            for micro in micros
+            for micro in share.micros
             for place, row in zip(micro.samples_B.tolist(), micro.tokens_BS, strict=True)
         }
         if 4 in found:
             tokens.update(found)
-        whole = right(training, micros, count, extra)
-        return lambda logits, m: whole(logits, m) * (float("nan") if 4 in found else 1.0)
+        whole = right(self, model, share, count)
+        return lambda x, m: Parts(whole(x, m).total * (float("nan") if 4 in found else 1.0))
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(FloatingPointError):
-        patch.setattr(room, "loss_fn", loss_fn)
+        patch.setattr(NextToken, "loss", loss)
         loop.run(Mesh.connect(), config)
     (path,) = Path(config.checkpoints.checkpoints_path).glob("nonfinite/step-2.json")
     return tokens, read_record(path)

@@ -15,7 +15,7 @@ import torch
 from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_engine import StepResult
+from kenotron_engine import NextToken, Parts, StepResult
 from kenotron_engine import step as room
 from kenotron_optim import LRSchedule, NonFinite, learning_rate
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
@@ -43,7 +43,7 @@ def configure(
 
 def poisoned(mesh: Mesh, config: Config, rank: int, where: str) -> list[StepResult]:
     """Train with a loss, or a gradient and loss, that is nan on one rank in steps 2 and 3."""
-    right_gradient, right_loss = room.gradient, room.loss_fn
+    right_gradient, right_loss = room.gradient, NextToken.loss
     now = 0
 
     def gradient(training, batch, step, *more):
@@ -51,15 +51,18 @@ def poisoned(mesh: Mesh, config: Config, rank: int, where: str) -> list[StepResu
         now = step
         return right_gradient(training, batch, step, *more)
 
-    def loss_fn(training, batch, count, extra=None):
-        whole = right_loss(training, batch, count, extra)
+    def loss(self, model, share, count):
+        whole = right_loss(self, model, share, count)
         if mesh.rank != rank or now not in (2, 3):
             return whole
         if where == "loss":
-            return lambda logits, m: whole(logits, m) + NAN
-        return lambda logits, m: whole(logits, m) * NAN
+            return lambda logits, m: Parts(whole(logits, m).total + NAN)
+        return lambda logits, m: Parts(whole(logits, m).total * NAN)
 
-    with mock.patch.multiple(room, gradient=gradient, loss_fn=loss_fn):
+    with (
+        mock.patch.object(room, "gradient", gradient),
+        mock.patch.object(NextToken, "loss", loss),
+    ):
         return train(mesh, config)
 
 

@@ -16,7 +16,7 @@ from kenotron_ckpt import read_manifest
 from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_engine import step as room
+from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.failures import replay
 from kenotron_train.run import loop
@@ -40,15 +40,15 @@ def configure(folder: Path, layout: str, **changes: object) -> Config:
 
 def poison(sample: int | None):
     """A loss that is nan for batches with a sample (None: all)."""
-    right = room.loss_fn
+    right = NextToken.loss
 
-    def loss_fn(training, micros, count, extra=None):
-        whole = right(training, micros, count, extra)
-        if sample is not None and all(sample not in micro.samples_B for micro in micros):
+    def loss(self, model, share, count):
+        whole = right(self, model, share, count)
+        if sample is not None and all(sample not in micro.samples_B for micro in share.micros):
             return whole
-        return lambda logits, m: whole(logits, m) * math.nan
+        return lambda logits, m: Parts(whole(logits, m).total * math.nan)
 
-    return mock.patch.object(room, "loss_fn", loss_fn)
+    return mock.patch.object(NextToken, "loss", loss)
 
 
 def train(mesh: Mesh, config: Config, sample: int | None) -> list[tuple]:

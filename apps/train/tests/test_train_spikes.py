@@ -11,7 +11,7 @@ import runs
 
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_engine import StepResult
+from kenotron_engine import NextToken, Parts, StepResult
 from kenotron_engine import step as room
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.run.loop import train
@@ -33,18 +33,21 @@ def configure(folder: Path, sizes: dict[str, int], **changes: object) -> Config:
 
 def spiked(mesh: Mesh, config: Config, times: float = 1000) -> list[StepResult]:
     """Train with a loss that is as many times as large in step 7."""
-    right_gradient, right_loss, now = room.gradient, room.loss_fn, 0
+    right_gradient, right_loss, now = room.gradient, NextToken.loss, 0
 
     def gradient(training, batch, step, *more):
         nonlocal now
         now = step
         return right_gradient(training, batch, step, *more)
 
-    def loss_fn(training, batch, count, extra=None):
-        whole, factor = right_loss(training, batch, count, extra), times if now == SPIKE else 1
-        return lambda logits, m: whole(logits, m) * factor
+    def loss(self, model, share, count):
+        whole, factor = right_loss(self, model, share, count), times if now == SPIKE else 1
+        return lambda logits, m: Parts(whole(logits, m).total * factor)
 
-    with mock.patch.multiple(room, gradient=gradient, loss_fn=loss_fn):
+    with (
+        mock.patch.object(room, "gradient", gradient),
+        mock.patch.object(NextToken, "loss", loss),
+    ):
         return train(mesh, config)
 
 
@@ -56,7 +59,7 @@ def trained(folder: Path, sizes: dict[str, int], **changes: object) -> list[Step
 
 def test_a_spike_is_left_out_on_every_layout(tmp_path: Path) -> None:
     one = trained(tmp_path / "1", {})
-    assert [bool(result.spike) for result in one] == [n == SPIKE for n in range(1, 10)]
+    assert [bool(result.reason) for result in one] == [n == SPIKE for n in range(1, 10)]
     assert [result.skipped for result in one] == [n == SPIKE for n in range(1, 10)]
     assert one[-1].loss < one[0].loss
     spoiled = trained(tmp_path / "all", {}, optimizer__spikes="null")
@@ -75,11 +78,11 @@ def test_a_step_that_is_not_finite_is_no_spike(tmp_path: Path) -> None:
     config = configure(tmp_path, {}, optimizer__nonfinite="skip")
     (results,) = spawn(spiked, config, math.inf, preload=PRELOAD)
     assert [result.skipped for result in results] == [n == SPIKE for n in range(1, 10)]
-    assert results[SPIKE - 1].nonfinite and not results[SPIKE - 1].spike
+    assert results[SPIKE - 1].nonfinite and not results[SPIKE - 1].reason
 
 
 def test_a_run_that_resumes_knows_the_last_norms(tmp_path: Path) -> None:
     whole = trained(tmp_path / "1", {}, checkpoints__checkpoint_interval=6)
     again = {"checkpoints__resume_checkpoint_path": tmp_path / "1/checkpoints/6"}
     assert trained(tmp_path / "2", {}, **again) == whole[6:]
-    assert whole[6].spike
+    assert whole[6].reason

@@ -233,7 +233,7 @@ def test_what_a_template_leaves_out_is_refused_by_name(chat):
         ([say(USER, "x"), say(ASSISTANT, None, refusal="no")], "message 1: .* write refusal of"),
         (
             [say(USER, "x"), say(ASSISTANT, "I look", function_call="f")],
-            "message 1: .* content beside function_call of the role 'assistant'",
+            "message 1: .* content next to function_call of the role 'assistant'",
         ),
     ],
 )

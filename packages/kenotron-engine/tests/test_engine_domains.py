@@ -15,8 +15,7 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, all_gather
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
-    DomainBatch,
-    DomainLosses,
+    DomainObjective,
     DomainWeights,
     Piece,
     StepResult,
@@ -40,7 +39,7 @@ START = DomainWeights.start(("a", "b"), 1.0, 1e-3)
 def test_two_domains_have_the_weights_of_the_paper() -> None:
     state, found = START, []
     for _ in range(3):
-        state = state.after((1.0, 0.0))
+        state = state.moved((1.0, 0.0))
         found.append(state.weights)
     oracle = [(0.730828, 0.269172), (0.880293, 0.119707), (0.951905, 0.048095)]
     assert found == [pytest.approx(each, abs=5e-7) for each in oracle]
@@ -60,13 +59,13 @@ def test_no_excess_overflows_and_a_weight_of_0_stays_without_smoothing() -> None
 
 
 def test_an_absent_domain_keeps_its_last_excess() -> None:
-    state = START.after((0.2, 0.5)).after((0.1, None))
+    state = START.moved((0.2, 0.5)).moved((0.1, None))
     assert state.excess == (0.1, 0.5)
-    assert state.weights == START.after((0.2, 0.5)).after((0.1, 0.5)).weights
+    assert state.weights == START.moved((0.2, 0.5)).moved((0.1, 0.5)).weights
 
 
 def test_a_saved_state_comes_back_bit_for_bit_and_is_of_its_domains_alone() -> None:
-    state = START.after((0.1, 1 / 3))
+    state = START.moved((0.1, 1 / 3))
     assert START.restored(state.to_dict()) == state
     other = DomainWeights.start(("b", "a"), 1.0, 1e-3)
     with pytest.raises(ValueError, match="are of a, b, but the domains are b, a: give the former"):
@@ -81,10 +80,11 @@ def tagged(batch: Batch) -> Batch:
     return batch
 
 
-def weighed(batch: Batch, factors: tuple[float, ...]) -> DomainBatch:
+def weighed(batch: Batch, factors: tuple[float, ...], z_loss: float = 0.0) -> DomainObjective:
     """Losses of a reference that is better on some tokens and worse on others."""
     places = batch.samples_MB[..., None] * SEQUENCE + torch.arange(SEQUENCE)
-    return DomainBatch(factors, (4.1 + 0.5 * torch.sin(places.double())).float())
+    reference = (4.1 + 0.5 * torch.sin(places.double())).float()
+    return DomainObjective(NAMES, factors, reference, z_loss)
 
 
 class Trained(NamedTuple):
@@ -105,9 +105,9 @@ def trained(mesh: Mesh, z_loss: float = 0.0) -> Trained:
     before = all_gather(batch_losses(training, batches[0]), mesh["dp"])
     for step, batch in enumerate(batches, 1):
         factors = tuple(a / p for a, p in zip(state.weights, SHARES, strict=True))
-        results.append(training_step(training, batch, step, domains=weighed(batch, factors)))
-        assert results[-1].domains is not None
-        state = state.after(results[-1].domains.excess)
+        objective = weighed(batch, factors, z_loss)
+        results.append(training_step(training, batch, step, objective=objective))
+        state = state.after(results[-1])
     return Trained(results, state, weight_pieces(training), before)
 
 
@@ -120,9 +120,10 @@ def on_one() -> Trained:
     return on_layout(None)[0]
 
 
-def figures(of: DomainLosses) -> list[float]:
+def figures(of: StepResult) -> list[float]:
     """All numbers, those of absent domains as -1."""
-    numbers = (of.loss, of.dro_loss, *of.losses, *of.excess)
+    losses, excess = (of.figures[f"domain_{name}"].values() for name in ("losses", "excess"))
+    numbers = (of.loss, of.figures["dro_loss"], *losses, *excess)
     return [-1.0 if each is None else each for each in numbers]
 
 
@@ -130,12 +131,11 @@ def figures(of: DomainLosses) -> list[float]:
 def test_every_layout_has_the_losses_and_weights_of_one_process(axis: str) -> None:
     one, ranks = on_one(), on_layout(axis)
     for found in ranks:
-        assert [r.domains for r in found.results] == [r.domains for r in ranks[0].results]
+        assert [r.figures for r in found.results] == [r.figures for r in ranks[0].results]
         assert found.state == ranks[0].state  # bit for bit
         for expected, result in zip(one.results, found.results, strict=True):
-            assert expected.domains is not None and result.domains is not None
-            assert figures(result.domains) == pytest.approx(figures(expected.domains), rel=1e-5)
-            assert result.domains.samples == expected.domains.samples
+            assert figures(result) == pytest.approx(figures(expected), rel=1e-5)
+            assert result.figures["domain_samples"] == expected.figures["domain_samples"]
         assert found.state.weights == pytest.approx(one.state.weights, rel=1e-6)
         assert found.state.excess == pytest.approx(one.state.excess, rel=1e-5)
         assert found.before.shape == (8, SEQUENCE)
@@ -148,32 +148,32 @@ def test_every_layout_has_the_losses_and_weights_of_one_process(axis: str) -> No
 
 def test_a_domain_that_a_batch_lacks_has_no_loss_and_keeps_its_weight_moving() -> None:
     results, state = on_one().results, on_one().state
-    first = results[0].domains
-    assert first is not None
-    assert first.losses[3] is None and first.excess[3] is None and first.samples[3] == 0
-    assert sum(first.samples) == 8 and state.steps == 3
-    assert results[0].loss == first.loss and first.dro_loss != first.loss
+    first, last = results[0].figures, NAMES[3]
+    assert first["domain_losses"][last] is None and first["domain_excess"][last] is None
+    assert first["domain_samples"][last] == 0 and sum(first["domain_samples"].values()) == 8
+    assert state.steps == 3 and first["dro_loss"] != results[0].loss
 
 
-def sums_by_hand(mesh: Mesh) -> tuple[DomainLosses, list[float]]:
+def sums_by_hand(mesh: Mesh) -> tuple[list[float], list[float]]:
     """Losses of the first batch, and their sums over tokens as the paper has them."""
     training, batch = training_of(mesh), tagged(batches_of(mesh, 1)[0])
     domains, factors = weighed(batch, (1.0, 2.0, 0.5, 1.0)), torch.tensor([1.0, 2.0, 0.5, 1.0])
-    grad = training_step(training, batch, 1, domains=domains).domains
+    result = training_step(training, batch, 1, objective=domains)
     losses = batch_losses(training_of(mesh), batch).view_as(batch.labels_MBS).double()
     targets = batch.labels_MBS != -100
     excess = (losses - domains.reference_MBS).clamp_min(0)
-    assert batch.sources_MB is not None and grad is not None
+    assert batch.sources_MB is not None
     rows = [targets & (batch.sources_MB == d)[..., None] for d in range(3)]
     weighted = (losses * targets * factors[batch.sources_MB][..., None]).sum() / targets.sum()
     by_hand = [losses[targets].mean(), weighted, *(losses[r].mean() for r in rows)]
-    return grad, [float(each) for each in [*by_hand, *(excess[r].mean() for r in rows)]]
+    found = figures(result)
+    found = [*found[:5], *found[6:9]]  # the last domain is not in this batch
+    return found, [float(each) for each in [*by_hand, *(excess[r].mean() for r in rows)]]
 
 
 def test_losses_are_means_over_tokens_and_excess_is_cut_at_0_token_by_token() -> None:
     ((found, by_hand),) = on_ranks(sums_by_hand)
-    numbers = [found.loss, found.dro_loss, *found.losses[:3], *found.excess[:3]]
-    assert numbers == pytest.approx(by_hand, rel=1e-6)
+    assert found == pytest.approx(by_hand, rel=1e-6)
 
 
 def gradients(mesh: Mesh) -> list[list[Piece]]:
@@ -182,7 +182,7 @@ def gradients(mesh: Mesh) -> list[list[Piece]]:
     found = [gradients_of(training_of(mesh), batch)[1]]
     for factors in ((1.0,) * 4, (1.0, 0.0, 1.0, 0.0), (0.0, 1.0, 0.0, 1.0), (3.0, 0.5, 3.0, 0.5)):
         training = training_of(mesh)
-        slices = gradient(training, batch, 1, domains=weighed(batch, factors)).slices
+        slices = gradient(training, batch, 1, objective=weighed(batch, factors)).slices
         found.append(slice_pieces(training, slices))
     return found
 
@@ -197,6 +197,5 @@ def test_factors_are_constants_and_nothing_is_clamped_in_the_gradient() -> None:
 
 def test_a_z_loss_is_weighed_and_is_no_part_of_what_is_reported() -> None:
     plain, with_z = on_one().results[0], on_ranks(trained, 1e-3)[0].results[0]
-    assert plain.domains is not None and with_z.domains is not None
-    assert figures(with_z.domains) == pytest.approx(figures(plain.domains), rel=1e-6)
+    assert figures(with_z) == pytest.approx(figures(plain), rel=1e-6)
     assert with_z.grad_norm != plain.grad_norm

@@ -12,7 +12,6 @@ from engine_cases import EXPERTS, batches_of, plan, training_of
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
-    ExpertLoad,
     Piece,
     evaluate,
     gradient_deviations,
@@ -31,7 +30,7 @@ BIAS = "layers.1.experts.router.choice_bias"
 
 def measured(
     mesh: Mesh, options: dict[str, Any], zero: int = 1
-) -> tuple[list[float], list[ExpertLoad], list[Piece], list[Piece]]:
+) -> tuple[list[float], dict[str, Any], list[Piece], list[Piece]]:
     """Three losses and norms; loads of the last step; first gradient; weights after the last."""
     schedule = schedule_named(options.get("schedule", "1f1b"))
     chosen = plan(**{"spec": EXPERTS.decoder, **options, "schedule": schedule})
@@ -41,7 +40,7 @@ def measured(
     results = [training_step(training, batch, n) for n, batch in enumerate(batches, 1)]
     assert results[0].loss == loss
     numbers = [x for r in results for x in (r.loss, r.grad_norm)]
-    return numbers, list(results[-1].loads), pieces, weight_pieces(training)
+    return numbers, results[-1].figures["experts"], pieces, weight_pieces(training)
 
 
 @cache
@@ -97,7 +96,7 @@ FIXED: list[tuple[dict[str, int], dict[str, Any]]] = [  # micro-batches have a s
 
 def test_drops_noise_and_losses_of_micro_batches_are_those_of_one_process() -> None:
     ((numbers, loads, gradient, _),) = on_ranks(measured, {"spec": LIMITED})
-    assert loads[0].drops is not None and loads[0].drops > 20
+    assert loads["layer_1"]["drops"] > 20
     for axes, options in FIXED:
         ranks = on_ranks(measured, {"spec": LIMITED, **options}, **axes)
         for found, spread, _, _ in ranks:
@@ -127,10 +126,10 @@ def test_a_loss_of_all_layers_is_refused_over_stages() -> None:
 
 
 def test_loads_say_how_tokens_are_spread() -> None:
-    _, (load,), _, weights = on_one()
-    assert load.layer == 1 and load.largest >= 1 and 0 < load.entropy <= 1
-    bias = join_pieces([weights])[BIAS]
-    assert load.bias == pytest.approx((bias.min(), bias.max()))
+    _, loads, _, weights = on_one()
+    load, bias = loads["layer_1"], join_pieces([weights])[BIAS]
+    assert len(loads) == 1 and load["max_over_mean"] >= 1 and 0 < load["entropy"] <= 1
+    assert (load["bias_min"], load["bias_max"]) == pytest.approx((bias.min(), bias.max()))
     assert abs(bias.mean()) < 1e-8 and 0 < abs(bias).max() <= 3 * 2 * 0.01
 
 

@@ -12,24 +12,24 @@ def test_it_halves_at_an_overflow_and_doubles_after_the_interval() -> None:
     scale = LossScale.start(LossScaleConfig(initial=8.0, growth_interval=3, maximum=16.0))
     factors = []
     for overflow in (False, True, False, False, False, False, False, False, False, False, False):
-        scale = scale.after(overflow)
+        scale = scale.stepped(overflow)
         factors.append(scale.factor)
     assert factors == [8, 4, 4, 4, 8, 8, 8, 16, 16, 16, 16]
 
 
 def test_it_never_falls_below_its_minimum() -> None:
     scale = LossScale.start(LossScaleConfig(initial=4.0, backoff=0.125, minimum=2.0))
-    assert scale.can_shrink
-    assert scale.after(True).factor == 2.0 and not scale.after(True).can_shrink
+    assert scale.may_overflow
+    assert scale.stepped(True).factor == 2.0 and not scale.stepped(True).may_overflow
 
 
 def test_it_is_restored_under_limits_that_changed() -> None:
     scale = LossScale(LossScaleConfig(), 4096.0, 17)
-    assert LossScale.from_dict(LossScaleConfig(), scale.to_dict()) == scale
+    assert LossScale.start(LossScaleConfig()).restored(scale.to_dict()) == scale
     low = LossScaleConfig(initial=8.0, maximum=16.0)
-    assert LossScale.from_dict(low, scale.to_dict()).factor == 16.0
+    assert LossScale.start(low).restored(scale.to_dict()).factor == 16.0
     with pytest.raises(ValueError, match="a factor is finite and above 0"):
-        LossScale.from_dict(low, {"factor": 0.0, "good_steps": 1})
+        LossScale.start(low).restored({"factor": 0.0, "good_steps": 1})
 
 
 def test_unscaling_keeps_every_bit_and_what_is_not_finite() -> None:

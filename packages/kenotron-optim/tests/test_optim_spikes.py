@@ -16,7 +16,7 @@ VALUES = [1.0, 1.2, 0.9, 1.1]
 def guard_after(values: list[float], config: SpikeConfig = CONFIG) -> SpikeGuard:
     guard = SpikeGuard(config)
     for value in values:
-        guard = guard.after(2 * value, value)
+        guard = guard.seen(2 * value, value)
     return guard
 
 
@@ -25,18 +25,18 @@ def test_the_bound_is_mean_and_deviation_of_half_a_window() -> None:
     bound = statistics.fmean(VALUES) + 3 * statistics.stdev(VALUES)
     guard = guard_after(VALUES)
     assert guard.bounds == pytest.approx((2 * bound, bound))
-    assert guard.find(2 * bound - 1e-6, bound - 1e-6) == ""
-    assert guard.find(2.0, 5.0) == f"gradient norm 5 > {bound:.4g} (mean + 3 sigma of 4 steps)"
-    assert guard.find(9.0, 1.0).startswith("loss 9 > ")
+    assert guard.reason(2 * bound - 1e-6, bound - 1e-6) == ""
+    assert guard.reason(2.0, 5.0) == f"gradient norm 5 > {bound:.4g} (mean + 3 sigma of 4 steps)"
+    assert guard.reason(9.0, 1.0).startswith("loss 9 > ")
 
 
 def test_a_spike_counts_as_its_bound_and_a_lasting_rise_is_followed() -> None:
     guard = guard_after(VALUES)
-    once = guard.after(2.0, 1e6)
+    once = guard.seen(2.0, 1e6)
     assert once.norms[-1] == guard.bounds[1] and once.bounds[1] < 2 * guard.bounds[1]
     left_out = 0
-    while guard.find(6.0, 3.0):
-        guard, left_out = guard.after(6.0, 3.0), left_out + 1
+    while guard.reason(6.0, 3.0):
+        guard, left_out = guard.seen(6.0, 3.0), left_out + 1
     assert 0 < left_out < 30
     assert guard_after([*VALUES, math.nan, math.inf]) == guard_after(VALUES)
 
@@ -45,19 +45,19 @@ def test_equal_values_have_a_bound_above_them_that_rises() -> None:
     guard = guard_after([1.0] * 8)
     assert guard.bounds == pytest.approx((2.006, 1.003))
     left_out = 0
-    while guard.find(2.2, 1.1):
-        guard, left_out = guard.after(2.2, 1.1), left_out + 1
+    while guard.reason(2.2, 1.1):
+        guard, left_out = guard.seen(2.2, 1.1), left_out + 1
     assert 0 < left_out < 40
 
 
 def test_a_checkpoint_keeps_the_window() -> None:
     guard = guard_after(VALUES * 4)
     assert len(guard.norms) == 8
-    assert SpikeGuard.from_dict(CONFIG, guard.to_dict()) == guard
+    assert SpikeGuard(CONFIG).restored(guard.to_dict()) == guard
     shorter = SpikeConfig(sigma=3, window=4)
-    assert SpikeGuard.from_dict(shorter, guard.to_dict()).norms == guard.norms[-4:]
+    assert SpikeGuard(shorter).restored(guard.to_dict()).norms == guard.norms[-4:]
     with pytest.raises(ValueError, match="1 losses and 2 gradient norms: as many of both"):
-        SpikeGuard.from_dict(CONFIG, {"losses": [1.0], "norms": [1.0, 2.0]})
+        SpikeGuard(CONFIG).restored({"losses": [1.0], "norms": [1.0, 2.0]})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from kenotron_data import (
     has_index,
     origins,
 )
-from kenotron_engine import DomainBatch
+from kenotron_engine import DomainObjective, DomainWeights
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import check_data, fingerprint_of
 from kenotron_train.data.own_data import Hook
@@ -90,11 +90,12 @@ class OpenStage:
     reference: Reference | None = None
     """Losses of the reference, in a proxy run of DoReMi."""
 
-    def domains(self, progress: Progress) -> DomainBatch | None:
+    def objective(self, progress: Progress) -> DomainObjective | None:
         """What weighs the batch that begins where ``progress`` stands; None in ordinary runs."""
-        if self.reference is None or progress.domains is None:
+        weights = progress.state.find(DomainWeights)
+        if self.reference is None or weights is None:
             return None
-        return self.reference.batch(progress.cursor, progress.domains)
+        return self.reference.objective(progress.cursor, weights)
 
     def next_batch(self, step: int) -> Batch:
         """The batch of a step. Raises ValueError at the end of the data, or for another length."""

@@ -18,7 +18,7 @@ from kenotron_ckpt import MANIFEST, on_first, steps_in
 from kenotron_config import Config
 from kenotron_data import Corpus, Cursor, Fingerprint, Mixture, StoredLosses
 from kenotron_dist import Mesh
-from kenotron_engine import DomainBatch, DomainWeights
+from kenotron_engine import DomainObjective, DomainWeights
 
 KEY = "doremi.reference_losses_path"
 COMMAND = "python apps/train doremi losses"
@@ -36,9 +36,11 @@ class Reference:
     """(B, S) of a micro-batch."""
     microbatches: Callable[[int], int]
     """M of a rank's batch after so many samples of the stage."""
+    z_loss: float
+    """Weight of the model's z-loss."""
 
-    def batch(self, place: Cursor, weights: DomainWeights) -> DomainBatch:
-        """What the step needs whose batch begins at ``place``, on this rank's device.
+    def objective(self, place: Cursor, weights: DomainWeights) -> DomainObjective:
+        """The objective of the step whose batch begins at ``place``, on this rank's device.
 
         Raises:
             ValueError: there are no losses of its samples.
@@ -54,9 +56,10 @@ class Reference:
         device = self.mesh.device
         if device.type == "cuda":
             losses = losses.pin_memory()
-        factors = zip(weights.weights, self.shares, strict=True)
         moved = losses.to(device, non_blocking=True)
-        return DomainBatch(tuple(weight / share for weight, share in factors), moved)
+        pairs = zip(weights.weights, self.shares, strict=True)
+        factors = tuple(weight / share for weight, share in pairs)
+        return DomainObjective(weights.names, factors, moved, self.z_loss)
 
 
 def losses_path(config: Config, stage: int) -> Path:
@@ -108,7 +111,8 @@ def open_reference(
         partial(config.batches.microbatches, stage),
     )
     shares = tuple(corpus.training.shares[name] for name in doremi.names)
-    return Reference(StoredLosses(path), shares, mesh, shape, microbatches)
+    z_loss = config.decoder.z_loss
+    return Reference(StoredLosses(path), shares, mesh, shape, microbatches, z_loss)
 
 
 def _check(config: Config, path: Path, expected: Mapping[str, Any], sequence: int) -> None:

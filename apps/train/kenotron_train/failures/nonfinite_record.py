@@ -16,7 +16,6 @@ from kenotron_ckpt import on_first
 from kenotron_data import Batch, Cursor
 from kenotron_dist import Mesh, gather_objects
 from kenotron_dist.rng import counter_key
-from kenotron_engine import global_counts, loss_fn
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import Training
 from kenotron_train.data.stage_loader import OpenStage
@@ -121,14 +120,14 @@ def _module(training: Training, batch: Batch, step: int) -> str:
         return look
 
     key = counter_key(training.config.general.seed, "dropout", step)
-    share, count = training.share_of(batch, key), global_counts(batch, mesh)[0]
+    share, count = training.share_of(batch, key), training.objective.counts(batch, mesh)[0]
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.stack.named_modules():
             if name:
                 handle = module.register_forward_hook(hook(name))
                 hooks.callback(handle.remove)
-        loss = loss_fn(training, share.micros, count)
-        model.pipeline.evaluate(share.inputs, loss, share.contexts)
+        loss = training.objective.loss(training, share, count)
+        model.pipeline.evaluate(share.inputs, lambda x, m: loss(x, m).total, share.contexts)
     first = min(seen.items()) if seen else None
     all_ranks = [each for each in gather_objects(first, mesh.world) if each]
     return min(map(tuple, all_ranks))[1] if all_ranks else ""

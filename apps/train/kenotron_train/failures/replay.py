@@ -144,9 +144,8 @@ def _advance(
             batch,
             step,
             schedule_start=progress.schedule_start,
-            loss_scale=progress.loss_scale,
-            spikes=progress.spikes,
-            domains=stage.domains(replace(progress, cursor=place)),
+            state=progress.state,
+            objective=stage.objective(replace(progress, cursor=place)),
         )
         progress = progress.after(training.config, stage.loader.cursor, result)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
@@ -159,8 +158,8 @@ def _look(training: Training, taken: Taken) -> dict[str, Any]:
         training,
         taken.batch,
         progress.step + 1,
-        progress.loss_scale,
-        domains=taken.stage.domains(progress),
+        progress.state,
+        objective=taken.stage.objective(progress),
     )
     norms = training.norm.norms(grad.slices)
     bad = find_nonfinite(training.norm, grad.slices, grad.norm, grad.loss.item())

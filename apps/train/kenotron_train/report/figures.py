@@ -13,8 +13,6 @@ import torch
 
 from kenotron_config import Config
 from kenotron_engine import (
-    DomainWeights,
-    ExpertLoad,
     StepResult,
     Validation,
     flops_utilization,
@@ -22,8 +20,7 @@ from kenotron_engine import (
     tflops_per_rank,
 )
 from kenotron_models import peak_bf16_flops
-from kenotron_train.report.domain_figures import domain_metrics
-from kenotron_train.report.numbers import or_null
+from kenotron_train.report.numbers import or_null, with_nulls
 from kenotron_train.report.stopwatch import StepTimes
 
 PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
@@ -81,8 +78,8 @@ class StepFigures:
     """Statistics of layers by name; empty in most steps."""
     sent: dict[str, int] | None = None
     """Bytes that left this rank in the step, by mesh axis; None where they are not counted."""
-    domains: DomainWeights | None = None
-    """Weights for the next step, in a proxy run of DoReMi."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """What decides about the next step, as ``StepState.figures``."""
 
 
 class Meter:
@@ -124,7 +121,6 @@ class Meter:
         found: dict[str, Any] = {
             "step": figures.step,
             "lm_loss": or_null(result.loss),
-            **({} if result.mtp_loss is None else {"mtp_loss": or_null(result.mtp_loss)}),
             "grad_norm": or_null(result.grad_norm),
             "lr": result.lr,
             "consumed_tokens": figures.consumed_tokens,
@@ -147,35 +143,20 @@ class Meter:
             found["memory_reserved_gb"] = memory.reserved
         if memory.device is not None:
             found["memory_device_gb"] = memory.device
-        if result.loss_scale is not None:
-            found["next_loss_scale"] = result.loss_scale.factor
         if result.nonfinite is not None:
             found |= {"skipped": result.skipped, "nonfinite": str(result.nonfinite)}
-        if result.spike:
-            found |= {"skipped": True, "spike": result.spike}
-        if figures.domains is not None and result.domains is not None:
-            found |= domain_metrics(figures.domains, result.domains)
+        if result.reason:
+            found |= {"skipped": True, "spike": result.reason}
+        found |= with_nulls({**result.figures, **figures.state})
         if figures.validation is not None:
             found |= _validation(figures.validation)
         if figures.evaluation is not None:
             found["evaluation"] = figures.evaluation
-        if result.loads:
-            found["experts"] = {f"layer_{each.layer}": _load(each) for each in result.loads}
         if figures.sent is not None:
             found["communication_bytes"] = figures.sent
         if figures.layers:
             found["layers"] = {name: or_null(value) for name, value in figures.layers.items()}
         return found
-
-
-def _load(load: ExpertLoad) -> dict[str, Any]:
-    """Figures of one layer's experts."""
-    found = {"max_over_mean": load.largest, "unused": load.unused, "entropy": load.entropy}
-    if load.drops is not None:
-        found["drops"] = load.drops
-    if load.bias is None:
-        return found
-    return found | {"bias_min": load.bias[0], "bias_max": load.bias[1]}
 
 
 def _validation(validation: Validation) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import record
-from kenotron_engine import DomainWeights, LayerMetrics, StepResult, Validation
+from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.report.figures import Memory, StepFigures, named_peak
@@ -127,12 +127,12 @@ class Watching:
         consumed: tuple[int, int],
         validation: Validation | None,
         evaluation: dict[str, Any] | None = None,
-        domains: DomainWeights | None = None,
+        state: dict[str, Any] | None = None,
     ) -> None:
         """Report the result of a step.
 
         ``consumed``: tokens and samples since the beginning; ``evaluation``: see
-        ``Evaluation.to_metrics``; ``domains``: weights for the next step, in a proxy run of DoReMi.
+        ``Evaluation.to_metrics``; ``state``: figures of what decides about the next step.
         """
         figures = StepFigures(
             step=step,
@@ -147,11 +147,11 @@ class Watching:
             evaluation=evaluation,
             layers=self._layers.collect() if self._layers is not None else {},
             sent=self._sent,
-            domains=domains,
+            state=state or {},
         )
         self._count += 1
         if self._has_table:  # without what is as long as there are layers or axes
-            short = replace(figures, result=replace(result, loads=()), layers={}, sent=None)
+            short = replace(figures, result=result.in_short(), layers={}, sent=None)
             self._steps.append(short)
         self._report.step(figures)
         self._profile.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 
 def short(value: float) -> str:
@@ -18,3 +19,10 @@ def short(value: float) -> str:
 def or_null(value: float) -> float | None:
     """JSON has no nan and no infinity."""
     return value if math.isfinite(value) else None
+
+
+def with_nulls(value: Any) -> Any:
+    """Numbers in mappings of any depth, each as ``or_null`` has it."""
+    if isinstance(value, dict):
+        return {name: with_nulls(each) for name, each in value.items()}
+    return or_null(value) if isinstance(value, float) else value

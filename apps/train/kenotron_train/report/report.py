@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kenotron_config import Config, Mask
 from kenotron_dist import Mesh
-from kenotron_engine import StepResult, Validation, perplexity
+from kenotron_engine import Validation, perplexity
 from kenotron_train.report.domain_figures import domain_lines
 from kenotron_train.report.figures import Meter, StepFigures
 from kenotron_train.report.line_writer import LineWriter
@@ -122,9 +122,9 @@ class Report:
             return
         step, result, validation = figures.step, figures.result, figures.validation
         if result.nonfinite is not None:
-            self.say(f"step {step}: {_outcome(result)}: {result.nonfinite}", "warning")
-        if result.spike:
-            self.say(f"step {step}: skipped: {result.spike}", "warning")
+            self.say(f"step {step}: {_outcome(figures)}: {result.nonfinite}", "warning")
+        if result.reason:
+            self.say(f"step {step}: skipped: {result.reason}", "warning")
         metrics = self._mask.keys(self._meter.metrics(figures))
         self._journal.write(metrics)
         self._trackers.log(step, metrics)
@@ -132,8 +132,8 @@ class Report:
         self._rows.took(figures.times.step)
         if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
             self._say_step(figures)
-            if figures.domains is not None and result.domains is not None:
-                self.say("\n".join(domain_lines(figures.domains, result.domains)))
+            for line in domain_lines({**result.figures, **figures.state}):
+                self.say(line)
         if validation is not None:
             self.say(f"validation: {step} / {last} | {_validation_line(validation)}")
         if self._bar is not None:
@@ -158,7 +158,7 @@ class Report:
         if LEVELS.index("info") < self._level:
             return
         result, speed = figures.result, self._meter.tokens_per_second(figures)
-        remark = _outcome(result) if result.nonfinite or result.spike else ""
+        remark = _outcome(figures) if result.nonfinite or result.reason else ""
         columns = self._console.width
         numbers = (figures.step, result.loss, result.grad_norm, result.lr, speed)
         self._print(self._rows.row(*numbers, remark=remark, columns=columns))
@@ -175,15 +175,14 @@ class Report:
             "tokens_per_sec_per_gpu": short(speed / self._config.world_size),
             "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
-            **({} if result.domains is None else {"dro_loss": short(result.domains.dro_loss)}),
-            **({} if result.mtp_loss is None else {"mtp_loss": short(result.mtp_loss)}),
+            **{name: short(x) for name, x in result.figures.items() if isinstance(x, float)},
             "lr": short(result.lr),
             "model_tflops_per_gpu": short(tflops),
             "hardware_tflops_per_gpu": short(tflops),
             "grad_norm": short(result.grad_norm),
         }
-        if result.nonfinite or result.spike:
-            fields["update"] = _outcome(result)
+        if result.nonfinite or result.reason:
+            fields["update"] = _outcome(figures)
         listed = " | ".join(f"{name}: {value}" for name, value in fields.items())
         return f"iteration: {figures.step} / {self._config.tokens.train_steps} | {listed}"
 
@@ -194,9 +193,10 @@ class Report:
             self._output.show(lambda: print(line, flush=True))
 
 
-def _outcome(result: StepResult) -> str:
-    if result.overflow and result.loss_scale is not None:
-        return f"skipped, next with loss scale {result.loss_scale.factor:g}"
+def _outcome(figures: StepFigures) -> str:
+    result, scale = figures.result, figures.state.get("next_loss_scale")
+    if result.overflow and scale is not None:
+        return f"skipped, next with loss scale {scale:g}"
     return "skipped" if result.skipped else "made all the same"
 
 

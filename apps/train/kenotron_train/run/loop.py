@@ -15,7 +15,7 @@ from kenotron_config import Config
 from kenotron_data import Corpus
 from kenotron_dist import Mesh, all_reduce, barrier, listening
 from kenotron_dist.rng import key
-from kenotron_engine import StepResult, Validation, training_step
+from kenotron_engine import DomainWeights, StepResult, Validation, training_step
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.data.own_data import Hook, check_hook
@@ -201,7 +201,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             for _ in range(min(len(results), step - 1 - progress.step)):
                 results.pop()
             continue
-        results.append(replace(result, loads=()))  # figures of all layers: too much to keep
+        results.append(result.in_short())
         progress = progress.after(config, stage.loader.cursor, result)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
@@ -213,7 +213,7 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
         if not stopper.reason:
             found = run.evaluations.after(step, saves, validation, held_out)
         consumed = progress.tokens, progress.samples
-        watching.report(step, result, batch, consumed, validation, found, progress.domains)
+        watching.report(step, result, batch, consumed, validation, found, progress.state.figures)
         _say_saved(run)
         run.uploads.say()
         if training.mesh.device.type == "cpu":
@@ -234,7 +234,7 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
     with recorded(training, taken):
         result = training_step(
             training, batch, step, partial(_before_update, run), progress.schedule_start, look,
-            progress.loss_scale, progress.spikes, taken.stage.domains(progress),
+            progress.state, taken.stage.objective(progress),
         )  # fmt: skip
     if checked and not goes_back(training, result):
         check_state(training, result, step)
@@ -253,8 +253,8 @@ def _before_update(run: _Run) -> None:
 def _save(run: _Run, progress: Progress) -> None:
     run.life.pre_save_checkpoint(run.training, progress)
     save_run(run.saver, run.training, progress)
-    if progress.domains is not None and run.training.mesh.rank == 0:
-        if trouble := write_weights(run.saver.folder, progress.step, progress.domains):
+    if (weights := progress.state.find(DomainWeights)) and run.training.mesh.rank == 0:
+        if trouble := write_weights(run.saver.folder, progress.step, weights):
             run.report.say(trouble, "warning")
 
 

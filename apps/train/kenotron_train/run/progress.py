@@ -9,7 +9,7 @@ from typing import Any
 from kenotron_config import Config
 from kenotron_data import Cursor, Fingerprint
 from kenotron_engine import DomainWeights, StepResult
-from kenotron_optim import LossScale, SpikeGuard
+from kenotron_optim import LossScale, Policy, SpikeGuard, StepState
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
 """What no checkpoint of a run lacks."""
@@ -29,36 +29,22 @@ class Progress:
     """False: the checkpoint is another program's, and the size of the data set gives the epoch."""
     schedule_start: int = 0
     """The step after which the learning-rate schedule began."""
-    loss_scale: LossScale | None = None
-    """That of the next step, in a float16 run."""
-    spikes: SpikeGuard | None = None
-    """That of the next step, where spikes are left out."""
+    state: StepState = field(default_factory=StepState)
+    """What decides about the next step, and how losses of its domains are weighed."""
     left_out: tuple[Cursor, ...] = ()
     """Where the batches begin that are not trained on: a rollback for each."""
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
-    domains: DomainWeights | None = None
-    """Weights of domains for the next step, in a proxy run of DoReMi."""
 
     @classmethod
     def fresh(cls, config: Config) -> Progress:
         """Where a run begins."""
-        return cls(
-            loss_scale=fresh_scale(config),
-            spikes=_fresh_spikes(config),
-            domains=fresh_domains(config),
-        )
+        return cls(state=fresh_state(config))
 
     def after(self, config: Config, cursor: Cursor, result: StepResult) -> Progress:
-        """One step later, which read the samples up to ``cursor`` of its stage.
-
-        A step that was left out leaves the weights of domains alone.
-        """
+        """One step later, which read the samples up to ``cursor`` of its stage."""
         before = self.cursor.consumed if self.cursor.stage == cursor.stage else 0
         samples = cursor.consumed - before
-        domains, found = self.domains, result.domains
-        if domains is not None and found is not None and found.is_finite and not result.skipped:
-            domains = domains.after(found.excess)
         return replace(
             self,
             step=self.step + 1,
@@ -66,9 +52,7 @@ class Progress:
             samples=self.samples + samples,
             tokens=self.tokens + samples * config.sequence_of(cursor.stage),
             epoch_known=True,
-            loss_scale=result.loss_scale,
-            spikes=result.spikes,
-            domains=domains,
+            state=self.state.after(result),
         )
 
     def past(self, cursor: Cursor) -> Progress:
@@ -89,19 +73,14 @@ class Progress:
             "cursor": self.cursor.to_dict(),
             "consumed_train_samples": self.samples,
             "consumed_tokens": self.tokens,
-            "loss_scale": self.loss_scale.to_dict() if self.loss_scale else None,
-            "spikes": self.spikes.to_dict() if self.spikes else None,
             "left_out": [cursor.to_dict() for cursor in self.left_out],
             "data": {str(stage): found.to_dict() for stage, found in self.data.items()},
-            "domain_weights": self.domains.to_dict() if self.domains else None,
+            **self.state.to_dict(),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
         """Undo ``to_state``. Raises ValueError for values that make no sense."""
-        saved, fresh = state.get("loss_scale"), fresh_scale(config)
-        seen, guard = state.get("spikes"), _fresh_spikes(config)
-        weights, even = state.get("domain_weights"), fresh_domains(config)
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
@@ -109,32 +88,22 @@ class Progress:
             int(state["consumed_tokens"]),
             epoch_known="imported" not in state,
             schedule_start=int(state.get("schedule_start", 0)),
-            loss_scale=LossScale.from_dict(fresh.config, saved) if fresh and saved else fresh,
-            spikes=SpikeGuard.from_dict(guard.config, seen) if guard and seen else guard,
+            state=fresh_state(config).restored(state),
             left_out=tuple(map(Cursor.from_dict, state.get("left_out", ()))),
             data={
                 int(stage): Fingerprint.from_dict(found)
                 for stage, found in state.get("data", {}).items()
             },
-            domains=even.restored(weights) if even and weights else even,
         )
 
 
-def fresh_domains(config: Config) -> DomainWeights | None:
-    """The weights of domains of a fresh run; None unless it is a proxy run of DoReMi."""
-    doremi = config.doremi
-    if doremi is None or not doremi.is_proxy:
-        return None
-    return DomainWeights.start(doremi.names, doremi.step_size, doremi.smoothing_param)
-
-
-def fresh_scale(config: Config) -> LossScale | None:
-    """The loss scale of a fresh run; None unless it is in float16."""
-    if config.model.dtype != "float16":
-        return None
-    return LossScale.start(config.optimizer.loss_scale)
-
-
-def _fresh_spikes(config: Config) -> SpikeGuard | None:
-    spikes = config.optimizer.spikes
-    return None if spikes is None else SpikeGuard(spikes)
+def fresh_state(config: Config) -> StepState:
+    """What decides about the first step of a run."""
+    found: list[Policy] = []
+    if config.model.dtype == "float16":
+        found.append(LossScale.start(config.optimizer.loss_scale))
+    if config.optimizer.spikes is not None:
+        found.append(SpikeGuard(config.optimizer.spikes))
+    if (doremi := config.doremi) is not None and doremi.is_proxy:
+        found.append(DomainWeights.start(doremi.names, doremi.step_size, doremi.smoothing_param))
+    return StepState(tuple(found))

@@ -125,7 +125,7 @@ class Chat:
                 less = {name: value for name, value in message.items() if name != key}
                 self._check_kind((role, key), number, write, until, [*messages[:number], less])
             if message["content"]:
-                what = " beside ".join(("content", *keys))
+                what = " next to ".join(("content", *keys))
                 less = message | {"content": f"{message['content']}{_OTHER}"}
                 self._check_kind((role, what), number, write, until, [*messages[:number], less])
 

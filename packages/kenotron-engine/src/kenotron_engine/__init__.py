@@ -11,10 +11,9 @@ from kenotron_engine.assembly import (
 from kenotron_engine.continuation import continue_texts
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.device_read import DeviceRead
-from kenotron_engine.domain_losses import DomainBatch, DomainLosses
+from kenotron_engine.domain_losses import DomainObjective
 from kenotron_engine.domain_weights import DomainWeights, domain_weights_update
 from kenotron_engine.evaluation import Validation, batch_losses, evaluate, perplexity
-from kenotron_engine.expert_load import ExpertLoad
 from kenotron_engine.gathered_tensors import (
     GRADIENT_FLOOR,
     GRADIENT_TOLERANCE,
@@ -35,7 +34,17 @@ from kenotron_engine.gathered_tensors import (
 from kenotron_engine.layer_metrics import LayerMetrics
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
-from kenotron_engine.objective import global_counts, loss_fn, token_losses
+from kenotron_engine.objective import (
+    FurtherToken,
+    MicroLoss,
+    NextToken,
+    Objective,
+    Parts,
+    global_counts,
+    objective_of,
+    sum_over,
+    token_losses,
+)
 from kenotron_engine.recompute_budget import StageLayers, recompute_within
 from kenotron_engine.scoring import Row, Score, score_rows
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
@@ -47,24 +56,23 @@ from kenotron_engine.training import Training, build_training
 __all__ = [
     "CPMode",
     "DeviceRead",
-    "ExpertLoad",
+    "DomainObjective",
+    "DomainWeights",
+    "FurtherToken",
     "GRADIENT_FLOOR",
     "GRADIENT_TOLERANCE",
-    "NO_TARGET",
-    "DeviceRead",
-    "CPMode",
-    "DomainBatch",
-    "DomainLosses",
-    "DomainWeights",
-    "ExpertLoad",
     "Gradient",
     "LayerMetrics",
     "Layouts",
     "MicroBatchGraphs",
+    "MicroLoss",
     "Model",
     "ModelOnMesh",
     "ModelPlan",
     "NO_TARGET",
+    "NextToken",
+    "Objective",
+    "Parts",
     "Piece",
     "Records",
     "Row",
@@ -92,7 +100,7 @@ __all__ = [
     "gradients_of",
     "join_pieces",
     "largest_difference",
-    "loss_fn",
+    "objective_of",
     "perplexity",
     "pieces_of",
     "recompute_within",
@@ -100,6 +108,7 @@ __all__ = [
     "score_rows",
     "slice_pieces",
     "stages_of",
+    "sum_over",
     "tflops_per_rank",
     "token_losses",
     "training_step",

@@ -21,9 +21,9 @@ from kenotron_optim import GradAccumulator
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are loaded, chosen and compiled."""
-Run = Callable[[Batch, Tensor, list[Tensor]], Tensor]
-"""(batch of one micro-batch, number that losses are divided by, list for its z-loss) -> its loss.
-Runs forward and backward."""
+Run = Callable[[Batch, Tensor], tuple[Tensor, list[Tensor]]]
+"""(batch of one micro-batch, number that losses are divided by) -> its loss, and its reports as one
+tensor, or none. Runs forward and backward."""
 
 
 class Graph(Protocol):
@@ -69,7 +69,7 @@ class _Captured:
     """Of one micro-batch."""
     count: Tensor
     loss: Tensor
-    extra: list[Tensor]
+    reports: list[Tensor]
 
 
 class MicroBatchGraphs:
@@ -94,14 +94,16 @@ class MicroBatchGraphs:
             module._forward_hooks or module._forward_pre_hooks for module in self._modules.modules()
         )
 
-    def run(self, batch: Batch, count: Tensor, run: Run, extra: list[Tensor]) -> Tensor:
-        """Forward and backward of all micro-batches; the sum of their losses, on the device.
+    def run(self, batch: Batch, count: Tensor, run: Run) -> tuple[Tensor, list[Tensor]]:
+        """Forward and backward of all micro-batches.
 
         Args:
             batch: (M, B, S).
             count: scalar that losses are divided by.
             run: what is captured, once for each shape.
-            extra: takes the z-loss of each micro-batch, where there is one.
+
+        Returns:
+            The sum of their losses, on the device, and the reports of each, where there are some.
 
         Raises:
             ValueError: rows have several documents, whose lengths a graph cannot follow.
@@ -117,30 +119,28 @@ class MicroBatchGraphs:
         captured = self._captured[key]
         captured.count.copy_(count)
         self._grads.start(zeroed=True)
-        total = torch.zeros_like(captured.loss)
+        total, reports = torch.zeros_like(captured.loss), list[Tensor]()
         for m in range(len(batch)):
             _fill(captured.batch, batch, m)
             captured.graph.replay()
             total += captured.loss
-            extra += [z.clone() for z in captured.extra]
+            reports += [each.clone() for each in captured.reports]
         self._grads.replayed(len(batch))
-        return total
+        return total, reports
 
     def _capture(self, batch: Batch, count: Tensor, run: Run) -> _Captured:
         """Record a run over copies of the first micro-batch; what it adds up is thrown away."""
         parts = {name: part[:1].clone() for name, part in _parts(batch).items()}
         static = Batch(**parts)
-        divisor, found, extra = count.clone(), list[Tensor](), list[Tensor]()
+        divisor, found = count.clone(), list[tuple[Tensor, list[Tensor]]]()
         self._grads.start(zeroed=True)  # hooks add, they do not overwrite
 
         def body() -> None:
-            found.clear()
-            extra.clear()
-            found.append(run(static, divisor, extra))
+            found[:] = [run(static, divisor)]
 
         graph = self._make()
         graph.capture(body)
-        return _Captured(graph, static, divisor, found[0], extra)
+        return _Captured(graph, static, divisor, *found[0])
 
 
 def _parts(batch: Batch) -> dict[str, Tensor]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
+
+from kenotron_optim import Policy, StepOutcome
 
 
 def domain_weights_update(
@@ -36,9 +38,10 @@ def domain_weights_update(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DomainWeights:
+class DomainWeights(Policy):
     """The weights of a proxy run after some steps: state that its checkpoints hold."""
 
+    name: ClassVar[str] = "domain_weights"
     names: tuple[str, ...]
     """The domains, in the order of the data's sources."""
     step_size: float
@@ -74,8 +77,21 @@ class DomainWeights:
             return self.weights
         return tuple(each / self.steps for each in self.total)
 
-    def after(self, excess: Sequence[float | None]) -> DomainWeights:
-        """Return the state one step later.
+    def after(self, result: StepOutcome) -> DomainWeights:
+        """Return the weights of the next step; one that was left out leaves them alone.
+
+        So does one whose losses of domains, ``DomainObjective``'s, are not finite.
+        """
+        figures, excess = result.figures, result.figures.get("domain_excess")
+        if excess is None or result.skipped:
+            return self
+        seen = [*figures["domain_losses"].values(), *excess.values()]
+        if not all(math.isfinite(each) for each in seen if each is not None):
+            return self
+        return self.moved([excess[name] for name in self.names])
+
+    def moved(self, excess: Sequence[float | None]) -> DomainWeights:
+        """Return the weights after one more step.
 
         Args:
             excess: (k,) excess loss of each domain in the step's global batch; None for a domain
@@ -89,6 +105,14 @@ class DomainWeights:
         )
         total = tuple(map(sum, zip(self.total, weights, strict=True)))
         return replace(self, weights=weights, excess=seen, total=total, steps=self.steps + 1)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """The weights of the next step, and their means so far, by domain."""
+        return {
+            "domain_weights": dict(zip(self.names, self.weights, strict=True)),
+            "domain_weights_average": dict(zip(self.names, self.average, strict=True)),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON values; floats lose no bit there."""

@@ -6,7 +6,6 @@ L layers with experts in the whole model, E experts of a layer.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,24 +16,6 @@ from kenotron_models import Experts, ExpertsSpec, Router, expert_layers
 
 if TYPE_CHECKING:
     from kenotron_engine.training import Training
-
-
-@dataclass(frozen=True)
-class ExpertLoad:
-    """How the choices of a global batch fell on the experts of one layer."""
-
-    layer: int
-    """Number of the layer, from 0."""
-    largest: float
-    """Choices of the most chosen expert over the mean: 1 where all have as many."""
-    unused: int
-    """Experts that no token chose."""
-    entropy: float
-    """Entropy of the shares over that of equal ones: from 0, one expert has all, to 1."""
-    bias: tuple[float, float] | None = None
-    """Smallest and largest choice bias after the update; None: there is none."""
-    drops: int | None = None
-    """Choices that were dropped beyond the capacity; None: there is no capacity."""
 
 
 def forget_loads(training: Training) -> None:
@@ -80,26 +61,36 @@ def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
     return [all_reduce(each, mesh["pp"]) for each in (loads, ranges)]
 
 
-def expert_loads(training: Training, read: list[list[float]]) -> tuple[ExpertLoad, ...]:
+def expert_figures(
+    training: Training, read: list[list[float]]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Return the figures of all layers with experts, from what ``balance_experts`` returned.
 
     Args:
         training: that of the step.
         read: loads and ranges of biases on the host, flattened; or nothing.
+
+    Returns:
+        Under "experts" by layer (``layer_<number from 0>``):
+        max_over_mean: choices of the most chosen expert over the mean, 1 where all have as many;
+        unused: experts that no token chose;
+        entropy: of the shares over that of equal ones, from 0 (one expert has all) to 1;
+        drops: choices that were dropped beyond the capacity, where there is one;
+        bias_min, bias_max: the choice biases after the update, where there are some.
     """
     layers = experts_by_layer(training)
     if not layers:
-        return ()
+        return {}
     loads, ranges = read
-    width, found = len(loads) // len(layers), []
+    width, found = len(loads) // len(layers), {}
     for row, (number, spec) in enumerate(layers.items()):
-        counts = loads[row * width :][: spec.router.experts]
-        low, high = ranges[2 * row : 2 * row + 2]
-        load = _figures(number, counts, (low, high) if spec.router.choice_bias else None)
+        figures = _figures(loads[row * width :][: spec.router.experts])
         if spec.capacity_factor is not None:
-            load = replace(load, drops=int(loads[(row + 1) * width - 1]))
-        found.append(load)
-    return tuple(found)
+            figures["drops"] = int(loads[(row + 1) * width - 1])
+        if spec.router.choice_bias:
+            figures["bias_min"], figures["bias_max"] = ranges[2 * row : 2 * row + 2]
+        found[f"layer_{number}"] = figures
+    return {"experts": found}
 
 
 def experts_by_layer(training: Training) -> dict[int, ExpertsSpec]:
@@ -118,12 +109,14 @@ def _routers(training: Training) -> dict[int, Router]:
     return {each.layer: each.router for each in modules if isinstance(each, Experts)}
 
 
-def _figures(layer: int, counts: list[float], bias: tuple[float, float] | None) -> ExpertLoad:
+def _figures(counts: list[float]) -> dict[str, float]:
     total, number = sum(counts), len(counts)
-    if not total:
-        return ExpertLoad(layer, 0.0, number, 0.0, bias)
-    shares = [count / total for count in counts]
+    shares = [count / total for count in counts] if total else [0.0]
     entropy = -sum(share * math.log(share) for share in shares if share)
-    even = math.log(number) if number > 1 else 1.0
-    largest = max(shares) * number
-    return ExpertLoad(layer, largest, counts.count(0), entropy / even if number > 1 else 1.0, bias)
+    if total:
+        entropy = entropy / math.log(number) if number > 1 else 1.0
+    return {
+        "max_over_mean": max(shares) * number,
+        "unused": counts.count(0),
+        "entropy": entropy,
+    }

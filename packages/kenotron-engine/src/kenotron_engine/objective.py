@@ -1,26 +1,102 @@
-"""The objective: token losses, and the number of targets of the global batch that divides them.
+"""What a training makes small: the loss of a micro-batch, and what divides and reports it.
 
-Shapes: M micro-batches, B rows of a micro-batch, S sequence, T = B * S, V vocabulary; ``/t`` is
-divided by tp size.
+Shapes: M micro-batches, B rows of a micro-batch, S sequence, n tokens of a row on this rank,
+T = B * n, V vocabulary, r reports, c numbers of a row; ``/t`` is divided by tp size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kenotron_data import Batch, MicroBatch
+from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.sequence import NO_TARGET, Share
-from kenotron_engine.training import Training
+from kenotron_models import DecoderSpec
 from kenotron_tp import (
     linear_cross_entropy,
     linear_cross_entropy_sum,
     vocab_parallel_cross_entropy,
 )
+
+
+class Parts(NamedTuple):
+    """The loss of a micro-batch on this rank of cp, equal on all ranks of tp."""
+
+    total: Tensor
+    """Scalar that is differentiated, a part of a sum over micro-batches and ranks."""
+    reports: Sequence[Tensor] = ()
+    """(r) scalars without gradient that are added up likewise, as ``Objective.reports`` names."""
+    rows: Tensor | None = None
+    """(B, c) numbers of its rows, added up over cp; with ``Objective.columns``."""
+
+
+MicroLoss = Callable[[Tensor, int], Parts]
+"""Its arguments are the input (T, D) of the head, or the logits (T, V/t) of a head that is not
+ours, and the number of the micro-batch."""
+SumLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of the input or logits as in ``MicroLoss``, and their labels: the loss and the z-loss in it."""
+
+
+class Objective(Protocol):
+    """What a training makes small; a value, the same on every rank.
+
+    Each of its losses is a sum over the tokens or rows of the global batch, divided by a number
+    that is known before the first forward. So neither micro-batches nor the layout change it.
+    """
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """Names of the sums that are reported besides the loss."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """Numbers that are reported of each row of the global batch; 0: none."""
+        ...
+
+    def counts(self, batch: Batch, mesh: Mesh) -> Tensor:
+        """Count what divides the loss, and the tokens of the global batch but padding.
+
+        Args:
+            batch: whole rows, which all ranks of cp read.
+            mesh: the ranks; collective over dp.
+
+        Returns:
+            (2,) int64, on the device.
+        """
+        ...
+
+    def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
+        """Return the loss of each micro-batch of a step, divided by ``count`` (scalar)."""
+        ...
+
+    def reported(self, loss: Tensor, reports: Tensor) -> Tensor:
+        """Return the loss (scalar) without parts that are not reported; ``reports`` (r,)."""
+        ...
+
+    def outcome(
+        self, loss: float, reports: Sequence[float], rows: Sequence[float]
+    ) -> tuple[float, dict[str, Any]]:
+        """Return what a step reports: its loss, and further figures by name.
+
+        Args:
+            loss: as ``reported`` returned it.
+            reports: (r) sums over the global batch.
+            rows: G * (1 + c) numbers: of each row of the global batch its domain, then its own.
+        """
+        ...
+
+
+def objective_of(spec: DecoderSpec) -> Objective:
+    """Return the prediction of the next token, with the z-loss and modules that a model has."""
+    main = NextToken(spec.z_loss)
+    return FurtherToken(main, spec.mtp_weight) if spec.mtp_weight else main
 
 
 def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
@@ -38,7 +114,7 @@ def global_counts(batch: Batch, mesh: Mesh) -> Tensor:
 
 
 def token_losses(model: ModelOnMesh, x: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy of every token, (T,), 0 without target; x as in ``loss_fn``, T labels."""
+    """Cross entropy of every token, (T,), 0 without target; x as in ``MicroLoss``, T labels."""
     return losses_and_z(model, x, labels, 0.0)[0]
 
 
@@ -61,79 +137,111 @@ def losses_and_z(
     )  # fmt: skip
 
 
-def loss_fn(
-    training: Training,
-    batch: Batch | Sequence[MicroBatch],
-    count: Tensor,
-    extra: list[Tensor] | None = None,
-) -> Callable[[Tensor, int], Tensor]:
-    """Loss of a micro-batch, divided by ``count`` (scalar): the global sum is then the mean.
-
-    Its argument is the head's input (T, D), or the logits (T, V/t) of a head that is not ours. A
-    z-loss, where the model has one, is in it when ``extra`` is given, and its part is put there.
-    """
-    tp, spec = training.mesh["tp"], training.plan.spec
-    z_loss = 0.0 if extra is None else spec.z_loss
+def sum_over(model: ModelOnMesh, count: Tensor, z_loss: float = 0.0) -> SumLoss:
+    """Return what adds up the losses of all tokens and divides them by ``count`` (scalar)."""
+    head, tp, vocab_size = model.model.head, model.mesh["tp"], model.plan.spec.vocab_size
     times = 1 / count.double()
 
-    def loss(x: Tensor, microbatch: int) -> Tensor:
-        head, labels = training.model.head, batch[microbatch].labels_BS.flatten()
-        options = {"vocab_size": spec.vocab_size, "z_loss": z_loss}
+    def found(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if head is None:
-            each = vocab_parallel_cross_entropy(x, labels, tp, **options, return_z_loss=True)
+            each = losses_and_z(model, x, labels, z_loss)
             total, z = (part.sum() / count.to(part.dtype) for part in each)
-        else:
-            total, z = linear_cross_entropy_sum(
-                x, head.weight, labels, tp, **options, times=times,
-                sequence_parallel=head.sequence_parallel, cap=head.cap,
-            )  # fmt: skip
-        if extra is not None and z_loss:
-            extra.append(z)
-        return total
-
-    return loss
-
-
-def with_further(
-    training: Training,
-    main: Callable[[Tensor, int], Tensor],
-    share: Share,
-    count: Tensor,
-    extra: list[Tensor],
-) -> Callable[[Tensor, int], Tensor]:
-    """Add the gradient of the module that predicts the token after the next to a loss.
-
-    Its cross entropy, divided by ``count``, has the head and the weight of ``DecoderSpec``. It adds
-    a gradient to the loss, and 0 to its value.
-
-    Args:
-        training: the model, which has the module.
-        main: loss of the main stream (T, D) of a micro-batch.
-        share: with the labels of the module; without them ``main`` is returned.
-        count: targets of the global batch, by which losses are divided, a scalar.
-        extra: takes a tensor (2,) of each micro-batch: its z-loss, which ``main`` has put there, or
-            0, and the cross entropy of the module.
-
-    Returns:
-        The loss of head inputs (2T, D): those of the main stream, then those of the module.
-    """
-    if not share.further:
-        return main
-    spec, times = training.plan.spec, 1 / count.double()
-
-    def loss(x: Tensor, microbatch: int) -> Tensor:
-        head, before = training.model.head, len(extra)
-        assert head is not None  # the module is only in decoders that have it
-        own, ahead = x.chunk(2)
-        total = main(own, microbatch)
-        further, _ = linear_cross_entropy_sum(
-            ahead, head.weight, share.further[microbatch].flatten(), training.mesh["tp"],
-            vocab_size=spec.vocab_size, times=times, sequence_parallel=head.sequence_parallel,
-            cap=head.cap,
+            return total, z
+        return linear_cross_entropy_sum(
+            x, head.weight, labels.flatten(), tp, vocab_size=vocab_size, z_loss=z_loss,
+            times=times, sequence_parallel=head.sequence_parallel, cap=head.cap,
         )  # fmt: skip
-        value = further.detach()
-        z = extra.pop() if len(extra) > before else torch.zeros_like(value)
-        extra.append(torch.stack([z, value]))
-        return total + spec.mtp_weight * (further - value)
 
-    return loss
+    return found
+
+
+@dataclass(frozen=True)
+class NextToken:
+    """Cross entropy of the next token, a mean over the targets of the global batch."""
+
+    z_loss: float = 0.0
+    """Weight of the z-loss, which is differentiated and not reported."""
+
+    columns = 0
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        return ("z_loss",) if self.z_loss else ()
+
+    def counts(self, batch: Batch, mesh: Mesh) -> Tensor:
+        """See ``global_counts``."""
+        return global_counts(batch, mesh)
+
+    def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
+        """See ``Objective``; ``count`` is a scalar."""
+        added = sum_over(model, count, self.z_loss)
+
+        def loss(x: Tensor, microbatch: int) -> Parts:
+            total, z = added(x, share.micros[microbatch].labels_BS)
+            return Parts(total, (z,) if self.z_loss else ())
+
+        return loss
+
+    def reported(self, loss: Tensor, reports: Tensor) -> Tensor:
+        """See ``Objective``; a scalar and (r,)."""
+        return loss - reports[0] if self.z_loss else loss
+
+    def outcome(
+        self, loss: float, reports: Sequence[float], rows: Sequence[float]
+    ) -> tuple[float, dict[str, Any]]:
+        """See ``Objective``."""
+        return loss, {}
+
+
+@dataclass(frozen=True)
+class FurtherToken:
+    """Adds the gradient of the module that predicts the token after the next to an objective.
+
+    Its cross entropy has the head of the model and the number that divides the main loss. It adds a
+    gradient to the loss, and 0 to its value.
+    """
+
+    main: Objective
+    weight: float
+    """Of its gradient."""
+
+    columns = 0
+
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """See ``Objective``."""
+        return (*self.main.reports, "mtp_loss")
+
+    def counts(self, batch: Batch, mesh: Mesh) -> Tensor:
+        """See ``Objective``."""
+        return self.main.counts(batch, mesh)
+
+    def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
+        """Return the loss of head inputs (2T, D): those of the main stream, then of the module.
+
+        Where ``share`` has no labels of the module, inputs are (T, D). ``count`` is a scalar.
+        """
+        main, added = self.main.loss(model, share, count), sum_over(model, count)
+        if not share.further:
+            return main
+
+        def loss(x: Tensor, microbatch: int) -> Parts:
+            own, ahead = x.chunk(2)
+            total, reports, _ = main(own, microbatch)
+            further, _ = added(ahead, share.further[microbatch])
+            value = further.detach()
+            return Parts(total + self.weight * (further - value), (*reports, value))
+
+        return loss
+
+    def reported(self, loss: Tensor, reports: Tensor) -> Tensor:
+        """See ``Objective``; a scalar and (r,)."""
+        return self.main.reported(loss, reports)
+
+    def outcome(
+        self, loss: float, reports: Sequence[float], rows: Sequence[float]
+    ) -> tuple[float, dict[str, Any]]:
+        """See ``Objective``."""
+        loss, figures = self.main.outcome(loss, reports, rows)
+        return loss, figures | {"mtp_loss": reports[-1]}

@@ -1,44 +1,31 @@
-"""One training step: each line is one room of the house.
+"""One training step: forward and backward, norm, update, and one read of the device.
 
-Shapes: M micro-batches, B rows of a micro-batch, S sequence, T = B * S, V vocabulary; ``/t`` is
-divided by tp size.
+Shapes: M micro-batches, B rows of a micro-batch, G rows of the global batch, S sequence, r reports
+and c numbers of a row, as the objective has them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kenotron_data import Batch
-from kenotron_dist import Mesh, all_reduce, broadcast
+from kenotron_dist import Mesh, all_gather, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
-from kenotron_engine.domain_losses import (
-    COLUMNS,
-    DomainBatch,
-    DomainLosses,
-    domain_losses,
-    global_rows,
-    weighted_loss_fn,
-)
-from kenotron_engine.expert_load import (
-    ExpertLoad,
-    balance_experts,
-    expert_loads,
-    forget_loads,
-)
-from kenotron_engine.objective import global_counts, loss_fn, with_further
+from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
+from kenotron_engine.objective import Objective
 from kenotron_engine.training import Training
 from kenotron_optim import (
-    LossScale,
     NonFinite,
     NonFinitePolicy,
     Slices,
-    SpikeGuard,
+    StepState,
     allows_update,
     clip_coefficient,
     find_nonfinite,
@@ -46,38 +33,45 @@ from kenotron_optim import (
     unscale_,
 )
 
+STATELESS = StepState()
+"""Of a step about which no policy decides."""
+
 
 @dataclass(frozen=True)
 class StepResult:
     """What a step reports; the same on every rank."""
 
     loss: float
-    """Mean cross entropy over the targets of the global batch, in nats a token."""
+    """Mean cross entropy over the targets of the global batch, in nats a token; or what another
+    objective reports."""
     grad_norm: float
     """2-norm of the gradient before clipping."""
     lr: float
     """Learning rate of the update."""
+    minimised: float = math.nan
+    """The loss that was differentiated, without parts that are not reported."""
     nonfinite: NonFinite | None = None
     """What was nan or inf; None in every ordinary step."""
     skipped: bool = False
     """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
-    loss_scale: LossScale | None = None
-    """That of the next step; None unless the run is in float16."""
     overflow: bool = False
     """Whether the step was left out because gradients did not fit in float16 with its scale."""
-    spikes: SpikeGuard | None = None
-    """That of the next step; None unless spikes are left out."""
-    spike: str = ""
+    reason: str = ""
     """Why the step was left out although it is finite; empty in every ordinary step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
-    loads: tuple[ExpertLoad, ...] = ()
-    """How tokens were spread over the experts of each layer that has some."""
-    domains: DomainLosses | None = None
-    """Losses by domain, of a step that weighs them."""
-    mtp_loss: float | None = None
-    """Cross entropy of the module that predicts the token after the next, over the targets of
-    ``loss``; None: there is no such module."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Further numbers by name: those of the objective, and "experts" by layer."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient were finite."""
+        return self.nonfinite is None
+
+    def in_short(self) -> StepResult:
+        """Return the result without figures that are as many as there are layers or domains."""
+        short = {name: x for name, x in self.figures.items() if isinstance(x, float)}
+        return replace(self, figures=short)
 
 
 def training_step(
@@ -87,9 +81,8 @@ def training_step(
     before_update: Callable[[], None] = lambda: None,
     schedule_start: int = 0,
     look: Callable[[Slices], None] = lambda _: None,
-    loss_scale: LossScale | None = None,
-    spikes: SpikeGuard | None = None,
-    domains: DomainBatch | None = None,
+    state: StepState = STATELESS,
+    objective: Objective | None = None,
 ) -> StepResult:
     """Forward, backward and update of one global batch; ``step`` counts from 1.
 
@@ -97,48 +90,43 @@ def training_step(
     ``before_update`` is called after the backward and before any parameter changes: a checkpoint
     may still be copying it, and ranks may agree on something. It must not wait for the device.
     ``look`` is called with this rank's slices of the whole gradient, before they are clipped.
-    The loss that is differentiated is multiplied by ``loss_scale``; what is reported is not. A
-    gradient that is not finite, of a loss that is, then leaves the step out and makes the scale
-    smaller. A loss or gradient norm beyond the bounds of ``spikes`` leaves the step out, too.
-    ``domains`` weighs the losses of each domain (DoReMi).
+    ``state`` decides whether the step changes anything, and what the loss is multiplied by; what is
+    reported is not multiplied. That of the next step is ``state.after(result)``.
+    ``objective`` is what this step makes small, in place of ``training.objective``.
 
     Everything is queued before this process waits for the device, once: whether parameters change
     is decided there. When it returns, parameters may still travel to other data ranks: read them
     by ``Training.parameters``. Collective over the mesh. Raises ValueError when the global batch
-    has no target, and FloatingPointError when loss or gradient is not finite, the scale is not to
+    has no target, and FloatingPointError when loss or gradient is not finite, no policy is to
     blame, and ``Training.optim.nonfinite`` is ``error``: the parameters are then unchanged.
     """
-    config = training.optim
-    grad = gradient(training, batch, step, loss_scale, look, domains)
+    config, objective = training.optim, objective or training.objective
+    grad = gradient(training, batch, step, state, look, objective)
     lr = learning_rate(step - schedule_start, training.schedule)
     before_update()
-    blocked = _blocked(grad, config.nonfinite, loss_scale, spikes)
+    blocked = _blocked(grad, config.nonfinite, state)
     coefficient = clip_coefficient(grad.norm, config.clip_grad)
     training.optimizer.step(grad.slices, lr, coefficient=coefficient, blocked=blocked)
     balance = balance_experts(training, blocked)
     # The first time that this process waits for its device: everything is queued by now.
-    further = [] if grad.mtp_loss is None else [grad.mtp_loss]
-    (loss,), (norm,), (count, tokens), rows, *more = DeviceRead(
-        [grad.loss, grad.norm, grad.counts, grad.rows, *further, *balance]
+    (loss,), (norm,), (count, tokens), reports, rows, *loads = DeviceRead(
+        [grad.loss, grad.norm, grad.counts, grad.reports, grad.rows, *balance]
     ).wait()
-    loads = more[len(further) :]
     training.model.pipeline.confirm()
     found = find_nonfinite(training.norm, grad.slices, norm, loss) if count else None
-    overflow = _overflows(found, loss_scale)
+    overflow = found is not None and state.may_overflow and math.isfinite(found.loss)
     updates = count > 0 and not overflow and (found is None or config.nonfinite == "continue")
-    spike = spikes.find(loss, norm) if spikes and updates else ""
-    updates = updates and not spike
+    reason = state.reason(loss, norm) if updates else ""
+    updates = updates and not reason
     _finish_update(training, updates)
     if not count:
         raise ValueError(f"step {step}: no position of the global batch has a target")
     if not overflow:
         allows_update(found, config.nonfinite, step)
-    split = _by_domain(rows, domains)
+    reported, figures = objective.outcome(loss, reports, rows)
     return StepResult(
-        loss if split is None else split.loss, norm, lr, found, not updates,
-        _next(loss_scale, found, overflow), overflow,
-        spikes.after(loss, norm) if spikes else None, spike, int(tokens),
-        expert_loads(training, loads), split, more[0][0] if further else None,
+        reported, norm, lr, loss, nonfinite=found, skipped=not updates, overflow=overflow,
+        reason=reason, tokens=int(tokens), figures=figures | expert_figures(training, loads),
     )  # fmt: skip
 
 
@@ -150,23 +138,17 @@ def _finish_update(training: Training, updates: bool) -> None:
         training.averages.update()
 
 
-def _blocked(
-    grad: Gradient,
-    policy: NonFinitePolicy,
-    loss_scale: LossScale | None,
-    spikes: SpikeGuard | None,
-) -> Tensor:
+def _blocked(grad: Gradient, policy: NonFinitePolicy, state: StepState) -> Tensor:
     """Whether the step must change nothing, decided on the device: a bool scalar.
 
     The host decides the same from the same numbers once it has read them.
     """
     blocked = ~(grad.norm + grad.loss).isfinite()
     if policy == "continue":  # but for gradients that a smaller loss scale can make finite
-        shrinks = loss_scale is not None and loss_scale.can_shrink
+        shrinks = state.may_overflow
         blocked = blocked & grad.loss.isfinite() if shrinks else torch.zeros_like(blocked)
-    if spikes is not None:
-        most_loss, most_norm = spikes.bounds
-        blocked = blocked | (grad.loss.double() > most_loss) | (grad.norm > most_norm)
+    for each in state.blocks(grad.loss, grad.norm):
+        blocked = blocked | each
     return blocked | (grad.counts[0] == 0)
 
 
@@ -175,86 +157,84 @@ class Gradient:
     """What forward and backward of a global batch gave; all but the slices is every rank's."""
 
     loss: Tensor
-    """Scalar fp32, without the z-loss; of weighted tokens where domains are weighed."""
+    """Scalar fp32, without parts that are not reported."""
     slices: Slices
     """This rank's part, of the loss itself and not of its multiple."""
     norm: Tensor
     """2-norm of all of it, fp64."""
     counts: Tensor
-    """Targets and real tokens of the global batch (2,), int64."""
+    """What divides the loss, and real tokens of the global batch (2,), int64."""
+    reports: Tensor
+    """(r,) the objective's, fp32."""
     rows: Tensor
-    """What ``domain_losses`` adds up (G, 4), fp64; empty unless domains are weighed."""
-    mtp_loss: Tensor | None = None
-    """Scalar, of the module that predicts the token after the next; None: there is none."""
+    """(G, 1 + c) of each row its source and the objective's numbers, fp64; empty without them."""
 
 
 def gradient(
     training: Training,
     batch: Batch,
     step: int,
-    loss_scale: LossScale | None = None,
+    state: StepState = STATELESS,
     look: Callable[[Slices], None] = lambda _: None,
-    domains: DomainBatch | None = None,
+    objective: Objective | None = None,
 ) -> Gradient:
     """Forward and backward of one global batch. Collective; see ``training_step``."""
-    mesh = training.mesh
+    mesh, goal = training.mesh, objective or training.objective
     forget_loads(training)
-    counts = global_counts(batch, mesh)
-    extra: list[Tensor] = []
-    factor = loss_scale.factor if loss_scale else 1.0
+    counts, factor = goal.counts(batch, mesh), state.loss_factor
     count = counts[0].double() / factor
     key = counter_key(training.plan.seed, "dropout", step)
-    rows = batch.tokens_MBS.new_zeros((*batch.samples_MB.shape, COLUMNS - 1), dtype=torch.float64)
+    rows = batch.tokens_MBS.new_zeros((*batch.samples_MB.shape, goal.columns), dtype=torch.float64)
 
-    def run(batch: Batch, count: Tensor, extra: list[Tensor]) -> Tensor:
+    def run(batch: Batch, count: Tensor) -> tuple[Tensor, list[Tensor]]:
         share = training.share_of(batch, key, counts[1].double() / factor)
-        if domains is None:
-            own_loss = loss_fn(training, share.micros, count, extra)
-            own_loss = with_further(training, own_loss, share, count, extra)
-        else:
-            own_loss = weighted_loss_fn(training, share.micros, domains, count, extra, rows)
-        return training.model.pipeline.run(share.inputs, own_loss, share.contexts)
+        of_micro, reports = goal.loss(training, share, count), list[Tensor]()
+
+        def own_loss(x: Tensor, microbatch: int) -> Tensor:
+            parts = of_micro(x, microbatch)
+            if parts.reports:
+                own = [each.detach().float()[None] for each in parts.reports]
+                reports.append(torch.cat(own) if len(own) > 1 else own[0])
+            if parts.rows is not None:
+                rows[microbatch] = parts.rows.detach()
+            return parts.total
+
+        return training.model.pipeline.run(share.inputs, own_loss, share.contexts), reports
 
     if training.graphs is not None:  # a replay runs no hook, and a capture must not record one
         training.optimizer.wait_for_parameters()
-    if training.graphs is not None and training.graphs.usable and domains is None:
-        loss = training.graphs.run(batch, count, run, extra) / factor
+    if training.graphs is not None and training.graphs.usable and not goal.columns:
+        loss, found = training.graphs.run(batch, count, run)
     else:
         training.grads.start(len(batch))
-        loss = run(batch, count, extra) / factor
+        loss, found = run(batch, count)
     slices = training.grads.finish()
     unscale_(slices, factor)
     look(slices)
     norm = training.norm(slices)
     # One rank's loss for all: what is decided from it cannot differ between ranks.
-    loss = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world)
-    spec, further = training.plan.spec, None
-    if spec.mtp_weight:
-        z_loss, further = (_of_all(mesh, extra, (2,)) / factor).unbind()
-        loss = loss - z_loss
-    elif spec.z_loss:
-        loss = loss - _of_all(mesh, extra, ()) / factor
-    own = rows.new_empty(0) if domains is None else global_rows(batch, rows, mesh)
-    return Gradient(loss, slices, norm, counts, own, further)
+    loss = broadcast(all_reduce(loss / factor, mesh["dp", "cp"]), mesh.world)
+    reports = loss.new_empty(0)
+    if goal.reports:
+        reports = _of_all(mesh, found, len(goal.reports)) / factor
+    own = _gathered_rows(batch, rows, mesh) if goal.columns else rows.new_empty(0)
+    return Gradient(goal.reported(loss, reports), slices, norm, counts, reports, own)
 
 
-def _by_domain(rows: list[float], domains: DomainBatch | None) -> DomainLosses | None:
-    return None if domains is None else domain_losses(rows, domains.factors)
-
-
-def _next(scale: LossScale | None, found: NonFinite | None, overflow: bool) -> LossScale | None:
-    """The scale of the next step; causes other than the scale leave it alone."""
-    return scale if scale is None or (found and not overflow) else scale.after(overflow)
-
-
-def _overflows(found: NonFinite | None, loss_scale: LossScale | None) -> bool:
-    """Whether a smaller scale may make the gradient finite."""
-    if found is None or loss_scale is None or not loss_scale.can_shrink:
-        return False
-    return math.isfinite(found.loss)
-
-
-def _of_all(mesh: Mesh, extra: list[Tensor], shape: tuple[int, ...]) -> Tensor:
-    """Sums over the global batch, on all ranks; the last stage's have ``extra`` of them."""
-    own = torch.stack(extra).sum(0) if extra else torch.zeros(shape, device=mesh.device)
+def _of_all(mesh: Mesh, found: list[Tensor], size: int) -> Tensor:
+    """Sums over the global batch, on all ranks; the last stage has those of its micro-batches."""
+    own = torch.stack(found).sum(0) if found else torch.zeros(size, device=mesh.device)
     return all_reduce(own, mesh["pp", "dp", "cp"])
+
+
+def _gathered_rows(batch: Batch, rows_MBc: Tensor, mesh: Mesh) -> Tensor:
+    """The source of each row of the global batch and its numbers: (G, 1 + c), on every rank.
+
+    ``rows_MBc``: zeros on ranks without the last layer. Collective over the mesh.
+    """
+    sources = batch.sources_MB
+    tags = torch.zeros_like(batch.samples_MB) if sources is None else sources
+    own = all_reduce(all_reduce(rows_MBc, mesh["cp"]), mesh["pp"]).flatten(0, 1)
+    tagged = torch.cat([tags.flatten()[:, None].double(), own], dim=1)
+    # One rank's for all: what is decided from them cannot differ between ranks.
+    return broadcast(all_gather(tagged, mesh["dp"]), mesh.world)

@@ -14,6 +14,7 @@ from kenotron_engine.assembly import Model, Records, build_model, first_values
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
+from kenotron_engine.objective import Objective, objective_of
 from kenotron_models import LayerStack
 from kenotron_optim import (
     GlobalNorm,
@@ -39,6 +40,8 @@ class Training(ModelOnMesh):
     groups: list[ParameterGroup]
     optimizer: SlicedOptimizer
     schedule: LRSchedule
+    objective: Objective
+    """What is made small in steps that are given no other."""
     averages: WeightAverages | None = None
     """With ``OptimizerConfig.weight_average``."""
     graphs: MicroBatchGraphs | None = None
@@ -122,7 +125,7 @@ def build_training(
     if layers is None:  # ours use each of these weights once in a backward
         cut = {id(layer.weight) for layer in deferring(model.stack)}
         grads.take_products([path for path, p in grads.parameters.items() if id(p) in cut])
-    own = (plan.scales or {}).items()
+    own, average = (plan.scales or {}).items(), optim.weight_average
     groups = parameter_groups(
         grads.names,
         optim.weight_decay,
@@ -137,7 +140,6 @@ def build_training(
     optimizer = SlicedOptimizer(grads, rule, groups, *sharing, offload=optim.offload)
     fill = _by_layer(model, partial(first_values, plan, mesh, model.layouts)) if sharded else None
     optimizer.overlap_forward(model.stack, fill)
-    average = optim.weight_average
     return Training(
         plan=plan,
         optim=optim,
@@ -148,6 +150,7 @@ def build_training(
         groups=groups,
         optimizer=optimizer,
         schedule=LRSchedule.from_config(optim.learning_rate_scheduler, train_steps),
+        objective=objective_of(plan.spec),
         averages=WeightAverages(optimizer, grads, average) if average else None,
         graphs=MicroBatchGraphs(grads, model.stack) if plan.cuda_graph else None,
     )

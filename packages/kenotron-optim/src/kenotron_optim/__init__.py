@@ -21,6 +21,7 @@ from kenotron_optim.rank_costs import Held, data_bytes, held_tensors, state_byte
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
+from kenotron_optim.step_state import Policy, StepOutcome, StepState
 from kenotron_optim.update_rule import update_rule
 from kenotron_optim.weight_average_config import WeightAverageConfig
 from kenotron_optim.weight_averages import AVERAGE, WeightAverages
@@ -44,6 +45,7 @@ __all__ = [
     "NonFiniteStep",
     "OptimizerConfig",
     "ParameterGroup",
+    "Policy",
     "Reduce",
     "Regather",
     "SGDConfig",
@@ -51,6 +53,8 @@ __all__ = [
     "Slices",
     "SpikeConfig",
     "SpikeGuard",
+    "StepOutcome",
+    "StepState",
     "WeightAverageConfig",
     "WeightAverages",
     "ZeroOptimizer",

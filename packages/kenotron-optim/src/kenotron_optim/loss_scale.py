@@ -11,18 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from kenotron_optim.accumulate import Slices
 from kenotron_optim.config import LossScaleConfig
+from kenotron_optim.step_state import Policy, StepOutcome
 
 
 @dataclass(frozen=True)
-class LossScale:
+class LossScale(Policy):
     """The factor of the next step; the same on every rank, for all see the same gradient norm."""
 
+    name: ClassVar[str] = "loss_scale"
     config: LossScaleConfig
     factor: float
     """What the loss is multiplied by."""
@@ -34,8 +36,24 @@ class LossScale:
         """As a fresh run begins."""
         return cls(config, config.initial)
 
-    def after(self, overflow: bool) -> LossScale:
-        """The scale of the step that follows one whose gradient did or did not overflow."""
+    @property
+    def loss_factor(self) -> float:
+        """What the loss is multiplied by."""
+        return self.factor
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether an overflow may be the scale's fault."""
+        return self.factor > self.config.minimum
+
+    def after(self, result: StepOutcome) -> LossScale:
+        """Return the scale of the next step; causes other than the scale leave it alone."""
+        if not result.is_finite and not result.overflow:
+            return self
+        return self.stepped(result.overflow)
+
+    def stepped(self, overflow: bool) -> LossScale:
+        """Return the scale of the step that follows one whose gradient did or did not overflow."""
         config = self.config
         if overflow:
             return LossScale(config, max(self.factor * config.backoff, config.minimum))
@@ -44,27 +62,26 @@ class LossScale:
         return LossScale(config, min(2 * self.factor, config.maximum))
 
     @property
-    def can_shrink(self) -> bool:
-        """Whether an overflow may be the scale's fault."""
-        return self.factor > self.config.minimum
+    def figures(self) -> dict[str, Any]:
+        """The factor."""
+        return {"next_loss_scale": self.factor}
 
     def to_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"factor": self.factor, "good_steps": self.good_steps}
 
-    @classmethod
-    def from_dict(cls, config: LossScaleConfig, saved: Mapping[str, Any]) -> LossScale:
+    def restored(self, saved: Mapping[str, Any]) -> LossScale:
         """Undo ``to_dict``, under limits that may have changed since.
 
         Raises ValueError unless the factor is finite and above 0 and the count not negative.
         """
-        factor, good_steps = float(saved["factor"]), int(saved["good_steps"])
+        config, factor, good_steps = self.config, float(saved["factor"]), int(saved["good_steps"])
         if not 0 < factor < math.inf or good_steps < 0:
             raise ValueError(
                 f"loss_scale: the checkpoint has {dict(saved)}: a factor is finite and above 0, "
                 "a count of steps not negative; resume from another checkpoint"
             )
-        return cls(config, min(max(factor, config.minimum), config.maximum), good_steps)
+        return LossScale(config, min(max(factor, config.minimum), config.maximum), good_steps)
 
 
 def unscale_(slices: Slices, factor: float) -> None:

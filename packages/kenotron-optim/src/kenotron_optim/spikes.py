@@ -10,9 +10,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kenotron_optim.config_fields import INFINITY, raise_all
+from kenotron_optim.step_state import Policy, StepOutcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 LEAST = 1e-3
 """Least deviation, as a share of the mean: equal values bound those after them, too."""
@@ -44,9 +48,10 @@ class SpikeConfig:
 
 
 @dataclass(frozen=True)
-class SpikeGuard:
+class SpikeGuard(Policy):
     """Losses and gradient norms of the last steps; the same on every rank."""
 
+    name: ClassVar[str] = "spikes"
     config: SpikeConfig
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
@@ -58,13 +63,22 @@ class SpikeGuard:
             return math.inf, math.inf
         return _bound(self.losses, self.config.sigma), _bound(self.norms, self.config.sigma)
 
-    def find(self, loss: float, norm: float) -> str:
+    def blocks(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Decide on the device whether a loss or a norm (scalars) is too large: a bool scalar."""
+        most_loss, most_norm = self.bounds
+        return (loss.double() > most_loss) | (norm > most_norm)
+
+    def reason(self, loss: float, norm: float) -> str:
         """Return what is too large about a step, in words; empty if nothing is."""
         named = zip(("loss", "gradient norm"), (loss, norm), self.bounds, strict=True)
         rule = f"mean + {self.config.sigma:g} sigma of {len(self.norms)} steps"
         return "; ".join(f"{n} {x:.4g} > {most:.4g} ({rule})" for n, x, most in named if x > most)
 
-    def after(self, loss: float, norm: float) -> SpikeGuard:
+    def after(self, result: StepOutcome) -> SpikeGuard:
+        """Return the guard of the next step."""
+        return self.seen(result.minimised, result.grad_norm)
+
+    def seen(self, loss: float, norm: float) -> SpikeGuard:
         """Return the guard of the step that follows one with these numbers.
 
         What is above a bound counts as the bound: one spike hides no other, and a bound follows a
@@ -81,8 +95,7 @@ class SpikeGuard:
         """Return what a checkpoint keeps."""
         return {"losses": list(self.losses), "norms": list(self.norms)}
 
-    @classmethod
-    def from_dict(cls, config: SpikeConfig, saved: Mapping[str, Any]) -> SpikeGuard:
+    def restored(self, saved: Mapping[str, Any]) -> SpikeGuard:
         """Undo ``to_dict``; of a longer window the last steps are kept.
 
         Raises ValueError where there are not as many losses as norms, or one is not finite.
@@ -93,7 +106,8 @@ class SpikeGuard:
                 f"spikes: the checkpoint has {len(losses)} losses and {len(norms)} gradient norms: "
                 "as many of both are needed, all finite; resume from another checkpoint"
             )
-        return cls(config, losses[-config.window :], norms[-config.window :])
+        kept = self.config.window
+        return SpikeGuard(self.config, losses[-kept:], norms[-kept:])
 
 
 def _bound(values: Sequence[float], sigma: float) -> float:
