@@ -197,7 +197,7 @@ def _local_count() -> mock._patch:
     def counts(batch, mesh):
         return ((batch.labels_MBS != -100).sum() * mesh["dp"].size).repeat(2)
 
-    return mock.patch("kenotron_engine.step.global_counts", counts)
+    return mock.patch("kenotron_engine.objective.global_counts", counts)
 
 
 def _padding_counts() -> mock._patch:
