@@ -59,7 +59,7 @@ def local_count() -> Any:
         own = (batch.labels_MBS != -100).sum() * mesh["dp"].size
         return torch.stack([own, own])
 
-    return mock.patch("kenotron_engine.step.global_counts", counts)
+    return mock.patch("kenotron_engine.objective.global_counts", counts)
 
 
 def one_gradient_off() -> Any:
@@ -117,7 +117,7 @@ def crash() -> Any:
     def leave(*_: Any) -> None:
         os._exit(9)
 
-    return mock.patch("kenotron_engine.step.global_counts", leave)
+    return mock.patch("kenotron_engine.objective.global_counts", leave)
 
 
 FAULTS: dict[str, Callable[[], Any]] = {
