@@ -27,6 +27,7 @@ from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
 from kenotron_dist.diagnosis.watchdog import Watchdog, watch
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.exit_process import STALLED, leave
+from kenotron_dist.fake_world import host_number
 from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.grid import DATA_AXES, coords_of
 from kenotron_dist.grid_view import GridView, ViewOf, views_of
@@ -134,6 +135,7 @@ __all__ = [
     "gather_rows",
     "gpu_problem",
     "gradient_sums",
+    "host_number",
     "leave",
     "listening",
     "local_boxes",

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.fake_work import FAKE_NCCL, FakeMark
+from kenotron_dist.fake_world import FAKE
 
 
 class Mark(Protocol):
@@ -34,7 +35,7 @@ def mark_queue(backend: str, device: torch.device) -> Mark:
 
     A mark holds no tensor. Keeping a ``Work`` of NCCL instead would keep its outputs alive.
     """
-    if backend == FAKE_NCCL:
+    if backend in (FAKE_NCCL, FAKE):
         return FakeMark()
     return _EventMark(device)
 
@@ -56,7 +57,9 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def default_device(backend: str) -> torch.device:
-    """Return the current accelerator under nccl, else the CPU."""
+    """Return the current accelerator under nccl, meta in a fake world, else the CPU."""
+    if backend == FAKE:
+        return torch.device("meta")
     if backend == "nccl":
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None  # nccl exists only with one

@@ -1,4 +1,4 @@
-"""Making process groups: their ranks wait for one another, so it is recorded as communication."""
+"""Process groups of a mesh: making one is recorded, for its ranks wait for one another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,61 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from kenotron_dist.fake_world import FAKE
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.in_flight import Entry, Pulse
+
+
+class Groups:
+    """The groups of one mesh, by their global ranks.
+
+    Args:
+        backend: of the world.
+        device: of this rank's tensors.
+        pulse: records how groups are made.
+        timeout: that of their operations; None: the world's.
+        batch_threads: see ``make_group``.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        device: torch.device,
+        pulse: Pulse,
+        timeout: timedelta | None,
+        batch_threads: bool,
+    ) -> None:
+        self.known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        """The one that all axes over the same ranks share."""
+        self.batch_threads = batch_threads
+        self._backend, self._device, self._pulse, self._timeout = backend, device, pulse, timeout
+        self._made: list[dist.ProcessGroup] = []
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of these ranks, made where there is none yet; None for one rank."""
+        if len(ranks) <= 1:
+            return None
+        if ranks not in self.known:
+            self.known[ranks] = self.new(ranks)
+        return self.known[ranks]
+
+    def new(self, ranks: tuple[int, ...], *, touched: bool = True) -> dist.ProcessGroup:
+        """Make a further group of these ranks, and its communicator unless not ``touched``."""
+        place = (self._backend, self._device) if touched else None
+        batch = self.batch_threads
+        made = make_group(ranks, self._pulse, self._timeout, place, batch_threads=batch)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Destroy what was made here; with the fake backend also the world."""
+        if self._backend != FAKE:
+            for group in reversed(self._made):
+                destroy_group(group)
+        elif dist.is_initialized():
+            dist.destroy_process_group()
+        self._made.clear()
+        self.known.clear()
 
 
 def make_group(
@@ -49,13 +102,32 @@ def make_group(
     return made[0]
 
 
+class _Destroyed:
+    """Takes the place of a group in torch's table of names."""
+
+    def shutdown(self) -> None:
+        """Do nothing: it was done."""
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Destroy a process group; its name stays taken.
+
+    torch names a group by its ranks and by how many this process has: a later one would get the
+    same name, and find the old addresses of its peers in the store.
+    """
+    names = dist.distributed_c10d._world.pg_names
+    name = names[group]
+    dist.destroy_process_group(group)
+    names[_Destroyed()] = name  # pyrefly: ignore[unsupported-operation]
+
+
 def touch(group: dist.ProcessGroup, backend: str, device: torch.device) -> None:
     """Let the backend make the communicator of a group now. Collective over it.
 
     NCCL makes it in the group's first collective, and the process waits there for all its ranks:
     in the middle of a step two groups could wait for one another. gloo has none.
     """
-    if backend != "gloo":
+    if backend not in ("gloo", FAKE):
         work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
         assert work is not None  # this rank is in the group
         work.wait()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.device import Mark
+from kenotron_dist.fake_world import FAKE
 from kenotron_dist.in_flight import Ticket
 from kenotron_dist.message_size import of_exchange, of_verb
 
@@ -207,9 +208,11 @@ def _nothing() -> None:
 
 
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
-    """Whether there is nothing to send: tensors on meta, and no group."""
+    """Whether there is nothing to send: tensors on meta, and no group, or one without ranks."""
     tensors = [x] if isinstance(x, Tensor) else x
-    return axis.group is None and all(each.device.type == "meta" for each in tensors)
+    return (axis.group is None or axis.backend == FAKE) and all(
+        each.device.type == "meta" for each in tensors
+    )
 
 
 def _exchange(

@@ -150,6 +150,16 @@ class Pulse:
             call = listener.starting(entry, call)
         return call
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """Count and announce nothing of what happens within: it is that of ranks which are not."""
+        tickets, last, listeners = dict(self.tickets), self.last, self.listeners
+        self.listeners = ()
+        try:
+            yield
+        finally:
+            self.tickets, self.last, self.listeners = tickets, last, listeners
+
     def fail(self, cause: str) -> None:
         """Inform all listeners that communications end here, and why."""
         for listener in self.listeners:

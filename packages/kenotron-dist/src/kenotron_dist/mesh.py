@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from kenotron_dist.axis import Axis
 from kenotron_dist.device import default_device, indexed
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
+from kenotron_dist.fake_world import FAKE, join_fake_world
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.grid import (
     AXES,
@@ -25,7 +26,7 @@ from kenotron_dist.grid import (
     ring_phases,
 )
 from kenotron_dist.grid_view import GridView, views_of
-from kenotron_dist.groups import make_group, refuse_bound_device, touch
+from kenotron_dist.groups import Groups, refuse_bound_device, touch
 from kenotron_dist.in_flight import Pulse
 from kenotron_dist.launch import COLLECTIVES, debugging
 from kenotron_dist.placement import TensorLayout
@@ -65,10 +66,9 @@ class Mesh:
         self.device = indexed(device)
         self.backend = backend
         self.pulse = Pulse()
-        self._timeout, self._batch_threads = timeout, batch_threads
         self._axes: dict[tuple[str, ...], Axis] = {}
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._pairs: dict[str, dict[tuple[int, int], Axis]] = {}
+        self._groups = Groups(backend, self.device, self.pulse, timeout, batch_threads)
 
     @classmethod
     def connect(
@@ -82,6 +82,8 @@ class Mesh:
         device: torch.device | str | None = None,
         timeout: timedelta | None = None,
         batch_threads: bool = False,
+        backend: Literal["fake"] | None = None,
+        rank: int = 0,
     ) -> Mesh:
         """Create this rank's process groups. Collective over the world.
 
@@ -90,32 +92,34 @@ class Mesh:
         (default: the current accelerator under nccl, else cpu); the timeout of the groups'
         operations (default: that of the world); whether gloo's threads become batch threads
         whenever this mesh makes a group (``let_gloo_threads_wait``), as in ``spawn`` and ``start``.
-        A mesh of one rank needs no initialised process group. With ``KENOTRON_DEBUG=collectives``
-        its ranks are compared (``compare_collectives``).
-
-        Every group's communicator is made here, in one order on all ranks.
+        A mesh of one rank needs no initialised process group, nor does ``backend="fake"``: this
+        process is then ``rank`` of a world without others, and tensors are on meta. With
+        ``KENOTRON_DEBUG=collectives`` ranks are compared (``compare_collectives``). All groups'
+        communicators are made here, in one order on all ranks.
 
         Raises ValueError when an axis is not positive, when the product is not the world size or ep
         does not divide that of a stage, for a process group that is bound to a device
-        (``init_process_group(device_id=...)``), or for a ``KENOTRON_DEBUG`` that asks for something
-        else.
+        (``init_process_group(device_id=...)``), for a fake rank in a world that there is, or for a
+        ``KENOTRON_DEBUG`` that asks for something else.
         """
         config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
+        if backend == FAKE:
+            join_fake_world(rank, config.world_size, device)
         live = dist.is_available() and dist.is_initialized()
         compared = COLLECTIVES in debugging()
         check_sizes(config, dist.get_world_size() if live else 1)
-        backend = str(dist.get_backend()) if live else "gloo"
-        place = torch.device(device) if device is not None else default_device(backend)
+        known = str(dist.get_backend()) if live else "gloo"
+        place = torch.device(device) if device is not None else default_device(known)
         rank = dist.get_rank() if live else 0
-        mesh = cls(config, rank, place, backend, timeout, batch_threads=batch_threads)
+        mesh = cls(config, rank, place, known, timeout, batch_threads=batch_threads)
         if live and config.world_size > 1:
             world = dist.group.WORLD
             assert world is not None  # live says that it exists
             refuse_bound_device(world)
-            mesh._groups[tuple(range(config.world_size))] = world
+            mesh._groups.known[tuple(range(config.world_size))] = world
             if batch_threads:
                 let_gloo_threads_wait()
-            touch(world, backend, mesh.device)
+            touch(world, known, mesh.device)
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
         if ep > 1:  # else the lines of experts are lines that there are
@@ -129,6 +133,11 @@ class Mesh:
     def alone(cls, device: torch.device | str = "cpu") -> Mesh:
         """Create a mesh of this process and a device alone, in a world of any size."""
         return cls(MeshConfig(), 0, torch.device(device), "gloo")
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether there are no other ranks (``connect(backend="fake")``)."""
+        return self.backend == FAKE
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
         """One axis, or several as one: ``mesh["dp", "cp"]``.
@@ -207,9 +216,9 @@ class Mesh:
         """
         key = f"{name}'"
         if (key,) not in self._axes:
-            axis = self._view((name,))
-            group = self._new_group(axis.ranks) if axis.size > 1 else None
-            self._axes[(key,)] = self._axis(key, axis.ranks, group)
+            ranks = self._view((name,)).ranks
+            group = self._groups.new(ranks) if len(ranks) > 1 else None
+            self._axes[(key,)] = self._axis(key, ranks, group)
         return self._axes[(key,)]
 
     def pairs(self, name: str) -> dict[tuple[int, int], Axis]:
@@ -231,7 +240,7 @@ class Mesh:
             own = [edge for edge in edges if line.rank in edge]
             for source, to in [*own, *((b, a) for a, b in own)] or [(line.rank, line.rank)] * 2:
                 ranks = tuple(dict.fromkeys((line.ranks[source], line.ranks[to])))
-                group = self._make_group(ranks)
+                group = self._groups.new(ranks, touched=False)
                 if len(ranks) == 2:
                     found[source, to] = self._axis(line.name, ranks, group)
         return found
@@ -248,16 +257,22 @@ class Mesh:
         made = init_device_mesh(
             self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
         )
-        if self._batch_threads:
+        if self._groups.batch_threads:
             let_gloo_threads_wait()
         return made
+
+    def close(self) -> None:
+        """Destroy the groups, on every rank, with nothing under way; then make another mesh."""
+        self._groups.close()
+        self._axes.clear()
+        self._pairs.clear()
 
     def _view(self, names: tuple[str, ...]) -> Axis:
         if names not in self._axes:
             expert = grid_of(names, "axes") == "expert"
             sizes = self.config.expert_sizes if expert else self.sizes
             ranks = line_through(sizes, names, self.rank)
-            self._axes[names] = self._axis("_".join(names), ranks, self._group(ranks))
+            self._axes[names] = self._axis("_".join(names), ranks, self._groups.of(ranks))
         return self._axes[names]
 
     def _cell(self, key: str, names: tuple[str, ...], members: tuple[int, ...]) -> Axis:
@@ -270,29 +285,13 @@ class Mesh:
             line = self[names]
             ranks = tuple(line.ranks[i] for i in members)
             whole = len(members) in (line.size, 0) or self.config.world_size == 1
-            group = self._group(ranks) if whole else self._new_group(ranks)
+            group = self._groups.of(ranks) if whole else self._groups.new(ranks)
             self._axes[(key,)] = self._axis(key, ranks, group if len(ranks) > 1 else None)
         return self._axes[(key,)]
 
     def _axis(self, name: str, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Axis:
         rank = ranks.index(self.rank) if self.rank in ranks else 0
         return Axis(name, rank, ranks, group, self.backend, self.pulse)
-
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        if len(ranks) <= 1:
-            return None
-        if ranks not in self._groups:
-            self._groups[ranks] = self._new_group(ranks)
-        return self._groups[ranks]
-
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        return self._make_group(ranks, touched=(self.backend, self.device))
-
-    def _make_group(
-        self, ranks: tuple[int, ...], touched: tuple[str, torch.device] | None = None
-    ) -> dist.ProcessGroup:
-        batch = self._batch_threads
-        return make_group(ranks, self.pulse, self._timeout, touched, batch_threads=batch)
 
     def __repr__(self) -> str:
         sizes = " ".join(f"{name}={size}" for name, size in self.sizes.items())

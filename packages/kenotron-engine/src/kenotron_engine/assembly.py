@@ -14,6 +14,7 @@ from kenotron_engine.sequence import check_cut
 from kenotron_engine.stages import stages_of
 from kenotron_models import (
     Build,
+    Context,
     Head,
     LayerStack,
     TransformersLayer,
@@ -23,7 +24,7 @@ from kenotron_models import (
     mup_init,
     standard_init,
 )
-from kenotron_pp import NamedLayers, Pipeline, Schedule
+from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
@@ -98,8 +99,31 @@ def assemble(
     own = chunks if schedule.chunks > 1 else chunks[0]
     others = [*(mesh[name] for name in ("tp", "cp", "dp", "ep")), mesh["dp", "cp"], mesh.world]
     pairs, device = mesh.pairs("pp"), mesh.device
-    pipeline = Pipeline(own, mesh["pp"], schedule, device, pairs, others, settles=settles)
+    entering = _before(layers, stages, mesh) if mesh.is_fake else None
+    modules = (module for _, layer in layers for module in layer.modules())
+    adds = any(getattr(module, "adds_loss", False) for module in modules)
+    pipeline = Pipeline(
+        own, mesh["pp"], schedule, device, pairs, others,
+        settles=settles, entering=entering, adds=adds,
+    )  # fmt: skip
     return Model(stack, layouts, pipeline)
+
+
+def _before(
+    layers: NamedLayers, stages: Stages, mesh: Mesh
+) -> Callable[[int, Tensor, Context], Tensor]:
+    """Make what a stage passes on, of tensors on meta, from all layers up to its last one.
+
+    Its communications are those of other ranks: nothing records them.
+    """
+
+    def passed_on(stage: int, x: Tensor, context: Context) -> Tensor:
+        with mesh.pulse.unheard():
+            for _, layer in layers[: stages.ranges[stage].stop]:
+                x = layer(x, context)
+        return x
+
+    return passed_on
 
 
 def first_values(plan: ModelPlan, mesh: Mesh, layouts: Layouts, stack: LayerStack) -> None:
@@ -111,6 +135,8 @@ def first_values(plan: ModelPlan, mesh: Mesh, layouts: Layouts, stack: LayerStac
         layouts: of the whole model.
         stack: the layers, which have memory.
     """
+    if mesh.device.type == "meta":
+        return
     draw: Callable[[TensorLayout], Initializer] = lambda _: Constant(0.0)  # noqa: E731
     if plan.scales is not None:
         draw = mup_init(plan.spec, plan.scales)

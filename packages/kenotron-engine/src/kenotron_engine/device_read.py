@@ -23,8 +23,8 @@ class DeviceRead:
         self._sizes = [value.numel() for value in values]
         flat = torch.cat([value.detach().reshape(-1).double() for value in values])
         self._event: torch.Event | None = None
-        self._host = flat
-        if flat.device.type != "cpu":
+        self._host = torch.ones(flat.shape) if flat.is_meta else flat
+        if flat.device.type not in ("cpu", "meta"):
             self._host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
             self._host.copy_(flat, non_blocking=True)
             self._event = torch.Event(flat.device)

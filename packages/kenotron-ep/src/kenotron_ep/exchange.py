@@ -160,7 +160,10 @@ def _exchange_counts(
     tokens = torch.tensor([each.tokens for each in choices], device=sent.device)
     sent = torch.cat([sent, tokens.view(1, c, 1).expand(n, c, 1)], 2)  # (n, c, e + 1)
     arrived = all_to_all(sent, axis)
-    ours, theirs = torch.stack([sent, arrived]).tolist()
+    if sent.is_meta:
+        ours, theirs = _evenly(choices, len(parts), sent.shape[2] - 1, axis)
+    else:
+        ours, theirs = torch.stack([sent, arrived]).tolist()
     found = []
     for i in range(c):
         to = tuple(sum(row[i][:-1]) for row in ours)
@@ -169,6 +172,22 @@ def _exchange_counts(
         lengths = tuple(row[i][-1] for row in theirs)
         found.append(_Counts(arrived[:, i, :-1], to, source, loads, lengths))
     return found
+
+
+def _evenly(
+    choices: Sequence[_Choices], c: int, e: int, axis: Axis
+) -> tuple[list[list[list[int]]], list[list[list[int]]]]:
+    """Rows to and from each rank for tensors without values: experts are chosen equally often."""
+    experts, mine = axis.size * e, slice(axis.rank * e, (axis.rank + 1) * e)
+    loads = []
+    for part in choices:
+        each, more = divmod(part.tokens * part.top_k, experts)
+        loads.append([each + (expert < more) for expert in range(experts)])
+    ours = [
+        [[*loads[i][rank * e : (rank + 1) * e], choices[i].tokens] for i in range(c)]
+        for rank in range(axis.size)
+    ]
+    return ours, [[[*loads[i][mine], choices[i].tokens] for i in range(c)]] * axis.size
 
 
 def _plan(

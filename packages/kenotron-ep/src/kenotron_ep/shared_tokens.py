@@ -176,6 +176,9 @@ def _distinct(places: Tensor, groups: int, width: int) -> tuple[Tensor, Tensor, 
         The number of each value; the distinct values modulo ``width``; how many there are in each
         group. The last one synchronises a device.
     """
+    if places.is_meta:  # as many as there can be where groups have equally many
+        counts = [min(len(places) // groups + 1, width)] * groups
+        return places, places.new_empty(sum(counts)), tuple(counts)
     present = torch.zeros(groups * width, dtype=torch.bool, device=places.device)
     present[places] = True
     counts = present.view(groups, width).sum(1).tolist()

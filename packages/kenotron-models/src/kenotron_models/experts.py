@@ -20,7 +20,6 @@ from kenotron_dist.weight_products import current_backward
 from kenotron_ep import Way, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.even_experts import even_experts
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
 from kenotron_models.mlp import MLP, Activation, ClampedSwiGLU, MLPSpec, activated
 from kenotron_models.part import Normed, Part
@@ -186,8 +185,8 @@ class Experts(Part):
         kept = self._kept(experts, rows, context)
         if context.loss_weight is not None and current_backward() == -1:  # of a step, and once
             self.router.count(experts, kept)
-        mixed, of_all = even_experts if own.is_meta else mix_experts, []
-        y = mixed(
+        of_all: list[Tensor] = []
+        y = mix_experts(
             own, kept, choice.weights_TK, self.spec.router.experts, self.ep,
             partial(self._compute, selective=selective), way=self.way, chunks=self.chunks,
             meanwhile=lambda: of_all.extend(self._shared(x, context)),

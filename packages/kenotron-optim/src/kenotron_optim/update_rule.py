@@ -91,12 +91,17 @@ def _sgd(groups: Groups, config: SGDConfig) -> torch.optim.Optimizer:
     )
 
 
+def _on_meta(groups: Groups) -> bool:
+    """Whether there are no values: torch has no fused kernel for them."""
+    return any(each.is_meta for group in groups for each in group["params"])
+
+
 def _adamw(groups: Groups, config: AdamWConfig) -> torch.optim.Optimizer:
     return AdamW(
         groups,
         lr=0.0,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        fused=config.torch_adam_is_fused,
+        fused=config.torch_adam_is_fused and not _on_meta(groups),
         foreach=False,
     )

@@ -18,6 +18,8 @@ from kenotron_pp.losses import AuxiliaryLosses, SharedLoss, check_scalar
 from kenotron_pp.p2p import Links
 
 LossFn = Callable[[Tensor, int], Tensor]
+Entering = Callable[[int, Any, Any], Any]
+"""(number of a stage, input and context of a micro-batch) -> what this stage passes on."""
 """(output of the last layer, micro-batch number) -> scalar; runs on the last stage."""
 
 
@@ -32,6 +34,7 @@ class Part:
     """Whether backwards come as I and W."""
     links: Links
     device: torch.device
+    entering: Entering | None = None
     auxiliary: AuxiliaryLosses = field(default_factory=AuxiliaryLosses)
 
     def __post_init__(self) -> None:
@@ -108,7 +111,8 @@ class Run:
     def run(self) -> None:
         """All actions in order."""
         links = self.part.links
-        links.begin(self.plan.queues, self._keys)
+        form_of = None if self.part.entering is None else self._form_of
+        links.begin(self.plan.queues, self._keys, form_of)
         if self.loss_fn is not None:
             self.shared.begin()
         for step in self.plan.steps:
@@ -129,6 +133,14 @@ class Run:
         self._at = "after its last action"
         links.finish()
         self.part.warm.add(self.training)
+
+    def _form_of(self, transfer: Transfer) -> Form:
+        """What would come, from the layers before it."""
+        m, entering = transfer.microbatch, self.part.entering
+        assert entering is not None
+        with torch.set_grad_enabled(self.training):
+            x = entering(transfer.boundary, self.inputs[m], self.contexts and self.contexts[m])
+        return form_of(*flatten(x))
 
     def _ahead(self, step: Step) -> Sequence[Transfer]:
         """Receives to post before an action computes.

@@ -6,7 +6,7 @@ for every boundary and token shape, before the first activation that has it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -52,9 +52,17 @@ class Links:
                 route = self._route_between(source, to, 0)
                 route.start(torch.zeros(1, device=self._device)).wait()
 
-    def begin(self, queues: dict[int, tuple[Transfer, ...]], keys: Sequence[Hashable]) -> None:
-        """Start a run: everything that will come, in order, and what fixes each form."""
-        self._queues, self._keys = queues, keys
+    def begin(
+        self,
+        queues: dict[int, tuple[Transfer, ...]],
+        keys: Sequence[Hashable],
+        form_of: Callable[[Transfer], Form] | None = None,
+    ) -> None:
+        """Start a run: everything that will come, in order, and what fixes each form.
+
+        ``form_of``: makes forms that no rank sends; see ``Pipeline``.
+        """
+        self._queues, self._keys, self._form_of = queues, keys, form_of
         self._posted: dict[Transfer, list[Handle]] = {}
         self._sent: dict[Transfer, list[tuple[Handle, int]]] = {}
         self._place = dict.fromkeys(queues, 0)
@@ -125,6 +133,8 @@ class Links:
         self.release(list(self._sent))
 
     def _receive_form(self, transfer: Transfer) -> Form:
+        if self._form_of is not None:
+            return self._form_of(transfer)
         route = self._form_route(transfer)
         size = torch.zeros(1, dtype=torch.int64, device=self._device)
         length = int(route.start(size).wait())

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, gather_objects, settle
+from kenotron_dist import Axis, gather_objects, host_number, settle
 from kenotron_pp.activation import Activation
 from kenotron_pp.comm_plan import Plan, make_plan
-from kenotron_pp.executor import LossFn, Part, Run
+from kenotron_pp.executor import Entering, LossFn, Part, Run
 from kenotron_pp.failure import Alarm
 from kenotron_pp.losses import Losses, SharedLoss, adding
 from kenotron_pp.p2p import Links, Pairs
@@ -48,6 +48,9 @@ class Pipeline:
         settles: whether a training run, too, ends by waiting for the device, where a failure of
             another rank shows only then (NCCL). Otherwise the caller waits for its numbers and then
             calls ``confirm``, so that a step waits once.
+        entering: makes what a stage (by number) passes on of the input and context of a micro-batch
+            where no rank is there to send its form (``Mesh.connect(backend="fake")``).
+        adds: whether a layer of any rank adds a loss of its own; None: ranks ask one another.
 
     Collective over the axis: where a backend makes communicators at their first use, they are made
     here. Raises ValueError when the chunks do not fit the schedule, or ``pairs`` is missing on a
@@ -63,6 +66,8 @@ class Pipeline:
         pairs: Pairs | None = None,
         closes: Iterable[Axis] = (),
         settles: bool = True,
+        entering: Entering | None = None,
+        adds: bool | None = None,
     ) -> None:
         self.axis, self.schedule = axis, as_schedule(schedule)
         self.chunks = _chunks(layers, self.schedule)
@@ -73,13 +78,14 @@ class Pipeline:
         links = Links(axis, pairs, self.n_stages, self.device)
         if axis.on_device:
             links.touch(self.schedule.neighbours(axis.size))
-        self._part = Part(self.chunks, self.n_stages, self.schedule.splits, links, self.device)
+        splits = self.schedule.splits
+        self._part = Part(self.chunks, self.n_stages, splits, links, self.device, entering)
         self.losses: Losses | None = None
         """Of the last run: the total that ``run`` returned, and its two parts."""
         self._alarm = Alarm(axis, [axis, *(pairs or {}).values(), *closes])
         self._adding = list(adding(self.layers))
         self._plans: dict[tuple[int, bool], Plan] = {}
-        self._all_add: bool | None = None
+        self._all_add = adds
         self._settles = settles
 
     @property
@@ -210,7 +216,7 @@ class Pipeline:
             self._all_add = any(gather_objects(own, self.axis)) if self.axis.size > 1 else own
         if not self._all_add:
             return 0.0
-        values = [value.item() for _, _, scalars in run.scalars for value in scalars]
+        values = [host_number(value) for _, _, scalars in run.scalars for value in scalars]
         gathered = gather_objects(values, self.axis) if self.axis.size > 1 else [values]
         return math.fsum(value for part in gathered for value in part)
 

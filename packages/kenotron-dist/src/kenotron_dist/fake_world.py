@@ -1,0 +1,44 @@
+"""A world of which this process is one rank, and the others do not exist.
+
+Tensors are on meta: they have shapes and no values, nothing is sent, and what would be is recorded
+(``record``). Control messages are on the CPU, where torch's fake process group does nothing: every
+other rank has what this one has. Where a number of a tensor decides what happens next, a rank
+decides as in an ordinary step (``host_number``).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FAKE = "fake"
+"""Name of the backend."""
+
+
+def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> None:
+    """Make the default process group, of ``size`` ranks, in which this process is ``rank``.
+
+    Raises:
+        ValueError: there is no such rank, the device is not meta, or this process is in a world.
+    """
+    if device is not None and torch.device(device).type != "meta":
+        raise ValueError(
+            f"device {device} was given with backend 'fake', whose ranks have no values: leave it "
+            "out, or give 'meta'"
+        )
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    if not 0 <= rank < size:
+        raise ValueError(f"rank {rank} is not in a world of {size}: give one from 0 to {size - 1}")
+    if dist.is_initialized():
+        raise ValueError(
+            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already:"
+            " close its mesh (Mesh.close) before it is a rank of another one"
+        )
+    dist.init_process_group(FAKE, rank=rank, world_size=size, store=dist.HashStore())
+
+
+def host_number(x: Tensor, on_meta: float = 0.0) -> float:
+    """Read a scalar () on the host: every device waits. On meta it has no value: ``on_meta``."""
+    return on_meta if x.is_meta else x.item()
