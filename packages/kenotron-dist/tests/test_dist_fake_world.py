@@ -58,6 +58,19 @@ def test_a_process_is_a_rank_of_one_world(mesh) -> None:
         Mesh.connect(dp=2, backend="fake")
 
 
+def test_what_asks_other_ranks_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    dist.set_debug_level_from_env()
+    try:
+        made = Mesh.connect(dp=2, backend="fake", rank=1)
+        assert all_gather(torch.ones(1, device="meta"), made["dp"]).shape == (2,)
+        made.close()
+        assert dist.get_debug_level() == dist.DebugLevel.DETAIL
+    finally:
+        monkeypatch.undo()
+        dist.set_debug_level_from_env()
+
+
 def reconnected(mesh: Mesh) -> list[float]:
     """Sums over a mesh that was closed and made again with other axes, three times."""
     found = []

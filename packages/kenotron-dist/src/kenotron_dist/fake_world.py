@@ -36,7 +36,16 @@ def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> 
             f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()} already:"
             " close its mesh (Mesh.close) before it is a rank of another one"
         )
+    # What TORCH_DISTRIBUTED_DEBUG=DETAIL checks, it asks of ranks that do not exist.
+    dist.set_debug_level(dist.DebugLevel.OFF)
     dist.init_process_group(FAKE, rank=rank, world_size=size, store=dist.HashStore())
+
+
+def leave_fake_world() -> None:
+    """Undo ``join_fake_world``; nothing happens where that was done."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        dist.set_debug_level_from_env()
 
 
 def host_number(x: Tensor, on_meta: float = 0.0) -> float:

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from kenotron_dist.fake_world import FAKE
+from kenotron_dist.fake_world import FAKE, leave_fake_world
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.in_flight import Entry, Pulse
 
@@ -55,11 +55,11 @@ class Groups:
 
     def close(self) -> None:
         """Destroy what was made here; with the fake backend also the world."""
-        if self._backend != FAKE:
+        if self._backend == FAKE:
+            leave_fake_world()
+        else:
             for group in reversed(self._made):
                 destroy_group(group)
-        elif dist.is_initialized():
-            dist.destroy_process_group()
         self._made.clear()
         self.known.clear()
 
