@@ -42,6 +42,7 @@ HOST_READS = {
     "models/src/kenotron_models/stacked_linear.py": "rows of each expert: shapes alone on meta",
     "optim/src/kenotron_optim/clip.py": "norms of each gradient, for a replay: not on meta",
     "optim/src/kenotron_optim/nonfinite.py": "the cause of what is not finite: not on meta",
+    "optim/src/kenotron_optim/sliced_optimizer.py": "whether a step is left out: no",
     "pp/src/kenotron_pp/p2p.py": "forms of activations: the layers before make them",
     "tp/src/kenotron_tp/embedding.py": "an error's message",
     "tp/src/kenotron_tp/softmax.py": "an error's message",

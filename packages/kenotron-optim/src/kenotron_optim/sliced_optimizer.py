@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import TensorLayout, host_number
+from kenotron_dist import TensorLayout
 from kenotron_dist.gradients import scale_by
 from kenotron_optim import torch_groups
 from kenotron_optim.accumulate import GradAccumulator, Slices
@@ -273,7 +273,7 @@ class SlicedOptimizer:
             for optimizer in self._inner:
                 with deciding(optimizer, coefficient, blocked):
                     self._advance(optimizer)
-        elif blocked is None or not host_number(blocked):
+        elif blocked is None or self._accumulator.mesh.is_fake or not blocked.item():
             if coefficient is not None:
                 scale_by([m.grad for m in self.masters.values() if m.grad is not None], coefficient)
             for optimizer in self._inner:

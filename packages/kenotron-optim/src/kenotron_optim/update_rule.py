@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim import adam
 
 from kenotron_dist import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator
@@ -92,8 +93,13 @@ def _sgd(groups: Groups, config: SGDConfig) -> torch.optim.Optimizer:
 
 
 def _on_meta(groups: Groups) -> bool:
-    """Whether there are no values: torch has no fused kernel for them."""
-    return any(each.is_meta for group in groups for each in group["params"])
+    """Whether there are no values, and torch refuses its fused kernel for them."""
+    for parameter in (each for group in groups for each in group["params"] if each.is_meta):
+        try:
+            adam._device_dtype_check_for_fused(parameter)
+        except RuntimeError:
+            return True
+    return False
 
 
 def _adamw(groups: Groups, config: AdamWConfig) -> torch.optim.Optimizer:
