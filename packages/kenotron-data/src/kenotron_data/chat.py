@@ -119,33 +119,22 @@ class Chat:
     def _check_written(self, messages: list[Message], write: Write) -> None:
         """Refuse what the template would leave out; each kind is looked at until it is written."""
         for number, message in enumerate(messages):
-            role, until = message["role"], messages[: number + 1]
-            keys = said_beside_content(message)
-            for key in keys:
-                less = {name: value for name, value in message.items() if name != key}
-                self._check_kind((role, key), number, write, until, [*messages[:number], less])
-            if message["content"]:
-                what = " next to ".join(("content", *keys))
-                less = message | {"content": f"{message['content']}{_OTHER}"}
-                self._check_kind((role, what), number, write, until, [*messages[:number], less])
-
-    def _check_kind(
-        self,
-        kind: tuple[str, str],
-        number: int,
-        write: Write,
-        messages: list[Message],
-        less: list[Message],
-    ) -> None:
-        if kind in self._written:
-            return
-        if not _differs(write, messages, less):
-            role, key = kind
-            raise ValueError(
-                f"message {number}: the chat template does not write {key} of the role {role!r}: "
-                "give a tokenizer whose template does, or leave them out"
-            )
-        self._written.add(kind)
+            role, keys = message["role"], said_beside_content(message)
+            kinds = [(key, key, None) for key in keys]
+            if content := message["content"]:
+                kinds.append((" next to ".join(("content", *keys)), "content", content + _OTHER))
+            for what, key, other in kinds:
+                if (role, what) in self._written:
+                    continue
+                before, changed = messages[:number], message | {key: other}
+                if other is None:
+                    del changed[key]
+                if not _differs(write, [*before, message], [*before, changed]):
+                    raise ValueError(
+                        f"message {number}: the chat template does not write {what} of the role "
+                        f"{role!r}: give a tokenizer whose template does, or leave them out"
+                    )
+                self._written.add((role, what))
 
     def _example(self, text: str, spans: Sequence[Span], ends: bool) -> Example:
         """Encode a text, and mark the tokens that share a character with an answer.
