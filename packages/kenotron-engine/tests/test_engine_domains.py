@@ -84,7 +84,7 @@ def weighed(batch: Batch, factors: tuple[float, ...], z_loss: float = 0.0) -> Do
     """Losses of a reference that is better on some tokens and worse on others."""
     places = batch.samples_MB[..., None] * SEQUENCE + torch.arange(SEQUENCE)
     reference = (4.1 + 0.5 * torch.sin(places.double())).float()
-    return DomainObjective(NAMES, factors, reference, z_loss)
+    return DomainObjective(names=NAMES, factors=factors, reference_MBS=reference, z_loss=z_loss)
 
 
 class Trained(NamedTuple):

@@ -59,7 +59,9 @@ class Reference:
         moved = losses.to(device, non_blocking=True)
         pairs = zip(weights.weights, self.shares, strict=True)
         factors = tuple(weight / share for weight, share in pairs)
-        return DomainObjective(weights.names, factors, moved, self.z_loss)
+        return DomainObjective(
+            names=weights.names, factors=factors, reference_MBS=moved, z_loss=self.z_loss
+        )
 
 
 def losses_path(config: Config, stage: int) -> Path:

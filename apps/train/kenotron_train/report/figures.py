@@ -155,7 +155,7 @@ class Meter:
         if figures.sent is not None:
             found["communication_bytes"] = figures.sent
         if figures.layers:
-            found["layers"] = {name: or_null(value) for name, value in figures.layers.items()}
+            found["layers"] = with_nulls(figures.layers)
         return found
 
 

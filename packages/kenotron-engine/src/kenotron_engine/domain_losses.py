@@ -19,18 +19,16 @@ import torch
 from torch import Tensor
 
 from kenotron_cp import cut_sequence
-from kenotron_data import Batch
-from kenotron_dist import Mesh
 from kenotron_engine.model_on_mesh import ModelOnMesh
-from kenotron_engine.objective import MicroLoss, Parts, global_counts, losses_and_z
+from kenotron_engine.objective import MicroLoss, NextToken, Parts, losses_and_z
 from kenotron_engine.sequence import NO_TARGET, Share
 
 COLUMNS = 4
 """Numbers of a row: its domain, its targets, and sums of cross entropy and of excess over them."""
 
 
-@dataclass(frozen=True)
-class DomainObjective:
+@dataclass(frozen=True, kw_only=True)
+class DomainObjective(NextToken):
     """Cross entropy of the next token, each token's times the factor of its domain (DoReMi).
 
     A value of one step, whose reference it has.
@@ -44,19 +42,8 @@ class DomainObjective:
     reference_MBS: Tensor
     """(M, B, S) fp32, losses of the reference model on this rank's rows; of no meaning where a
     token has no target."""
-    z_loss: float = 0.0
-    """Weight of the z-loss, which is differentiated and not reported."""
 
     columns = COLUMNS - 1
-
-    @property
-    def reports(self) -> tuple[str, ...]:
-        """See ``Objective``."""
-        return ("z_loss",) if self.z_loss else ()
-
-    def counts(self, batch: Batch, mesh: Mesh) -> Tensor:
-        """See ``global_counts``."""
-        return global_counts(batch, mesh)
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
         """See ``Objective``; ``count`` is a scalar, ``share`` of the rows of ``reference_MBS``."""
@@ -82,10 +69,6 @@ class DomainObjective:
             return Parts((total.view_as(labels) * weight_B1).sum() / divisor, reports, rows)
 
         return loss
-
-    def reported(self, loss: Tensor, reports: Tensor) -> Tensor:
-        """See ``Objective``; a scalar and (r,)."""
-        return loss - reports[0] if self.z_loss else loss
 
     def outcome(
         self, loss: float, reports: Sequence[float], rows: Sequence[float]

@@ -222,9 +222,10 @@ class FurtherToken:
 
         Where ``share`` has no labels of the module, inputs are (T, D). ``count`` is a scalar.
         """
-        main, added = self.main.loss(model, share, count), sum_over(model, count)
+        main = self.main.loss(model, share, count)
         if not share.further:
             return main
+        added = sum_over(model, count)
 
         def loss(x: Tensor, microbatch: int) -> Parts:
             own, ahead = x.chunk(2)
