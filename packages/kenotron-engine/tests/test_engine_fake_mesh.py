@@ -11,7 +11,7 @@ import torch
 from engine_cases import EXPERTS, LLAMA, batches_of, plan, training_of
 
 from kenotron_dist import Entry, Mesh, record
-from kenotron_dist.testing import on_ranks
+from kenotron_dist.testing import on_fake_ranks, on_ranks
 from kenotron_engine import training_step
 from kenotron_optim import MuonConfig
 from kenotron_pp import schedule_named
@@ -59,28 +59,19 @@ def seen(entries: list[Entry]) -> Iterator[Seen]:
         yield (*operation, *rest)
 
 
-def on_fake_ranks(case: tuple[dict[str, int], dict[str, Any], dict[str, Any]]) -> list[list[Seen]]:
-    sizes, of, optim = case
-    ranks, found = 1, []
-    for axis, size in sizes.items():
-        ranks *= 1 if axis == "ep" else size
-    for rank in range(ranks):
-        mesh = Mesh.connect(**sizes, backend="fake", rank=rank)
-        try:
-            assert (mesh.rank, mesh.world.size, mesh.is_fake) == (rank, ranks, True)
-            found.append(communicated(mesh, of, optim))
-        finally:
-            mesh.close()
-    return found
+def where(mesh: Mesh) -> tuple[int, int, bool]:
+    return mesh.rank, mesh.world.size, mesh.is_fake
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.by_turns(4)
 def test_each_rank_communicates_what_a_real_one_does(name: str) -> None:
     """Operations, their order, lines, dtypes, shapes and bytes."""
-    case = CASES[name]
-    real = on_ranks(communicated, *case[1:], backend="fake_nccl", **case[0])
-    for ours, theirs in zip(on_fake_ranks(case), real, strict=True):
+    sizes, *given = CASES[name]
+    real = on_ranks(communicated, *given, backend="fake_nccl", **sizes)
+    ranks = len(real)
+    assert on_fake_ranks(where, **sizes) == [(rank, ranks, True) for rank in range(ranks)]
+    for ours, theirs in zip(on_fake_ranks(communicated, *given, **sizes), real, strict=True):
         assert ours == theirs
         assert len(ours) > 10
 
@@ -92,7 +83,7 @@ def test_experts_are_chosen_equally_often(name: str) -> None:
     sizes, of, optim = MOE[name]
     of = {"spec": EXPERTS.decoder} | of
     real = on_ranks(communicated, of, optim, backend="fake_nccl", **sizes)
-    for ours, theirs in zip(on_fake_ranks((sizes, of, optim)), real, strict=True):
+    for ours, theirs in zip(on_fake_ranks(communicated, of, optim, **sizes), real, strict=True):
         assert [each[:3] for each in ours] == [each[:3] for each in theirs]
         alike = [a == b for a, b in zip(ours, theirs, strict=True)]
         assert sum(alike) > len(alike) / 2

@@ -14,16 +14,19 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from kenotron_dist.grid import MeshConfig
 from kenotron_dist.mesh import Mesh
 from kenotron_dist.spawn import spawn
 
 __all__ = [
     "free_port",
+    "on_fake_ranks",
     "on_nccl",
     "on_ranks",
 ]
@@ -67,6 +70,26 @@ def on_nccl(function: Callable[..., Any], *args: Any, **options: Any) -> list[An
         gpu = {"device": "cuda", "share_gpus": True, "deterministic": True}
         return on_ranks(_there, function, args, **gpu, **options)
     return on_ranks(function, *args, backend="fake_nccl", **options)
+
+
+def on_fake_ranks(function: Callable[..., Any], *args: Any, **sizes: Any) -> list[Any]:
+    """Call ``function(mesh, *args)`` as each rank of a world without processes, one after another.
+
+    Tensors are on meta; see ``Mesh.connect(backend="fake")``.
+
+    Args:
+        function: of a mesh.
+        args: what it is called with, next to the mesh.
+        sizes: of axes (``dp=2``).
+
+    Returns:
+        The results in rank order.
+    """
+    found = []
+    for rank in range(MeshConfig(**sizes).world_size):
+        with closing(Mesh.connect(**sizes, backend="fake", rank=rank)) as mesh:
+            found.append(function(mesh, *args))
+    return found
 
 
 def free_port() -> int:
