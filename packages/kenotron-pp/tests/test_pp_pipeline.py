@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,6 +99,40 @@ def test_a_pipeline_computes_what_one_process_computes(
         ranks = on_ranks(measure, *rest, pp=pp)
         assert all(losses == want for losses, _ in ranks)
         assert {name: g for _, grads in ranks for name, g in grads.items()} == whole
+
+
+COUNTED = """
+import sys
+import torch
+from test_pp_pipeline import measure
+from kenotron_dist.testing import on_ranks
+from kenotron_pp import one_f_one_b
+
+if __name__ == "__main__":
+    rest = (3, 5, one_f_one_b, torch.float32)
+    ranks = on_ranks(measure, *rest, True, pp=int(sys.argv[1]), seconds=20)
+    assert [losses for losses, _ in ranks] == [on_ranks(measure, *rest, True)[0][0]] * len(ranks)
+    on_ranks(measure, *rest, False, pp=2)  # without groups of two
+"""
+
+
+@pytest.mark.gloo(reason="NCCL counts batches")
+@pytest.mark.parametrize("pp", [2, 4])
+def test_the_loss_leaves_at_the_end_where_torch_counts_transfers(tmp_path, pp: int) -> None:
+    """With DETAIL a broadcast that leaves early would wait for ranks that wait for this one."""
+    (tmp_path / "program.py").write_text(COUNTED)
+    done = subprocess.run(
+        [sys.executable, "program.py", str(pp)],
+        cwd=tmp_path,
+        env=os.environ
+        | {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    words = "transfers need groups of their own, pass pairs=mesh.pairs"
+    assert words in done.stderr and "AssertionError" not in done.stderr
 
 
 def outputs(mesh: Mesh) -> list[list]:

@@ -65,6 +65,15 @@ class Axis:
         """
         return self.backend != "gloo"
 
+    @property
+    def counts_transfers(self) -> bool:
+        """Whether all ranks must do equally many sends and receives between two collectives.
+
+        With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares at each collective how many
+        operations of the group each rank has done; gloo counts every send and every receive.
+        """
+        return self.backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL
+
     @cached_property
     def control_device(self) -> torch.device:
         """Where the backend needs the tensors of a message that belongs to no device."""

@@ -19,7 +19,6 @@ from kenotron_dist.axis import Axis
 from kenotron_dist.handle import (
     Flight,
     Handle,
-    counts_transfers,
     settle,
     start,
     start_exchange,
@@ -212,7 +211,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0, async_op: bool = False) ->
     if axis.size == 1:
         return _done(axis, x, async_op)
     nothing: list[list[Tensor]] = [[]] * axis.size
-    if axis.backend != "gloo" or counts_transfers(axis):
+    if axis.backend != "gloo" or axis.counts_transfers:
         flight = start(axis, "broadcast", x, dist.broadcast, x, axis.ranks[source], how=source)
     elif axis.rank == source:
         outgoing = [[x.detach()]] * axis.size

@@ -194,15 +194,6 @@ def start_exchange(
     return Flight(axis, ticket, work)
 
 
-def counts_transfers(axis: Axis) -> bool:
-    """Return True where ranks of an axis must do equally many sends and receives.
-
-    With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares at each collective how many operations of
-    the group each rank has done; gloo counts every send and every receive.
-    """
-    return axis.backend == "gloo" and dist.get_debug_level() == dist.DebugLevel.DETAIL
-
-
 def _nothing() -> None:
     """Send nothing."""
 

@@ -14,7 +14,7 @@ from kenotron_dist.collectives import (
     start_gather,
     tree_sum,
 )
-from kenotron_dist.handle import Handle, counts_transfers, start, start_exchange
+from kenotron_dist.handle import Handle, start, start_exchange
 from kenotron_dist.torch_names import all_gather_coalesced, reduce_scatter_single
 
 _ALONE = 1 << 16
@@ -71,7 +71,7 @@ def gather_pieces(pieces: Sequence[Sequence[Tensor]], axis: Axis) -> Handle:
     if axis.size == 1:
         return Handle(None, _NOTHING)
     handles = []
-    alone = float("inf") if axis.on_device or counts_transfers(axis) else _ALONE
+    alone = float("inf") if axis.on_device or axis.counts_transfers else _ALONE
     if axis.on_device:
         wholes, pieces = _in_place(pieces)
         if wholes:

@@ -30,7 +30,8 @@ class SharedLoss:
 
     def __init__(self, axis: Axis, source: int) -> None:
         self._axis, self._source = axis, source
-        self._early = axis.size > 1 and axis.backend == "gloo"
+        # Where transfers are counted, a collective that waits for one would never end.
+        self._early = axis.size > 1 and axis.backend == "gloo" and not axis.counts_transfers
         self._handle: Handle | None = None
 
     def begin(self) -> None:

@@ -32,6 +32,7 @@ class Links:
     def __init__(
         self, axis: Axis, pairs: Pairs | None, n_stages: int, device: torch.device
     ) -> None:
+        _check_pairs(axis, pairs)
         self._axis, self._pairs, self._device = axis, pairs, device
         self._n_stages = n_stages
         self._forms: dict[tuple[int, Hashable], Form] = {}
@@ -165,3 +166,18 @@ class Links:
 def _version(x: Tensor) -> int:
     """Grows when x is changed in place, where anybody counts."""
     return 0 if x.is_inference() else x._version
+
+
+def _check_pairs(axis: Axis, pairs: Pairs | None) -> None:
+    if axis.size == 1 or pairs is not None:
+        return
+    if axis.on_device:
+        raise ValueError(
+            f"over {axis.backend} the two directions of a pipeline need a group each, or they wait "
+            f'for one another: pass pairs=mesh.pairs("{axis.name}")'
+        )
+    if axis.counts_transfers:
+        raise ValueError(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL compares how much each rank of a group has sent: "
+            f'transfers need groups of their own, pass pairs=mesh.pairs("{axis.name}")'
+        )

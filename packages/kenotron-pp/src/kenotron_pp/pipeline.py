@@ -74,7 +74,6 @@ class Pipeline:
         self.layers = [layer for chunk in self.chunks for layer in chunk]
         self.device = torch.device(device) if device is not None else _device_of(self.layers, axis)
         self.n_stages = axis.size * self.schedule.chunks
-        _check_pairs(axis, pairs)
         links = Links(axis, pairs, self.n_stages, self.device)
         if axis.on_device:
             links.touch(self.schedule.neighbours(axis.size))
@@ -267,14 +266,6 @@ def _layer(given: Any, schedule: Schedule) -> nn.Module:
             f"list of layers for each chunk, not {type(layer).__name__}"
         )
     return layer
-
-
-def _check_pairs(axis: Axis, pairs: Pairs | None) -> None:
-    if axis.on_device and axis.size > 1 and pairs is None:
-        raise ValueError(
-            f"over {axis.backend} the two directions of a pipeline need a group each, or they wait "
-            f'for one another: pass pairs=mesh.pairs("{axis.name}")'
-        )
 
 
 def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
