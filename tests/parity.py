@@ -202,12 +202,12 @@ def _local_count() -> mock._patch:
 
 def _padding_counts() -> mock._patch:
     """Padding columns of the vocabulary take part in the softmax."""
-    from kenotron_tp import linear_cross_entropy_sum as right
+    from kenotron_tp import cross_entropy as right
 
-    def wrong(x, weight, labels, axis, *, vocab_size, **options):
-        return right(x, weight, labels, axis, **options)
+    def wrong(x, labels, axis, *, vocab_size, **options):
+        return right(x, labels, axis, **options)
 
-    return mock.patch("kenotron_engine.objective.linear_cross_entropy_sum", wrong)
+    return mock.patch("kenotron_engine.objective.cross_entropy", wrong)
 
 
 def _replicas_count() -> mock._patch:

@@ -35,7 +35,7 @@ from kenotron_models import (
     compile_layers,
     generate,
 )
-from kenotron_tp import linear_cross_entropy, linear_cross_entropy_sum
+from kenotron_tp import cross_entropy
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest error over the largest magnitude of the exact result."""
@@ -139,11 +139,11 @@ def head(setting: Setting) -> Iterator[Result]:
             x.double(), weight.double(),
         )  # fmt: skip
         heads = {
-            "linear_cross_entropy": lambda a, w: linear_cross_entropy(
-                a, w, labels, AXIS, vocab_size=vocab, chunk=max(tokens // 3, 1)
-            ).sum(),
-            "linear_cross_entropy_sum": lambda a, w: linear_cross_entropy_sum(
-                a, w, labels, AXIS, vocab_size=vocab
+            "linear_cross_entropy": lambda a, w: cross_entropy(
+                a, labels, AXIS, weight=w, vocab_size=vocab, chunk=max(tokens // 3, 1)
+            )[0].sum(),
+            "linear_cross_entropy_sum": lambda a, w: cross_entropy(
+                a, labels, AXIS, weight=w, reduction="sum", vocab_size=vocab
             )[0],
         }
         for name, call in heads.items():

@@ -30,7 +30,7 @@ from gpu_trainer import (
 from kenotron_dist import Axis, Mesh
 from kenotron_models import Block, Build, Context, Recompute, compile_layers
 from kenotron_models import training_flops as flops_of
-from kenotron_tp import linear_cross_entropy_sum
+from kenotron_tp import cross_entropy
 
 AXIS = Axis.solo("tp")
 CHUNKS = (None, 512, 1024, 2048, 4096)
@@ -83,7 +83,7 @@ def layer(setting: Setting) -> Iterator[Result]:
 
 @item("head", 60)
 def head(setting: Setting) -> Iterator[Result]:
-    """linear_cross_entropy_sum with chunks of several sizes, against whole logits, compiled."""
+    """The summed cross entropy with chunks of several sizes, against whole logits, compiled."""
     tokens = sequence(setting)
     for shape in ("8b-wide", "1b"):
         config = llama(setting, shape)
@@ -123,8 +123,15 @@ def ours(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, vocab: int, chunk: int | None
 ) -> torch.Tensor:
     """Return the mean loss of the library's head."""
-    return linear_cross_entropy_sum(
-        x, weight, labels, AXIS, vocab_size=vocab, times=1 / len(x), chunk=chunk
+    return cross_entropy(
+        x,
+        labels,
+        AXIS,
+        weight=weight,
+        reduction="sum",
+        vocab_size=vocab,
+        times=1 / len(x),
+        chunk=chunk,
     )[0]
 
 

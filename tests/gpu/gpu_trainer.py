@@ -37,7 +37,7 @@ from kenotron_optim import (
     update_rule,
 )
 from kenotron_pp import Pipeline, Schedule, Stages, one_f_one_b
-from kenotron_tp import TPMode, linear_cross_entropy_sum
+from kenotron_tp import TPMode, cross_entropy
 
 SHAPES: dict[str, dict[str, int]] = {
     "1b": {
@@ -204,10 +204,16 @@ class Trainer:
 
         def loss_of(x: Tensor, micro: int) -> Tensor:
             head, labels = self.head, batch[micro].labels_BS.flatten()
-            total, _ = linear_cross_entropy_sum(
-                x, head.weight, labels, self.mesh["tp"], vocab_size=self.config.vocab_size,
-                times=1 / count, sequence_parallel=head.sequence_parallel,
-            )  # fmt: skip
+            total, _ = cross_entropy(
+                x,
+                labels,
+                self.mesh["tp"],
+                weight=head.weight,
+                reduction="sum",
+                vocab_size=self.config.vocab_size,
+                times=1 / count,
+                sequence_parallel=head.sequence_parallel,
+            )
             return total
 
         contexts = [Context(positions(each), to_loss=True) for each in batch]
@@ -253,10 +259,15 @@ class PlainStep:
         for layer in self.stack:
             x = layer(x, context)
         head = dict(self.stack.named_modules())["head"]
-        loss, _ = linear_cross_entropy_sum(
-            x, head.weight, labels, self.mesh["tp"], vocab_size=self.config.vocab_size,
+        loss, _ = cross_entropy(
+            x,
+            labels,
+            self.mesh["tp"],
+            weight=head.weight,
+            reduction="sum",
+            vocab_size=self.config.vocab_size,
             times=1 / labels.numel(),
-        )  # fmt: skip
+        )
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

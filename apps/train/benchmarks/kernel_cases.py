@@ -34,7 +34,7 @@ from kenotron_optim import (
     parameter_groups,
     update_rule,
 )
-from kenotron_tp import linear_cross_entropy_sum
+from kenotron_tp import cross_entropy
 
 TOKENS = 4096
 META = torch.device("meta")
@@ -140,7 +140,9 @@ def _head_phases(config: LlamaConfig) -> Iterator[tuple[str, KernelCounter, Cost
     x, weight = torch.empty(TOKENS, width, **like), torch.empty(vocab, width, **like)
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     with counting() as counter:
-        loss, _ = linear_cross_entropy_sum(x, weight, labels, Axis.solo("tp"), times=1 / TOKENS)
+        loss, _ = cross_entropy(
+            x, labels, Axis.solo("tp"), weight=weight, reduction="sum", times=1 / TOKENS
+        )
         loss.backward()
     yield "head", counter, counter.cost
 

@@ -35,7 +35,7 @@ from kenotron_models import (
     Qwen3MoEConfig,
     build_decoder,
 )
-from kenotron_tp import linear_cross_entropy_sum
+from kenotron_tp import cross_entropy
 
 ROWS, LENGTH, VOCABULARY = 2, 512, 4096
 SHARED: dict[str, Any] = {
@@ -87,8 +87,8 @@ def ours(family: str, dtype: torch.dtype, *, dense: bool = False) -> tuple[Step,
         context, x = Context(positions), tokens.flatten()
         for layer in layers:
             x = layer(x, context)
-        loss, _ = linear_cross_entropy_sum(
-            x, head.weight, labels.flatten(), axis, vocab_size=VOCABULARY
+        loss, _ = cross_entropy(
+            x, labels.flatten(), axis, weight=head.weight, reduction="sum", vocab_size=VOCABULARY
         )
         loss = loss / len(x)
         loss.backward()

@@ -39,7 +39,7 @@ from kenotron_models import (
     compile_layers,
     generate,
 )
-from kenotron_tp import linear_cross_entropy_sum
+from kenotron_tp import cross_entropy
 
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {  # sizes, rows, tokens of a row
     "small": (
@@ -78,8 +78,13 @@ def ours(size: str, dtype: torch.dtype, *, compiled: bool = False) -> tuple[Step
         x = tokens.flatten()
         for layer in layers:
             x = layer(x, context)
-        loss, _ = linear_cross_entropy_sum(
-            x, head.weight, labels.flatten(), axis, vocab_size=sizes["vocab_size"]
+        loss, _ = cross_entropy(
+            x,
+            labels.flatten(),
+            axis,
+            weight=head.weight,
+            reduction="sum",
+            vocab_size=sizes["vocab_size"],
         )
         loss = loss / len(x)
         loss.backward()

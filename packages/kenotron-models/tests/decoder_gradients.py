@@ -49,7 +49,7 @@ from kenotron_models import (
     compile_layers,
     standard_init,
 )
-from kenotron_tp import TPMode, vocab_parallel_cross_entropy
+from kenotron_tp import TPMode, cross_entropy
 
 NormKind = Literal["rms_norm", "offset_rms_norm"]
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -251,7 +251,7 @@ def gradients(
     context = Context(own[0], samples, key, cut=cut, padding_BS=padding, loss_weight=weight)
     logits = stack(own[1].flatten(), context)
     targets = cut_sequence(labels, cp, layout=layout, fill=-100).flatten()
-    each = vocab_parallel_cross_entropy(logits, targets, mesh["tp"], vocab_size=32)
+    each = cross_entropy(logits, targets, mesh["tp"], vocab_size=32)[0]
     loss = each.sum() / 45 + sum(added)
     loss.backward()
     for path, parameter in stack.named_parameters():

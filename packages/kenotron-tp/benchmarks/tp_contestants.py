@@ -40,10 +40,9 @@ from tp_models import (
     whole_weights,
 )
 
-import kenotron_tp
 from kenotron_dist import Axis, Mesh, parameter_layouts, sum_gradients
 from kenotron_dist.boxes import scatter
-from kenotron_tp import vocab_parallel_cross_entropy
+from kenotron_tp import cross_entropy
 from kenotron_tp.sequence import mark_partial
 
 Parts = Callable[[dict[str, Tensor]], dict[str, Tensor]]
@@ -52,7 +51,7 @@ ALONE = ("ours", "ours, overlap", "ours, sequence", "ours, sequence, overlap")
 NO_COMMUNICATION = ", alone"
 """Ends the names of those in ``ALONE`` when they communicate nothing."""
 CHUNK = 256
-"""Tokens whose logits ``linear_cross_entropy`` holds at a time."""
+"""Tokens whose logits ``cross_entropy`` of the head's input holds at a time."""
 
 
 @dataclass
@@ -138,7 +137,7 @@ def heads(shape: Shape, mesh: Mesh, dtype: torch.dtype) -> dict[str, Contestant]
     weights = whole_weights(layout, mesh.device, dtype)
 
     def cut_loss(y: Tensor) -> Tensor:
-        loss = vocab_parallel_cross_entropy(y, labels, axis, vocab_size=shape.vocabulary)
+        loss = cross_entropy(y, labels, axis, vocab_size=shape.vocabulary)[0]
         return loss.mean()
 
     def ours(**how: bool) -> Contestant:
@@ -168,13 +167,13 @@ def heads(shape: Shape, mesh: Mesh, dtype: torch.dtype) -> dict[str, Contestant]
     for name, contestant in found.items():
         if "loss_parallel" in name:
             contestant.around = loss_parallel
-    if fused := getattr(kenotron_tp, "linear_cross_entropy", None):
 
-        def fused_loss(x: Tensor, weight: Tensor) -> Tensor:
-            return fused(x, weight, labels, axis, vocab_size=shape.vocabulary, chunk=CHUNK).mean()
+    def fused_loss(x: Tensor, weight: Tensor) -> Tensor:
+        of = {"weight": weight, "vocab_size": shape.vocabulary, "chunk": CHUNK}
+        return cross_entropy(x, labels, axis, **of)[0].mean()
 
-        head = FusedHead(cut_output(shape, axis), fused_loss)
-        found = {"ours, linear_cross_entropy": _ours(head, weights, mesh, False), **found}
+    head = FusedHead(cut_output(shape, axis), fused_loss)
+    found = {"ours, fused": _ours(head, weights, mesh, False), **found}
     _begin(found, mesh, dtype, shape, scalar=True)
     return found
 

@@ -8,8 +8,8 @@ from tp_ranks import normal, part
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import vocab_parallel_cross_entropy, vocabulary_chunk
-from kenotron_tp.cross_entropy import _VocabParallelCrossEntropy
+from kenotron_tp import cross_entropy, vocabulary_chunk
+from kenotron_tp.cross_entropy import _LogitLosses
 from kenotron_tp.softmax import Terms
 
 SHAPE = (2, 9)
@@ -40,9 +40,7 @@ def compare(mesh, vocab, dtype, scale, ignore_index):
     own, real = cut(whole, mesh)
     kept = own.clone()
     own.requires_grad_()
-    loss = vocab_parallel_cross_entropy(
-        own, labels, axis, vocab_size=vocab, ignore_index=ignore_index
-    )
+    loss = cross_entropy(own, labels, axis, vocab_size=vocab, ignore_index=ignore_index)[0]
     loss.backward(weight)
     twin = whole.float().requires_grad_()
     expected = F.cross_entropy(
@@ -84,11 +82,9 @@ def check_edges(mesh):
     for place, strange in ((2, 10), (3, 11), (4, -1)):
         words = rf"label {strange} at position \({place},\) is outside the vocabulary 0\.\.9, and"
         with pytest.raises(IndexError, match=words):
-            vocab_parallel_cross_entropy(
-                own, labels.where(labels == strange, 0), axis, vocab_size=vocab
-            )
+            cross_entropy(own, labels.where(labels == strange, 0), axis, vocab_size=vocab)[0]
     # Where looking for one would stop the device its loss is NaN.
-    loss, _ = _VocabParallelCrossEntropy.apply(own, labels, Terms(axis, vocab), False)
+    loss, _ = _LogitLosses.apply(own, labels, Terms(axis, vocab), False)
     assert loss.isnan().tolist() == [False, False, True, True, True, False]
     assert loss[5] == 0
     loss[:2].sum().backward()
@@ -96,24 +92,22 @@ def check_edges(mesh):
     mean = F.cross_entropy(whole[:2], labels[:2])
     assert_close(loss[:2].mean().detach(), mean)
 
-    one = vocab_parallel_cross_entropy(cut(whole, mesh)[0][0], labels[0], axis, vocab_size=vocab)
+    one = cross_entropy(cut(whole, mesh)[0][0], labels[0], axis, vocab_size=vocab)[0]
     assert_close(one, loss[0].detach())
-    none = vocab_parallel_cross_entropy(own[:0], labels[:0], axis, vocab_size=vocab)
+    none = cross_entropy(own[:0], labels[:0], axis, vocab_size=vocab)[0]
     assert none.shape == (0,)
     masked = whole.clone()
     masked[:, 3] = -torch.inf
-    found = vocab_parallel_cross_entropy(
-        cut(masked, mesh)[0][:2], labels[:2], axis, vocab_size=vocab
-    )
+    found = cross_entropy(cut(masked, mesh)[0][:2], labels[:2], axis, vocab_size=vocab)[0]
     assert_close(found, F.cross_entropy(masked[:2], labels[:2], reduction="none"))
-    double = vocab_parallel_cross_entropy(own.double()[:2], labels[:2], axis, vocab_size=vocab)
+    double = cross_entropy(own.double()[:2], labels[:2], axis, vocab_size=vocab)[0]
     assert double.dtype == torch.float64
     with torch.no_grad():
-        loss = vocab_parallel_cross_entropy(own[:2], labels[:2], axis, vocab_size=vocab)
+        loss = cross_entropy(own[:2], labels[:2], axis, vocab_size=vocab)[0]
         assert not loss.requires_grad
     twice = torch.stack([own, own])  # the gradient of a mean is expanded, not contiguous
     zeros = labels.expand(2, 6) * 0
-    vocab_parallel_cross_entropy(twice, zeros, axis, vocab_size=vocab).mean().backward()
+    cross_entropy(twice, zeros, axis, vocab_size=vocab)[0].mean().backward()
 
 
 @pytest.mark.parametrize("tp", [1, 3, 4])
@@ -133,12 +127,10 @@ def test_edges(tp):
 def test_shapes_that_do_not_fit_are_an_error(shape, vocab_size, words):
     labels = torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(ValueError, match=words):
-        vocab_parallel_cross_entropy(
-            torch.zeros(3, 8), labels, Axis("tp", 0, (0, 1)), vocab_size=vocab_size
-        )
+        cross_entropy(torch.zeros(3, 8), labels, Axis("tp", 0, (0, 1)), vocab_size=vocab_size)[0]
 
 
 def test_all_columns_count_by_default():
     logits, labels = normal(4, 6, seed=0), torch.tensor([0, 5, 2, -100])
-    found = vocab_parallel_cross_entropy(logits, labels, Axis.solo("tp"))
+    found = cross_entropy(logits, labels, Axis.solo("tp"))[0]
     assert_close(found, F.cross_entropy(logits, labels, reduction="none"))

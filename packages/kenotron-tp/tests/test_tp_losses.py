@@ -12,13 +12,7 @@ from tp_ranks import normal, own_rows, part
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import (
-    capped_logits,
-    linear_cross_entropy,
-    linear_cross_entropy_sum,
-    vocab_parallel_cross_entropy,
-    vocabulary_chunk,
-)
+from kenotron_tp import capped_logits, cross_entropy, vocabulary_chunk
 
 TOKENS, WIDTH, VOCAB = 13, 6, 31
 TERMS = [
@@ -64,10 +58,8 @@ def check_terms(mesh, dtype, in_place, terms):
     leaf = columns(whole, mesh, -1).requires_grad_()
     own = leaf * 1.0
     own.retain_grad()
-    loss, z = vocab_parallel_cross_entropy(
-        own, labels, axis, vocab_size=VOCAB, in_place=in_place, return_z_loss=True, **terms
-    )
-    alone = vocab_parallel_cross_entropy(own, labels, axis, vocab_size=VOCAB, **terms)
+    loss, z = cross_entropy(own, labels, axis, vocab_size=VOCAB, in_place=in_place, **terms)
+    alone = cross_entropy(own, labels, axis, vocab_size=VOCAB, **terms)[0]
     assert torch.equal(loss, alone) and not z.requires_grad
     loss.backward(weight)
     twin = whole.float().requires_grad_()
@@ -87,8 +79,8 @@ def check_head(mesh, dtype, sequence, chunk, terms):
     own = (own_rows(x, mesh) if sequence else x.clone()).requires_grad_()
     own_w = columns(w, mesh, 0).requires_grad_()
     options = {"vocab_size": VOCAB, "chunk": chunk, "sequence_parallel": sequence, **terms}
-    loss, z = linear_cross_entropy(own, own_w, labels, axis, return_z_loss=True, **options)
-    assert torch.equal(linear_cross_entropy(own, own_w, labels, axis, **options), loss)
+    loss, z = cross_entropy(own, labels, axis, weight=own_w, **options)
+    assert torch.equal(cross_entropy(own, labels, axis, weight=own_w, **options)[0], loss)
     loss.backward(weight)
     x.requires_grad_()
     w.requires_grad_()
@@ -108,9 +100,9 @@ def check_sum(mesh, dtype, sequence, chunk, terms):
     own = (own_rows(x, mesh) if sequence else x.clone()).requires_grad_()
     own_w = columns(w, mesh, 0).requires_grad_()
     options = {"vocab_size": VOCAB, "chunk": chunk, "sequence_parallel": sequence, **terms}
-    loss, z = linear_cross_entropy_sum(own, own_w, labels, axis, **options)
+    loss, z = cross_entropy(own, labels, axis, weight=own_w, reduction="sum", **options)
     with torch.no_grad():
-        again, _ = linear_cross_entropy_sum(own, own_w, labels, axis, **options)
+        again, _ = cross_entropy(own, labels, axis, weight=own_w, reduction="sum", **options)
     assert torch.equal(again, loss)
     (loss * 0.5).backward()
     x.requires_grad_()
@@ -147,8 +139,8 @@ def bits_of_capped(mesh):
     x, w = normal(TOKENS, WIDTH, seed=3), normal(VOCAB, WIDTH, seed=4)
     own = columns(w, mesh, 0)
     logits = capped_logits(x @ own.t(), 0.9)
-    fused = linear_cross_entropy(x, own, labels, axis, vocab_size=VOCAB, cap=0.9, chunk=4)
-    return logits, fused, vocab_parallel_cross_entropy(logits, labels, axis, vocab_size=VOCAB)
+    fused = cross_entropy(x, labels, axis, weight=own, vocab_size=VOCAB, cap=0.9, chunk=4)[0]
+    return logits, fused, cross_entropy(logits, labels, axis, vocab_size=VOCAB)[0]
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -161,12 +153,12 @@ def test_a_cap_is_the_same_on_every_rank_and_with_logits(tp):
         assert_close(fused, plain)
 
 
-@pytest.mark.parametrize("loss", [linear_cross_entropy, linear_cross_entropy_sum])
-def test_a_cap_that_caps_nothing_is_refused(loss):
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_a_cap_that_caps_nothing_is_refused(reduction):
     x, w = normal(TOKENS, WIDTH, seed=3), normal(VOCAB, WIDTH, seed=4)
     for cap in (0.0, -1.0, float("inf")):
         with pytest.raises(ValueError, match="is not a finite number above 0: None caps nothing"):
-            loss(x, w, labels_of(), Axis.solo("tp"), cap=cap)
+            cross_entropy(x, labels_of(), Axis.solo("tp"), weight=w, reduction=reduction, cap=cap)
 
 
 def gradients(mesh):
@@ -179,20 +171,20 @@ def gradients(mesh):
     found = []
     for terms in TERMS:
         options = {"vocab_size": 5, **terms}
-        loss = vocab_parallel_cross_entropy(own.requires_grad_(), labels, axis, **options)
+        loss = cross_entropy(own.requires_grad_(), labels, axis, **options)[0]
         found.append(torch.autograd.grad(loss.sum(), own)[0])
-        loss = linear_cross_entropy(x, w.requires_grad_(), labels, axis, chunk=2, **options)
+        loss = cross_entropy(x, labels, axis, weight=w.requires_grad_(), chunk=2, **options)[0]
         found += torch.autograd.grad(loss.sum(), (x, w))
-        total, _ = linear_cross_entropy_sum(x, w, labels, axis, chunk=3, **options)
+        total, _ = cross_entropy(x, labels, axis, weight=w, reduction="sum", chunk=3, **options)
         for own_grad, each in zip(torch.autograd.grad(total, (x, w)), found[-2:], strict=True):
             assert_close(own_grad, each, rtol=1e-12, atol=1e-12)
         if axis.size == 1:
 
             def cut(y, terms=options):
-                return vocab_parallel_cross_entropy(y, labels, axis, **terms)
+                return cross_entropy(y, labels, axis, **terms)[0]
 
             def fused(x, w, terms=options):
-                return linear_cross_entropy(x, w, labels, axis, chunk=2, **terms)
+                return cross_entropy(x, labels, axis, weight=w, chunk=2, **terms)[0]
 
             torch.autograd.gradcheck(cut, own)
 
@@ -218,9 +210,7 @@ def test_gradients_are_those_of_finite_differences():
 def test_the_z_loss_is_of_the_true_log_partition():
     """Shifted by the largest logit, as a stable softmax works, it would be 1e-4 log(3)^2."""
     logits, labels = torch.full((1, 3), 253.0), torch.tensor([1])
-    _, z = vocab_parallel_cross_entropy(
-        logits, labels, Axis.solo("tp"), z_loss=1e-4, return_z_loss=True
-    )
+    _, z = cross_entropy(logits, labels, Axis.solo("tp"), z_loss=1e-4)
     assert_close(z, torch.tensor([1e-4 * (253 + torch.log(torch.tensor(3.0))) ** 2]))
     assert 6.4 < z.item() < 6.5
 
@@ -242,11 +232,11 @@ def memory(mesh):
         w = normal(vocab // axis.size, width, seed=1, dtype=dtype).requires_grad_()
 
         def cut(logits, **options):
-            loss = vocab_parallel_cross_entropy(logits, labels, axis, **options)
+            loss = cross_entropy(logits, labels, axis, **options)[0]
             torch.autograd.grad(loss.sum(), logits)
 
         def fused(x=x, w=w):
-            linear_cross_entropy(x, w, labels, axis, chunk=32).sum().backward()
+            cross_entropy(x, labels, axis, weight=w, chunk=32)[0].sum().backward()
 
         for name in ("new", "in_place"):
             logits = x @ w.t()
@@ -276,10 +266,10 @@ def cast(mesh):
     x = normal(TOKENS, WIDTH, seed=3).requires_grad_()
     w = columns(normal(VOCAB, WIDTH, seed=4), mesh, 0).requires_grad_()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(x, w, labels, axis, vocab_size=VOCAB)
+        loss = cross_entropy(x, labels, axis, weight=w, vocab_size=VOCAB)[0]
     loss.sum().backward()
     assert loss.dtype == x.grad.dtype == w.grad.dtype == torch.float32
-    exact = linear_cross_entropy(x, w, labels, axis, vocab_size=VOCAB)
+    exact = cross_entropy(x, labels, axis, weight=w, vocab_size=VOCAB)[0]
     assert_close(loss, exact, rtol=2e-2, atol=2e-2)
     assert not torch.equal(loss, exact)
 
@@ -292,9 +282,9 @@ def shifted(mesh):
     """Large logits lose nothing by label smoothing: it adds up distances, not logits."""
     axis, labels = mesh["tp"], labels_of(5000, 4)
     whole = normal(4, 5000, seed=1) + 1e4
-    loss = vocab_parallel_cross_entropy(
+    loss = cross_entropy(
         columns(whole, mesh, -1), labels, axis, vocab_size=5000, label_smoothing=0.2
-    )
+    )[0]
     expected = F.cross_entropy(whole.double(), labels, reduction="none", label_smoothing=0.2)
     return (loss - expected).abs().max()
 
@@ -307,8 +297,8 @@ def test_smoothing_of_large_logits(tp):
 def test_autocast_around_the_backward_alone_changes_nothing():
     x, w = normal(5, WIDTH, seed=1).requires_grad_(), normal(VOCAB, WIDTH, seed=2).requires_grad_()
     labels, axis = torch.arange(5), Axis.solo("tp")
-    expected = torch.autograd.grad(linear_cross_entropy(x, w, labels, axis).sum(), (x, w))
-    loss = linear_cross_entropy(x, w, labels, axis).sum()
+    expected = torch.autograd.grad(cross_entropy(x, labels, axis, weight=w)[0].sum(), (x, w))
+    loss = cross_entropy(x, labels, axis, weight=w)[0].sum()
     with torch.autocast("cpu", torch.bfloat16):
         found = torch.autograd.grad(loss, (x, w))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -318,7 +308,7 @@ def test_autocast_around_the_backward_alone_changes_nothing():
 def test_a_gradient_is_not_written_over_a_leaf(view):
     logits = normal(4, 6, seed=1).requires_grad_()
     with pytest.raises(ValueError, match="in_place would write the gradient over a leaf: give"):
-        vocab_parallel_cross_entropy(
+        cross_entropy(
             logits.view(2, 12).view(4, 6) if view else logits,
             torch.zeros(4).long(),
             Axis.solo("tp"),
@@ -331,6 +321,12 @@ def test_a_gradient_is_not_written_over_a_leaf(view):
     [
         ({"labels": torch.zeros(3)}, "labels are torch.float32: they are ids, int64 or int32"),
         ({"chunk": 0}, "chunk 0 is not positive: it is a number of tokens"),
+        ({"reduction": "mean"}, "'mean' is neither .* give \"sum\" and times=1 / the labels of"),
+        ({"times": 2.0}, 'times is of a sum: give reduction="sum", or multiply the losses'),
+        ({"in_place": True}, "in_place is of logits: with weight they exist for a few tokens"),
+        ({"weight": None, "chunk": 4}, "chunk is of the head's input: give weight too"),
+        ({"weight": None, "sequence_parallel": True}, "sequence_parallel is of the head's input"),
+        ({"weight": None, "labels": torch.zeros(2).long()}, "for the input of a head give its w"),
         ({"z_loss": -1.0}, r"z_loss -1\.0 is not a finite coefficient, 0 or more"),
         ({"z_loss": float("nan")}, "z_loss nan is not a finite coefficient, 0 or more"),
         ({"label_smoothing": 1.0}, r"label_smoothing 1\.0 is not within \[0, 1\)"),
@@ -343,30 +339,30 @@ def test_a_gradient_is_not_written_over_a_leaf(view):
 def test_what_does_not_fit_is_an_error(options, words):
     given = {"weight": torch.zeros(8, 2), "labels": torch.zeros(3).long(), **options}
     with pytest.raises((ValueError, IndexError), match=words):
-        linear_cross_entropy(torch.zeros(3, 2), axis=Axis.solo("tp"), **given)
+        cross_entropy(torch.zeros(3, 2), axis=Axis.solo("tp"), **given)
 
 
 def test_no_tokens_have_no_loss():
     x, w = torch.zeros(0, 4, requires_grad=True), torch.ones(6, 4, requires_grad=True)
-    linear_cross_entropy(x, w, torch.zeros(0).long(), Axis.solo("tp")).sum().backward()
+    cross_entropy(x, torch.zeros(0).long(), Axis.solo("tp"), weight=w)[0].sum().backward()
     assert x.grad.shape == (0, 4) and w.grad.eq(0).all()
 
 
 def test_labels_of_one_rank_are_not_those_of_all_tokens():
     words = r"2 labels do not fit x \(2, 4\) of 2 ranks: labels are those of all tokens"
     with pytest.raises(ValueError, match=words):
-        linear_cross_entropy(
+        cross_entropy(
             torch.zeros(2, 4),
-            torch.zeros(3, 4),
             torch.zeros(2).long(),
             Axis("tp", 0, (0, 1)),
+            weight=torch.zeros(3, 4),
             sequence_parallel=True,
         )
 
 
 def test_a_loss_is_not_differentiated_twice():
     logits = normal(3, 4, seed=1).requires_grad_()
-    loss = vocab_parallel_cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"))
+    loss = cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"))[0]
     (grad,) = torch.autograd.grad(loss.square().sum(), logits, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
@@ -374,16 +370,14 @@ def test_a_loss_is_not_differentiated_twice():
 
 def test_logits_that_are_gone_are_not_used_again():
     logits = (normal(3, 4, seed=1).requires_grad_() * 1).exp()  # exp keeps its result
-    loss = vocab_parallel_cross_entropy(
-        logits, torch.zeros(3).long(), Axis.solo("tp"), in_place=True
-    )
+    loss = cross_entropy(logits, torch.zeros(3).long(), Axis.solo("tp"), in_place=True)[0]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
 
 
 def test_a_sum_has_one_backward():
     x, w = normal(4, 3, seed=1).requires_grad_(), normal(5, 3, seed=2).requires_grad_()
-    loss, _ = linear_cross_entropy_sum(x, w, torch.arange(4), Axis.solo("tp"))
+    loss, _ = cross_entropy(x, torch.arange(4), Axis.solo("tp"), weight=w, reduction="sum")
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="has one backward: its gradients are gone"):
         loss.backward()
@@ -391,7 +385,7 @@ def test_a_sum_has_one_backward():
 
 def test_gradients_that_nobody_wants_are_not_made():
     x, w = normal(4, 3, seed=1), normal(5, 3, seed=2).requires_grad_()
-    loss, _ = linear_cross_entropy_sum(x, w, torch.arange(4), Axis.solo("tp"))
+    loss, _ = cross_entropy(x, torch.arange(4), Axis.solo("tp"), weight=w, reduction="sum")
     loss.backward()
     want = torch.autograd.grad(F.cross_entropy(x @ w.t(), torch.arange(4), reduction="sum"), w)[0]
     assert_close(w.grad, want)
@@ -401,7 +395,7 @@ def test_gradients_that_nobody_wants_are_not_made():
 def test_no_tokens_have_no_sum():
     x, w = torch.empty(0, 3).requires_grad_(), normal(5, 3, seed=2).requires_grad_()
     labels = torch.empty(0, dtype=torch.int64)
-    loss, _ = linear_cross_entropy_sum(x, w, labels, Axis.solo("tp"))
+    loss, _ = cross_entropy(x, labels, Axis.solo("tp"), weight=w, reduction="sum")
     loss.backward()
     assert loss == 0
     assert torch.equal(w.grad, torch.zeros(5, 3))
@@ -417,9 +411,9 @@ def test_many_chunks_add_up_the_weight_gradient_in_float32(summed):
     def error(chunk):
         leaf = weight.clone().requires_grad_()
         if summed:
-            linear_cross_entropy_sum(x, leaf, labels, axis, chunk=chunk)[0].backward()
+            cross_entropy(x, labels, axis, weight=leaf, reduction="sum", chunk=chunk)[0].backward()
         else:
-            linear_cross_entropy(x, leaf, labels, axis, chunk=chunk).sum().backward()
+            cross_entropy(x, labels, axis, weight=leaf, chunk=chunk)[0].sum().backward()
         return (leaf.grad.double() - exact.grad).norm() / exact.grad.norm()
 
     assert error(8) <= 1.5 * error(2048)

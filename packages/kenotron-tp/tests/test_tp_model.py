@@ -17,11 +17,10 @@ from kenotron_tp import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    cross_entropy,
     join_tokens,
-    linear_cross_entropy,
     mark_partial,
     split_tokens,
-    vocab_parallel_cross_entropy,
     vocabulary_chunk,
 )
 
@@ -94,10 +93,10 @@ class Model(nn.Module):
         x, labels = self(tokens), labels.flatten()
         if fused:
             options = {"vocab_size": VOCAB, "chunk": 5, "sequence_parallel": self.sequence}
-            each = linear_cross_entropy(x, self.head.weight, labels, self.axis, **options)
+            each = cross_entropy(x, labels, self.axis, weight=self.head.weight, **options)[0]
         else:
             logits = self.head(x, tokens=len(labels))
-            each = vocab_parallel_cross_entropy(logits, labels, self.axis, vocab_size=VOCAB)
+            each = cross_entropy(logits, labels, self.axis, vocab_size=VOCAB)[0]
         return each.sum() / (labels != -100).sum()
 
 

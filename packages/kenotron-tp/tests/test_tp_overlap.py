@@ -15,7 +15,7 @@ from tp_ranks import normal
 
 from kenotron_dist import collectives, handle, point_to_point
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import ColumnParallelLinear, RowParallelLinear, linear_cross_entropy
+from kenotron_tp import ColumnParallelLinear, RowParallelLinear, cross_entropy
 
 PRODUCT, DELAY = 0.12, 0.05  # of a whole product, of a message
 TOKENS, WIDTH = 32, 16
@@ -87,7 +87,7 @@ def head(axis, chunk):
     x = normal(TOKENS, WIDTH, seed=1).requires_grad_()
     w = normal(WIDTH // 2, WIDTH, seed=2).requires_grad_()
     labels = torch.zeros(TOKENS, dtype=torch.int64)
-    return lambda: linear_cross_entropy(x, w, labels, axis, chunk=chunk).sum().backward()
+    return lambda: cross_entropy(x, labels, axis, weight=w, chunk=chunk)[0].sum().backward()
 
 
 def compare(mesh, mode):

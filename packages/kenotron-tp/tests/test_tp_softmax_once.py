@@ -12,7 +12,7 @@ from tp_ranks import normal
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_tp import fused_cross_entropy_sum, linear_cross_entropy_sum
+from kenotron_tp import cross_entropy, fused_cross_entropy_sum
 from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
 from kenotron_tp.softmax_once import computes_once, local_shares
 
@@ -45,7 +45,7 @@ def test_the_sum_is_that_of_whole_logits(tp):
 
 def sums(x, weight, labels, **options):
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    loss, z = linear_cross_entropy_sum(x, weight, labels, Axis.solo("tp"), **options)
+    loss, z = cross_entropy(x, labels, Axis.solo("tp"), weight=weight, reduction="sum", **options)
     loss.backward()
     return loss.detach(), z, x.grad, weight.grad
 

@@ -58,7 +58,7 @@ from kenotron_optim import (
     parameter_groups,
 )
 from kenotron_pp import Pipeline, Stages, one_f_one_b
-from kenotron_tp import vocab_parallel_cross_entropy
+from kenotron_tp import cross_entropy
 
 SEED, FOLDER = 42, Path("one_file")
 SEQUENCE, ROWS, MICROBATCHES = 64, 16, 4  # rows of a global batch, and in how many parts it comes
@@ -158,7 +158,7 @@ def training_step(training: Training, batch: Batch, step: int) -> tuple[float, f
 
     def loss_of(logits: Tensor, microbatch: int) -> Tensor:  # (T, V/t), on the last stage
         labels = micros[microbatch].labels_BS.flatten()
-        each = vocab_parallel_cross_entropy(logits, labels, mesh["tp"], vocab_size=256)
+        each = cross_entropy(logits, labels, mesh["tp"], vocab_size=256)[0]
         return each.sum() / (ROWS * SEQUENCE)  # sums over micro-batches and ranks are the mean
 
     training.grads.start(backwards=MICROBATCHES)

@@ -18,11 +18,7 @@ from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.sequence import NO_TARGET, Share
 from kenotron_models import DecoderSpec
-from kenotron_tp import (
-    linear_cross_entropy,
-    linear_cross_entropy_sum,
-    vocab_parallel_cross_entropy,
-)
+from kenotron_tp import cross_entropy
 
 
 class Parts(NamedTuple):
@@ -125,34 +121,32 @@ def losses_and_z(
 
     Both are 0 without target. ``x`` and ``labels`` as in ``token_losses``.
     """
-    head, tp, own = model.model.head, model.mesh["tp"], labels.flatten()
-    vocab_size = model.plan.spec.vocab_size
-    if head is None:
-        return vocab_parallel_cross_entropy(
-            x, own, tp, vocab_size=vocab_size, z_loss=z_loss, return_z_loss=True
-        )
-    return linear_cross_entropy(
-        x, head.weight, own, tp, vocab_size=vocab_size, z_loss=z_loss, return_z_loss=True,
-        sequence_parallel=head.sequence_parallel, cap=head.cap,
-    )  # fmt: skip
+    return cross_entropy(x, labels.flatten(), model.mesh["tp"], z_loss=z_loss, **_head_of(model))
 
 
 def sum_over(model: ModelOnMesh, count: Tensor, z_loss: float = 0.0) -> SumLoss:
     """Return what adds up the losses of all tokens and divides them by ``count`` (scalar)."""
-    head, tp, vocab_size = model.model.head, model.mesh["tp"], model.plan.spec.vocab_size
-    times = 1 / count.double()
+    tp, of_head, times = model.mesh["tp"], _head_of(model), 1 / count.double()
 
     def found(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        if head is None:
-            each = losses_and_z(model, x, labels, z_loss)
-            total, z = (part.sum() / count.to(part.dtype) for part in each)
-            return total, z
-        return linear_cross_entropy_sum(
-            x, head.weight, labels.flatten(), tp, vocab_size=vocab_size, z_loss=z_loss,
-            times=times, sequence_parallel=head.sequence_parallel, cap=head.cap,
-        )  # fmt: skip
+        return cross_entropy(
+            x, labels.flatten(), tp, reduction="sum", times=times, z_loss=z_loss, **of_head
+        )
 
     return found
+
+
+def _head_of(model: ModelOnMesh) -> dict[str, Any]:
+    """Return what makes logits of the loss's input: nothing where that is logits."""
+    head, vocab_size = model.model.head, model.plan.spec.vocab_size
+    if head is None:
+        return {"vocab_size": vocab_size}
+    return {
+        "vocab_size": vocab_size,
+        "weight": head.weight,
+        "cap": head.cap,
+        "sequence_parallel": head.sequence_parallel,
+    }
 
 
 @dataclass(frozen=True)

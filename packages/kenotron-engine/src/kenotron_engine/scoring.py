@@ -19,7 +19,7 @@ from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.sequence import NO_TARGET
-from kenotron_tp import capped_logits, join_tokens, likeliest, vocab_parallel_cross_entropy
+from kenotron_tp import capped_logits, cross_entropy, join_tokens, likeliest
 
 _TOKENS_AT_A_TIME = 1024
 """Tokens whose logits (K, V/t) exist at once."""
@@ -130,7 +130,7 @@ def _adding_to(
             if head is not None:
                 logits = capped_logits(logits @ head.weight.t(), head.cap)
             vocab_size = model.plan.spec.vocab_size
-            each = vocab_parallel_cross_entropy(logits, labels[part], tp, vocab_size=vocab_size)
+            each = cross_entropy(logits, labels[part], tp, vocab_size=vocab_size)[0]
             best, _ = likeliest(logits, tp, vocab_size=vocab_size)
             misses = best != labels[part]
             found.index_add_(0, row_of[part], torch.stack([each.double(), misses.double()], -1))

@@ -46,7 +46,7 @@ class Head(ColumnParallelLinear):
     ) -> Tensor:
         """(T, D) -> (T, V/t), or the context's ``outputs`` of it; T is inferred if not given.
 
-        A context with ``to_loss`` gets x itself, scaled, for ``linear_cross_entropy`` and the like.
+        A context with ``to_loss`` gets x itself, scaled: the cross entropy makes logits of it.
         """
         if self.narrows:
             x = x.to(self.weight.dtype)

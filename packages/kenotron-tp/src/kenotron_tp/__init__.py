@@ -1,9 +1,8 @@
 """Explicit tensor-parallel layers: how one layer is cut over ranks."""
 
-from kenotron_tp.cross_entropy import vocab_parallel_cross_entropy
+from kenotron_tp.cross_entropy import cross_entropy
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
-from kenotron_tp.fused_cross_entropy import linear_cross_entropy
-from kenotron_tp.fused_cross_entropy_sum import linear_cross_entropy_sum, tokens_at_a_time
+from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
 from kenotron_tp.logits import check_sampling, choose_tokens, likeliest
@@ -21,14 +20,12 @@ __all__ = [
     "capped_logits",
     "check_sampling",
     "choose_tokens",
+    "cross_entropy",
     "join_tokens",
     "likeliest",
-    "linear_cross_entropy",
-    "linear_cross_entropy_sum",
     "mark_partial",
     "parallelize",
     "split_tokens",
     "tokens_at_a_time",
-    "vocab_parallel_cross_entropy",
     "vocabulary_chunk",
 ]

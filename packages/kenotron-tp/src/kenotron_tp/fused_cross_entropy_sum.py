@@ -2,7 +2,7 @@
 
 A sum has one gradient for all tokens, so what it is times is all that the backward has to add: the
 gradients of x and W are made while the logits of a chunk are there, which are computed once. (For a
-loss of every token see ``linear_cross_entropy``.)
+loss of every token see ``fused_cross_entropy``.)
 
 Shapes: T tokens, n tokens of a rank, I input features, V vocabulary; ``/t`` is divided by tp size.
 """
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Axis, all_reduce
-from kenotron_tp.autocast import cast_for_autocast, outside_autocast
-from kenotron_tp.fused_cross_entropy import Chunked, added, head_inputs
-from kenotron_tp.logit_cap import cap_slope, capped_logits, check_cap
+from kenotron_dist import all_reduce
+from kenotron_tp.autocast import outside_autocast
+from kenotron_tp.fused_cross_entropy import Head, added
+from kenotron_tp.logit_cap import cap_slope, capped_logits
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
-    checked_terms,
     local_statistics,
     losses,
     whole_statistics,
@@ -54,10 +53,10 @@ def tokens_at_a_time(tokens: int, width: int, device_type: str) -> int:
     return max(-(-tokens // chunks), 1)
 
 
-class _LinearCrossEntropySum(torch.autograd.Function):
+class _SummedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Head, times: Tensor
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -93,9 +92,21 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         made, ctx.made = ctx.made, None  # they are this node's own: nothing is copied
         if made is None:
-            raise RuntimeError("linear_cross_entropy_sum has one backward: its gradients are gone")
+            raise RuntimeError("a sum of cross entropies has one backward: its gradients are gone")
         dx, dw = (None if each is None else each.mul_(grads[0].to(each.dtype)) for each in made)
         return dx, dw, None, None, None
+
+
+def summed_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, how: Head, times: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Sums of losses and z-losses of x (T, I) and weight (V/t, I), times a scalar.
+
+    An all-gather of five numbers a token in forward, and there an all-reduce of every chunk's
+    gradient where x is whole.
+    """
+    size = how.chunk or tokens_at_a_time(len(labels), len(weight), labels.device.type)
+    return _SummedLosses.apply(x, weight, labels, how._replace(chunk=size), times)
 
 
 def _losses_and_gradient(
@@ -119,44 +130,3 @@ def _losses_and_gradient(
         else:
             write_gradient_of_shares(logits, shares, labels, of, weight, terms)
     return found
-
-
-def linear_cross_entropy_sum(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    axis: Axis,
-    *,
-    vocab_size: int | None = None,
-    ignore_index: int = -100,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-    times: Tensor | float = 1.0,
-    chunk: int | None = None,
-    sequence_parallel: bool = False,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Sum over the labels of the cross entropy of ``x W^T``, and of the z-loss in it: fp32 scalars.
-
-    Arguments: as ``linear_cross_entropy``'s; ``chunk`` None: ``tokens_at_a_time``. The sums are
-    multiplied with ``times``, one over the number of labels say: gradients are made so, which
-    float16 needs; a scalar tensor is never read on the host. The z-loss has no gradient of its own.
-
-    The gradients of x and W are made in forward and kept for backward, which multiplies them: the
-    logits are computed once, and only those of a chunk ever exist. In forward an all-gather of five
-    numbers a position and an all-reduce of every chunk's gradient; under sequence parallelism an
-    all-gather, and in backward a reduce-scatter. Raises as ``linear_cross_entropy``.
-    """
-    check_cap(cap)
-    width = weight.shape[0]
-    size = chunk
-    if size is None:
-        size = tokens_at_a_time(labels.numel(), width, labels.device.type)
-    x = head_inputs(x, weight, labels, axis, size, sequence_parallel=sequence_parallel)
-    terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
-    x, weight, _ = cast_for_autocast(x, weight, None)
-    how = Chunked(terms, size, not sequence_parallel, cap)
-    rows = x.reshape(-1, x.shape[-1])
-    scale = torch.full((), times) if isinstance(times, float) else times
-    scale = scale.to(x.device, torch.promote_types(x.dtype, torch.float32))
-    return _LinearCrossEntropySum.apply(rows, weight, labels.reshape(-1), how, scale)
