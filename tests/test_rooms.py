@@ -101,6 +101,7 @@ PLAIN_WORDS = {
 FILE_LINES = 300
 FUNCTION_LINES = 60
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".sh", ""}
+PRODUCTS = re.compile(r"(F|functional|torch)(\.functional)?\.(linear|mm|addmm|matmul|bmm|einsum)")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -255,6 +256,22 @@ def global_state(path: str, source: str) -> list[str]:
     ]
 
 
+def weight_products(path: str, source: str) -> list[str]:
+    """Complain of a product with a weight outside the room that decides how it is computed."""
+    if path.endswith("kenotron_tp/products.py"):
+        return []
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        operands: list[ast.expr] = []
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            operands = [node.left, node.right]
+        elif isinstance(node, ast.Call) and PRODUCTS.fullmatch(ast.unparse(node.func)):
+            operands = list(node.args)
+        if any(re.search(r"\bweight\b", ast.unparse(each)) for each in operands):
+            found.append(f"{path}:{node.lineno}: a product with a weight: take kenotron_tp.matmul")
+    return found
+
+
 def local_paths(path: str, source: str) -> list[str]:
     """Complain of a path that exists on one machine only."""
     foreign = re.compile(r"\.\./share[d]\b|(?<![\w.])/(?:wor[k]|roo[t]|opt/wheel[s])/")
@@ -358,7 +375,9 @@ def deep_imports(path: str, source: str, public: Public) -> list[str]:
     return found
 
 
-HOUSE_RULES: list[Rule] = [rooms, sizes, naming, words, global_state, anatomy]  # packages and apps
+HOUSE_RULES: list[Rule] = [  # packages and apps
+    rooms, sizes, naming, words, global_state, anatomy, weight_products,
+]  # fmt: skip
 WIDE_RULES: list[Rule] = [unfinished, silenced]  # every Python file
 
 
@@ -455,6 +474,9 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (anatomy, f"{TP}/a.py", "x = 'gate_up'", "'gate_up' is a part of a decoder"),
     (anatomy, f"{TP}/a.py", "x = 'is_llama_config'", "'is_llama_config' is a part of a decoder"),
     (global_state, f"{TP}/a.py", "x = 1\ndef f():\n    global x\n    x = 2", "a.py:3: pass x as"),
+    (weight_products, f"{TP}/a.py", "y = x @ self.weight.t()", "a product with a weight: take"),
+    (weight_products, f"{TP}/a.py", "F.linear(x, layer.weight)", "a product with a weight"),
+    (weight_products, f"{TP}/a.py", "torch.addmm(b, x, weight.t())", "a product with a weight"),
     (local_paths, "README.md", "see .." + "/shared/plan.md", "README.md:1: this path"),
     (local_paths, f"{TP}/a.py", "x = '" + "/work" + "/main'", "this path is on one machine"),
 ]
@@ -467,6 +489,8 @@ LAWFUL: list[tuple[Rule, str, str]] = [
     (rooms, f"{TP}/__main__.py", "import argparse, sys\nprint(1)\nsys.exit(1)"),
     (rooms, "apps/train/kenotron_train/a.py", "import os, rich\nprint(os.environ)"),
     (rooms, "packages/kenotron-config/src/kenotron_config/a.py", "import yaml, pydantic"),
+    (weight_products, f"{TP}/products.py", "F.linear(x, weight)"),
+    (weight_products, f"{TP}/a.py", "y = matmul(x, self.weight) + q @ k"),
     (words, f"{TP}/a.py", "besides = 1  # a strangeness, going on"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 300),
     (sizes, f"{TP}/a.py", LONG_FUNCTION.removesuffix("    x = 1\n")),

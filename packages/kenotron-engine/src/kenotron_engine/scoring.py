@@ -19,7 +19,7 @@ from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.sequence import NO_TARGET
-from kenotron_tp import capped_logits, cross_entropy, join_tokens, likeliest
+from kenotron_tp import capped_logits, cross_entropy, join_tokens, likeliest, matmul
 
 _TOKENS_AT_A_TIME = 1024
 """Tokens whose logits (K, V/t) exist at once."""
@@ -128,7 +128,7 @@ def _adding_to(
         for part in places.split(_TOKENS_AT_A_TIME) if len(places) else ():
             logits = x[part]
             if head is not None:
-                logits = capped_logits(logits @ head.weight.t(), head.cap)
+                logits = capped_logits(matmul(logits, head.weight), head.cap)
             vocab_size = model.plan.spec.vocab_size
             each = cross_entropy(logits, labels[part], tp, vocab_size=vocab_size)[0]
             best, _ = likeliest(logits, tp, vocab_size=vocab_size)

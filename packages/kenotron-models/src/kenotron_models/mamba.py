@@ -28,7 +28,7 @@ from kenotron_models.scan_kernels import ScanKernel, check_kernel, selective_sca
 from kenotron_models.selective_scan import Constants, selective_scan
 from kenotron_models.short_convolution import ShortConvolution, convolution_init, local_size
 from kenotron_models.state_init import FirstSteps, LogOfPlace
-from kenotron_tp import RowParallelLinear
+from kenotron_tp import RowParallelLinear, matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class StepProjection(nn.Module):
 
     def forward(self, steps: Tensor) -> Tensor:
         """(..., R) -> (..., C/t), without the bias."""
-        return F.linear(steps, self.weight)
+        return matmul(steps, self.weight)
 
 
 class Mamba(Recurrent):

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Partial, Placements, Roles
@@ -22,6 +21,7 @@ from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
 from kenotron_models.recompute import Recompute
 from kenotron_models.spec import DecoderSpec
+from kenotron_tp import matmul
 
 MTP = "mtp.0"
 """Name of the module in a model."""
@@ -41,7 +41,7 @@ class Projection(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply (T, 2D) by the weight: (T, D)."""
-        return F.linear(x, self.weight)
+        return matmul(x, self.weight)
 
 
 class MultiTokenPrediction(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Partial, Placements, Roles
 from kenotron_models.build import Build
+from kenotron_tp import matmul
 
 Scoring = Literal["softmax", "sigmoid"]
 Balance = Literal["sample", "micro_batch", "all_layers"]
@@ -129,7 +130,7 @@ class Router(nn.Module):
         """
         wide = torch.promote_types(x.dtype, torch.float32)
         x = x.to(wide) if noise is None else x.to(wide) * noise
-        logits = x @ self.weight.to(wide).t()
+        logits = matmul(x, self.weight.to(wide))
         if self.bias is not None:
             logits = logits + self.bias.to(wide)
         scores = logits.softmax(-1) if self.spec.scoring == "softmax" else logits.sigmoid()

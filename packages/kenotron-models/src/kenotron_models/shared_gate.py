@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from kenotron_dist import Partial, Placements, Roles
 from kenotron_models.build import Build
+from kenotron_tp import matmul
 
 
 class SharedGate(nn.Module):
@@ -23,4 +24,4 @@ class SharedGate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(T, D) -> (T, 1)."""
-        return (x @ self.weight.t()).sigmoid()
+        return matmul(x, self.weight).sigmoid()

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Fused, Placements, Role, Roles, Shard, WeightQueue
 from kenotron_models.build import Build
+from kenotron_tp import product
 
 
 class StackedLinear(nn.Module):
@@ -144,7 +145,7 @@ def stacked_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     out, sizes = x.new_empty(len(x), weight.shape[1]), counts.tolist()
     for rows, target, matrix in zip(x.split(sizes), out.split(sizes), weight, strict=True):
         if len(rows):
-            torch.mm(rows, matrix.t(), out=target)
+            product(rows, matrix.t(), out=target)
     return out
 
 
@@ -163,7 +164,7 @@ def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         return torch._grouped_mm(dy.contiguous().t(), x.contiguous(), offs=_ends(counts))
     out, sizes = x.new_empty(len(counts), dy.shape[1], x.shape[1]), counts.tolist()
     for ys, xs, target in zip(dy.split(sizes), x.split(sizes), out, strict=True):
-        torch.mm(ys.t(), xs, out=target)
+        product(ys.t(), xs, out=target)
     return out
 
 

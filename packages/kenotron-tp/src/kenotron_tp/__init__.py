@@ -6,13 +6,16 @@ from kenotron_tp.fused_cross_entropy_sum import tokens_at_a_time
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 from kenotron_tp.logit_cap import capped_logits
 from kenotron_tp.logits import check_sampling, choose_tokens, likeliest
+from kenotron_tp.matmul import How, matmul
 from kenotron_tp.mode import TPMode
 from kenotron_tp.parallelize import parallelize
 from kenotron_tp.planned_layers import Style
+from kenotron_tp.products import product
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 
 __all__ = [
     "ColumnParallelLinear",
+    "How",
     "RowParallelLinear",
     "Style",
     "TPMode",
@@ -24,7 +27,9 @@ __all__ = [
     "join_tokens",
     "likeliest",
     "mark_partial",
+    "matmul",
     "parallelize",
+    "product",
     "split_tokens",
     "tokens_at_a_time",
     "vocabulary_chunk",

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Handle, all_reduce
 from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.logit_cap import cap_slope, capped_logits
+from kenotron_tp.products import add_product, product
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -47,7 +48,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Head
     ) -> tuple[Tensor, Tensor]:
         parts = [
-            local_statistics(capped_logits(tokens @ weight.t(), how.cap), own, how.terms)
+            local_statistics(capped_logits(product(tokens, weight.t()), how.cap), own, how.terms)
             for tokens, own in zip(x.split(how.chunk), labels.split(how.chunk), strict=True)
         ]
         found = whole_statistics(torch.cat(parts, 1), len(weight), how.terms)
@@ -68,13 +69,13 @@ class _TokenLosses(torch.autograd.Function):
         flight: tuple[slice, Handle] | None = None
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
-            logits = capped_logits(x[rows] @ weight.t(), how.cap)
+            logits = capped_logits(product(x[rows], weight.t()), how.cap)
             slope = None if how.cap is None else cap_slope(logits, how.cap)
             of = Statistics(*(each[rows] for each in found))
             write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
             if slope is not None:
                 logits.mul_(slope)
-            handle = _start_sum(logits @ weight, how) if needs_x else None
+            handle = _start_sum(product(logits, weight), how) if needs_x else None
             if needs_weight:
                 dw = added(dw, logits, x[rows], last=rows.stop >= len(x))
             _land(flight, dx)  # that of the chunk before, hidden behind these products
@@ -109,8 +110,6 @@ def _land(flight: tuple[slice, Handle] | None, dx: Tensor | None) -> None:
 def added(total: Tensor | None, dy: Tensor, x: Tensor, last: bool) -> Tensor:
     """``total`` and dy^T x; in fp32 at least where more is to come."""
     if total is None:
-        first = dy.t() @ x
+        first = product(dy.t(), x)
         return first if last else first.to(torch.promote_types(first.dtype, torch.float32))
-    if dy.dtype == total.dtype:
-        return total.addmm_(dy.t(), x)
-    return total.add_(dy.t() @ x)
+    return add_product(total, dy.t(), x)

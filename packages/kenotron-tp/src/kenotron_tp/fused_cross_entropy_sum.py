@@ -19,6 +19,7 @@ from kenotron_dist import all_reduce
 from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.fused_cross_entropy import Head, added
 from kenotron_tp.logit_cap import cap_slope, capped_logits
+from kenotron_tp.products import product
 from kenotron_tp.softmax import (
     Statistics,
     Terms,
@@ -66,7 +67,7 @@ class _SummedLosses(torch.autograd.Function):
         for start in range(0, len(x), how.chunk):
             rows = slice(start, start + how.chunk)
             tokens, own = x[rows], labels[rows]
-            logits = capped_logits(tokens @ weight.t(), how.cap)
+            logits = capped_logits(product(tokens, weight.t()), how.cap)
             slope = None if how.cap is None else cap_slope(logits, how.cap)
             each, z_each = _losses_and_gradient(
                 logits, own, how.terms, times if needs_x or needs_weight else None
@@ -75,7 +76,7 @@ class _SummedLosses(torch.autograd.Function):
             if slope is not None:
                 logits.mul_(slope)
             if dx is not None:
-                part = logits @ weight
+                part = product(logits, weight)
                 dx[rows] = all_reduce(part, how.terms.axis) if how.whole else part
             if needs_weight:
                 dw = added(dw, logits, tokens, last=rows.stop >= len(x))

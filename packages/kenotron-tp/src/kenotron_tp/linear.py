@@ -14,13 +14,11 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kenotron_dist import Axis, Chunk, Partial, Placements, Roles, Shard, WeightQueue
-from kenotron_tp.autocast import cast_for_autocast
 from kenotron_tp.cut import check_axis, cut_parameter, take_parts
-from kenotron_tp.parallel_matmul import How, column_product, row_product, taken
+from kenotron_tp.matmul import How, matmul
 from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens
 
 
@@ -108,20 +106,13 @@ class ColumnParallelLinear(nn.Module):
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         _check_features(x, self.weight.shape[1], "the in_features of this layer")
-        x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
-        if self.axis.size == 1 and self.weight_queue is None and not taken(self.weight):
-            return F.linear(x, weight, bias)
         lead = x.shape[:-1]
-        rows = 0
         if sequence:
             check_tokens(x)
             lead = (whole_tokens(x, self.axis, tokens), *lead[1:])
-            rows = math.prod(lead)
-        how = How(
-            self.axis, self.weight, sequence, self.overlap, self.regather, rows, self.weight_queue
-        )
-        y = column_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
-        return y.view(*lead, y.shape[-1])
+        mode = sequence, self.overlap, self.regather
+        how = How(self.axis, "column", lead, *mode, self.weight_queue)
+        return matmul(x, self.weight, self.bias, how)
 
     def extra_repr(self) -> str:
         """Local sizes and mode."""
@@ -191,18 +182,12 @@ class RowParallelLinear(nn.Module):
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         _check_features(x, self.weight.shape[1], "this rank's part of the in_features")
-        x, weight, bias = cast_for_autocast(x, self.weight, self.bias)
-        if self.axis.size == 1 and self.weight_queue is None and not taken(self.weight):
-            return F.linear(x, weight, bias)
         lead = x.shape[:-1]
-        rows = 0
         if sequence:
             check_tokens(x)
             lead = (rows_of_rank(lead[0], self.axis), *lead[1:])
-            rows = math.prod(lead)
-        how = How(self.axis, self.weight, sequence, self.overlap, False, rows, self.weight_queue)
-        y = row_product(x.reshape(-1, x.shape[-1]), weight, bias, how)
-        return y.view(*lead, y.shape[-1])
+        how = How(self.axis, "row", lead, sequence, self.overlap, False, self.weight_queue)
+        return matmul(x, self.weight, self.bias, how)
 
     def extra_repr(self) -> str:
         """Local sizes and mode."""

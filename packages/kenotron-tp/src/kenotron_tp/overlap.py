@@ -9,10 +9,10 @@ Shapes: T tokens, n tokens of a rank (T/t, rounded up), I input features, O outp
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kenotron_dist import Axis, Handle, shift, tree_sum
+from kenotron_tp.products import product
 
 
 def gather_product(
@@ -64,9 +64,6 @@ def start_product_scatter(x: Tensor, w: Tensor, axis: Axis, n: int) -> Handle:
 def _multiply(x: Tensor, w: Tensor, out: Tensor, bias: Tensor | None = None) -> None:
     """Write x (m, I) times w (I, O) to the first m rows of ``out``, and zero to the others."""
     target = out[: x.shape[0]]
-    if bias is None:
-        torch.mm(x, w, out=target)
-    else:
-        torch.addmm(bias, x, w, out=target)
+    product(x, w, bias, out=target)
     if x.shape[0] < out.shape[0]:
         out[x.shape[0] :] = 0

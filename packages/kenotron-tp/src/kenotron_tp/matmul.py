@@ -1,4 +1,4 @@
-"""The two matrix products of cut layers, each with its communication, as autograd functions.
+"""The product of a layer: alone, or cut over ranks with its communication, forward and backward.
 
 =======  ==================  =========================  ==========================
 product  tokens              forward                    backward
@@ -14,68 +14,92 @@ Shapes: T tokens, n tokens of a rank, I input and O output features of the local
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 
 from kenotron_dist import Axis, Handle, WeightQueue, all_gather, all_reduce, reduce_scatter
 from kenotron_dist.weight_products import accumulates, taker_of
-from kenotron_tp.autocast import outside_autocast
+from kenotron_tp.autocast import cast_for_autocast, outside_autocast
 from kenotron_tp.overlap import gather_product, start_product_scatter
+from kenotron_tp.products import product, project
 from kenotron_tp.sequence import pad_rows
 
 
 class How(NamedTuple):
-    """How one call of a layer communicates."""
+    """How the weight of one call is cut, and what travels."""
 
     axis: Axis
-    parameter: nn.Parameter
-    """The weight as the layer has it; the product may get a copy of another dtype (autocast)."""
+    cut: Literal["column", "row"]
+    """``column``: along the output's features; ``row``: along the input's."""
+    lead: tuple[int, ...]
+    """Leading dims of the result, all tokens or the rank's own."""
     sequence: bool = False
+    """Whether tokens are cut: x of a column, the result of a row product."""
     overlap: bool = False
+    """Whether communication travels while pieces are multiplied."""
     regather: bool = False
-    rows: int = 0
-    """Of the result, under sequence parallelism: T of a column product, n of a row product."""
+    """Whether gathered tokens are gathered again in backward and not kept."""
     queue: WeightQueue | None = None
     """Where the weight's gradient is put off to."""
 
 
-def column_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    """x (T, I), or (n, I) when tokens are cut -> (T, O), this rank's features."""
-    return _ColumnProduct.apply(x, weight, bias, how)
+class _Call(NamedTuple):
+    how: How
+    parameter: nn.Parameter
+    """The weight as the layer has it; the product may get a copy of another dtype (autocast)."""
+    rows: int
+    """Of the result."""
 
 
-def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
-    """x (T, I), this rank's features -> the sum over ranks (T, O), or its own rows (n, O)."""
-    return _RowProduct.apply(x, weight, bias, how)
+def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None, how: How | None = None) -> Tensor:
+    """Return ``x W^T + b`` (..., O), as autocast would; on a cut weight with its communication.
+
+    Args:
+        x: (..., I); of a column product under sequence parallelism (n, ..., I).
+        weight: (O, I), this rank's part; with ``how`` the parameter of a layer.
+        bias: (O,); of a row product it is added once, after the sum.
+        how: None: nothing is cut, or no rank needs what another one has.
+    """
+    if how is None:
+        return project(x, weight, bias)
+    parameter = cast("nn.Parameter", weight)
+    x, local, bias = cast_for_autocast(x, weight, bias)
+    if how.axis.size == 1 and how.queue is None and not _taken(parameter):
+        return project(x, local, bias)
+    call = _Call(how, parameter, math.prod(how.lead))
+    function = _ColumnProduct if how.cut == "column" else _RowProduct
+    y = function.apply(x.reshape(-1, x.shape[-1]), local, bias, call)
+    return y.view(*how.lead, y.shape[-1])
 
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        how = call.how
         if not how.sequence:
             kept = x
-            y = F.linear(x, weight, bias)
+            y = product(x, weight.t(), bias)
         elif how.overlap:
             y, rows = gather_product(x, weight.t(), how.axis, bias)
-            y, kept = _first_rows(y, how.rows), x if how.regather else rows
+            y, kept = _first_rows(y, call.rows), x if how.regather else rows
         else:
             rows = all_gather(x, how.axis)
-            y = F.linear(rows[: how.rows], weight, bias)
+            y = product(rows[: call.rows], weight.t(), bias)
             kept = x if how.regather else rows
         ctx.save_for_backward(kept, weight)
-        ctx.how, ctx.own = how, len(x)
+        ctx.call, ctx.own = call, len(x)
         return y
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
+        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.call.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         gathering = summing = dw = None
         if how.sequence and how.regather and needs_weight:
@@ -88,7 +112,7 @@ class _ColumnProduct(torch.autograd.Function):
                 summing.wait()
         if needs_weight:
             rows = x if gathering is None else gathering.wait()
-            dw = _weight_gradient(dy, rows[: len(dy)], how, _weight_node(ctx), summing)
+            dw = _weight_gradient(dy, rows[: len(dy)], ctx.call, _weight_node(ctx), summing)
         dx = None if summing is None else summing.wait()
         return dx, dw, dy.sum(0) if needs_bias else None, None
 
@@ -97,7 +121,7 @@ def _start_input_gradient(dy: Tensor, weight: Tensor, how: How, n: int) -> Handl
     """Start dx (T, I), or (n, I) when tokens are cut, summed over ranks."""
     if how.sequence and how.overlap:
         return start_product_scatter(dy, weight, how.axis, n)
-    dx = dy @ weight
+    dx = product(dy, weight)
     if how.sequence:
         return reduce_scatter(pad_rows(dx, n * how.axis.size), how.axis, async_op=True)
     return all_reduce(dx, how.axis, async_op=True)
@@ -105,25 +129,26 @@ def _start_input_gradient(dy: Tensor, weight: Tensor, how: How, n: int) -> Handl
 
 class _RowProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: How) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        how = call.how
         w, axis = weight.t(), how.axis
         ctx.save_for_backward(x, weight)
-        ctx.how = how
+        ctx.call = call
         if axis.size == 1:  # as without a queue: one rounding of product and bias, not two
-            return F.linear(x, weight, bias)
+            return product(x, w, bias)
         if how.sequence and how.overlap:
-            y = start_product_scatter(x, w, axis, how.rows).wait()
+            y = start_product_scatter(x, w, axis, call.rows).wait()
         elif how.sequence:
-            y = reduce_scatter(pad_rows(x @ w, how.rows * axis.size), axis)
+            y = reduce_scatter(pad_rows(product(x, w), call.rows * axis.size), axis)
         else:
-            y = all_reduce(x @ w, axis)
+            y = all_reduce(product(x, w), axis)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     @outside_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.how
+        (dy,), (x, weight), how = grads, ctx.saved_tensors, ctx.call.how
         needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx, rows = None, dy
         if how.sequence and how.overlap and needs_x:
@@ -133,33 +158,36 @@ class _RowProduct(torch.autograd.Function):
             if how.sequence:
                 rows = all_gather(dy, how.axis)
             if needs_x:
-                dx = rows[: len(x)] @ weight
-        dw = _weight_gradient(rows[: len(x)], x, how, _weight_node(ctx)) if needs_weight else None
+                dx = product(rows[: len(x)], weight)
+        dw = None
+        if needs_weight:
+            dw = _weight_gradient(rows[: len(x)], x, ctx.call, _weight_node(ctx))
         return dx, dw, dy.sum(0) if needs_bias else None, None
 
 
 def _weight_gradient(
-    dy: Tensor, x: Tensor, how: How, node: Node, transfer: Handle | None = None
+    dy: Tensor, x: Tensor, call: _Call, node: Node, transfer: Handle | None = None
 ) -> Tensor | None:
     """dy^T x (O, I), or None when it is deferred or added up elsewhere.
 
     ``transfer`` travels and may need two rounds.
     """
+    how, parameter = call.how, call.parameter
     if how.queue is not None:
-        dtype = how.parameter.dtype
-        how.queue.push(how.parameter, lambda: (dy.t() @ x).to(dtype), (dy, x))
+        dtype = parameter.dtype
+        how.queue.push(parameter, lambda: product(dy.t(), x).to(dtype), (dy, x))
         return None
-    taker = taker_of(how.parameter)
+    taker = taker_of(parameter)
     if taker is not None and accumulates(node):
         taker([(dy, x)])
         return None
     if transfer is None or transfer.rounds == 1 or not how.overlap:
-        return dy.t() @ x
+        return product(dy.t(), x)
     half = dy.shape[1] // 2
     dw = dy.new_empty(dy.shape[1], x.shape[1])
-    torch.mm(dy[:, :half].t(), x, out=dw[:half])
+    product(dy[:, :half].t(), x, out=dw[:half])
     transfer.advance()
-    torch.mm(dy[:, half:].t(), x, out=dw[half:])
+    product(dy[:, half:].t(), x, out=dw[half:])
     return dw
 
 
@@ -168,7 +196,7 @@ def _weight_node(ctx: Any) -> Node:
     return ctx.next_functions[1][0]
 
 
-def taken(parameter: nn.Parameter) -> bool:
+def _taken(parameter: nn.Parameter) -> bool:
     """Whether the weight's gradient is added up elsewhere; compiled programs leave it to autograd.
 
     So one program stands for all layers, without a break.
