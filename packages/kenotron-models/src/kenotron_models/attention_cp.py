@@ -56,14 +56,13 @@ def attend_cut(
         v_BSGK,
         cut.axis,
         sight_of_rows(sight),
+        kenotron_cp.Scoring(
+            scale, cap, sinks, None if dropout is None else _global_dropout(dropout)
+        ),
         way=cut.way,
         layout=cut.layout,
         kernel=kenotron_cp.PLAIN if plain else None,
-        scale=scale,
-        dropout=None if dropout is None else _global_dropout(dropout),
         stride=cut.stride,
-        cap=cap,
-        sinks=sinks,
     )
 
 
