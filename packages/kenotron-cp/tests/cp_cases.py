@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 from cp_dense import dense, inputs, whole
 
-from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Sight
+from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Scoring, Sight
 from kenotron_dist.rng import uniform
 
 SINKS = torch.linspace(-1, 3, 8)
+WITH_SINKS = Scoring(0.25, sinks=SINKS)
 WAYS = ("ring", "gather", "ulysses")
 
 
@@ -31,22 +32,23 @@ class Case(NamedTuple):
 
     def expected(self):
         """Output and gradients in fp64."""
-        factors = self.factors() if "dropout" in self.options else None
-        mask = self.sight.dense_mask()
-        more = {name: self.options[name] for name in ("cap", "sinks") if name in self.options}
-        return dense(*self.tensors(), mask, self.options.get("scale"), factors, **more)
+        scoring = self.options.get("scoring", Scoring(self.depth**-0.5))
+        factors = None if scoring.dropout is None else self.factors(scoring.dropout)
+        return dense(*self.tensors(), self.sight.dense_mask(), scoring, factors)
 
-    def factors(self):
+    def factors(self, dropout):
         """Dropout's factors of all probabilities."""
-        places = torch.arange(self.sight.sequence)
-        p, keep = self.options["dropout"]
-        return keep(torch.arange(self.batch), torch.arange(self.heads), places, places) / (1 - p)
+        places, batch = torch.arange(self.sight.sequence), torch.arange(self.batch)
+        return dropout.keep(batch, torch.arange(self.heads), places, places) / (1 - dropout.p)
 
 
 def keep(rows, heads, queries, keys):
     """Which probabilities stay: a function of global coordinates."""
     where = rows[:, None, None, None], heads[:, None, None], queries[:, None], keys
     return uniform(7, *where) >= 0.3
+
+
+DROPPED = Scoring(0.25, dropout=Dropout(0.3, keep))
 
 
 def cases():
@@ -65,13 +67,19 @@ def cases():
         "tokens that see nothing": Case(Sight(40, 5, unseen), options={"kernel": PLAIN}),
         "several blocks a strip": Case(Sight(200, 60), 8, 4, {"layout": Layout(block=4)}),
         "contiguous": Case(Sight.of_lengths([30, 34]), 8, 4, {"layout": Layout("contiguous")}),
-        "scale, wide values": Case(Sight(48), 8, 4, {"scale": 0.2, "stride": 3}, 2, 8, 24),
-        "cap": Case(Sight(96), options={"cap": 0.8, "scale": 0.7}),
-        "cap in a window of documents": Case(Sight(64, 9, ids), 8, 2, {"cap": 1.5}, 2),
-        "sinks": Case(Sight(96, 40), 8, 4, {"sinks": SINKS, "stride": 3}),
-        "sinks of tokens that see nothing": Case(Sight(40, 5, unseen), options={"sinks": SINKS}),
-        "cap and sinks": Case(Sight(37), 8, 1, {"cap": 1.0, "sinks": SINKS}),
-        "dropout": Case(Sight(48, 20), 8, 2, {"dropout": Dropout(0.3, keep)}, 2),
+        "scale, wide values": Case(
+            Sight(48), 8, 4, {"scoring": Scoring(0.2), "stride": 3}, 2, 8, 24
+        ),
+        "cap": Case(Sight(96), options={"scoring": Scoring(0.7, 0.8)}),
+        "cap in a window of documents": Case(
+            Sight(64, 9, ids), 8, 2, {"scoring": Scoring(0.25, 1.5)}, 2
+        ),
+        "sinks": Case(Sight(96, 40), 8, 4, {"scoring": WITH_SINKS, "stride": 3}),
+        "sinks of tokens that see nothing": Case(
+            Sight(40, 5, unseen), options={"scoring": WITH_SINKS}
+        ),
+        "cap and sinks": Case(Sight(37), 8, 1, {"scoring": Scoring(0.25, 1.0, SINKS)}),
+        "dropout": Case(Sight(48, 20), 8, 2, {"scoring": DROPPED}, 2),
         "bf16": Case(Sight(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
         "fp64": Case(Sight(50, 30), 8, 4, dtype=torch.float64),
     }

@@ -20,20 +20,19 @@ def inputs(batch, sequence, heads, kv_heads, depth, width, dtype=torch.float32):
     )
 
 
-def dense(q, k, v, grad, mask, scale=None, factors=None, cap=None, sinks=None):
+def dense(q, k, v, grad, mask, scoring, factors=None):
     """Output and gradients with the mask of the whole sequence, in fp64."""
     q, k, v = (x.double().requires_grad_() for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
     keys, values = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = q.transpose(1, 2) @ keys.mT * scale
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
+    scores = q.transpose(1, 2) @ keys.mT * scoring.scale
+    if scoring.cap is not None:
+        scores = scoring.cap * torch.tanh(scores / scoring.cap)
     scores = scores.masked_fill(~mask, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0) * mask
-    if sinks is not None:
+    if scoring.sinks is not None:
         total = scores.exp().sum(-1, keepdim=True)
-        weights = weights * (total / (total + sinks.double().exp()[:, None, None]))
+        weights = weights * (total / (total + scoring.sinks.double().exp()[:, None, None]))
     if factors is not None:
         weights = weights * factors
     out = (weights @ values).transpose(1, 2)

@@ -5,7 +5,7 @@ import torch
 from test_cp_kernels import mask_with_blind_row, some
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kenotron_cp import EFFICIENT, PLAIN, Tile
+from kenotron_cp import EFFICIENT, PLAIN, Scoring, Tile
 from kenotron_cp.partial import finite
 
 
@@ -17,7 +17,7 @@ from kenotron_cp.partial import finite
 def test_the_cuda_kernel_is_the_plain_one(dtype, case, order):
     q, k, v, grad = (x.to("cuda", dtype) for x in some())
     mask = mask_with_blind_row().cuda() if case == "mask" else None
-    tile = Tile(0.3, case == "causal", mask)
+    tile = Tile(Scoring(0.3), case == "causal", mask)
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
     ours = EFFICIENT.forward(q, k, v, tile)
     theirs = PLAIN.forward(q.float(), k.float(), v.float(), tile)
@@ -49,7 +49,7 @@ class Outputs(TorchDispatchMode):
 def test_the_cuda_kernel_is_given_outputs_with_tokens_first_in_memory(masked):
     """Its backward reads them so in half precision, whatever their strides."""
     q, k, v, grad = (x.to("meta", torch.bfloat16) for x in some())
-    tile = Tile(0.3, False, mask_with_blind_row().to("meta") if masked else None)
+    tile = Tile(Scoring(0.3), False, mask_with_blind_row().to("meta") if masked else None)
     out, lse = torch.empty_like(v), torch.empty(2, 3, 6, device="meta")
     with Outputs() as seen:
         EFFICIENT.backward(grad, q, k, v, out, lse, tile)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cp_cases import keep
 
-from kenotron_cp import FLASH_CPU, Dropout, Layout, Sight, attend
+from kenotron_cp import FLASH_CPU, Dropout, Layout, Scoring, Sight, attend
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 
@@ -33,20 +33,37 @@ def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None
             "documents of 3 rows and q has 1 rows: give one row",
         ),
         ({"way": "star"}, "way 'star' is not ring, gather or ulysses"),
-        ({"cap": 0.0}, "cap is 0.0, it must be a finite number above 0"),
-        ({"cap": 1.0, "kernel": FLASH_CPU}, "kernel flash_cpu has no cap: leave out kernel, or"),
-        ({"sinks": torch.zeros(2)}, r"sinks \(2,\) for 4 query heads: give a score each"),
-        ({"stride": 0}, "stride is 0, it must be at least 1"),
-        ({"dropout": Dropout(1.0, keep)}, r"p is 1.0, it must be within \[0, 1\)"),
         (
-            {"dropout": Dropout(0.1, keep), "kernel": FLASH_CPU},
-            "kernel flash_cpu has no dropout: leave out kernel, or give PLAIN",
+            {"scoring": Scoring(1.0, 1.0), "kernel": FLASH_CPU},
+            "kernel flash_cpu has no cap: leave out kernel, or give PLAIN",
+        ),
+        (
+            {"scoring": Scoring(1.0, sinks=torch.zeros(2))},
+            r"sinks \(2,\) for 4 query heads: give one each",
+        ),
+        ({"stride": 0}, "stride is 0, it must be at least 1"),
+        (
+            {"scoring": Scoring(1.0, 1.0, dropout=Dropout(0.1, keep)), "kernel": FLASH_CPU},
+            "kernel flash_cpu has no cap and no dropout: leave out kernel, or give PLAIN",
         ),
     ],
 )
 def test_what_does_not_fit_is_named(changes, message):
     with pytest.raises(ValueError, match=message):
         shaped(**changes)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ({"cap": 0.0}, "Scoring: cap is 0.0, it must be a finite number above 0"),
+        ({"cap": float("inf")}, "Scoring: cap is inf, it must be a finite number above 0"),
+        ({"dropout": Dropout(1.0, keep)}, r"dropout p is 1.0, it must be within \[0, 1\)"),
+    ],
+)
+def test_a_scoring_that_is_none(field, message):
+    with pytest.raises(ValueError, match=message):
+        Scoring(1.0, **field)
 
 
 def test_one_floating_dtype():

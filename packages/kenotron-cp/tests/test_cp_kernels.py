@@ -5,7 +5,7 @@ import torch
 from cp_dense import normal
 from torch.nn.functional import scaled_dot_product_attention
 
-from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Partial, Tile
+from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Partial, Scoring, Tile
 from kenotron_cp.kernels import default_kernel
 from kenotron_cp.partial import finite, merge
 
@@ -33,7 +33,7 @@ def test_a_kernel_is_torchs_attention(kernel: Kernel, depth, width, case):
     mask = {"mask": mask_with_blind_row(), "all": None, "causal": None}[case]
     full = torch.ones(6, 6, dtype=torch.bool)
     seen = {"mask": mask, "all": full, "causal": full.tril()}[case]
-    tile = Tile(0.3, case == "causal", mask)
+    tile = Tile(Scoring(0.3), case == "causal", mask)
     part = kernel.forward(*(x.detach() for x in (q, k, v)), tile)
     blind = ~seen.any(-1)
     scores = (0.3 * q @ k.mT).masked_fill(~seen, -torch.inf)
@@ -54,9 +54,9 @@ def test_results_of_two_halves_merge_to_the_whole(kernel):
     q, k, v, _ = some()
     mask = mask_with_blind_row()
     mask[1, 0, 4, :3] = False  # sees the second half only
-    whole = kernel.forward(q, k, v, Tile(1.0, mask=mask))
+    whole = kernel.forward(q, k, v, Tile(Scoring(1.0), mask=mask))
     halves = [
-        kernel.forward(q, k[:, :, s], v[:, :, s], Tile(1.0, mask=mask[..., s]))
+        kernel.forward(q, k[:, :, s], v[:, :, s], Tile(Scoring(1.0), mask=mask[..., s]))
         for s in (slice(0, 3), slice(3, 6))
     ]
     merged = merge(*halves)

@@ -7,12 +7,17 @@ import torch
 from cp_cases import SINKS, WAYS, Case
 from torch.testing import assert_close
 
-from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Sight, attend, cut_sequence
+from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Scoring, Sight, attend, cut_sequence
 from kenotron_dist import all_reduce
 from kenotron_dist.rng import uniform
 from kenotron_dist.testing import on_ranks
 
-OPTIONS: list[dict[str, Any]] = [{}, {"cap": 1.2}, {"kernel": PLAIN}, {"kernel": FLASH_CPU}]
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of the scoring, of the attention
+    ({}, {}),
+    ({"cap": 1.2}, {}),
+    ({}, {"kernel": PLAIN}),
+    ({}, {"kernel": FLASH_CPU}),
+]
 CASE = Case(Sight.of_lengths([20, 31], 13), 8, 4)
 
 
@@ -20,11 +25,12 @@ def keep(rows, heads, queries, keys):
     return uniform(7, rows[:, None, None, None], heads[:, None, None], queries[:, None], keys) > 0.3
 
 
-def gradient(mesh, way, options):
+def gradient(mesh, way, fields, options):
     """Of the sinks, summed over ranks."""
     axis, sinks = mesh["cp"], SINKS.clone().requires_grad_()
     *tensors, grad = (cut_sequence(x, axis) for x in CASE.tensors())
-    attend(*tensors, axis, CASE.sight, way=way, sinks=sinks, **options).backward(grad)
+    scoring = Scoring(CASE.depth**-0.5, sinks=sinks, **fields)
+    attend(*tensors, axis, CASE.sight, scoring, way=way, **options).backward(grad)
     return all_reduce(sinks.grad, axis)
 
 
@@ -42,20 +48,20 @@ def by_the_definition(cap=None):
 
 def gradients(mesh):
     """Of all ways and kernels."""
-    return {(way, i): gradient(mesh, way, how) for way in WAYS for i, how in enumerate(OPTIONS)}
+    return {(way, i): gradient(mesh, way, *how) for way in WAYS for i, how in enumerate(OPTIONS)}
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_it_is_that_of_one_process(cp: int):
     for ranks in on_ranks(gradients, cp=cp):
         for (way, i), found in ranks.items():
-            want = by_the_definition(OPTIONS[i].get("cap"))
+            want = by_the_definition(OPTIONS[i][0].get("cap"))
             assert_close(found.double(), want, rtol=1e-5, atol=1e-5, msg=f"{way}, {OPTIONS[i]}")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dropped_keys_leave_the_share_of_the_sink(way):
-    options = {"dropout": Dropout(0.3, keep)}
-    [want] = on_ranks(gradient, "ring", options)
-    for found in on_ranks(gradient, way, options, cp=2):
+    fields = {"dropout": Dropout(0.3, keep)}
+    [want] = on_ranks(gradient, "ring", fields, {})
+    for found in on_ranks(gradient, way, fields, {}, cp=2):
         assert_close(found, want, rtol=1e-5, atol=1e-5)

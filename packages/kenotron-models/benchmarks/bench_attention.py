@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kenotron_cp import Scoring
 from kenotron_models import Context
 from kenotron_models.attention_backends import BACKENDS, Attend, chosen
 from kenotron_models.attention_flash import flash_runs
@@ -45,7 +46,7 @@ def milliseconds(function: Attend, tensors: list[Tensor], sight: Sight) -> tuple
     """Of forward and of backward."""
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     times = [clock()]
-    out = function(*leaves, sight, tensors[0].shape[-1] ** -0.5)
+    out = function(*leaves, sight, Scoring(tensors[0].shape[-1] ** -0.5))
     times.append(clock())
     out.backward(tensors[3])
     times.append(clock())
@@ -78,7 +79,7 @@ def measure(size: tuple[int, ...], dtype: str, kind: str, rounds: int, device: s
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name in names:
-            times[name].append(milliseconds(BACKENDS[name], tensors, sight))
+            times[name].append(milliseconds(BACKENDS[name].attend, tensors, sight))
     medians = {
         name: [round(statistics.median(column), 2) for column in zip(*found[1:], strict=True)]
         for name, found in times.items()

@@ -16,6 +16,7 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kenotron_cp import Scoring
 from kenotron_models import attention_blocked
 from kenotron_models.attention_backends import AttentionBackend, attend, chosen
 from kenotron_models.attention_flash import attend_flash
@@ -51,7 +52,7 @@ def test_a_back_end_computes_the_formula(
     mask = seen(places, window, documents)
     want = with_gradients(lambda *x: formula(*x, mask, scale), tensors, torch.float64)
     sight = sight_of(places, window, documents)
-    got = with_gradients(lambda *x: attend(*x, sight, scale=scale, backend=backend), tensors, dtype)
+    got = with_gradients(lambda *x: attend(*x, sight, Scoring(scale), backend), tensors, dtype)
     names = ("out", "q", "k", "v")
     for name, a, b in zip(names, got, want, strict=True):
         assert deviation(a, b) <= BOUNDS[dtype], name
@@ -82,7 +83,7 @@ def test_any_sizes(
     want = with_gradients(lambda *x: formula(*x, mask, 0.3), tensors, torch.float64)
     for backend in BACKENDS:
         got = with_gradients(
-            lambda *x, name=backend: attend(*x, sight, scale=0.3, backend=name),
+            lambda *x, name=backend: attend(*x, sight, Scoring(0.3), name),
             tensors,
             torch.float32,
         )
@@ -94,8 +95,9 @@ def test_any_sizes(
 def test_the_blocked_gradient_is_the_derivative(window: int | None, documents: bool) -> None:
     tensors = [x.double().requires_grad_() for x in inputs(2, 7, 4, 2, width=2)]
     sight = sight_of(positions(7)[:2], window, documents)
+    scoring = Scoring(0.6)
     assert torch.autograd.gradcheck(
-        lambda *x: attention_blocked.attend_blocks(*x, sight, 0.6), tensors, fast_mode=False
+        lambda *x: attention_blocked.attend_blocks(*x, sight, scoring), tensors, fast_mode=False
     )
 
 
@@ -105,7 +107,7 @@ def test_blocks_keep_no_scores() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda x: kept.append(x.numel()) or x, lambda x: x
     ):
-        attend(*tensors, sight_of(torch.arange(64)[None], 9), scale=1.0, backend="blocked")
+        attend(*tensors, sight_of(torch.arange(64)[None], 9), Scoring(1.0), "blocked")
     assert sum(kept) == sum(x.numel() for x in tensors)
 
 
@@ -131,10 +133,10 @@ def test_masks_are_made_once_and_only_where_something_is_hidden() -> None:
 def test_padding_at_the_right_changes_nothing(backend: AttentionBackend) -> None:
     tensors, places = inputs(1, 12, 4, 2), torch.arange(12)[None].clone()
     short = [x[:, :7] for x in tensors]
-    want = attend(*short, sight_of(places[:, :7], 4, True), scale=0.5, backend=backend)
+    want = attend(*short, sight_of(places[:, :7], 4, True), Scoring(0.5), backend)
     for filler in ([0] * 5, [-1] * 5, [3, 1, 4, 1, 5], [7, 8, 9, 10, 11]):
         places[0, 7:] = torch.tensor(filler)
-        got = attend(*tensors, sight_of(places, 4, True), scale=0.5, backend=backend)
+        got = attend(*tensors, sight_of(places, 4, True), Scoring(0.5), backend)
         assert got.isfinite().all()
         torch.testing.assert_close(got[:, :7], want)
 
@@ -153,7 +155,7 @@ def test_an_ordered_back_end_that_cannot_run(monkeypatch: pytest.MonkeyPatch) ->
     tensors, sight = inputs(1, 4, 2, 2), sight_of(torch.arange(4)[None])
     monkeypatch.setattr("kenotron_models.attention_flash.installed", lambda: False)
     with pytest.raises(ValueError, match=r"not installed; install flash-attn.*choose auto or sdpa"):
-        attend(*tensors, sight, scale=1.0, backend="flash_attn")
+        attend(*tensors, sight, Scoring(1.0), "flash_attn")
     monkeypatch.setattr("kenotron_models.attention_flash.installed", lambda: True)
     with pytest.raises(ValueError, match="flash_attn: tensors are on cpu; it needs a CUDA device"):
-        attend_flash(*tensors, sight, 1.0)
+        attend_flash(*tensors, sight, Scoring(1.0))

@@ -9,11 +9,12 @@ import torch
 from attention_cases import inputs, sight_of
 from torch import Tensor
 
+from kenotron_cp import Dropout, Scoring
 from kenotron_dist import Axis
 from kenotron_dist.rng import counter_key, uniform
 from kenotron_models import Attention, AttentionSpec, Build, Context
 from kenotron_models.attention_backends import attend
-from kenotron_models.attention_reference import Dropout, dropout_of
+from kenotron_models.attention_reference import dropout_of
 
 HERE = Build(Axis.solo("tp"), device="cpu")
 SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=6, dropout=0.25)
@@ -27,8 +28,13 @@ def dropout(step: int = 0, layer: int = 0, first_head: int = 0, p: float = 0.25)
     return found
 
 
+def keep(drop: Dropout, head: int) -> Tensor:
+    """Bool (B, S, S): what is kept of a head, by its number among those held here."""
+    return drop.kept(4, range(head, head + 1), torch.arange(40), torch.arange(40))[:, 0]
+
+
 def test_its_share_is_right_everywhere() -> None:
-    kept = torch.stack([dropout().keep(head, 40) for head in range(4)])  # (H, B, S, S)
+    kept = torch.stack([keep(dropout(), head) for head in range(4)])  # (H, B, S, S)
     assert abs(kept.float().mean() - 0.75) < 0.01
     for dims in ((0, 1, 2), (0, 1, 3), (1, 2, 3), (0, 2, 3)):
         shares = kept.float().mean(dims)
@@ -37,11 +43,11 @@ def test_its_share_is_right_everywhere() -> None:
 
 
 def test_it_depends_on_step_layer_head_sample_and_places() -> None:
-    base = dropout().keep(0, 40)
-    assert torch.equal(base, dropout().keep(0, 40))
+    base = keep(dropout(), 0)
+    assert torch.equal(base, keep(dropout(), 0))
     for other in (dropout(step=1), dropout(layer=1), dropout(first_head=1)):
-        assert (other.keep(0, 40) != base).float().mean() > 0.3
-    assert torch.equal(dropout(first_head=1).keep(0, 40), dropout().keep(1, 40))
+        assert (keep(other, 0) != base).float().mean() > 0.3
+    assert torch.equal(keep(dropout(first_head=1), 0), keep(dropout(), 1))
     for a, b in ((base[0], base[1]), (base[0, 1], base[0, 2]), (base[0], base[0].T)):
         assert (a != b).float().mean() > 0.2
 
@@ -50,12 +56,13 @@ def test_probabilities_are_dropped_and_the_others_grow() -> None:
     q, k, v = inputs(4, 9, 4, 2)
     sight = sight_of(torch.arange(9).expand(4, 9), window=5)
     drop = dropout(first_head=8)
-    out = attend(q, k, v, sight, scale=0.3, backend="sdpa", dropout=drop)
+    out = attend(q, k, v, sight, Scoring(0.3, dropout=drop), "sdpa")
+    key = counter_key(counter_key(0, 0), "attention", 0)
     for b, head, i in ((0, 0, 8), (1, 3, 4), (3, 2, 0)):
         keys = torch.arange(max(i - 4, 0), i + 1)
         shares = (0.3 * k[b, keys, head // 2] @ q[b, i, head]).softmax(-1)
         at = [torch.full_like(keys, n) for n in (int(SAMPLES[b]), 8 + head, i)]
-        kept = uniform(drop.key, *at, keys) >= 0.25
+        kept = uniform(key, *at, keys) >= 0.25
         want = (shares * kept / 0.75) @ v[b, keys, head // 2]
         torch.testing.assert_close(out[b, i, head], want, rtol=1e-5, atol=1e-6)
 

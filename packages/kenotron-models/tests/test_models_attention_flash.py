@@ -10,6 +10,7 @@ import torch
 from attention_cases import inputs, positions, sight_of, with_gradients
 from torch import Tensor
 
+from kenotron_cp import Scoring
 from kenotron_dist import Axis
 from kenotron_models import Build, LlamaConfig, attention_flash, build_decoder
 from kenotron_models.attention_backends import attend, chosen
@@ -81,7 +82,7 @@ def test_flash_attn_is_asked_for_the_same_numbers(
     tensors, sight = inputs(3, 15, 4, kv_heads), sight_of(positions(15), window, documents)
     results = [
         with_gradients(
-            lambda *x, name=name: attend(*x, sight, scale=0.7, backend=name), tensors, torch.float32
+            lambda *x, name=name: attend(*x, sight, Scoring(0.7), name), tensors, torch.float32
         )
         for name in ("flash_attn", "plain", "auto")
     ]
@@ -98,7 +99,7 @@ def test_a_deterministic_run_asks_for_a_deterministic_backward(
     tensors, sight = inputs(3, 6, 2, 2), sight_of(positions(6), None, documents)
     torch.use_deterministic_algorithms(True)
     try:
-        attend(*tensors, sight, scale=0.7, backend="flash_attn")
+        attend(*tensors, sight, Scoring(0.7), "flash_attn")
     finally:
         torch.use_deterministic_algorithms(False)
     assert CALLS == ["deterministic varlen" if documents else "deterministic func"]

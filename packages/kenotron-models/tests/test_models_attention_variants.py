@@ -11,6 +11,7 @@ import torch
 from attention_cases import deviation, inputs, positions, seen, sight_of, with_gradients
 from torch import Tensor
 
+from kenotron_cp import Scoring
 from kenotron_dist import Axis
 from kenotron_models import (
     Attention,
@@ -84,7 +85,7 @@ def test_a_back_end_computes_the_formula(
         return formula(q, k, v, s, mask, 0.7, cap)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, s: Tensor | None = None) -> Tensor:
-        return attend(q, k, v, sight, scale=0.7, backend=backend, cap=cap, sinks=s)
+        return attend(q, k, v, sight, Scoring(0.7, cap, s), backend)
 
     want = with_gradients(exact, tensors, torch.float64)
     got = with_gradients(ours, tensors, dtype)
@@ -100,7 +101,7 @@ def test_the_blocked_gradient_is_the_derivative(cap: float | None, sinks: bool) 
     sight = sight_of(positions(7)[:2], 3, True)
 
     def blocks(q: Tensor, k: Tensor, v: Tensor, s: Tensor | None = None) -> Tensor:
-        return attention_blocked.attend_blocks(q, k, v, sight, 0.6, cap=cap, sinks=s)
+        return attention_blocked.attend_blocks(q, k, v, sight, Scoring(0.6, cap, s))
 
     assert torch.autograd.gradcheck(blocks, [*tensors, *more], fast_mode=False)
 
@@ -108,10 +109,14 @@ def test_the_blocked_gradient_is_the_derivative(cap: float | None, sinks: bool) 
 @pytest.mark.parametrize(
     ("backend", "spec", "said"),
     [
-        ("sdpa", {"cap": 1.0}, "attention back end sdpa: it has no caps of scores; choose auto or"),
-        ("varlen", {"cap": 1.0}, "varlen: it has no caps of scores; choose auto or plain or bloc"),
-        ("sdpa", {"sinks": True}, "sdpa: it has no attention sinks; choose auto or plain or block"),
-        ("flash_attn", {"sinks": True}, "flash_attn: it has no attention sinks; choose auto"),
+        ("sdpa", {"cap": 1.0}, "attention back end sdpa has no cap: choose auto or flash_attn or"),
+        (
+            "varlen",
+            {"cap": 1.0},
+            "end varlen has no cap: choose auto or flash_attn or blocked or ",
+        ),
+        ("sdpa", {"sinks": True}, "sdpa has no sinks: choose auto or blocked or plain"),
+        ("flash_attn", {"sinks": True}, "flash_attn has no sinks: choose auto or blocked or plain"),
     ],
 )
 def test_an_ordered_back_end_without_it_is_refused(
@@ -134,10 +139,10 @@ def test_flash_attn_caps_scores_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(attention_flash, "installed", lambda: True)
     monkeypatch.setattr(attention_flash, "problem", lambda _: None)
     tensors, sight = inputs(1, 4, 2, 2), sight_of(torch.arange(4)[None])
-    attend(*tensors, sight, scale=1.0, cap=2.5)  # auto, on a device that can run it
+    attend(*tensors, sight, Scoring(1.0, 2.5))  # auto, on a device that can run it
     assert given["softcap"] == 2.5
     given.clear()
-    attend(*tensors, sight, scale=1.0, cap=2.5, sinks=torch.zeros(2))
+    attend(*tensors, sight, Scoring(1.0, 2.5, torch.zeros(2)))
     assert not given  # blocks have sinks
 
 

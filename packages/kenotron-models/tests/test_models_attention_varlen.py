@@ -12,6 +12,7 @@ from test_models_attention_flash import one_sequence
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from kenotron_cp import Scoring
 from kenotron_models import Context, attention_backends, attention_flash, attention_varlen
 from kenotron_models.attention_backends import attend, chosen, prepare
 from kenotron_models.attention_mask import Sight, document_lengths
@@ -78,14 +79,13 @@ def test_it_is_asked_for_the_same_numbers(
 ) -> None:
     tensors, places = inputs(3, 15, 4, kv_heads), positions(15)
     context = Context(places, host_positions_BS=places if host else None)
-    got = with_gradients(
-        lambda *x: attend(*x, Sight(context, window, documents), scale=0.7), tensors, torch.float32
-    )
+    sight = Sight(context, window, documents)
+    got = with_gradients(lambda *x: attend(*x, sight, Scoring(0.7)), tensors, torch.float32)
     assert CALLS == [(4, 3, 5, 1, 1, 1, 7, 8, 15) if documents else (15, 15, 15)]
     assert "mask" not in str(list(context._made)), "a full-square mask was made"
     sight = sight_of(places, window, documents)
     want = with_gradients(
-        lambda *x: attend(*x, sight, scale=0.7, backend="plain"), tensors, torch.float32
+        lambda *x: attend(*x, sight, Scoring(0.7), "plain"), tensors, torch.float32
     )
     for each, twin in zip(got, want, strict=True):
         torch.testing.assert_close(each, twin, rtol=1e-5, atol=1e-5)
@@ -153,7 +153,7 @@ def test_cudnn_comes_first_from_hopper_on(monkeypatch, capability, first) -> Non
     monkeypatch.setattr(attention_backends.F, "scaled_dot_product_attention", look)
     sight = sight_of(torch.arange(8)[None])
     prepare(sight, "sdpa")
-    attend(*inputs(1, 8, 4, 2), sight, scale=1.0, backend="sdpa")
+    attend(*inputs(1, 8, 4, 2), sight, Scoring(1.0), "sdpa")
     want = before if first is None else [int(each) for each in attention_backends.CUDNN_FIRST]
     assert orders[0][: len(want)] == want
     assert (orders[0][0] == int(SDPBackend.CUDNN_ATTENTION)) == (first is not None)

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kenotron_cp import Scoring
+from kenotron_models.attention_backends import attend_kept
 from kenotron_models.kv_cache import KVCache
 
 B, H, K, USED = 3, 8, 16, 11
@@ -31,7 +33,8 @@ def test_it_is_that_of_repeated_keys(equal_lengths: bool, kv_heads: int, new: in
     scores = q.transpose(1, 2) @ keys.transpose(-1, -2) * 0.3
     hidden = torch.arange(USED) > places[:, None, :, None]
     want = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values
-    torch.testing.assert_close(cache.attend(0, q, mask, 0.3), want.transpose(1, 2))
+    out = attend_kept(q, *cache.kept(0), mask, Scoring(0.3))
+    torch.testing.assert_close(out, want.transpose(1, 2))
 
 
 def test_one_new_token_reads_keys_once() -> None:
@@ -47,6 +50,6 @@ def test_one_new_token_reads_keys_once() -> None:
         return real(q, keys, *rest, **options)
 
     with mock.patch.object(F, "scaled_dot_product_attention", attend):
-        out = cache.attend(0, torch.randn(B, 1, H, K), None, 0.3)
+        out = attend_kept(torch.randn(B, 1, H, K), *cache.kept(0), None, Scoring(0.3))
     assert out.shape == (B, 1, H, K)
     assert shapes == [((B, 2, H // 2, K), (B, 2, USED, K), False)]

@@ -4,7 +4,7 @@ from kenotron_cp.attend import Way, attend, gather_attention, ring_attention, ul
 from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Tile
 from kenotron_cp.layout import Cut, Layout
 from kenotron_cp.partial import Partial
-from kenotron_cp.problem import Dropout
+from kenotron_cp.scoring import Dropout, Scoring
 from kenotron_cp.sequence_cut import cut_sequence, join_sequence
 from kenotron_cp.traffic import AttentionSize, Traffic, attention_traffic
 from kenotron_cp.visibility import Sight
@@ -19,6 +19,7 @@ __all__ = [
     "Kernel",
     "Layout",
     "Partial",
+    "Scoring",
     "Sight",
     "Tile",
     "Traffic",

@@ -18,8 +18,9 @@ from kenotron_cp.block_forward import forward
 from kenotron_cp.gather import gather_backward, gather_forward
 from kenotron_cp.kernels import PLAIN, Kernel, default_kernel
 from kenotron_cp.layout import Cut, Layout
-from kenotron_cp.problem import Dropout, Problem
+from kenotron_cp.problem import Problem
 from kenotron_cp.ring import ring_backward, ring_forward
+from kenotron_cp.scoring import Scoring
 from kenotron_cp.sinks import gradient_of_sinks, with_sinks
 from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
 from kenotron_cp.visibility import Sight
@@ -27,6 +28,8 @@ from kenotron_dist import Axis
 
 Way = Literal["ring", "gather", "ulysses"]
 """How ranks share the work."""
+AROUND_KERNELS = frozenset({"sinks"})
+"""Fields of ``Scoring`` that are applied to the result of any kernel."""
 
 
 class _Run(NamedTuple):
@@ -92,15 +95,12 @@ def attend(
     v: Tensor,
     axis: Axis,
     sight: Sight,
+    scoring: Scoring | None = None,
     *,
     way: Way = "ring",
     layout: Layout = Layout(),
     kernel: Kernel | None = None,
-    scale: float | None = None,
-    dropout: Dropout | None = None,
     stride: int = 1,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Exact attention over a sequence that is cut over the ranks of an axis.
 
@@ -113,16 +113,13 @@ def attend(
         v: (B, n, K, V).
         axis: the ranks over which the sequence is cut.
         sight: which tokens see which, of the whole sequence.
+        scoring: what changes the scores; None: a scale of 1 / sqrt(D). The gradient of its sinks is
+            that of this rank's queries: sum it.
         way: ``ring``, ``gather`` or ``ulysses``: which collectives run over ``axis``; see there.
         layout: that of ``cut_sequence``.
-        kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` with
-            dropout, with a cap, and for dtypes and features that torch's does not take.
-        scale: factor of the scores; None: 1 / sqrt(D).
-        dropout: of the probabilities, by global coordinates.
+        kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` for
+            scorings, dtypes and features that torch's does not take.
         stride: key heads that the way ``gather`` has at a time.
-        cap: scores s become cap * tanh(s / cap) (Gemma-2, arXiv 2408.00118); None: they stay.
-        sinks: a score (H,) for each query head, which takes its share of every softmax and has no
-            value (gpt-oss); None: none. The gradient is that of this rank's queries: sum it.
 
     Returns:
         (B, n, H, V) in the dtype of ``q``. Partial results are added in fp32 (fp64 for fp64).
@@ -131,36 +128,34 @@ def attend(
         ValueError: shapes, dtypes or options that do not fit; heads that Ulysses cannot divide.
     """
     cut = Cut(sight.sequence, axis.size, layout)
-    _check(q, k, v, sinks, axis, sight, cut)
-    kernel = _kernel(kernel, q, v, dropout, cap)
+    scoring = Scoring(q.shape[-1] ** -0.5) if scoring is None else scoring
+    _check(q, k, v, scoring, axis, sight, cut)
     if way not in ("ring", "gather", "ulysses"):
         raise ValueError(f"attend: way {way!r} is not ring, gather or ulysses")
     if stride < 1:
         raise ValueError(f"attend: stride is {stride}, it must be at least 1")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    heads = torch.arange(q.shape[2], device="cpu")
-    p = Problem(sight.over(cut), axis.rank, kernel, scale, dropout, heads, q.shape[-1], cap)
+    kernel = _kernel(kernel, q, v, scoring)
+    p = Problem(sight.over(cut), axis.rank, kernel, scoring, q.shape[-1])
     if axis.size > 1 and way != "ulysses":
-        return _Attend.apply(q, k, v, sinks, _Run(p, axis, way, stride))
-    return _whole_sequence(q, k, v, sinks, axis, p)
+        return _Attend.apply(q, k, v, scoring.sinks, _Run(p, axis, way, stride))
+    return _whole_sequence(q, k, v, axis, p)
 
 
-def _whole_sequence(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, axis: Axis, p: Problem
-) -> Tensor:
+def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> Tensor:
     """Attention of some heads, or of all, over the whole sequence, as one rank computes it."""
     cut = p.cut
     alone = Cut(cut.sequence, 1, replace(cut.layout, strips=cut.strips))
-    solo, heads = Axis.solo(axis.name), p.heads.chunk(axis.size)[axis.rank]
-    p = replace(p, table=p.table.sight.over(alone), rank=0, heads=heads)
-    run = _Run(p, solo, "ring", 1)
+    p = replace(p, table=p.table.sight.over(alone), rank=0)
     if axis.size == 1:
         missing = (0, 0, 0, 0, 0, alone.padded - cut.sequence)
         padded = (pad(x, missing) for x in (q, k, v))
-        return _Attend.apply(*padded, sinks, run)[:, : cut.sequence]
+        run = _Run(p, axis, "ring", 1)
+        return _Attend.apply(*padded, p.scoring.sinks, run)[:, : cut.sequence]
     check_heads(q.shape[2], k.shape[2], axis)
-    own = None if sinks is None else sinks.chunk(axis.size)[axis.rank]
-    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own, run), axis, cut)
+    heads = q.shape[2] // axis.size
+    own = p.scoring.of_heads(axis.rank * heads, (axis.rank + 1) * heads)
+    run = _Run(replace(p, scoring=own), Axis.solo(axis.name), "ring", 1)
+    return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own.sinks, run), axis, cut)
 
 
 def ring_attention(
@@ -198,30 +193,20 @@ def ulysses_attention(
     return attend(q, k, v, axis, sight, way="ulysses", **options)
 
 
-def _kernel(
-    kernel: Kernel | None, q: Tensor, v: Tensor, dropout: Dropout | None, cap: float | None
-) -> Kernel:
-    if cap is not None and not 0 < cap < float("inf"):
-        raise ValueError(f"attend: cap is {cap}, it must be a finite number above 0")
-    if dropout is not None and not 0 <= dropout.p < 1:
-        raise ValueError(f"attend: dropout p is {dropout.p}, it must be within [0, 1)")
+def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, scoring: Scoring) -> Kernel:
+    """Return the kernel, or the one for these inputs; it applies what the scoring has."""
     if kernel is None:
-        if dropout is not None or cap is not None:
-            return PLAIN
-        return default_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
-    if dropout is not None and not kernel.dropout:
-        raise ValueError(
-            f"attend: the kernel {kernel.name} has no dropout: leave out kernel, or give PLAIN"
-        )
-    if cap is not None and not kernel.caps:
-        raise ValueError(
-            f"attend: the kernel {kernel.name} has no cap: leave out kernel, or give PLAIN"
-        )
+        kernel = default_kernel(q.device.type, q.dtype, q.shape[-1], v.shape[-1])
+        if scoring.unsupported(kernel.supports | AROUND_KERNELS):
+            kernel = PLAIN
+    supported = kernel.supports | AROUND_KERNELS
+    advice = "leave out kernel, or give PLAIN or another that supports it"
+    scoring.check(f"attend: the kernel {kernel.name}", supported, advice)
     return kernel
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, axis: Axis, sight: Sight, cut: Cut
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, axis: Axis, sight: Sight, cut: Cut
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -244,10 +229,11 @@ def _check(
             f"attend: {q.shape[2]} query heads and {k.shape[2]} key heads: each key head must "
             "serve equally many query heads"
         )
-    if sinks is not None and sinks.shape != q.shape[2:3]:
-        raise ValueError(
-            f"attend: sinks {tuple(sinks.shape)} for {q.shape[2]} query heads: give a score each"
-        )
+    for name, value in scoring.per_head().items():
+        if value.shape != q.shape[2:3]:
+            raise ValueError(
+                f"attend: {name} {tuple(value.shape)} for {q.shape[2]} query heads: give one each"
+            )
     if q.shape[1] != cut.local:
         raise ValueError(
             f"attend: {q.shape[1]} tokens; a sequence of {cut.sequence} on {axis.size} "

@@ -120,7 +120,7 @@ class Backward:
             for j in table.blocks[w]:
                 if not table.sees(i, j):
                     continue
-                tile = p.tile(i, j, q.shape[0], q.device)
+                tile = p.tile(i, j, q)
                 lse = self.lse[:, :, here].contiguous()
                 part, dk, dv = p.kernel.backward(grad, q, *keys.of(j), out, lse, tile)
                 part = part.to(self.wide)

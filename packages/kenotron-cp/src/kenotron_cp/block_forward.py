@@ -76,7 +76,7 @@ def _over_strip(p: Problem, q: Tensor, keys: Keys, queries: Block, strip: int) -
     found = None
     for j in p.table.blocks[strip]:
         if p.table.sees(queries, j):
-            tile = p.tile(queries, j, q.shape[0], q.device)
+            tile = p.tile(queries, j, q)
             part = p.kernel.forward(q, *keys.of(j), tile)
             found = part if found is None else merge(found, part)
     return found

@@ -38,7 +38,7 @@ def gather_forward(
     width = kv.shape[-1] - p.depth
     out = q.new_empty(*q.shape[:3], width)
     lse = q.new_empty(q.shape[:3], dtype=accumulated(q.dtype))
-    for part, heads, chunks in _gathered(p, axis, kv, stride):
+    for part, heads, chunks in _gathered(p, axis, q.shape[1], kv, stride):
         out[:, heads], lse[:, heads] = forward(part, q[:, heads], [chunks], width)
     return out, lse
 
@@ -58,43 +58,42 @@ def gather_backward(
     Returns:
         dq (B, H, n, D) and dkv (B, K, n, D + V) in the dtype of q.
     """
-    group, first = q.shape[1] // kv.shape[2], 0
+    group = q.shape[1] // kv.shape[2]
     dq, dkv = q.new_empty(q.shape), kv.new_empty(*kv.shape[1:3], q.shape[2], kv.shape[-1])
-    for part, heads, chunks in _gathered(p, axis, kv, stride):
+    for part, heads, chunks in _gathered(p, axis, q.shape[1], kv, stride):
         some = (x[:, heads] for x in (q, grad, out, lse))
-        work = Backward(part, *some, kv_heads=part.heads.numel() // group)
+        own = slice(heads.start // group, heads.stop // group)
+        work = Backward(part, *some, kv_heads=own.stop - own.start)
         # These gradients travel while own ones are computed, and are added before those of the
         # next heads are made.
         returning = differentiate(part, axis, work, chunks).start(axis)
         work.over_own(chunks)
         returning.keep(work)
         del returning
-        last = first + work.kv_heads
-        dq[:, heads], dkv[:, first:last] = work.take()
-        first = last
+        dq[:, heads], dkv[:, own] = work.take()
     return dq, dkv
 
 
 def _gathered(
-    p: Problem, axis: Axis, kv: Tensor, stride: int
+    p: Problem, axis: Axis, heads: int, kv: Tensor, stride: int
 ) -> Iterator[tuple[Problem, slice, dict[int, Tensor]]]:
     """Yield the problem of some heads, these query heads, and all chunks of their keys.
 
     What was yielded is emptied when the next heads are asked for, which frees its buffer.
     """
-    group, parts = p.heads.numel() // kv.shape[2], kv.split(stride, 2)
+    group, parts = heads // kv.shape[2], kv.split(stride, 2)
     handle = all_gather(parts[0][None].contiguous(), axis, 0, async_op=True)
     for number, part in enumerate(parts):
         rows = handle.wait()
         if number + 1 < len(parts):
             handle = all_gather(parts[number + 1][None].contiguous(), axis, 0, async_op=True)
         begin = number * stride * group
-        heads = slice(begin, begin + part.shape[2] * group)
+        end = begin + part.shape[2] * group
         chunks = {
             m: each
             for rank, row in enumerate(rows.unbind())
             for m, each in zip(p.cut.held(rank), row.unbind(), strict=True)
         }
         del rows
-        yield replace(p, heads=p.heads[heads]), heads, chunks
+        yield replace(p, scoring=p.scoring.of_heads(begin, end)), slice(begin, end), chunks
         chunks.clear()

@@ -16,21 +16,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kenotron_cp.partial import Partial, finite
+from kenotron_cp.scoring import Scoring
 
 
 class Tile(NamedTuple):
     """What a kernel has to know of a pair of blocks besides its tensors."""
 
-    scale: float
-    """Factor of the scores."""
+    scoring: Scoring
     causal: bool = False
     """The keys are the queries' own block: key k is seen by queries from k on. No mask then."""
     mask: Tensor | None = None
     """True where a query sees a key, (1 or B, 1, Q, K); None: everywhere."""
     kept: Tensor | None = None
     """Dropout: factor of each probability, 0 or 1 / (1 - p), (B, H, Q, K); None: no dropout."""
-    cap: float | None = None
-    """Scores s become cap * tanh(s / cap) before some are hidden; None: they stay."""
 
 
 class Forward(Protocol):
@@ -63,10 +61,9 @@ class Kernel:
     backward: Backward
     dtype: Callable[[torch.dtype], torch.dtype]
     """The dtype in which it takes tensors, of that of the inputs."""
-    dropout: bool = False
-    """Whether it applies ``Tile.kept``."""
-    caps: bool = False
-    """Whether it applies ``Tile.cap``."""
+    supports: frozenset[str] = frozenset({"scale"})
+    """Fields of ``Scoring`` that it applies, ``dropout`` by ``Tile.kept``. ``attend`` refuses the
+    others, except ``sinks``, which it adds to the result of any kernel."""
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
@@ -82,10 +79,10 @@ def _mask(tile: Tile, queries: int, device: torch.device) -> Tensor | None:
 
 def _scores(q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
     """Scores, and the derivative of capped ones."""
-    scores, slope = (q @ k.mT).mul_(tile.scale), None
-    if tile.cap is not None:
-        bent = scores.div_(tile.cap).tanh_()
-        slope, scores = 1 - bent.square(), bent * tile.cap
+    scores, slope = (q @ k.mT).mul_(tile.scoring.scale), None
+    if (cap := tile.scoring.cap) is not None:
+        bent = scores.div_(cap).tanh_()
+        slope, scores = 1 - bent.square(), bent * cap
     mask = _mask(tile, q.shape[-2], q.device)
     return scores if mask is None else scores.masked_fill_(~mask, -torch.inf), slope
 
@@ -109,7 +106,7 @@ def _plain_backward(
         dropped, dweights = weights * tile.kept, dweights.mul_(tile.kept)
     dv = dropped.mT @ grad
     delta = (grad * out).sum(-1, keepdim=True)
-    dscores = dweights.sub_(delta).mul_(weights).mul_(tile.scale)
+    dscores = dweights.sub_(delta).mul_(weights).mul_(tile.scoring.scale)
     if slope is not None:
         dscores.mul_(slope)
     return dscores @ k, dscores.mT @ q, dv
@@ -135,7 +132,7 @@ def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
     width, features = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (_widened(x, features) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, tile.causal, attn_mask=_bias(tile.mask, q.dtype), scale=tile.scale
+        q, k, v, 0.0, tile.causal, attn_mask=_bias(tile.mask, q.dtype), scale=tile.scoring.scale
     )
     return _blind(Partial(out[..., :width].contiguous(), lse.contiguous()), tile.mask)
 
@@ -147,7 +144,7 @@ def _flash_cpu_backward(
     grad, q, k, v, out = (_widened(x, max(depth, width)) for x in (grad, q, k, v, out))
     bias = _bias(tile.mask, q.dtype)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, tile.causal, attn_mask=bias, scale=tile.scale
+        grad, q, k, v, out, lse, 0.0, tile.causal, attn_mask=bias, scale=tile.scoring.scale
     )
     return dq[..., :depth], dk[..., :depth], dv[..., :width]
 
@@ -171,8 +168,9 @@ def _efficient_bias(tile: Tile, q: Tensor, keys: int) -> Tensor | None:
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
+    bias = _efficient_bias(tile, q, k.shape[-2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        q, k, v, _efficient_bias(tile, q, k.shape[-2]), True, 0.0, tile.causal, scale=tile.scale
+        q, k, v, bias, True, 0.0, tile.causal, scale=tile.scoring.scale
     )
     part = Partial(out.to(lse.dtype), lse[..., : q.shape[-2]].contiguous())
     return _blind(part, tile.mask)
@@ -185,16 +183,17 @@ def _efficient_backward(
     lse = pad(lse, (0, -lse.shape[-1] % _LSE_ROWS), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     bias = _efficient_bias(tile, q, k.shape[-2])
-    needed = [True, True, True, False]
+    saved, needed = (bias, out, lse, unused, unused), [True, True, True, False]
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, bias, out, lse, unused, unused, 0.0, needed, tile.causal, scale=tile.scale
+        grad, q, k, v, *saved, 0.0, needed, tile.causal, scale=tile.scoring.scale
     )
     return dq, dk, dv
 
 
-PLAIN = Kernel("plain", _plain_forward, _plain_backward, accumulated, dropout=True, caps=True)
-"""Products and a softmax, in fp32 (fp64 for fp64); on any device. The only one with dropout and
-caps."""
+PLAIN = Kernel(
+    "plain", _plain_forward, _plain_backward, accumulated, frozenset({"scale", "cap", "dropout"})
+)
+"""Products and a softmax, in fp32 (fp64 for fp64); on any device. The reference of the others."""
 FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward, accumulated)
 """torch's flash attention on CPUs, in fp32 (fp64 for fp64): its half-precision one is slower."""
 EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, lambda dtype: dtype)

@@ -6,7 +6,6 @@ have heads first: (B, heads, tokens, features).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,20 +14,8 @@ from torch import Tensor
 
 from kenotron_cp.kernels import Kernel, Tile
 from kenotron_cp.layout import Block, Cut
+from kenotron_cp.scoring import Scoring
 from kenotron_cp.visibility import BlockTable
-
-KeepMask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(rows (B,), heads (H,), query positions (Q,), key positions (K,)) -> bool (B, H, Q, K)."""
-
-
-class Dropout(NamedTuple):
-    """Dropout of attention probabilities that depends on global coordinates only."""
-
-    p: float
-    """Probability of being dropped."""
-    keep: KeepMask
-    """A pure function of int64 tensors of indices: row of the batch, query head, global position
-    of the query and of the key; True where a probability is kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,14 +26,10 @@ class Problem:
     rank: int
     """Whose tokens the queries are."""
     kernel: Kernel
-    scale: float
-    dropout: Dropout | None
-    heads: Tensor
-    """Global numbers of the query heads, (H,)."""
+    scoring: Scoring
+    """Of the query heads here."""
     depth: int
     """D."""
-    cap: float | None = None
-    """Of the scores; None: there is none."""
 
     @property
     def cut(self) -> Cut:
@@ -64,20 +47,18 @@ class Problem:
         begin = index * length + block.begin % length
         return slice(begin, begin + block.end - block.begin)
 
-    def tile(self, queries: Block, keys: Block, rows: int, device: torch.device) -> Tile:
-        """Mask and dropout of a pair of blocks."""
-        table, kept = self.table, None
-        if self.dropout is not None:
-            places = (torch.arange(*block, device=device) for block in (queries, keys))
-            row = torch.arange(rows, device=device)
-            kept = self.dropout.keep(row, self.heads.to(device), *places)
-            kept = kept * (1 / (1 - self.dropout.p))
+    def tile(self, queries: Block, keys: Block, q: Tensor) -> Tile:
+        """Mask and dropout of a pair of blocks; q (B, H, queries, D)."""
+        table, dropout, kept = self.table, self.scoring.dropout, None
+        if dropout is not None:
+            places = (torch.arange(*block, device=q.device) for block in (queries, keys))
+            kept = dropout.kept(q.shape[0], range(q.shape[1]), *places) * (1 / (1 - dropout.p))
         if table.causal(queries, keys):
-            return Tile(self.scale, True, None, kept, self.cap)
+            return Tile(self.scoring, True, None, kept)
         if table.whole(queries, keys):
-            return Tile(self.scale, False, None, kept, self.cap)
-        mask = table.sight.mask(queries, keys, self.cut.padded, device)
-        return Tile(self.scale, False, mask, kept, self.cap)
+            return Tile(self.scoring, False, None, kept)
+        mask = table.sight.mask(queries, keys, self.cut.padded, q.device)
+        return Tile(self.scoring, False, mask, kept)
 
 
 class Keys(NamedTuple):

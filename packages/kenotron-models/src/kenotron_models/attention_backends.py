@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kenotron_cp import Scoring
 from kenotron_models import attention_flash as flash
 from kenotron_models import attention_varlen as varlen
 from kenotron_models.attention_blocked import attend_blocks
 from kenotron_models.attention_flash import attend_flash, check_installed, flash_runs
 from kenotron_models.attention_mask import Sight
-from kenotron_models.attention_reference import Dropout, attend_plain
+from kenotron_models.attention_reference import attend_masked, attend_plain
 from kenotron_models.attention_varlen import attend_varlen
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn", "varlen", "blocked", "plain"]
@@ -39,15 +40,16 @@ CUDNN_FIRST = [
 ]
 """Order of torch's kernels on devices of HOPPER and later, where cuDNN's uses their own units."""
 HOPPER = (9, 0)
-CAPS: tuple[AttentionBackend, ...] = ("plain", "blocked", "flash_attn")
-"""Back ends that can cap scores."""
-SINKS: tuple[AttentionBackend, ...] = ("plain", "blocked")
-"""Those that can have sinks."""
+Attend = Callable[[Tensor, Tensor, Tensor, Sight, Scoring], Tensor]
+"""(q (B, S, H, K), k and v (B, S, G, K), what is seen, what changes the scores) -> (B, S, H, K)."""
 
 
-Attend = Callable[..., Tensor]
-"""(q (B, S, H, K), k and v (B, S, G, K), what is seen, scale) -> (B, S, H, K); ``cap`` and
-``sinks`` by keyword for those that have them."""
+class Backend(NamedTuple):
+    """A function that computes attention."""
+
+    attend: Attend
+    supports: frozenset[str]
+    """Fields of ``Scoring`` that it applies; all have the scale."""
 
 
 def attend(
@@ -55,42 +57,65 @@ def attend(
     k_BSGK: Tensor,
     v_BSGK: Tensor,
     sight: Sight,
-    *,
-    scale: float,
+    scoring: Scoring,
     backend: AttentionBackend = "auto",
-    dropout: Dropout | None = None,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` over the keys that each query sees: (B, S, H, K).
 
-    ``cap`` and ``sinks`` (H,): as ``attention_reference.shares_of`` has them. With ``dropout`` the
-    plain back end computes, whatever was chosen. Raises ValueError when an ordered back end cannot
-    run on these tensors, or has no caps or sinks.
+    With dropout the plain back end computes, whatever was chosen. Raises ValueError when an ordered
+    back end cannot run on these tensors, or does not support the scoring.
     """
-    if dropout is not None:
-        return attend_plain(q_BSHK, k_BSGK, v_BSGK, sight, scale, dropout, cap=cap, sinks=sinks)
-    if cap is None and sinks is None:
-        name = chosen(q_BSHK, sight) if backend == "auto" else backend
-        return BACKENDS[name](q_BSHK, k_BSGK, v_BSGK, sight, scale)
-    if q_BSHK.is_meta and backend != "plain":  # what a kernel would keep; numbers do not matter
-        return attend_sdpa(q_BSHK, k_BSGK, v_BSGK, sight, scale)
-    check_backend(backend, cap=cap is not None, sinks=sinks is not None)
-    name = backend
-    if backend == "auto":
-        name = "flash_attn" if sinks is None and flash_runs(q_BSHK) else "blocked"
-    more = {"cap": cap} if sinks is None else {"cap": cap, "sinks": sinks}
-    return BACKENDS[name](q_BSHK, k_BSGK, v_BSGK, sight, scale, **more)
+    name = backend if scoring.dropout is None else "plain"
+    if not needs_more_than_scale(scoring):
+        name = chosen(q_BSHK, sight) if name == "auto" else name
+    elif q_BSHK.is_meta and name != "plain":  # what a kernel would keep; numbers do not matter
+        name = "sdpa"
+    else:
+        name = chosen_for(q_BSHK, scoring) if name == "auto" else name
+        check_backend(name, scoring)
+    return BACKENDS[name].attend(q_BSHK, k_BSGK, v_BSGK, sight, scoring)
 
 
-def check_backend(backend: AttentionBackend, *, cap: bool = False, sinks: bool = False) -> None:
-    """Raise ValueError for a back end that is not installed, or has no caps or sinks."""
-    for wanted, able, what in ((cap, CAPS, "caps of scores"), (sinks, SINKS, "attention sinks")):
-        if wanted and backend not in ("auto", *able):
-            raise ValueError(
-                f"attention back end {backend}: it has no {what}; choose auto or "
-                f"{' or '.join(able)}"
-            )
+def attend_kept(
+    q_BSHK: Tensor, k_BGLK: Tensor, v_BGLK: Tensor, mask: Tensor | None, scoring: Scoring
+) -> Tensor:
+    """Attention of new tokens to L that a cache keeps: (B, S, H, K).
+
+    Args:
+        q_BSHK: queries.
+        k_BGLK: kept keys, the new tokens' own among them.
+        v_BGLK: their values.
+        mask: which of them each token sees, bool (B, 1, S, L); None: all.
+        scoring: what changes the scores.
+
+    Raises:
+        ValueError: a scoring with dropout, or one that no back end supports.
+    """
+    if needs_more_than_scale(scoring):
+        able = BACKENDS["plain"].supports - {"dropout"}
+        scoring.check("attention to a cache", able, "remove it, or use no cache")
+        return attend_masked(q_BSHK, k_BGLK, v_BGLK, mask, scoring)
+    q, scale = q_BSHK.transpose(1, 2), scoring.scale
+    if q.shape[2] == 1:  # query heads of one kv head as rows: keys and values are read once
+        rows = q.reshape(*k_BGLK.shape[:2], -1, q.shape[3])
+        mixed = F.scaled_dot_product_attention(rows, k_BGLK, v_BGLK, mask, scale=scale)
+        return mixed.reshape(q.shape).transpose(1, 2)
+    grouped = q.shape[1] != k_BGLK.shape[1]
+    mixed = F.scaled_dot_product_attention(q, k_BGLK, v_BGLK, mask, scale=scale, enable_gqa=grouped)
+    return mixed.transpose(1, 2)
+
+
+def needs_more_than_scale(scoring: Scoring) -> bool:
+    """Return whether torch's own attention does not support a scoring."""
+    return bool(scoring.unsupported(BACKENDS["sdpa"].supports))
+
+
+def check_backend(backend: AttentionBackend, scoring: Scoring) -> None:
+    """Raise ValueError for a back end that is not installed, or does not support the scoring."""
+    if backend != "auto":
+        able = [name for name, each in BACKENDS.items() if not scoring.unsupported(each.supports)]
+        advice = f"choose auto or {' or '.join(able)}" if able else "no back end supports it"
+        scoring.check(f"attention back end {backend}", BACKENDS[backend].supports, advice)
     if backend == "flash_attn":
         check_installed()
 
@@ -126,6 +151,13 @@ def chosen(q_BSHK: Tensor, sight: Sight) -> AttentionBackend:
     return "blocked" if wins else "sdpa"
 
 
+def chosen_for(q_BSHK: Tensor, scoring: Scoring) -> AttentionBackend:
+    """Return what ``auto`` means for a scoring with more than a scale: the first that has it."""
+    if flash_runs(q_BSHK) and not scoring.unsupported(BACKENDS["flash_attn"].supports):
+        return "flash_attn"
+    return "plain" if scoring.unsupported(BACKENDS["blocked"].supports) else "blocked"
+
+
 def ragged_kernel(sight: Sight) -> AttentionBackend | None:
     """Return the back end that needs no full-square mask where more than the future is hidden.
 
@@ -157,7 +189,7 @@ def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
 
 
 def attend_sdpa(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
 ) -> Tensor:
     """torch's own attention, with a mask only if there is more to hide than the future."""
     mask = sight.mask_BSS
@@ -174,18 +206,18 @@ def attend_sdpa(
             v,
             attn_mask=None if mask is None else mask[:, None],
             is_causal=mask is None,
-            scale=scale,
+            scale=scoring.scale,
             enable_gqa=grouped,
         )
     return mixed.transpose(1, 2)
 
 
-BACKENDS: dict[AttentionBackend, Attend] = {
-    "sdpa": attend_sdpa,
-    "flash_attn": attend_flash,
-    "varlen": attend_varlen,
-    "blocked": attend_blocks,
-    "plain": attend_plain,
+BACKENDS: dict[AttentionBackend, Backend] = {
+    "sdpa": Backend(attend_sdpa, frozenset({"scale"})),
+    "flash_attn": Backend(attend_flash, frozenset({"scale", "cap"})),
+    "varlen": Backend(attend_varlen, frozenset({"scale"})),
+    "blocked": Backend(attend_blocks, frozenset({"scale", "cap", "sinks"})),
+    "plain": Backend(attend_plain, frozenset({"scale", "cap", "sinks", "dropout"})),
 }
 
 
@@ -195,6 +227,6 @@ def keep_out_of_programs() -> None:
     To be called before anything is compiled: loading the compiler here would cost every import a
     second.
     """
-    BACKENDS["blocked"] = torch.compiler.disable(attend_blocks)
-    BACKENDS["flash_attn"] = torch.compiler.disable(attend_flash)
-    BACKENDS["varlen"] = torch.compiler.disable(attend_varlen)
+    names: tuple[AttentionBackend, ...] = ("blocked", "flash_attn", "varlen")
+    for name, function in zip(names, (attend_blocks, attend_flash, attend_varlen), strict=True):
+        BACKENDS[name] = BACKENDS[name]._replace(attend=torch.compiler.disable(function))

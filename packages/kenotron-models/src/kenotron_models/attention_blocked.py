@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from kenotron_cp import Scoring
 from kenotron_models.attention_mask import Sight
 
 ROWS = 1024  # n * R of a block: enough for products at full speed
@@ -39,15 +40,6 @@ class Block(NamedTuple):
     """First key that the last query sees."""
 
 
-class Scoring(NamedTuple):
-    """How scores are made, and what takes a share of them."""
-
-    scale: float
-    cap: float | None
-    sinks_GR: Tensor | None
-    """A score of each query head without a key, in fp32 at least."""
-
-
 class Shares(NamedTuple):
     """Softmax of a block's scores, and what its backward needs."""
 
@@ -60,20 +52,10 @@ class Shares(NamedTuple):
 
 
 def attend_blocks(
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    sight: Sight,
-    scale: float,
-    *,
-    cap: float | None = None,
-    sinks: Tensor | None = None,
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
 ) -> Tensor:
-    """Made for the CPU; scores are rounded to the dtype of q: (B, S, H, K).
-
-    ``cap`` and ``sinks`` (H,): as ``attention_reference.shares_of`` has them.
-    """
-    return BlockedAttention.apply(q_BSHK, k_BSGK, v_BSGK, sinks, sight, Scoring(scale, cap, None))
+    """Made for the CPU; scores are rounded to the dtype of q: (B, S, H, K)."""
+    return BlockedAttention.apply(q_BSHK, k_BSGK, v_BSGK, scoring.sinks, sight, scoring)
 
 
 class BlockedAttention(torch.autograd.Function):
@@ -87,27 +69,26 @@ class BlockedAttention(torch.autograd.Function):
         v_BSGK: Tensor,
         sinks: Tensor | None,
         sight: Sight,
-        how: Scoring,
+        scoring: Scoring,
     ) -> Tensor:
         """Torch's own attention where nothing but the future is hidden, else by blocks."""
         ctx.save_for_backward(q_BSHK, k_BSGK, v_BSGK, sinks)
-        ctx.sight, ctx.how = sight, how
-        scale = how.scale
-        if sight.whole and how.cap is None and sinks is None:
+        ctx.sight, ctx.scoring = sight, scoring
+        if sight.whole and scoring.cap is None and sinks is None:
             q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGK))
             grouped = q.shape[1] != k.shape[1]
             mixed = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+                q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=grouped
             )
             return mixed.transpose(1, 2)
         k, v = by_head(k_BSGK, 1), by_head(v_BSGK, 1)
         ratio = q_BSHK.shape[2] // k_BSGK.shape[2]
         q = by_head(q_BSHK, ratio)
         out = torch.empty_like(q)
-        scratch, how = Scratch(q), with_sinks(how, sinks, ratio)
+        scratch, sinks_GR = Scratch(q), by_group(sinks, ratio)
         for block in blocks(q_BSHK, ratio, k.shape[1], sight):
             asked, seen = parts(block, ratio)
-            shares = probabilities(q[asked], k[seen], block, sight, how, scratch)
+            shares = probabilities(q[asked], k[seen], block, sight, scoring, sinks_GR, scratch)
             torch.bmm(shares.seen, v[seen], out=out[asked])
         return by_token(out, ratio)
 
@@ -116,18 +97,18 @@ class BlockedAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         """Gradients of q, k, v and sinks; all but q's are added up in fp32 at least."""
         (grad_BSHK,), (q_BSHK, k_BSGK, v_BSGK, sinks) = grads, ctx.saved_tensors
-        sight, scale = ctx.sight, ctx.how.scale
+        sight, scoring = ctx.sight, ctx.scoring
         ratio = q_BSHK.shape[2] // k_BSGK.shape[2]
         q, grad = by_head(q_BSHK, ratio), by_head(grad_BSHK, ratio)
         k, v = by_head(k_BSGK, 1), by_head(v_BSGK, 1)
         wide = torch.promote_types(q.dtype, torch.float32)
         dq = torch.empty_like(q)
         dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-        scratch, how = Scratch(q), with_sinks(ctx.how, sinks, ratio)
-        dsinks = None if how.sinks_GR is None else torch.zeros_like(how.sinks_GR)
+        scratch, sinks_GR = Scratch(q), by_group(sinks, ratio)
+        dsinks = None if sinks_GR is None else torch.zeros_like(sinks_GR)
         for block in blocks(q_BSHK, ratio, k.shape[1], sight):
             asked, seen = parts(block, ratio)
-            found = probabilities(q[asked], k[seen], block, sight, how, scratch)
+            found = probabilities(q[asked], k[seen], block, sight, scoring, sinks_GR, scratch)
             shares = found.seen
             add_product(dv[seen], shares.transpose(1, 2), grad[asked], 1.0, scratch)
             back = scratch.take("back", *shares.shape)
@@ -140,8 +121,8 @@ class BlockedAttention(torch.autograd.Function):
             torch._softmax_backward_data(back, shares, -1, shares.dtype, grad_input=back)
             if found.slope is not None:
                 back.mul_(found.slope)
-            put_product(dq[asked], back, k[seen], scale)
-            add_product(dk[seen], back.transpose(1, 2), q[asked], scale, scratch)
+            put_product(dq[asked], back, k[seen], scoring.scale)
+            add_product(dk[seen], back.transpose(1, 2), q[asked], scoring.scale, scratch)
         return (
             by_token(dq, ratio),
             by_token(dk.to(k.dtype), 1),
@@ -196,35 +177,40 @@ def parts(block: Block, ratio: int) -> tuple[tuple, tuple]:
     return asked, (block.row, block.heads, slice(block.low, block.end))
 
 
-def with_sinks(how: Scoring, sinks: Tensor | None, ratio: int) -> Scoring:
-    """Return it with the sinks (H,) of each group of heads, in fp32 at least."""
+def by_group(sinks: Tensor | None, ratio: int) -> Tensor | None:
+    """Return the sinks (H,) of each group of heads, (G, R), in fp32 at least."""
     if sinks is None:
-        return how
-    wide = torch.promote_types(sinks.dtype, torch.float32)
-    return how._replace(sinks_GR=sinks.to(wide).view(-1, ratio))
+        return None
+    return sinks.to(torch.promote_types(sinks.dtype, torch.float32)).view(-1, ratio)
 
 
 def probabilities(
-    q: Tensor, k: Tensor, block: Block, sight: Sight, how: Scoring, scratch: Scratch
+    q: Tensor,
+    k: Tensor,
+    block: Block,
+    sight: Sight,
+    scoring: Scoring,
+    sinks_GR: Tensor | None,
+    scratch: Scratch,
 ) -> Shares:
     """Softmax of the block's scores, and what is needed of them."""
     scores, slope = scratch.take("scores", *q.shape[:2], k.shape[1]), None
-    put_product(scores, q, k.transpose(1, 2), how.scale)
-    if how.cap is not None:
-        scores.div_(how.cap).tanh_()
+    put_product(scores, q, k.transpose(1, 2), scoring.scale)
+    if scoring.cap is not None:
+        scores.div_(scoring.cap).tanh_()
         slope = scratch.take("slope", *scores.shape)
         torch.mul(scores, scores, out=slope)
         slope.neg_().add_(1)
-        scores.mul_(how.cap)
+        scores.mul_(scoring.cap)
     queries = block.end - block.begin
     scores_GnRm = scores.view(len(scores), queries, -1, scores.shape[-1])
     scores_GnRm[..., block.begin - block.low :].add_(scratch.future(queries)[:, None])
     if block.last > block.low:
         hidden = outside(block, sight)[:, None]
         scores_GnRm[..., : block.last - block.low].masked_fill_(hidden, -torch.inf)
-    if how.sinks_GR is None:
+    if sinks_GR is None:
         return Shares(torch.softmax(scores, -1, out=scores), slope, None)
-    sinks = how.sinks_GR[block.heads].repeat(1, queries)[..., None]  # (G, n * R, 1)
+    sinks = sinks_GR[block.heads].repeat(1, queries)[..., None]  # (G, n * R, 1)
     beyond = sinks - scores.to(sinks.dtype).logsumexp(-1, keepdim=True)
     shares = torch.softmax(scores, -1, out=scores)
     return Shares(shares.mul_((-beyond).sigmoid()), slope, beyond.sigmoid())

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron_cp import Scoring
 from kenotron_models.attention_mask import Sight
 
 MAX_FEATURES = 256  # of a head, in flash-attn 2
@@ -56,17 +57,11 @@ def flash_runs(q_BSHK: Tensor) -> bool:
 
 
 def attend_flash(
-    q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    sight: Sight,
-    scale: float,
-    *,
-    cap: float | None = None,
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
 ) -> Tensor:
     """Documents become sequences of their own lengths; windows are flash-attn's own: (B, S, H, K).
 
-    ``cap``: of the scores; flash-attn has it from version 2.6 on.
+    flash-attn has a cap of the scores from version 2.6 on.
 
     Raises ValueError when it is not installed, or for another device, dtype or width of heads.
     """
@@ -75,9 +70,10 @@ def attend_flash(
         raise ValueError(f"attention back end flash_attn: {why}; change it, or choose auto or sdpa")
     flash: Any = importlib.import_module("flash_attn")
     left = -1 if sight.window is None else sight.window - 1  # tokens before the own one
-    how = {"softmax_scale": scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1)}
-    if cap is not None:
-        how["softcap"] = cap
+    window = (left, 0 if left >= 0 else -1)
+    how = {"softmax_scale": scoring.scale, "causal": True, "window_size": window}
+    if scoring.cap is not None:
+        how["softcap"] = scoring.cap
     how["deterministic"] = torch.are_deterministic_algorithms_enabled()  # of the backward
     if not sight.documents:
         return flash.flash_attn_func(q_BSHK, k_BSGK, v_BSGK, **how)

@@ -12,11 +12,19 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from kenotron_cp import Scoring
 from kenotron_dist import Placements, Shard, declare_roles
-from kenotron_models.attention_backends import AttentionBackend, attend, check_backend, prepare
+from kenotron_models.attention_backends import (
+    AttentionBackend,
+    attend,
+    attend_kept,
+    check_backend,
+    needs_more_than_scale,
+    prepare,
+)
 from kenotron_models.attention_cp import attend_cut, sight_of_rows
 from kenotron_models.attention_mask import Sight
-from kenotron_models.attention_reference import Dropout, attend_kept, dropout_of
+from kenotron_models.attention_reference import dropout_of
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.part import Part
@@ -76,8 +84,6 @@ class Mixing(Part, Generic[Spec]):
                 f"cannot split {heads} attention heads over {axis.size} {axis.name} ranks: "
                 "choose a tensor-parallel size that divides num_attention_heads"
             )
-        if not build.shapes_only:
-            check_backend(spec.backend, cap=spec.cap is not None, sinks=spec.sinks)
         self.spec, self.layer, self.axis = spec, layer, axis
         rope, features = spec.rope, spec.head_dim
         self.turned = features if rope is None else rope.features(features)  # by positions
@@ -88,6 +94,10 @@ class Mixing(Part, Generic[Spec]):
             self.sinks = nn.Parameter(torch.zeros(self.heads, **build.storage))
             declare_roles(self, sinks="bias")
             self.placements: Placements = {"sinks": Shard(axis.name, 0)}
+        scoring = Scoring(spec.factor, spec.cap, self.sinks)
+        if not build.shapes_only:
+            check_backend(spec.backend, scoring)
+        self.outside_programs = spec.dropout > 0 or needs_more_than_scale(scoring)
 
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, unless it is there; ``forward`` does it.
@@ -105,16 +115,9 @@ class Mixing(Part, Generic[Spec]):
 
     def leave_out_of_programs(self) -> None:
         """Dropout, whose keys would make a program for each layer and step, and other ranks."""
-        self.attend_over_ranks = torch.compiler.disable(self.attend_over_ranks)
+        self.attend_outside = torch.compiler.disable(self.attend_outside)
         if self.axis.size > 1:
             self._mean_squares = torch.compiler.disable(self._mean_squares)
-        if self.outside_programs:
-            self.attend_outside = torch.compiler.disable(self.attend_outside)
-
-    @property
-    def outside_programs(self) -> bool:
-        """Whether this layer has what no program can contain."""
-        return bool(self.spec.dropout or self.spec.cap or self.spec.sinks)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
         """Values of the tokens that each token sees, mixed by their scores.
@@ -128,56 +131,37 @@ class Mixing(Part, Generic[Spec]):
         Returns:
             (B, S, H/t, K).
         """
-        spec, cache = self.spec, context.cache
+        cache = context.cache
         if cache is not None:
             cache.extend(self.layer, k, v, context.positions_BS)
             if cache.used > q.shape[1]:
-                window, places = spec.window, context.positions_BS
+                window, places = self.spec.window, context.positions_BS
                 seen = context.once(("seen", window), lambda: cache.seen(places, window))
-                if spec.cap is None and self.sinks is None:
-                    return cache.attend(self.layer, q, seen, spec.factor)
-                kept = cache.kept(self.layer)
-                return attend_kept(q, *kept, seen, spec.factor, cap=spec.cap, sinks=self.sinks)
-        if context.cut is not None:
-            return self.attend_over_ranks(q, k, v, context)
-        if self.outside_programs:
+                return attend_kept(q, *cache.kept(self.layer), seen, self._scoring(context))
+        if context.cut is not None or self.outside_programs:
             return self.attend_outside(q, k, v, context)
-        return attend(q, k, v, self._sight(context), scale=spec.factor, backend=spec.backend)
-
-    def attend_over_ranks(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend_cut`` with this layer's dropout, cap and sinks: (B, S, H/t, K).
-
-        Args:
-            q: (B, S, H/t, K), normed and turned.
-            k: (B, S, G/t, K), the same.
-            v: (B, S, G/t, K).
-            context: the micro-batch, whose rows are cut. Collective over the axis that cuts them.
-        """
-        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
-        plain = spec.backend == "plain"
-        return attend_cut(
-            q, k, v, sight, spec.factor, plain=plain, dropout=dropout, cap=spec.cap,
-            sinks=self.sinks,
-        )  # fmt: skip
+        return self._attend(q, k, v, context)
 
     def attend_outside(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """``attend`` with this layer's dropout, cap and sinks: (B, S, H/t, K).
+        """Attend where no program can contain it: (B, S, H/t, K); see ``leave_out_of_programs``.
 
         Args:
             q: (B, S, H/t, K), normed and turned.
             k: (B, S, G/t, K), the same.
             v: (B, S, G/t, K).
-            context: the micro-batch.
+            context: the micro-batch. Collective over the axis that cuts its rows, if they are cut.
         """
-        spec, sight, dropout = self.spec, self._sight(context), self._dropout(context)
-        return attend(
-            q, k, v, sight, scale=spec.factor, backend=spec.backend, dropout=dropout, cap=spec.cap,
-            sinks=self.sinks,
-        )  # fmt: skip
+        return self._attend(q, k, v, context)
 
-    def _dropout(self, context: Context) -> Dropout | None:
-        first_head = self.axis.rank * self.heads
-        return dropout_of(context, self.spec.dropout, self.layer, first_head)
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
+        how = attend if context.cut is None else attend_cut
+        scoring = self._scoring(context)
+        return how(q, k, v, self._sight(context), scoring, self.spec.backend)
+
+    def _scoring(self, context: Context) -> Scoring:
+        spec, first_head = self.spec, self.axis.rank * self.heads
+        dropout = dropout_of(context, spec.dropout, self.layer, first_head)
+        return Scoring(spec.factor, spec.cap, self.sinks, dropout)
 
     def _angles(self, context: Context, rope: Rope) -> tuple[Tensor, Tensor]:
         width, theta, scaling = self.turned, rope.theta, rope.scaling

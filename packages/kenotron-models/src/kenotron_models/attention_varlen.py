@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kenotron_cp import Scoring
 from kenotron_models.attention_flash import problem
 from kenotron_models.attention_mask import Sight
 
@@ -49,7 +50,7 @@ def varlen_runs(q_BSHK: Tensor) -> bool:
 
 
 def attend_varlen(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scale: float
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
 ) -> Tensor:
     """Documents become sequences of their own lengths; without documents rows do.
 
@@ -66,9 +67,9 @@ def attend_varlen(
         else:  # torch 2.11
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if "scale" in accepted:
-        how["scale"] = scale
+        how["scale"] = scoring.scale
     else:
-        q = q * (scale * math.sqrt(q.shape[-1]))
+        q = q * (scoring.scale * math.sqrt(q.shape[-1]))
     left = -1 if sight.window is None else sight.window - 1  # tokens before the own one
     how["window_size"] = (left, 0)
     mixed = function(q, k, v, begins, begins, longest, longest, **how)

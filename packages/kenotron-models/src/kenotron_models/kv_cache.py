@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -60,20 +59,6 @@ class KVCache:
         """Keys and values of a layer that are in use: 2 (B, G/t, used, K)."""
         keys, values = (each[:, :, : self.used] for each in self._layers[layer])
         return keys, values
-
-    def attend(self, layer: int, q_BSHK: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """``softmax(scale * q k^T) v`` over what is kept and ``seen``: (B, S, H, K)."""
-        keys, values = (kept[:, :, : self.used] for kept in self._layers[layer])
-        q = q_BSHK.transpose(1, 2)
-        if q.shape[2] == 1:  # query heads of one kv head as rows: keys and values are read once
-            rows = q.reshape(*keys.shape[:2], -1, q.shape[3])
-            mixed = F.scaled_dot_product_attention(rows, keys, values, mask, scale=scale)
-            return mixed.reshape(q.shape).transpose(1, 2)
-        grouped = q.shape[1] != keys.shape[1]
-        mixed = F.scaled_dot_product_attention(
-            q, keys, values, mask, scale=scale, enable_gqa=grouped
-        )
-        return mixed.transpose(1, 2)
 
     def seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
         """Which slots each new token sees, bool (B, 1, S, used); None: all of them.
