@@ -15,6 +15,7 @@ from kenotron_dist import Mesh, RankError, device
 from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.machine import Memory
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (
     NotEnoughMemory,
@@ -22,8 +23,7 @@ from kenotron_train.failures.device_errors import (
     explain_memory,
     remedies,
 )
-from kenotron_train.report import banner
-from kenotron_train.run.machine import Memory
+from kenotron_train.log import banner
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
 FREE = (

@@ -15,8 +15,8 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import DomainObjective
 from kenotron_train.config_file import load_config
-from kenotron_train.doremi.weights_file import read_average
 from kenotron_train.run import loop
+from kenotron_train.run.domain_weights import read_average
 
 BAD = Cursor(consumed=16)
 """Where the fifth batch of four samples begins."""

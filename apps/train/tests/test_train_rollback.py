@@ -18,7 +18,7 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.failures import replay
+from kenotron_train.replay import replay
 from kenotron_train.run import loop
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")

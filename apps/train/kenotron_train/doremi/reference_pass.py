@@ -14,16 +14,16 @@ from kenotron_dist import Mesh, all_gather
 from kenotron_engine import batch_losses
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.data.changed_data import fingerprint_of
-from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.doremi.reference import (
+from kenotron_train.data.reference_losses import (
     KEY,
     difference,
     losses_path,
     read_by,
     reference_identity,
 )
-from kenotron_train.report.printing import say
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.log.printing import say
 from kenotron_train.run.resume import load_run
 
 REFERENCE = "doremi.ref_model_resume_checkpoint_path"

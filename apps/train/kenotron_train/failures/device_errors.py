@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import compute_capability
-from kenotron_train.run.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
-from kenotron_train.run.preview import stage_sizes
+from kenotron_train.cost.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
+from kenotron_train.cost.stage_sizes import stage_sizes
 
 GB = 1e9
 BFLOAT16_CAPABILITY = (8, 0)

@@ -22,25 +22,25 @@ from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.doremi.weights_file import write_weights
 from kenotron_train.evaluate.evaluator import check_evaluate
+from kenotron_train.evaluate.validation import validate
 from kenotron_train.failures.nonfinite_record import Taken
-from kenotron_train.failures.recovery import go_back, goes_back, record, recorded
 from kenotron_train.life_cycle import LifeCycle, Together
-from kenotron_train.report.banner import introduce
-from kenotron_train.report.instrumentation import HISTORY, Look, Watching, check_watching
-from kenotron_train.report.report import Report
+from kenotron_train.log.banner import introduce
+from kenotron_train.log.instrumentation import HISTORY, Look, Watching, check_watching
+from kenotron_train.log.report import Report
+from kenotron_train.progress import Progress
+from kenotron_train.run.domain_weights import write_weights
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.host_memory import give_back_free_memory
 from kenotron_train.run.own_folder import going_on
-from kenotron_train.run.progress import Progress
+from kenotron_train.run.recovery import go_back, goes_back, record, recorded
 from kenotron_train.run.resume import resume
 from kenotron_train.run.sample import show_sample
 from kenotron_train.run.sanity import check_batch, check_state
 from kenotron_train.run.saving import bytes_of, check_saved, open_saver, save_run
 from kenotron_train.run.stopping import Stopper
 from kenotron_train.run.upload import Uploads
-from kenotron_train.run.validation import validate
 
 
 @dataclass(frozen=True)

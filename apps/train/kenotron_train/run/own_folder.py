@@ -18,7 +18,7 @@ from kenotron_ckpt import (
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
-from kenotron_train.report.metrics_file import last_step
+from kenotron_train.log.metrics_file import last_step
 
 METRICS = "metrics.jsonl"
 

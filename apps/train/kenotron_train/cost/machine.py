@@ -23,7 +23,7 @@ from kenotron_dist import (
 from kenotron_dist.launch import local_ranks
 from kenotron_models import expert_parameters, parameter_count
 from kenotron_optim import Held
-from kenotron_train.activations import mesh_sizes
+from kenotron_train.cost.activations import mesh_sizes
 
 GB = 1e9
 MOST_PER_CORE = 32

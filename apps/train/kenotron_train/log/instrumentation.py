@@ -15,12 +15,12 @@ from kenotron_dist import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
-from kenotron_train.report.figures import Memory, StepFigures, named_peak
-from kenotron_train.report.profiling import Profile
-from kenotron_train.report.report import Report
-from kenotron_train.report.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
-from kenotron_train.report.stopwatch import Stopwatch
-from kenotron_train.report.trackers import check_trackers
+from kenotron_train.log.figures import Memory, StepFigures, named_peak
+from kenotron_train.log.profiling import Profile
+from kenotron_train.log.report import Report
+from kenotron_train.log.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
+from kenotron_train.log.stopwatch import Stopwatch
+from kenotron_train.log.trackers import check_trackers
 
 HISTORY = 10_000
 """Steps whose figures are kept in memory, on each rank: the last ones."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kenotron_config import Config, dump_config, public
-from kenotron_train.run.run_name import run_name
+from kenotron_train.log.run_name import run_name
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 WANDB_VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY")

@@ -12,9 +12,9 @@ from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training
-from kenotron_train.report.numbers import short
-from kenotron_train.report.report import Report
-from kenotron_train.run.run_name import run_name
+from kenotron_train.log.numbers import short
+from kenotron_train.log.report import Report
+from kenotron_train.log.run_name import run_name
 
 
 def introduce(training: Training, report: Report, remark: str) -> None:
