@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         if arguments.check:
             _show(preview(config))
             return 1 if cannot_run(config) or without_gpus(config) else 0
-        check_hook(config, loader)
+        check_hook(config.data_stages, loader)
         check_watching(config)
         check_evaluate(config.evaluate)
         check_machine(config)

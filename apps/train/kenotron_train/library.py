@@ -81,7 +81,7 @@ def _start(
     """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
         config = load_config(config, [])
-    check_hook(config, loader)
+    check_hook(config.data_stages, loader)
     before = latest_start(Path(config.checkpoints.checkpoints_path))
     try:
         return start_ranks(work, config, limit, *given, threads=threads)

@@ -19,6 +19,7 @@ from kenotron_train.cost.activations import (
     cp_mode_of,
     layer_activation,
     layers_by_rank,
+    mesh_sizes,
     recomputed,
     row_tokens,
 )
@@ -40,38 +41,37 @@ class StageSize:
 
 def stage_sizes(config: Config) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
+    sizes = mesh_sizes(config.parallelism)
     found, foreign = [], isinstance(config.decoder, TransformersSpec)
     again, stages = recomputed(config), layers_by_rank(config)
     for rank, (own, stage) in enumerate(stages.ranks):
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        tensors = stage_tensors(config, LayerStack(own), stages.layouts, rank)
+        tensors = stage_tensors(LayerStack(own), stages.layouts, sizes, rank, config.optimizer)
         nbytes = state_bytes(config, tensors)
         if not foreign:
             kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
-            nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
+            nbytes["logits"] = _logits_bytes(
+                config.tokens.micro_batch_size * row_tokens(config),
+                config.decoder.vocab_size // config.parallelism.tp,
+                config.model.dtype,
+            )
         sent = {} if foreign else _sent(config, stage.layers, again)
         sent |= sent_over_data(config, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
 
-def _logits_bytes(tokens: int, config: Config) -> int:
+def _logits_bytes(tokens: int, width: int, dtype: str) -> int:
     """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
 
     They depend on whether there is an accelerator here.
     """
-    width, place = config.decoder.vocab_size // config.parallelism.tp, "cpu"
-    nbytes = 4
+    place, nbytes = "cpu", 4
     if torch.accelerator.is_available():
-        place, nbytes = "cuda", 4 + getattr(torch, config.model.dtype).itemsize
+        place, nbytes = "cuda", 4 + getattr(torch, dtype).itemsize
     return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
-
-
-def _microbatch_tokens(config: Config) -> int:
-    """Tokens of a micro-batch on one rank of cp, padding included."""
-    return config.tokens.micro_batch_size * row_tokens(config)
 
 
 def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:

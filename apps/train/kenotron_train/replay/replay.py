@@ -46,7 +46,7 @@ def replay(
     ``nonfinite/replay-<step>`` below its folder gets the replay's. Collective over the mesh.
     Raises ValueError for a step that the run has not, and for a file that is no record.
     """
-    check_hook(config, loader)
+    check_hook(config.data_stages, loader)
     check_vocabulary(config)
     record, name, step = _asked(what, mesh)
     if not 1 <= step <= config.tokens.train_steps:

@@ -35,7 +35,11 @@ def preview(config: Config) -> str:
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
     warnings += other_model(config)
     if not problems:
-        sections += [describe(config.decoder), *parametrisation(config), _memory(config)]
+        sections += [
+            describe(config.decoder),
+            *parametrisation(config.multipliers, config.scales),
+            _memory(config),
+        ]
         problems = without_gpus(config)
         warnings += [] if problems else machine_cautions(config)
     sections += _notes("Ignored", ignored_keys(config))
@@ -177,7 +181,7 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
-        if host := offloaded(config, stage.bytes_of):
+        if config.optimizer.offload and (host := offloaded(stage.bytes_of)):
             lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
         if "activations" not in stage.bytes_of:
             lines.append("Activations of transformers' layers are not known and not counted")

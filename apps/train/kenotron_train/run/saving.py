@@ -59,7 +59,7 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "model_config": model_to_json(config.model.model_config, config.multipliers),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
-        "tokenizer": tokenizer_state(config),
+        "tokenizer": tokenizer_state(config.tokenizer),
         "reading": reading_of(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):

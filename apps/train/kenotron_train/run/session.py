@@ -89,7 +89,7 @@ def open_session(
     """
     with ExitStack() as opened:
         if mesh is None:
-            mesh = Mesh.connect(**vars(mesh_sizes(config)), batch_threads=True)
+            mesh = Mesh.connect(**vars(mesh_sizes(config.parallelism)), batch_threads=True)
             opened.callback(mesh.close)
             opened.enter_context(watch(mesh, limit=limit))
         _check(config, loader, mesh)
@@ -119,7 +119,7 @@ def open_session(
 
 def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
     """Refuse what cannot be run, and ranks that were started with different configs."""
-    check_hook(config, loader)
+    check_hook(config.data_stages, loader)
     check_watching(config)
     check_evaluate(config.evaluate)
     check_vocabulary(config)
