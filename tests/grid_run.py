@@ -34,8 +34,8 @@ from kenotron_models import (
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.config_file import parse_config
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
 from kenotron_train.run.loop import run
-from kenotron_train.run.progress import Progress
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}

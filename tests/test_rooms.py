@@ -83,6 +83,11 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_models.hf": "the formats of Hugging Face, for programs only",
     "kenotron_models.hf_import": "its folders, read and compared, for programs only",
 }
+TRAIN = "apps/train/kenotron_train"
+FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
+    "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
+    "slurm",
+)  # fmt: skip
 REPLACES_PARTS = {  # tests and benchmarks that put another in the place of a sibling's own function
     "packages/kenotron-tp/benchmarks/tp_alone.py",
     "packages/kenotron-tp/tests/test_tp_overlap.py",
@@ -301,19 +306,39 @@ def imported_modules(path: str, tree: ast.Module) -> Iterator[tuple[str, int]]:
             yield from ((".".join([*base, alias.name]), node.lineno) for alias in node.names)
 
 
-def import_cycle(sources: dict[str, str]) -> list[str]:
-    """Complain of modules that import one another in a circle; `sources` maps paths to code."""
-    modules = {module_name(path) for path in sources}
-    graph: dict[str, set[str]] = {}
+def import_graph(
+    sources: dict[str, str], room_of: Callable[[str], str] = module_name
+) -> dict[str, set[str]]:
+    """Map each room to those that its modules import, also in functions.
+
+    Args:
+        sources: code by path.
+        room_of: the room of a path, by default the module itself.
+    """
+    rooms_of = {module_name(path): room_of(path) for path in sources}
+    graph: dict[str, set[str]] = {room: set() for room in rooms_of.values()}
     for path, source in sources.items():
         names = {name for name, _ in imported_modules(path, ast.parse(source))}
-        names = {n if n in modules else n.rpartition(".")[0] for n in names}
-        graph[module_name(path)] = (names & modules) - {module_name(path)}
+        names = {n if n in rooms_of else n.rpartition(".")[0] for n in names}
+        own = room_of(path)
+        graph[own] |= {rooms_of[name] for name in names & rooms_of.keys()} - {own}
+    return graph
+
+
+def import_cycle(sources: dict[str, str], room_of: Callable[[str], str] = module_name) -> list[str]:
+    """Complain of modules, or rooms, that import one another in a circle."""
     try:
-        TopologicalSorter(graph).prepare()
+        TopologicalSorter(import_graph(sources, room_of)).prepare()
     except CycleError as error:
         return [f"circular import: {' -> '.join(reversed(error.args[1]))}"]
     return []
+
+
+def folder_of(path: str) -> str:
+    """Give the folder of a module inside its package; of one directly in it, the module."""
+    package, *inside = module_name(path).split(".")
+    in_folder = len(inside) > 1 or (inside and path.endswith("/__init__.py"))
+    return inside[0] if in_folder else ".".join([package, *inside])
 
 
 PARTS = re.compile(
@@ -409,6 +434,24 @@ def test_no_file_names_a_place_on_one_machine():
 def test_no_module_imports_itself_through_others(folder):
     paths = [path for path in python_files(ROOT) if path.startswith(f"{folder}/")]
     assert not import_cycle({path: (ROOT / path).read_text() for path in paths})
+
+
+def train_sources() -> dict[str, str]:
+    paths = [path for path in python_files(ROOT) if path.startswith(f"{TRAIN}/")]
+    return {path: (ROOT / path).read_text() for path in paths}
+
+
+def test_no_folder_of_train_imports_itself_through_others():
+    assert not import_cycle(train_sources(), folder_of)
+
+
+def test_folders_of_train_import_lower_ones_only():
+    graph = import_graph(train_sources(), folder_of)
+    folders = {room for room in graph if "." not in room} - {"kenotron_train"}
+    assert folders == {*FOLDERS_OF_TRAIN}
+    for number, folder in enumerate(FOLDERS_OF_TRAIN):
+        higher = graph[folder] & {*FOLDERS_OF_TRAIN[number:], "kenotron_train.cli"}
+        assert not higher, f"{folder} imports {sorted(higher)}, which are above it"
 
 
 def test_siblings_import_public_names_only():
@@ -562,6 +605,28 @@ def test_public_names_and_those_of_the_own_package_are_no_deep_imports(source):
 def test_a_planted_circle_is_found(sources):
     planted = {f"{TP}/{name}.py": source for name, source in sources.items()}
     assert "circular import: kenotron_tp" in import_cycle(planted)[0]
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a/x": "from kenotron_train.b.y import f", "b/y": "", "b/z": "import kenotron_train.a.x"},
+        {
+            "a/x": "def f():\n    from ..b import y",
+            "b/y": "from kenotron_train.a import z",
+            "a/z": "",
+        },
+        {"a/__init__": "from kenotron_train.b import y", "b/y": "import kenotron_train.a"},
+        {
+            "a/x": "from kenotron_train.c import f",
+            "c": "from kenotron_train.a.z import f",
+            "a/z": "",
+        },
+    ],
+)
+def test_a_planted_circle_of_folders_is_found(sources):
+    planted = {f"{TRAIN}/{name}.py": source for name, source in sources.items()}
+    assert "circular import: " in import_cycle(planted, folder_of)[0]
 
 
 def test_modules_in_order_are_no_circle():

@@ -12,7 +12,7 @@ import kenotron_engine
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan
-from kenotron_train.activations import cp_mode_of, recomputed
+from kenotron_train.cost.activations import cp_mode_of, recomputed
 
 
 @dataclass(frozen=True, kw_only=True)

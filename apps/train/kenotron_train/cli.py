@@ -28,6 +28,7 @@ from kenotron_dist import (
 )
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.doremi.cli import doremi_main, doremi_parser
@@ -35,14 +36,13 @@ from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import as_passing, status_of
-from kenotron_train.failures.replay import replay, step_or_record
 from kenotron_train.flag_reference import flag_reference
+from kenotron_train.log.instrumentation import check_watching
+from kenotron_train.log.printing import on_screen, say
 from kenotron_train.new_config import new_main, new_parser
+from kenotron_train.replay.replay import replay, step_or_record
 from kenotron_train.report.cli import report_main, report_parser
-from kenotron_train.report.instrumentation import check_watching
-from kenotron_train.report.printing import on_screen, say
 from kenotron_train.run.loop import run
-from kenotron_train.run.machine import check_machine, host_cautions, without_gpus
 from kenotron_train.run.preview import cannot_run, preview
 from kenotron_train.run.start_ranks import start_ranks
 from kenotron_train.run.stopping import STOPPED
@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         if arguments.check:
             _show(preview(config))
             return 1 if cannot_run(config) or without_gpus(config) else 0
-        check_hook(config, loader)
+        check_hook(config.data_stages, loader)
         check_watching(config)
         check_evaluate(config.evaluate)
         check_machine(config)

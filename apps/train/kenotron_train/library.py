@@ -15,8 +15,8 @@ from kenotron_train.assemble import OwnModel
 from kenotron_train.config_file import load_config
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.failures.last_failure import latest_start, told
-from kenotron_train.failures.replay import replay
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.replay.replay import replay
 from kenotron_train.run.loop import Outcome, run
 from kenotron_train.run.start_ranks import start_ranks
 
@@ -81,7 +81,7 @@ def _start(
     """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
         config = load_config(config, [])
-    check_hook(config, loader)
+    check_hook(config.data_stages, loader)
     before = latest_start(Path(config.checkpoints.checkpoints_path))
     try:
         return start_ranks(work, config, limit, *given, threads=threads)

@@ -7,7 +7,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 
 
 class LifeCycle:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG
-from kenotron_train.report.printing import say
+from kenotron_train.log.printing import say
 
 
 def new_parser() -> argparse.ArgumentParser:

@@ -17,9 +17,9 @@ from kenotron_models import parameter_count
 from kenotron_train.assemble import Training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.run import loop
-from kenotron_train.run.progress import Progress
 
 TOKENS, HIDDEN, LAYERS, MICRO = 64, 32, 2, 2
 """Of a micro-batch; and how many a step has."""

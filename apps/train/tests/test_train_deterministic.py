@@ -28,7 +28,7 @@ from kenotron_models import (
 from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.failures.replay_comparison import Comparison, compared, comparison
+from kenotron_train.replay.replay_comparison import Comparison, compared, comparison
 from kenotron_train.run import loop
 from kenotron_train.run.determinism import deterministic_algorithms
 

@@ -15,6 +15,7 @@ from kenotron_dist import Mesh, RankError, device
 from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.machine import Memory
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (
     NotEnoughMemory,
@@ -22,8 +23,7 @@ from kenotron_train.failures.device_errors import (
     explain_memory,
     remedies,
 )
-from kenotron_train.report import banner
-from kenotron_train.run.machine import Memory
+from kenotron_train.log import banner
 
 TORCH = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8.00 GiB"
 FREE = (
@@ -127,9 +127,9 @@ def test_a_gpu_without_bfloat16_is_refused(tmp_path: Path) -> None:
         r"bfloat16 needs 8.0 \(Ampere\) or more; set model.dtype to float16 or float32, or general"
     )
     with pytest.raises(ValueError, match=words):
-        check_bfloat16(config, (7, 5), 3)
-    check_bfloat16(config, (8, 0), 3)
-    check_bfloat16(configure(tmp_path, model__dtype="float16"), (7, 0), 3)
+        check_bfloat16(config.model.dtype, (7, 5), 3)
+    check_bfloat16(config.model.dtype, (8, 0), 3)
+    check_bfloat16("float16", (7, 0), 3)
     there = mock.Mock(device=torch.device("cuda", 0), rank=3)
     with mock.patch.object(device_errors, "compute_capability", lambda: (7, 5)):
         with pytest.raises(ValueError, match=words), device_errors.device_errors(config, there):

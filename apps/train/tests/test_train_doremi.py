@@ -20,9 +20,9 @@ from kenotron_engine import DomainWeights, StepResult, domain_weights_update
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.cli import EXAMPLE, doremi_main
-from kenotron_train.doremi.weights_file import read_average, write_weights
+from kenotron_train.progress import Progress
+from kenotron_train.run.domain_weights import read_average, write_weights
 from kenotron_train.run.preview import preview
-from kenotron_train.run.progress import Progress
 
 RUN = "checkpoints.checkpoints_path="
 HUB = "data_stages.0.data.dataset.hf_dataset_or_datasets"

@@ -15,8 +15,8 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import DomainObjective
 from kenotron_train.config_file import load_config
-from kenotron_train.doremi.weights_file import read_average
-from kenotron_train.run import loop
+from kenotron_train.run import loop, session
+from kenotron_train.run.domain_weights import read_average
 
 BAD = Cursor(consumed=16)
 """Where the fifth batch of four samples begins."""
@@ -39,13 +39,13 @@ def train(mesh: Mesh, config: Config) -> list[tuple]:
 
 def left_out(mesh: Mesh, config: Config) -> list[tuple]:
     """A run that leaves the fifth batch out from the beginning."""
-    right = loop.resume
+    right = session.resume
 
     def resume(training, **asked):
         progress, remark = right(training, **asked)
         return replace(progress, left_out=(BAD,)), remark
 
-    with mock.patch.object(loop, "resume", resume):
+    with mock.patch.object(session, "resume", resume):
         return [(r.loss, r.figures) for r in loop.train(mesh, config)]
 
 

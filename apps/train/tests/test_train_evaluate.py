@@ -19,11 +19,11 @@ from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.evaluate.evaluation_job import script_of_evaluation
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.report.cli import report_main
 from kenotron_train.run.evaluations import Evaluations, _check_job
 from kenotron_train.run.loop import train
-from kenotron_train.slurm.evaluation_job import script_of_evaluation
 
 LOADED = (*PRELOAD, "lm_eval.evaluator")
 DATASET = "data_stages.0.data.dataset.hf_dataset_or_datasets"

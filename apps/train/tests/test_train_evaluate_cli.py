@@ -18,18 +18,17 @@ from kenotron_ckpt import read_manifest
 from kenotron_config import EvaluationJobConfig, dump_config, parse_config
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
-from kenotron_train.evaluate import cli, led_passes
+from kenotron_train.evaluate import cli, evaluation_job, led_passes
+from kenotron_train.evaluate.evaluation_job import (
+    outside,
+    script_of_evaluation,
+    submit_evaluation,
+)
 from kenotron_train.evaluate.language_model import LayoutLM, generation_options
 from kenotron_train.evaluate.led_passes import LedPasses
 from kenotron_train.evaluate.text_tokens import open_text_tokens
 from kenotron_train.report.curves import Run
 from kenotron_train.report.evaluation_tables import with_evaluations
-from kenotron_train.slurm import evaluation_job
-from kenotron_train.slurm.evaluation_job import (
-    outside,
-    script_of_evaluation,
-    submit_evaluation,
-)
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one run for all
 

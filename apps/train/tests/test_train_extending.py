@@ -25,7 +25,7 @@ from kenotron_models import (
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.run.preview import stage_sizes
+from kenotron_train.cost.stage_sizes import stage_sizes
 
 EXAMPLES = runs.APP / "examples"
 sys.path[:0] = [str(EXAMPLES / "own_model"), str(EXAMPLES / "own_schedule")]

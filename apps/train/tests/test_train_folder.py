@@ -14,7 +14,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.report import metrics_file
+from kenotron_train.log import metrics_file
 from kenotron_train.run import loop, own_folder
 
 

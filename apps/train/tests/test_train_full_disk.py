@@ -16,10 +16,10 @@ from kenotron_ckpt import SaveFailed, on_first
 from kenotron_dist import STALLED, Mesh, RankError
 from kenotron_train import cli
 from kenotron_train.failures.passing_errors import PassingError, as_passing
-from kenotron_train.report.line_writer import LineWriter
-from kenotron_train.report.metrics_file import Journal, read_journal
-from kenotron_train.report.printing import StandardOutput
-from kenotron_train.run.run_folder import writing
+from kenotron_train.log.line_writer import LineWriter
+from kenotron_train.log.metrics_file import Journal, read_journal
+from kenotron_train.log.printing import StandardOutput
+from kenotron_train.log.run_folder import writing
 
 FIRST_STEPS = {"tokens__train_steps": 8, "tokens__limit_val_batches": 0}
 

@@ -10,7 +10,7 @@ import runs
 
 from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.report import banner
+from kenotron_train.log import banner
 from kenotron_train.run import loop
 
 FEW = (

@@ -16,12 +16,12 @@ from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data.stage_loader import OpenStage
-from kenotron_train.failures import replay
 from kenotron_train.failures.records import read_record
 from kenotron_train.failures.skipped_batches import keep_left_out, left_out_since
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
+from kenotron_train.replay import replay
 from kenotron_train.run import loop
-from kenotron_train.run.progress import Progress
 
 GOOD = -7
 """No sample has this number: nothing is poisoned."""

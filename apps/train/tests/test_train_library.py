@@ -17,7 +17,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh, RankError, named_parameters
 from kenotron_train import LifeCycle, OwnData, replay_step, train
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.failures.replay import replay
+from kenotron_train.replay.replay import replay
 
 EXAMPLE = runs.APP / "examples/own_program"
 TP4 = {"parallelism__tp": 4}

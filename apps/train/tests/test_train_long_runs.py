@@ -18,9 +18,9 @@ from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.report.metrics_file import BLOCK, Journal, cut_journal, last_step, read_journal
+from kenotron_train.log.metrics_file import BLOCK, Journal, cut_journal, last_step, read_journal
+from kenotron_train.progress import Progress
 from kenotron_train.run import loop
-from kenotron_train.run.progress import Progress
 
 STEPS, WINDOW = 1200, 200
 
@@ -96,7 +96,7 @@ def test_a_run_that_goes_on_reads_the_end_of_its_metrics_only(
 def test_where_blocks_begin_does_not_matter(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kenotron_train.report.metrics_file.BLOCK", block)
+    monkeypatch.setattr("kenotron_train.log.metrics_file.BLOCK", block)
     path = tmp_path / "metrics.jsonl"
     lines = lines_of(path, 20)
     for first in (21, 20, 11, 2, 1):

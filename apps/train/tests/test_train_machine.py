@@ -13,8 +13,8 @@ import torch
 from own_runs import configure
 
 from kenotron_train.cli import main
-from kenotron_train.run import machine
-from kenotron_train.run.machine import (
+from kenotron_train.cost import machine
+from kenotron_train.cost.machine import (
     Memory,
     check_machine,
     host_memory,

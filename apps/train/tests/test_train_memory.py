@@ -16,8 +16,8 @@ from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.progress import Progress
 from kenotron_train.run.loop import run
-from kenotron_train.run.progress import Progress
 
 STEPS = int(os.environ.get("KENOTRON_MEMORY_STEPS", "200"))
 FIRST, GROWTH = 20, 1.05

@@ -10,8 +10,8 @@ from own_runs import configure, documents, jsonl, run, trace
 
 from kenotron_convert.cli import main
 from kenotron_dist import Mesh, RankError
-from kenotron_train.activations import layer_activation, recomputed
-from kenotron_train.run.preview import stage_sizes
+from kenotron_train.cost.activations import layer_activation, recomputed
+from kenotron_train.cost.stage_sizes import stage_sizes
 
 MTP = {
     "model.mtp": "{weight: 0.3}",

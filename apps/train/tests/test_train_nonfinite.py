@@ -20,8 +20,8 @@ from kenotron_engine import step as room
 from kenotron_optim import LRSchedule, NonFinite, learning_rate
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.failures.nonfinite_record import Blame, _origins
-from kenotron_train.failures.recovery import _written
 from kenotron_train.run.loop import train
+from kenotron_train.run.recovery import _written
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 NAN = float("nan")

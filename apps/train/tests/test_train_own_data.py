@@ -95,9 +95,9 @@ def test_samples_of_another_length_are_refused(tmp_path):
 def test_a_hook_that_nobody_reads_is_refused(tmp_path):
     text = {"hf_dataset_or_datasets": "a.txt"}
     with pytest.raises(ValueError, match="no stage says data.dataset: null"):
-        check_hook(configure(tmp_path, text), Listed())
+        check_hook(configure(tmp_path, text).data_stages, Listed())
     with pytest.raises(ValueError, match="handed over for 'other'; .* null are 'Python sources'"):
-        check_hook(configure(tmp_path, None), {"other": Listed()})
+        check_hook(configure(tmp_path, None).data_stages, {"other": Listed()})
 
 
 @pytest.mark.parametrize(

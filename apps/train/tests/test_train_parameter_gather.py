@@ -25,7 +25,7 @@ from kenotron_train import LifeCycle
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import Together
-from kenotron_train.run import loop
+from kenotron_train.run import loop, session
 from kenotron_train.run.sanity import check_state
 
 QUIET = {
@@ -122,7 +122,7 @@ def whole_runs(mesh: Mesh, folder: Path, layout: dict, late: bool) -> dict[str, 
         with (
             travelling(late),
             poison(17 if reader == "rollback" else -7),
-            mock.patch.object(loop, "build_training", build),
+            mock.patch.object(session, "build_training", build),
         ):
             sample = reader == "sample"
             hooks = (look,) if reader == "hook" else ()

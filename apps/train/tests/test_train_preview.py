@@ -7,7 +7,8 @@ import runs
 
 from kenotron_config import unavailable
 from kenotron_train.config_file import load_config
-from kenotron_train.run.preview import preview, stage_sizes
+from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.run.preview import preview
 
 
 def parse(*overrides):

@@ -8,8 +8,9 @@ import pytest
 from own_runs import configure, documents, jsonl, run
 
 from kenotron_config import ConfigError
-from kenotron_train.activations import layer_activation, recomputed
-from kenotron_train.run.preview import preview, stage_sizes
+from kenotron_train.cost.activations import layer_activation, recomputed
+from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.run.preview import preview
 
 EXPERTS = {
     "model.model_config": json.dumps({

@@ -18,8 +18,8 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.failures import replay
-from kenotron_train.run import loop
+from kenotron_train.replay import replay
+from kenotron_train.run import loop, session
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 LAYOUTS = {
@@ -58,13 +58,13 @@ def train(mesh: Mesh, config: Config, sample: int | None) -> list[tuple]:
 
 def left_out(mesh: Mesh, config: Config) -> list[tuple]:
     """A run that leaves the fifth batch out from the beginning."""
-    right = loop.resume
+    right = session.resume
 
     def resume(training, **asked):
         progress, remark = right(training, **asked)
         return replace(progress, left_out=(BAD,)), remark
 
-    with mock.patch.object(loop, "resume", resume):
+    with mock.patch.object(session, "resume", resume):
         return [(r.loss, r.grad_norm, r.lr) for r in loop.train(mesh, config)]
 
 
@@ -147,7 +147,7 @@ def test_a_step_is_replayed_from_its_record(layout: str, tmp_path: Path) -> None
 
 def broken(mesh: Mesh, config: Config, path: str) -> list:
     """A weight is inf on the rank that has it, after the model is built."""
-    right = loop.build_training
+    right = session.build_training
 
     def build(config, mesh, *own):
         training = right(config, mesh, *own)
@@ -158,7 +158,7 @@ def broken(mesh: Mesh, config: Config, path: str) -> list:
             training.optimizer.reload()
         return training
 
-    with mock.patch.object(loop, "build_training", build):
+    with mock.patch.object(session, "build_training", build):
         return loop.train(mesh, config)
 
 

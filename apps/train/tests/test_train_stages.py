@@ -10,7 +10,8 @@ import runs
 from own_runs import LAYOUTS, configure, documents, jsonl, run
 
 from kenotron_config import cautions
-from kenotron_train.run.preview import preview, stage_sizes
+from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.run.preview import preview
 
 SHORT, LONG = 16, 48
 

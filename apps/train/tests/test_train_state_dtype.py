@@ -12,8 +12,8 @@ from kenotron_ckpt import manifest_at
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.loop import train
-from kenotron_train.run.preview import stage_sizes
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 OPTIMIZER = {"optimizer__optimizer_factory__torch_adam_is_fused": "true"}

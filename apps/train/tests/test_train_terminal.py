@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train.report.step_row import StepRows
+from kenotron_train.log.step_row import StepRows
 from kenotron_train.run.stopping import STOPPED
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -25,6 +25,10 @@ NAME = "tokenizer.tokenizer_name_or_path"
 VOCABULARY = "model.model_config.vocab_size"
 
 
+def tokenizer_of(config):
+    return text_tokenizer(config.tokenizer, config.model.model_config.vocab_size)
+
+
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory):
     return own_runs.tokenizer(tmp_path_factory.mktemp("bpe"))
@@ -189,14 +193,14 @@ def test_documents_are_cut_at_tokenizer_max_length(tmp_path, texts):
 
 def test_a_tokenizer_without_an_end_is_used_without(tmp_path):
     name = own_runs.tokenizer(tmp_path / "t", eos=None)
-    assert text_tokenizer(configure(tmp_path, None, {NAME: name})).end is None
+    assert tokenizer_of(configure(tmp_path, None, {NAME: name})).end is None
 
 
 def test_bytes_end_documents_where_the_vocabulary_has_room(tmp_path):
     for name in ("bytes", "null"):
         for size, end in ((256, None), (257, 256)):
             changes = {NAME: name, VOCABULARY: size}
-            assert text_tokenizer(configure(tmp_path, None, changes)).end == end
+            assert tokenizer_of(configure(tmp_path, None, changes)).end == end
 
 
 def test_a_revision_without_a_name_is_ignored_aloud(tmp_path, texts):
@@ -220,8 +224,8 @@ def test_a_checkpoint_names_its_tokenizer(tmp_path, bpe, texts, monkeypatch):
     assert run(tmp_path / "2", section, changes | resumed) == whole[2:]
     monkeypatch.chdir(bpe.parent)
     near = configure(tmp_path, section, {NAME: bpe.name, VOCABULARY: 300})
-    assert tokenizer_state(near)["name"] == str(bpe)
-    assert tokenizer_state(configure(tmp_path, section)) is None
+    assert tokenizer_state(near.tokenizer)["name"] == str(bpe)
+    assert tokenizer_state(configure(tmp_path, section).tokenizer) is None
 
 
 @pytest.mark.parametrize(
@@ -237,7 +241,7 @@ def test_a_tokenizer_that_cannot_be_opened_names_the_key(tmp_path, changes, sent
     config = configure(tmp_path, {"hf_dataset_or_datasets": "a.txt"}, changes)
     with pytest.raises(ValueError, match=sentence):
         check_vocabulary(config)
-        text_tokenizer(config)
+        tokenizer_of(config)
 
 
 def test_a_tokenizer_larger_than_the_model_names_both_keys(tmp_path, bpe, texts):

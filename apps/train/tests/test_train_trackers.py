@@ -14,8 +14,8 @@ from test_train_rollback import poison
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.report import trackers
-from kenotron_train.report.trackers import Trackers, check_trackers, chosen_trackers, flat
+from kenotron_train.log import trackers
+from kenotron_train.log.trackers import Trackers, check_trackers, chosen_trackers, flat
 from kenotron_train.run.loop import train
 
 
@@ -163,7 +163,8 @@ def test_trackers_after_a_rollback(
 def test_config_or_environment_choose(
     given: str, environ: dict, chosen: tuple, tmp_path: Path
 ) -> None:
-    assert chosen_trackers(config_of(tmp_path, logging__trackers=given), environ) == chosen
+    names = config_of(tmp_path, logging__trackers=given).logging.trackers
+    assert chosen_trackers(names, environ) == chosen
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ def test_what_is_not_installed_is_said_before_the_training(
     monkeypatch.setattr(trackers, "PACKAGES", {"wandb": "no_such_package"})
     monkeypatch.setenv("WANDB_PROJECT", "p")
     with pytest.raises(ValueError, match=sentence):
-        check_trackers(config_of(tmp_path, logging__trackers=given))
+        check_trackers(config_of(tmp_path, logging__trackers=given).logging.trackers)
     with pytest.raises(ValueError, match=sentence):
         train(Mesh.connect(), config_of(tmp_path, logging__trackers=given))
     assert not (tmp_path / "checkpoints").exists()

@@ -16,7 +16,7 @@ from kenotron_engine import Validation, perplexity
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.data.stage_dataset import open_corpus
-from kenotron_train.run.validation import validate
+from kenotron_train.evaluate.validation import validate
 
 VALIDATING = {"tokens.limit_val_batches": 3, "tokens.val_check_interval": 2}
 

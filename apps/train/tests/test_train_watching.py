@@ -21,9 +21,9 @@ from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult, global_counts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.report import numbers, speed_table
-from kenotron_train.report.figures import Memory, Meter, StepFigures
-from kenotron_train.report.stopwatch import StepTimes, Stopwatch
+from kenotron_train.log import numbers, speed_table
+from kenotron_train.log.figures import Memory, Meter, StepFigures
+from kenotron_train.log.stopwatch import StepTimes, Stopwatch
 from kenotron_train.run.loop import train
 
 

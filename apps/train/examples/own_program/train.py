@@ -11,7 +11,7 @@ from kenotron_engine import StepResult
 from kenotron_models import Context
 from kenotron_train import STOPPED, LifeCycle, OwnData, train
 from kenotron_train.assemble import Training
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 
 
 class Window(nn.Module):

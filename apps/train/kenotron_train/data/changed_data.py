@@ -16,7 +16,7 @@ from kenotron_config import Config
 from kenotron_data import Corpus, Fingerprint, fingerprint, has_index
 from kenotron_dist import Mesh
 from kenotron_train.data.data_settings import order_of, reading_of
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 
 WHAT_SAMPLES_ARE = ("sequence_length", "held_out", "tokenizer", "domains")
 """Keys of a reading, next to those of the stage, that the samples of a data set follow from."""

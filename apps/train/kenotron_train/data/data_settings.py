@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Config, EnvText, public
+from kenotron_config import Config, EnvText, TokenizerConfig, public
 from kenotron_data.config import DatasetStageConfig
 from kenotron_train.data.vocabulary import BYTES
 
@@ -21,7 +21,7 @@ def reading_of(config: Config) -> dict[str, Any]:
         "sequence_length": config.tokens.sequence_length,
         "held_out": config.tokens.limit_val_batches > 0,
         "data_stages": [_stage_reading(stage) for stage in config.data_stages],
-        "tokenizer": tokenizer_state(config),
+        "tokenizer": tokenizer_state(config.tokenizer),
     }
     if config.tokens.batch_ramp is not None:
         reading["batch_ramp"] = asdict(config.tokens.batch_ramp)
@@ -39,12 +39,11 @@ def _stage_reading(stage: DatasetStageConfig) -> dict[str, Any]:
     return found
 
 
-def tokenizer_state(config: Config) -> dict[str, Any] | None:
+def tokenizer_state(section: TokenizerConfig) -> dict[str, Any] | None:
     """A checkpoint's entry of its tokenizer; None: bytes. A local path is made absolute.
 
     The name of a variable (`!env NAME`) stays.
     """
-    section = config.tokenizer
     name = section.tokenizer_name_or_path
     if name is None and section.tokenizer_max_length is None:
         return None

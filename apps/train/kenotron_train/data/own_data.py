@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from kenotron_config import Config
 from kenotron_data import CustomSamples, Dataset, Source
+from kenotron_data.config import DatasetStageConfig
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ Hook: TypeAlias = OwnData | Source | Mapping[str, OwnData | Source]
 picklable where the program starts the processes."""
 
 
-def check_hook(config: Config, hook: Hook | None) -> None:
+def check_hook(stages: Sequence[DatasetStageConfig], hook: Hook | None) -> None:
     """Refuse a hook that no stage would read with a ValueError naming the stages."""
     if hook is None:
         return
-    free = [stage.name for stage in config.data_stages if stage.data.dataset is None]
+    free = [stage.name for stage in stages if stage.data.dataset is None]
     if not free:
         raise ValueError(
             "data of one's own was handed over, but no stage says data.dataset: null: set it there"

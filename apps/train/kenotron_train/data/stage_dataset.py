@@ -39,11 +39,12 @@ Section = PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig
 def section_options(config: Config) -> SectionOptions:
     """Return what data sets need to know of a run. Tokens are kept below KENOTRON_CACHE."""
     tokenizer, named = config.tokenizer, os.environ.get("KENOTRON_CACHE")
+    vocab_size = config.model.model_config.vocab_size
     return SectionOptions(
-        text_tokenizer=partial(text_tokenizer, config),
-        answer_tokenizer=partial(answer_tokenizer, config),
+        text_tokenizer=partial(text_tokenizer, tokenizer, vocab_size),
+        answer_tokenizer=partial(answer_tokenizer, tokenizer, vocab_size),
         cache=(Path(named) if named else Path.home() / ".cache" / "kenotron") / "tokens",
-        vocab_size=config.model.model_config.vocab_size,
+        vocab_size=vocab_size,
         plain_bytes=not (tokenizer.tokenizer_name_or_path or tokenizer.tokenizer_max_length),
         longest=tokenizer.tokenizer_max_length,
         validates=config.tokens.limit_val_batches > 0,

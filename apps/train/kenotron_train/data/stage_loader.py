@@ -19,10 +19,10 @@ from kenotron_engine import DomainObjective, DomainWeights
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import check_data, fingerprint_of
 from kenotron_train.data.own_data import Hook
+from kenotron_train.data.reference_losses import Reference, open_reference
 from kenotron_train.data.stage_dataset import MaskTargets, open_corpus, open_loader
-from kenotron_train.doremi.reference import Reference, open_reference
-from kenotron_train.report.report import Report
-from kenotron_train.run.progress import Progress
+from kenotron_train.log.report import Report
+from kenotron_train.progress import Progress
 
 
 class Feed:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kenotron_config import Config
+from kenotron_config import Config, TokenizerConfig
 from kenotron_data import ShortenedTokens, TextTokenizer, open_tokenizer, open_transformers
-from kenotron_data.config import PretrainDatasetsConfig, SFTDatasetsConfig
+from kenotron_data.config import DatasetStageConfig, PretrainDatasetsConfig, SFTDatasetsConfig
 
 KEY = "tokenizer.tokenizer_name_or_path"
 BYTES = "bytes"
@@ -14,13 +15,13 @@ END_OF_BYTES = 256
 """The id that ends a document of bytes, where the model has it."""
 
 
-def reads_text(config: Config) -> bool:
+def reads_text(stages: Sequence[DatasetStageConfig]) -> bool:
     """Whether any stage reads text, so that something must make tokens of it."""
     kinds = (PretrainDatasetsConfig, SFTDatasetsConfig)
-    return any(isinstance(stage.data.dataset, kinds) for stage in config.data_stages)
+    return any(isinstance(stage.data.dataset, kinds) for stage in stages)
 
 
-def text_tokenizer(config: Config) -> TextTokenizer:
+def text_tokenizer(section: TokenizerConfig, vocab_size: int) -> TextTokenizer:
     """What makes tokens of documents: the configured tokenizer, or bytes.
 
     A document ends where the tokenizer names a token for that; bytes end with 256 where the
@@ -28,22 +29,21 @@ def text_tokenizer(config: Config) -> TextTokenizer:
 
     Raises ValueError naming the key.
     """
-    tokenizer = _named(config)
-    longest = config.tokenizer.tokenizer_max_length
+    tokenizer = _named(section, vocab_size)
+    longest = section.tokenizer_max_length
     if longest is None:
         return tokenizer
     return ShortenedTokens(tokenizer=tokenizer, longest=longest)
 
 
-def answer_tokenizer(config: Config) -> Any:
+def answer_tokenizer(section: TokenizerConfig, vocab_size: int) -> Any:
     """What makes tokens of prompts and chats: one of transformers where it has a name.
 
     Raises ValueError naming the key, also where it names no token that ends an answer.
     """
-    section = config.tokenizer
     name = section.tokenizer_name_or_path
     if _is_bytes(name) or str(name).endswith(".json"):
-        opened = _named(config)
+        opened = _named(section, vocab_size)
         end = opened.end
     else:
         try:
@@ -64,9 +64,9 @@ def check_vocabulary(config: Config) -> None:
     Raises ValueError naming both keys.
     """
     name, size = config.tokenizer.tokenizer_name_or_path, config.model.model_config.vocab_size
-    if _is_bytes(name) or not reads_text(config):
+    if _is_bytes(name) or not reads_text(config.data_stages):
         return
-    needed = _named(config).vocab_size
+    needed = _named(config.tokenizer, size).vocab_size
     if needed > size:
         raise ValueError(
             f"model.model_config.vocab_size: {size} was given; {KEY} ({name}) has {needed} ids; "
@@ -78,10 +78,9 @@ def _is_bytes(name: str | None) -> bool:
     return name is None or name == BYTES
 
 
-def _named(config: Config) -> TextTokenizer:
-    section = config.tokenizer
+def _named(section: TokenizerConfig, vocab_size: int) -> TextTokenizer:
     name = section.tokenizer_name_or_path
-    has_room = config.model.model_config.vocab_size > END_OF_BYTES
+    has_room = vocab_size > END_OF_BYTES
     if name is None:
         return open_tokenizer(BYTES, end_of_document=has_room)
     ends = has_room if name == BYTES else None

@@ -16,8 +16,8 @@ from kenotron_dist.launch import launcher
 from kenotron_train.called import called
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.reference_pass import write_reference_losses
-from kenotron_train.doremi.weights_file import read_average
-from kenotron_train.report.printing import say
+from kenotron_train.log.printing import say
+from kenotron_train.run.domain_weights import read_average
 from kenotron_train.run.start_ranks import start_ranks
 
 EXAMPLE = Path(__file__).with_name("doremi.yaml")

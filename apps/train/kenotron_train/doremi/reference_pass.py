@@ -12,18 +12,19 @@ from kenotron_config import Config
 from kenotron_data import Cursor, LossWriter, StoredLosses, has_index
 from kenotron_dist import Mesh, all_gather
 from kenotron_engine import batch_losses
+from kenotron_optim import OptimizerConfig
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.data.changed_data import fingerprint_of
-from kenotron_train.data.stage_dataset import open_corpus, open_loader
-from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.doremi.reference import (
+from kenotron_train.data.reference_losses import (
     KEY,
     difference,
     losses_path,
     read_by,
     reference_identity,
 )
-from kenotron_train.report.printing import say
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.log.printing import say
 from kenotron_train.run.resume import load_run
 
 REFERENCE = "doremi.ref_model_resume_checkpoint_path"
@@ -61,7 +62,7 @@ def _write_stage(training: Training, stage: int, folder: Path) -> None:
     about |= {"reference": on_first(mesh, lambda: reference_identity(folder))}
     kept = on_first(mesh, lambda: _kept(path, about, sequence))
     batches = config.batches
-    needed = batches.samples(stage) + _left_out(config) * batches.full(stage)
+    needed = batches.samples(stage) + _left_out(config.optimizer) * batches.full(stage)
     named = f"{path}: losses of {max(kept, needed):,} samples by {folder}"
     if kept >= needed:
         _tell(mesh, f"{named}, all of them there already")
@@ -98,9 +99,9 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _left_out(config: Config) -> int:
+def _left_out(optimizer: OptimizerConfig) -> int:
     """How many batches a run may leave out, and read others instead."""
-    return config.optimizer.max_rollbacks if config.optimizer.nonfinite == "rollback" else 0
+    return optimizer.max_rollbacks if optimizer.nonfinite == "rollback" else 0
 
 
 def _kept(path: Path, about: dict[str, object], sequence: int) -> int:

@@ -24,8 +24,8 @@ from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.text_tokens import libraries
-from kenotron_train.report.printing import say
-from kenotron_train.run.validation import validate_model
+from kenotron_train.evaluate.validation import validate_model
+from kenotron_train.log.printing import say
 
 AXES = ("pp", "dp", "cp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError)

@@ -1,1 +1,1 @@
-"""What happens when a step, a device or a file fails, and how a step is made again."""
+"""What is recorded or explained when a step, a device or a file fails."""

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import compute_capability
-from kenotron_train.run.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
-from kenotron_train.run.preview import stage_sizes
+from kenotron_train.cost.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
+from kenotron_train.cost.stage_sizes import stage_sizes
 
 GB = 1e9
 BFLOAT16_CAPABILITY = (8, 0)
@@ -37,7 +37,7 @@ def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
         NotEnoughMemory: an allocation failed, on this rank or another one of its pipeline.
     """
     if mesh.device.type == "cuda":
-        check_bfloat16(config, compute_capability(), mesh.rank)
+        check_bfloat16(config.model.dtype, compute_capability(), mesh.rank)
         check_device_memory(config, mesh)
     try:
         yield
@@ -50,9 +50,9 @@ def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
         raise NotEnoughMemory(f"rank {mesh.rank}: {text}") from error
 
 
-def check_bfloat16(config: Config, capability: tuple[int, int], rank: int) -> None:
+def check_bfloat16(dtype: str, capability: tuple[int, int], rank: int) -> None:
     """Raise ValueError where a GPU of this compute capability has no bfloat16 and needs it."""
-    if config.model.dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+    if dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
         raise ValueError(
             f"model.dtype: bfloat16 was given, but the GPU of rank {rank} has compute capability "
             f"{capability[0]}.{capability[1]}, and bfloat16 needs 8.0 (Ampere) or more; set "

@@ -11,7 +11,7 @@ from kenotron_ckpt import LOCK, TAKEN
 from kenotron_config import Config
 from kenotron_dist import STALLED, first_cause, tell_launcher
 from kenotron_train.failures.passing_errors import status_of
-from kenotron_train.report.metrics_file import last_step
+from kenotron_train.log.metrics_file import last_step
 
 FILE = "failure.json"
 """In ``checkpoints_path``: the step, the cause, and how often it came in a row."""

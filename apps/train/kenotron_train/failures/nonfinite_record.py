@@ -19,7 +19,7 @@ from kenotron_dist.rng import counter_key
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import Training
 from kenotron_train.data.stage_loader import OpenStage
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from kenotron_ckpt import MANIFEST, on_first, replace_text, seal_of
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_train.failures.records import FOLDER
-from kenotron_train.run.progress import Progress
-from kenotron_train.run.run_folder import writing
+from kenotron_train.log.run_folder import writing
+from kenotron_train.progress import Progress
 
 FILE = "left_out.json"
 

@@ -1,1 +1,1 @@
-"""What a run prints, writes and measures, and pages made of that."""
+"""Pages and tables of finished or running runs, drawn from what they wrote."""

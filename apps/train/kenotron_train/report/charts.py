@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from kenotron_train.log.numbers import short
 from kenotron_train.report.curves import Points
-from kenotron_train.report.numbers import short
 
 COLOURS = ("#2a78b5", "#d9661f", "#2f9e5b", "#c23b5a", "#7d5fb2", "#8a6d3b", "#d072b0", "#607080")
 WIDTH, HEIGHT = 560, 300

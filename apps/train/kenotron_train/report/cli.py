@@ -12,10 +12,10 @@ from rich.table import Table
 
 from kenotron_config import Mask
 from kenotron_train.called import called
+from kenotron_train.log.printing import say
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
-from kenotron_train.report.printing import say
 
 
 def report_main(argv: Sequence[str]) -> int:

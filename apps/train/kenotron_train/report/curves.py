@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kenotron_train.evaluate.results import LARGEST
-from kenotron_train.report.metrics_file import read_journal
-from kenotron_train.report.numbers import short
+from kenotron_train.log.metrics_file import read_journal
+from kenotron_train.log.numbers import short
 from kenotron_train.report.run_about import About, about_run
 
 Points = list[tuple[float, float]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kenotron_config import Config, load_config
 from kenotron_optim import LRSchedule, learning_rate
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 
 
 def changed_rate(progress: Progress, config: Config, folder: Path) -> str:

@@ -12,10 +12,10 @@ from kenotron_ckpt import MANIFEST, SaveReport
 from kenotron_config import Config, EvaluateConfig
 from kenotron_engine import Validation
 from kenotron_train.assemble import Training
+from kenotron_train.evaluate.evaluation_job import script_of_evaluation, submit_evaluation
 from kenotron_train.evaluate.evaluator import Evaluator
 from kenotron_train.evaluate.results import FOLDER, read_evaluation
-from kenotron_train.report.report import Report
-from kenotron_train.slurm.evaluation_job import script_of_evaluation, submit_evaluation
+from kenotron_train.log.report import Report
 
 LOOK = 10.0
 """Seconds from one look for results of jobs to the next."""

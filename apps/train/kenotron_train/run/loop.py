@@ -2,45 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
-from kenotron_ckpt import SaveFailed, Saver
+from kenotron_ckpt import SaveFailed
 from kenotron_config import Config
 from kenotron_data import Corpus
-from kenotron_dist import Mesh, all_reduce, barrier, listening
-from kenotron_dist.rng import key
+from kenotron_dist import Mesh, barrier
 from kenotron_engine import DomainWeights, StepResult, Validation, training_step
 from kenotron_optim import NonFinite
-from kenotron_train.assemble import OwnModel, Training, build_training
-from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.assemble import OwnModel, Training
+from kenotron_train.data.own_data import Hook
 from kenotron_train.data.stage_dataset import MaskTargets
-from kenotron_train.data.stage_loader import Feed
-from kenotron_train.data.vocabulary import check_vocabulary
-from kenotron_train.doremi.weights_file import write_weights
-from kenotron_train.evaluate.evaluator import check_evaluate
+from kenotron_train.evaluate.validation import validate
 from kenotron_train.failures.nonfinite_record import Taken
-from kenotron_train.failures.recovery import go_back, goes_back, record, recorded
-from kenotron_train.life_cycle import LifeCycle, Together
-from kenotron_train.report.banner import introduce
-from kenotron_train.report.instrumentation import HISTORY, Look, Watching, check_watching
-from kenotron_train.report.report import Report
-from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.log.instrumentation import HISTORY, Look
+from kenotron_train.progress import Progress
+from kenotron_train.run.domain_weights import write_weights
 from kenotron_train.run.host_memory import give_back_free_memory
-from kenotron_train.run.own_folder import going_on
-from kenotron_train.run.progress import Progress
-from kenotron_train.run.resume import resume
+from kenotron_train.run.recovery import go_back, goes_back, record, recorded
 from kenotron_train.run.sample import show_sample
 from kenotron_train.run.sanity import check_batch, check_state
-from kenotron_train.run.saving import bytes_of, check_saved, open_saver, save_run
-from kenotron_train.run.stopping import Stopper
-from kenotron_train.run.upload import Uploads
-from kenotron_train.run.validation import validate
+from kenotron_train.run.saving import check_saved, save_run
+from kenotron_train.run.session import Session, open_session
 
 
 @dataclass(frozen=True)
@@ -51,23 +38,6 @@ class Outcome:
     """What the last steps reported, ``HISTORY`` at most; those that were undone are not in it."""
     stopped: str = ""
     """Why it ended before its last step; empty when it did not."""
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What the steps of a run work with."""
-
-    training: Training
-    feed: Feed
-    saver: Saver
-    uploads: Uploads
-    report: Report
-    stopper: Stopper
-    watching: Watching
-    life: LifeCycle
-    evaluations: Evaluations
-    failed: dict[int, str] = field(default_factory=dict)
-    """Why the last save that failed did, by its step."""
 
 
 def train(
@@ -83,7 +53,7 @@ def train(
 
 
 def run(
-    mesh: Mesh,
+    mesh: Mesh | None,
     config: Config,
     sample: bool = False,
     loader: Hook | None = None,
@@ -93,58 +63,62 @@ def run(
     model: OwnModel | None = None,
     hooks: tuple[LifeCycle, ...] = (),
     leaves: bool = False,
+    then: tuple[Config, ...] = (),
 ) -> Outcome:
     """Train by the config, until the last step or a signal, whichever comes first.
 
     It resumes where its folder has checkpoints (``going_on``). A signal ends it with a checkpoint.
+    The run is a loop over sessions (``open_session``): its steps, and its results, continue from
+    one to the next, which has a mesh of its own over the same processes.
 
-    Arguments: the mesh, of the sizes that the config names; the config; whether to end with a
-    generated sample; data of one's own for stages with ``dataset: null`` (see
-    ``own_data.Hook``); a mask of targets for tests; when the time is over (of ``time.monotonic``):
-    the run ends early enough to save; layers of one's own; what is called at moments of the run;
-    whether the process ends afterwards, so that signals that come later do not change its status.
+    Arguments: the mesh, of the sizes that the config names (None: the session makes one); the
+    config; whether to end with a generated sample; data of one's own for stages with
+    ``dataset: null`` (see ``own_data.Hook``); a mask of targets for tests; when the time is over
+    (of ``time.monotonic``): the run ends early enough to save; layers of one's own; what is called
+    at moments of the run; whether the process ends afterwards, so that signals that come later do
+    not change its status; configs of further sessions, each with a later last step and perhaps
+    another layout.
     Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the last
     checkpoint is not whole.
     """
-    _check(config, loader, mesh)
-    asked, config = config, going_on(config, mesh)
-    life = Together(hooks)
-    life.pre_init(config, mesh)
-    training = build_training(config, mesh, model)
-    life.post_init(training)
-    progress, remark = resume(training, asked=asked)
-    training.check_replicas()
-    with (
-        listening() as signals,
-        Report(config, mesh) as report,
-        Uploads(config, mesh, report) as uploads,
-        open_saver(training, uploads) as saver,
-        Watching(training, report, progress.step + 1) as watching,
-    ):
-        report.begin(progress.step + 1)  # the saver has locked the folder
-        introduce(training, report, remark)
-        uploads.resumed(progress.step)
-        feed = Feed(training, report, loader, target_mask)
-        stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
-        own = Evaluations(training, report, model is not None, progress.step)
-        work = _Run(training, feed, saver, uploads, report, stopper, watching, life, own)
-        life.pre_training(training, progress)
-        if config.checkpoints.save_initial_state and progress.step == 0:
-            _save(work, progress)
-        try:
-            outcome, progress = _steps(work, progress)
-        finally:
-            feed.close()
-        _finish(work, outcome, progress)
-        life.post_training(training, progress)
-        if sample and config.tokenizer.tokenizer_name_or_path is None and not outcome.stopped:
-            show_sample(training, report)
-        barrier(mesh.world)  # a launcher ends all ranks when the first has left
-        signals.finished = leaves
-    return outcome
+    results: deque[StepResult] = deque(maxlen=HISTORY)
+    stopped, progress = "", Progress()
+    for number, each in enumerate((config, *then)):
+        with open_session(
+            each, None if number else mesh, loader, target_mask=target_mask, deadline=deadline,
+            model=model, hooks=hooks,
+        ) as session:  # fmt: skip
+            if number and session.progress.step != progress.step:
+                raise ValueError(
+                    f"session {number + 1} begins after step {session.progress.step}, and the one "
+                    f"before it ended after step {progress.step}: give the same "
+                    "checkpoints.checkpoints_path, with save_final_state: true"
+                )
+            stopped, progress = _train(session, results)
+            if sample and each.tokenizer.tokenizer_name_or_path is None and not stopped:
+                show_sample(session.training, session.report)
+            barrier(session.training.mesh.world)  # a launcher ends all when the first has left
+            session.signals.finished = leaves and (bool(stopped) or number == len(then))
+        del session  # its memory is free before the next one is built
+        if stopped:
+            break
+    return Outcome(list(results), stopped)
 
 
-def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
+def _train(session: Session, results: deque[StepResult]) -> tuple[str, Progress]:
+    """Make the steps of a session, until all is written; why it stopped, and how far the run is."""
+    training, progress = session.training, session.progress
+    session.life.pre_training(training, progress)
+    if training.config.checkpoints.save_initial_state and progress.step == 0:
+        _save(session, progress)
+    stopped, progress = _steps(session, progress, results)
+    session.feed.close()
+    _finish(session, stopped, progress)
+    session.life.post_training(training, progress)
+    return stopped, progress
+
+
+def _finish(run: Session, stopped: str, progress: Progress) -> None:
     """Wait until all is written; read back what a run that was stopped leaves."""
     run.training.optimizer.settle()
     run.watching.finish()
@@ -153,34 +127,19 @@ def _finish(run: _Run, outcome: Outcome, progress: Progress) -> None:
     section, step = run.training.config.s3_upload, progress.step
     if step in run.failed:
         raise SaveFailed(f"the run is over, but without its last checkpoint: {run.failed[step]}")
-    if outcome.stopped:
+    if stopped:
         if section is None or not section.remove_after_upload:  # else its copy is read back
             check_saved(run.saver, step)
-        run.report.say(f"Stopped after step {step}, all of it saved: {outcome.stopped}")
+        run.report.say(f"Stopped after step {step}, all of it saved: {stopped}")
     run.uploads.finish()
     with run.training.mesh.pulse.busy("closing trackers"):
         run.report.close()
 
 
-def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
-    """Refuse what cannot be run, and ranks that were started with different configs."""
-    check_hook(config, loader)
-    check_watching(config)
-    check_evaluate(config.evaluate)
-    check_vocabulary(config)
-    own = torch.tensor([key(json.dumps(asdict(config)), bits=56)], device=mesh.device)
-    if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):
-        raise ValueError(
-            f"rank {mesh.rank}: the ranks were started with different configs: give all of them "
-            "the same file and --set flags"
-        )
-
-
-def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
-    """All steps that are left, or until the run is stopped; and how far it is then."""
+def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tuple[str, Progress]:
+    """Make all steps that are left; why the run is stopped before the last, and how far it is."""
     training, report, stopper, watching = run.training, run.report, run.stopper, run.watching
     config = training.config
-    results: deque[StepResult] = deque(maxlen=HISTORY)
     while progress.step < config.tokens.train_steps and not (stopper.reason or watching.is_over):
         stage = run.feed.stage(progress)
         progress = progress.with_data(stage.number, stage.fingerprint)
@@ -220,11 +179,10 @@ def _steps(run: _Run, progress: Progress) -> tuple[Outcome, Progress]:
             give_back_free_memory(step)
     if stopper.reason and not _is_due(config, progress.step):
         _save(run, progress)
-    stopped = stopper.reason if progress.step < config.tokens.train_steps else ""
-    return Outcome(list(results), stopped), progress
+    return stopper.reason if progress.step < config.tokens.train_steps else "", progress
 
 
-def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
+def _step(run: Session, taken: Taken, look: Look) -> StepResult:
     """One step, between the checks that the config asks for."""
     training, batch, progress = run.training, taken.batch, taken.progress
     step = progress.step + 1
@@ -241,7 +199,7 @@ def _step(run: _Run, taken: Taken, look: Look) -> StepResult:
     return result
 
 
-def _before_update(run: _Run) -> None:
+def _before_update(run: Session) -> None:
     """Wait until no checkpoint reads parameters; start the vote to stop, which nothing waits for.
 
     Collective over the mesh.
@@ -250,7 +208,7 @@ def _before_update(run: _Run) -> None:
     run.stopper.vote(run.training.mesh)
 
 
-def _save(run: _Run, progress: Progress) -> None:
+def _save(run: Session, progress: Progress) -> None:
     run.life.pre_save_checkpoint(run.training, progress)
     save_run(run.saver, run.training, progress)
     if (weights := progress.state.find(DomainWeights)) and run.training.mesh.rank == 0:
@@ -258,7 +216,7 @@ def _save(run: _Run, progress: Progress) -> None:
             run.report.say(trouble, "warning")
 
 
-def _return(run: _Run, progress: Progress, found: NonFinite) -> Progress:
+def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:
     """Go back to the newest checkpoint: model, place in the data and metrics."""
     progress, about = go_back(run.training, run.saver, progress, found)
     _say_saved(run)
@@ -277,7 +235,7 @@ def _validate(training: Training, step: int, corpus: Corpus) -> Validation | Non
     return validate(training, corpus.validation)
 
 
-def _say_saved(run: _Run) -> None:
+def _say_saved(run: Session) -> None:
     """A line for each save that has ended."""
     for saved in run.saver.reports():
         run.stopper.saved(saved.durable)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kenotron_ckpt import (
     MANIFEST,
+    CheckpointsConfig,
     contradiction,
     has_manifests,
     is_nanotron,
@@ -18,7 +19,7 @@ from kenotron_ckpt import (
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
-from kenotron_train.report.metrics_file import last_step
+from kenotron_train.log.metrics_file import last_step
 
 METRICS = "metrics.jsonl"
 
@@ -62,16 +63,16 @@ def going_on(config: Config, mesh: Mesh) -> Config:
     return replace(config, checkpoints=own)
 
 
-def without_effect(asked: Config) -> str:
+def without_effect(checkpoints: CheckpointsConfig) -> str:
     """Return a remark on keys that a run which resumes from its own folder does not follow.
 
     They are for the checkpoint that ``resume_checkpoint_path`` names: a run that is started again
     with the same config needs the optimizer that it has saved.
 
     Args:
-        asked: the config as it was given, of a run that resumes from its own folder.
+        checkpoints: the section as it was given, of a run that resumes from its own folder.
     """
-    checkpoints, keys = asked.checkpoints, ("load_optimizer", "load_lr_scheduler")
+    keys = ("load_optimizer", "load_lr_scheduler")
     named = [f"checkpoints.{key}: false" for key in keys if not getattr(checkpoints, key)]
     if not named or checkpoints.resume_checkpoint_path is not None:
         return ""
@@ -99,7 +100,8 @@ def check_agreement(config: Config, mesh: Mesh) -> None:
     def find() -> str:
         if found := contradiction(folder):
             return found
-        return "" if has_manifests(folder) else _metrics_ahead(config, folder)
+        interval = checkpoints.checkpoint_interval
+        return "" if has_manifests(folder) else _metrics_ahead(interval, folder)
 
     if found := on_first(mesh, find):
         raise ValueError(
@@ -109,9 +111,9 @@ def check_agreement(config: Config, mesh: Mesh) -> None:
         )
 
 
-def _metrics_ahead(config: Config, folder: Path) -> str:
+def _metrics_ahead(interval: int, folder: Path) -> str:
     """Return how metrics and checkpoints differ in a folder without a manifest; empty: not."""
-    interval, path = config.checkpoints.checkpoint_interval, folder / METRICS
+    path = folder / METRICS
     last = last_step(path) if path.exists() else 0
     for step in unfinished(folder):
         if not step - 1 <= last < step + interval:

@@ -5,69 +5,28 @@ Nothing is started and nothing is allocated: layers are built on torch's meta de
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from kenotron_config import (
-    Config,
-    Mask,
-    ParallelismConfig,
-    cautions,
-    dump_config,
-    ignored_keys,
-)
+from kenotron_config import Config, Mask, ParallelismConfig, cautions, dump_config, ignored_keys
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_engine import way_of
-from kenotron_models import (
-    LayerStack,
-    Recompute,
-    TransformersSpec,
-    describe,
-    parameter_count,
-    sent_bytes,
-)
+from kenotron_models import describe, parameter_count
 from kenotron_optim import parameter_groups
-from kenotron_tp import tokens_at_a_time
-from kenotron_train.activations import (
-    cp_mode_of,
-    layer_activation,
-    layers_by_rank,
-    recomputed,
-    row_tokens,
-)
-from kenotron_train.evaluate.evaluator import check_evaluate
-from kenotron_train.report.instrumentation import check_watching
-from kenotron_train.report.numbers import short
-from kenotron_train.report.parametrisation import parametrisation
-from kenotron_train.run.initial import other_model
-from kenotron_train.run.machine import (
+from kenotron_train.cost.activations import cp_mode_of, layers_by_rank
+from kenotron_train.cost.machine import (
     beyond_any_machine,
     machine_cautions,
     offloaded,
-    sent_over_data,
-    stage_tensors,
-    state_bytes,
     without_gpus,
 )
+from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.evaluate.evaluator import check_evaluate
+from kenotron_train.log.instrumentation import check_watching
+from kenotron_train.log.numbers import short
+from kenotron_train.log.parametrisation import parametrisation
+from kenotron_train.run.initial import other_model
 
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class StageSize:
-    """What one rank of a pipeline stage holds."""
-
-    layers: list[str]
-    parameters: int
-    """Parameters of the stage over tp."""
-    bytes_of: dict[str, int]
-    """Bytes by what they are for."""
-    sent: dict[str, int]
-    """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
 
 
 def preview(config: Config) -> str:
@@ -76,7 +35,11 @@ def preview(config: Config) -> str:
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
     warnings += other_model(config)
     if not problems:
-        sections += [describe(config.decoder), *parametrisation(config), _memory(config)]
+        sections += [
+            describe(config.decoder),
+            *parametrisation(config.multipliers, config.scales),
+            _memory(config),
+        ]
         problems = without_gpus(config)
         warnings += [] if problems else machine_cautions(config)
     sections += _notes("Ignored", ignored_keys(config))
@@ -126,37 +89,6 @@ def _groups(config: Config) -> list[str]:
     return []
 
 
-def stage_sizes(config: Config) -> list[StageSize]:
-    """What each pipeline rank holds in one of its tp and dp ranks."""
-    found, foreign = [], isinstance(config.decoder, TransformersSpec)
-    again, stages = recomputed(config), layers_by_rank(config)
-    for rank, (own, stage) in enumerate(stages.ranks):
-        count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        tensors = stage_tensors(config, LayerStack(own), stages.layouts, rank)
-        nbytes = state_bytes(config, tensors)
-        if not foreign:
-            kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
-            nbytes["activations"] = int(stage.live * kept)
-        if any(name in ("head", "model") for name, _ in own):
-            nbytes["logits"] = _logits_bytes(_microbatch_tokens(config), config)
-        sent = {} if foreign else _sent(config, stage.layers, again)
-        sent |= sent_over_data(config, tensors)
-        found.append(StageSize([name for name, _ in own], count, nbytes, sent))
-    return found
-
-
-def _logits_bytes(tokens: int, config: Config) -> int:
-    """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
-
-    They depend on whether there is an accelerator here.
-    """
-    width, place = config.decoder.vocab_size // config.parallelism.tp, "cpu"
-    nbytes = 4
-    if torch.accelerator.is_available():
-        place, nbytes = "cuda", 4 + getattr(torch, config.model.dtype).itemsize
-    return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
-
-
 def missing_paths(config: Config) -> list[str]:
     """Paths that the config names and that are not there now: a run may be elsewhere."""
     named = {
@@ -188,35 +120,6 @@ def _is_path(name: str) -> bool:
     """Whether a name is that of a file or folder rather than one of the hub."""
     built_in = name.partition("/")[0] == EMBEDDED_CORPUS
     return not built_in and ("/" in name or "." in name)
-
-
-def _microbatch_tokens(config: Config) -> int:
-    """Tokens of a micro-batch on one rank of cp, padding included."""
-    return config.tokens.micro_batch_size * row_tokens(config)
-
-
-def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:
-    """Bytes that one rank sends over tp, cp and ep for some blocks in a step."""
-    spec, parallel, sent = config.decoder, config.parallelism, Counter[str]()
-    mode = cp_mode_of(config)
-    for layer in layers:
-        sent += Counter(
-            sent_bytes(
-                spec.trained_blocks[layer],
-                spec.hidden_size,
-                config.tokens.micro_batch_size,
-                row_tokens(config),
-                tp=parallel.tp,
-                ep=parallel.ep,
-                mode=parallel.mode,
-                dtype=getattr(torch, config.model.dtype),
-                residual=torch.float32 if spec.residual_in_fp32 else None,
-                recompute=again[layer],
-                cut=mode.cut(config.longest_sequence, parallel.cp),
-                way=way_of(mode, spec, parallel.grid),
-            )
-        )
-    return {name: n * config.batches.most_microbatches for name, n in sent.items()}
 
 
 def _layout(config: Config) -> str:
@@ -278,7 +181,7 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
-        if host := offloaded(config, stage.bytes_of):
+        if config.optimizer.offload and (host := offloaded(stage.bytes_of)):
             lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
         if "activations" not in stage.bytes_of:
             lines.append("Activations of transformers' layers are not known and not counted")

@@ -20,10 +20,10 @@ from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
+from kenotron_train.progress import NEEDED, Progress
 from kenotron_train.run.changed_rate import changed_rate
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
-from kenotron_train.run.progress import NEEDED, Progress
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import local_copy
@@ -64,7 +64,7 @@ def resume(
     run = Path(checkpoints.checkpoints_path) if run is None else run
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
-        more += without_effect(asked)
+        more += without_effect(asked.checkpoints)
     return progress, remark + fetched + more
 
 
@@ -111,14 +111,15 @@ def _load_from(
     steps = int(state["optimizer_steps"])
     parameters: dict[str, Any] = dict(training.records())
     wanted: dict[str, Any] = {}
-    dropped = check_module(config, folder, manifest.records)
+    dropped = check_module(config.model.mtp is not None, folder, manifest.records)
     averages, remark = _averages(training, checkpoint, optimizer and steps > 0)
     if optimizer:
         # Before its first update an optimizer has masters and no more: what a damaged checkpoint
         # left in other state is zero again.
         wanted = training.optimizer.wanted(started=steps > 0)
+        rule = config.optimizer.optimizer_factory.name
         names = [layout.name for _, layout in (parameters | wanted | averages).values()]
-        dropped += check_optimizer(names, manifest.records, config, folder, mesh)
+        dropped += check_optimizer(names, manifest.records, rule, folder, mesh)
         dropped += converted(wanted, manifest.records)
     checkpoint.load(parameters)
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master

@@ -13,7 +13,7 @@ from kenotron_ckpt import latest_step
 from kenotron_data import decode, encode, printable
 from kenotron_models import Sampling, TransformersSpec, generate
 from kenotron_train.assemble import Training
-from kenotron_train.report.report import Report
+from kenotron_train.log.report import Report
 
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 160

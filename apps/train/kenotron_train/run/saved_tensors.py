@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from kenotron_ckpt import Record
-from kenotron_config import Config
 from kenotron_dist import Mesh, gather_objects
 from kenotron_engine import Records
 
 
 def check_optimizer(
-    wanted: Iterable[str], saved: Iterable[str], config: Config, folder: Path, mesh: Mesh
+    wanted: Iterable[str], saved: Iterable[str], rule: str, folder: Path, mesh: Mesh
 ) -> str:
     """Refuse a checkpoint of an optimizer that did not keep what the configured one does.
 
@@ -27,7 +26,7 @@ def check_optimizer(
     }:
         raise ValueError(
             f"{folder} has no {', '.join(sorted(missing))} of optimizer.optimizer_factory "
-            f"({config.optimizer.optimizer_factory.name}): it was written with another optimizer, "
+            f"({rule}): it was written with another optimizer, "
             f"without {min(missing.values())}; choose that one, or start this one afresh with "
             f"checkpoints.load_optimizer: false and checkpoints.resume_checkpoint_path: {folder}"
         )
@@ -35,9 +34,9 @@ def check_optimizer(
     return f"; {extra} of another optimizer is left behind" if extra else ""
 
 
-def check_module(config: Config, folder: Path, saved: Iterable[str]) -> str:
+def check_module(wanted: bool, folder: Path, saved: Iterable[str]) -> str:
     """Refuse a checkpoint without the module of `model.mtp`; a remark on one that is not read."""
-    there, wanted = any(name.startswith("mtp.") for name in saved), config.model.mtp is not None
+    there = any(name.startswith("mtp.") for name in saved)
     if wanted and not there:
         raise ValueError(
             f"{folder} has no module of model.mtp, which was given: its run had none; leave mtp "

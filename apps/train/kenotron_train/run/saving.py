@@ -12,8 +12,8 @@ from kenotron_dist import TensorLayout
 from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
-from kenotron_train.run.progress import Progress
-from kenotron_train.run.run_folder import writing
+from kenotron_train.log.run_folder import writing
+from kenotron_train.progress import Progress
 from kenotron_train.run.upload import Uploads
 
 
@@ -59,7 +59,7 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "model_config": model_to_json(config.model.model_config, config.multipliers),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
-        "tokenizer": tokenizer_state(config),
+        "tokenizer": tokenizer_state(config.tokenizer),
         "reading": reading_of(config),
     }
     with mesh.pulse.busy("saving a checkpoint"):

@@ -19,8 +19,8 @@ from kenotron_ckpt import (
 )
 from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_train.report.numbers import short
-from kenotron_train.report.report import Report
+from kenotron_train.log.numbers import short
+from kenotron_train.log.report import Report
 
 
 class Uploads:

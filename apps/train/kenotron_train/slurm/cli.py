@@ -15,7 +15,7 @@ from pathlib import Path
 from kenotron_config import Config, Mask, credentials, dump_config, masked
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.report.printing import say
+from kenotron_train.log.printing import say
 from kenotron_train.slurm.job import SlurmJob, script_of
 from kenotron_train.slurm.provenance import packages, provenance
 

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from kenotron_config import Config
 from kenotron_engine import GRADIENT_FLOOR
-from kenotron_train.report.numbers import or_null
-from kenotron_train.report.printing import say
+from kenotron_train.log.numbers import or_null
+from kenotron_train.log.printing import say
 from kenotron_train.verify.comparison import Check, allowed
 
 SHOWN = 4

@@ -27,7 +27,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.activations import cp_mode_of
+from kenotron_train.cost.activations import cp_mode_of
 from kenotron_train.verify.shrink_layout import (
     few,
     fewer_ranks,

@@ -113,6 +113,8 @@ class Pulse:
         self.moved = time.monotonic()
         """When something was last issued or a wait ended."""
         self.on_error: Callable[[Ticket, RuntimeError], RuntimeError] | None = None
+        self.ended = threading.Event()
+        """Set when the mesh is closed: ends threads that work for it."""
         self.watched = False
         """Whether a watchdog reads what the device still has to do."""
         self.waited = 0.0
@@ -169,6 +171,11 @@ class Pulse:
         """This process communicates no more: close all listeners."""
         for listener in self.listeners:
             listener.close()
+
+    def end(self) -> None:
+        """The mesh is closed: end the threads that work for it, and close all listeners."""
+        self.ended.set()
+        self.close()
 
     def wait(self, ticket: Ticket, block: Callable[[], T]) -> T:
         """Show ``ticket`` while ``block`` is called; a RuntimeError leaves it explained."""

@@ -263,6 +263,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups, on every rank, with nothing under way; then make another mesh."""
+        self.pulse.end()
         self._groups.close()
         self._axes.clear()
         self._pairs.clear()

@@ -48,7 +48,7 @@ class Notes:
     """
 
     def __init__(self, mesh: Mesh, name: str) -> None:
-        self._ranks = mesh.world.size
+        self._ranks, self._ended = mesh.world.size, mesh.pulse.ended
         self._own: dict[str, str] = {}
         self._store: SignedStore | None = None
         self._lock = threading.Lock()  # no note is repaired while it is erased
@@ -81,8 +81,9 @@ class Notes:
             self._own[key] = data
             self._latest = time.monotonic()
             if self._store is not None and self._keeper is None:
+                own = weakref.ref(self), self._ended
                 self._keeper = threading.Thread(
-                    target=_look_after, args=(weakref.ref(self),), name="notes", daemon=True
+                    target=_look_after, args=own, name="notes", daemon=True
                 )
                 self._keeper.start()
 
@@ -130,9 +131,12 @@ class Notes:
                     store.set(key, data)
 
 
-def _look_after(weak: weakref.ref[Notes]) -> None:
-    """Body of the thread that repairs notes as long as they are in use, or new."""
-    while (notes := weak()) is not None:
+def _look_after(weak: weakref.ref[Notes], ended: threading.Event) -> None:
+    """Body of the thread that repairs notes as long as they are in use, or new.
+
+    It ends with the mesh: then no rank reads them.
+    """
+    while not ended.is_set() and (notes := weak()) is not None:
         try:
             notes._repair()
         except RuntimeError:  # the store is gone
@@ -140,7 +144,7 @@ def _look_after(weak: weakref.ref[Notes]) -> None:
         pause = _REPAIR_SECONDS * max(1.0, notes._ranks / _SMALL)
         if time.monotonic() > notes._latest + _KEPT_SECONDS:
             del notes
-        time.sleep(pause)
+        ended.wait(pause)
 
 
 def _unpacked(key: str, data: str | bytes) -> Any:

@@ -19,9 +19,9 @@ from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.failures.nonfinite_record import Taken
 from kenotron_train.failures.records import FOLDER, read_record
-from kenotron_train.failures.replay_comparison import Comparison, compared, comparison
-from kenotron_train.report.report import Report
-from kenotron_train.run.progress import Progress
+from kenotron_train.log.report import Report
+from kenotron_train.progress import Progress
+from kenotron_train.replay.replay_comparison import Comparison, compared, comparison
 from kenotron_train.run.resume import resume
 
 SHOWN = 5
@@ -46,7 +46,7 @@ def replay(
     ``nonfinite/replay-<step>`` below its folder gets the replay's. Collective over the mesh.
     Raises ValueError for a step that the run has not, and for a file that is no record.
     """
-    check_hook(config, loader)
+    check_hook(config.data_stages, loader)
     check_vocabulary(config)
     record, name, step = _asked(what, mesh)
     if not 1 <= step <= config.tokens.train_steps:

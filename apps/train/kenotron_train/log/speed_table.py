@@ -18,9 +18,9 @@ from kenotron_config import Config
 from kenotron_dist import Mesh, broadcast_object, gather_objects, named_parameters
 from kenotron_models import parameter_count
 from kenotron_train.assemble import Training
-from kenotron_train.report.figures import Meter, StepFigures
-from kenotron_train.report.numbers import short
-from kenotron_train.run.run_name import job_id, run_name
+from kenotron_train.log.figures import Meter, StepFigures
+from kenotron_train.log.numbers import short
+from kenotron_train.log.run_name import job_id, run_name
 
 STEPS = 4
 """Steps of a run with NANOTRON_BENCHMARK=1."""

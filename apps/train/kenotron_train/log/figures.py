@@ -20,8 +20,8 @@ from kenotron_engine import (
     tflops_per_rank,
 )
 from kenotron_models import peak_bf16_flops
-from kenotron_train.report.numbers import or_null, with_nulls
-from kenotron_train.report.stopwatch import StepTimes
+from kenotron_train.log.numbers import or_null, with_nulls
+from kenotron_train.log.stopwatch import StepTimes
 
 PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
 """Environment variable: bf16 TFLOP/s of a device that ``kenotron_models`` does not list."""

@@ -9,18 +9,18 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from kenotron_config import Config
+from kenotron_config import Config, MetricsLoggingConfig
 from kenotron_data import Batch
 from kenotron_dist import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
-from kenotron_train.report.figures import Memory, StepFigures, named_peak
-from kenotron_train.report.profiling import Profile
-from kenotron_train.report.report import Report
-from kenotron_train.report.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
-from kenotron_train.report.stopwatch import Stopwatch
-from kenotron_train.report.trackers import check_trackers
+from kenotron_train.log.figures import Memory, StepFigures, named_peak
+from kenotron_train.log.profiling import Profile
+from kenotron_train.log.report import Report
+from kenotron_train.log.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
+from kenotron_train.log.stopwatch import Stopwatch
+from kenotron_train.log.trackers import check_trackers
 
 HISTORY = 10_000
 """Steps whose figures are kept in memory, on each rank: the last ones."""
@@ -31,15 +31,14 @@ Look = Callable[[Slices], None]
 
 def check_watching(config: Config) -> None:
     """Raise ValueError for what a run would find out too late: tracker, table, peak."""
-    check_trackers(config)
+    check_trackers(config.logging.trackers)
     named_peak()
     if config.general.benchmark_csv_path is not None:
         check_table(config.general.benchmark_csv_path)
 
 
-def is_detailed(config: Config, step: int) -> bool:
+def is_detailed(section: MetricsLoggingConfig | None, step: int) -> bool:
     """Whether layers are looked at in this step."""
-    section = config.metrics_logging
     return bool(section and section.log_level and step % section.log_detail_interval == 0)
 
 
@@ -95,7 +94,7 @@ class Watching:
     @contextmanager
     def step(self, step: int) -> Iterator[Look]:
         """Around all that a step's time is; gives what ``training_step`` shall show gradients."""
-        detailed = is_detailed(self._training.config, step)
+        detailed = is_detailed(self._training.config.metrics_logging, step)
         self._layers = LayerMetrics(self._training) if detailed else None
         if self._recorder is not None:
             self._recorder.cut()  # what came between the steps

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from kenotron_train.report.line_writer import LineWriter
-from kenotron_train.run.run_folder import writing
+from kenotron_train.log.line_writer import LineWriter
+from kenotron_train.log.run_folder import writing
 
 MOST_STEPS = 1 << 53
 """Steps from there on are none: whole numbers of JSON have no bound."""

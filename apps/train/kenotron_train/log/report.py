@@ -13,15 +13,15 @@ from rich.console import Console
 from kenotron_config import Config, Mask
 from kenotron_dist import Mesh
 from kenotron_engine import Validation, perplexity
-from kenotron_train.report.domain_figures import domain_lines
-from kenotron_train.report.figures import Meter, StepFigures
-from kenotron_train.report.line_writer import LineWriter
-from kenotron_train.report.metrics_file import Journal
-from kenotron_train.report.numbers import short
-from kenotron_train.report.printing import StandardOutput, on_screen
-from kenotron_train.report.progress_bar import ProgressBar
-from kenotron_train.report.step_row import StepRows
-from kenotron_train.report.trackers import Trackers
+from kenotron_train.log.domain_figures import domain_lines
+from kenotron_train.log.figures import Meter, StepFigures
+from kenotron_train.log.line_writer import LineWriter
+from kenotron_train.log.metrics_file import Journal
+from kenotron_train.log.numbers import short
+from kenotron_train.log.printing import StandardOutput, on_screen
+from kenotron_train.log.progress_bar import ProgressBar
+from kenotron_train.log.step_row import StepRows
+from kenotron_train.log.trackers import Trackers
 
 LOG = "log.txt"
 """In ``checkpoints_path``: every line of a run and of those that went on from it."""

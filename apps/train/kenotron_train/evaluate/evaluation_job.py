@@ -11,7 +11,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from kenotron_config import Config, EnvText, EvaluateConfig, EvaluationJobConfig, Mask
+from kenotron_config import (
+    Config,
+    EnvText,
+    EvaluateConfig,
+    EvaluationJobConfig,
+    Mask,
+    ParallelismConfig,
+)
 from kenotron_dist import MeshConfig
 from kenotron_train.evaluate.results import FOLDER
 
@@ -87,17 +94,15 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
 
 def evaluate_command(config: Config, job: EvaluationJobConfig, step_folder: Path) -> list[str]:
     """Return the command that evaluates a checkpoint on the ranks of the job."""
-    flags = [
-        word for name, size in sizes_of(config, job).items() for word in (f"--{name}", str(size))
-    ]
+    sizes = sizes_of(config.parallelism, job)
+    flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
     if job.gpus_per_node == 0:
         flags += ["--device", "cpu"]
     return [*own_program(), "evaluate", "--ckpt-path", str(step_folder), *flags]
 
 
-def sizes_of(config: Config, job: EvaluationJobConfig) -> dict[str, int]:
+def sizes_of(trained: ParallelismConfig, job: EvaluationJobConfig) -> dict[str, int]:
     """Return the sizes of the job's mesh; those that it leaves open are the training's."""
-    trained = config.parallelism
     return {
         "pp": job.pp or trained.pp, "dp": job.dp, "cp": job.cp, "tp": job.tp or trained.tp,
         "ep": job.ep or trained.ep,
@@ -121,7 +126,7 @@ def script_of_evaluation(
     evenly, and for a value that would not stay on its line.
     """
     job = section.job or EvaluationJobConfig()
-    sizes = sizes_of(config, job)
+    sizes = sizes_of(config.parallelism, job)
     try:
         _ = MeshConfig(**sizes).expert_sizes
     except ValueError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kenotron_config import Config
+from kenotron_config import Config, ParallelismConfig
 from kenotron_dist import Axis, MeshConfig, TensorLayout, parameter_layouts
 from kenotron_engine import CPMode, StageLayers, recompute_within, stages_of
 from kenotron_models import (
@@ -30,9 +30,9 @@ def cp_mode_of(config: Config) -> CPMode:
     return CPMode(*config.cp_way, sizes.cp_layout, sizes.cp_block)
 
 
-def mesh_sizes(config: Config) -> MeshConfig:
+def mesh_sizes(parallel: ParallelismConfig) -> MeshConfig:
     """Return the sizes of the axes."""
-    return MeshConfig(**config.parallelism.grid, ep=config.parallelism.ep)
+    return MeshConfig(**parallel.grid, ep=parallel.ep)
 
 
 def row_tokens(config: Config) -> int:
@@ -57,7 +57,7 @@ def layer_activation(config: Config, layer: int, again: Recompute) -> int:
         dtype=getattr(torch, config.model.dtype),
         residual=torch.float32 if spec.residual_in_fp32 else None,
         recompute=again,
-        fused_norms=_fuses_norms(config),
+        fused_norms=_fuses_norms(config.general.device, config.model.dtype),
     )
 
 
@@ -85,7 +85,7 @@ def layers_by_rank(config: Config) -> Stages:
     schedule = parallel.schedule
     stages = stages_of(layers, layer_costs(spec), spec.stage_starts, parallel.pp, schedule)
     layouts = parameter_layouts(
-        LayerStack(layers), mesh_sizes(config).axis_sizes, stages.of_parameter
+        LayerStack(layers), mesh_sizes(parallel).axis_sizes, stages.of_parameter
     )
     trace = simulate(schedule, parallel.pp, config.batches.most_microbatches)
     found: list[tuple[NamedLayers, StageLayers]] = []
@@ -125,8 +125,8 @@ def recomputed(config: Config) -> tuple[Recompute, ...]:
         ) from error
 
 
-def _fuses_norms(config: Config) -> bool:
+def _fuses_norms(device: str, dtype: str) -> bool:
     """Whether RMSNorm is one kernel: on an accelerator, for which half precision is meant."""
-    if config.general.device == "cpu":
+    if device == "cpu":
         return False
-    return torch.accelerator.is_available() or config.model.dtype != "float32"
+    return torch.accelerator.is_available() or dtype != "float32"

@@ -14,7 +14,7 @@ from kenotron_train.assemble import Training
 from kenotron_train.failures.nonfinite_record import Blame, Taken
 from kenotron_train.failures.records import write_record
 from kenotron_train.failures.skipped_batches import keep_left_out
-from kenotron_train.run.progress import Progress
+from kenotron_train.progress import Progress
 from kenotron_train.run.resume import load_run
 
 

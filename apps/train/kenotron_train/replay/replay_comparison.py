@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_train.failures.records import read_record, record_at
-from kenotron_train.report.metrics_file import read_journal
+from kenotron_train.log.metrics_file import read_journal
 
 LOSS_TOLERANCE = 1e-3
 """Relative, for losses of accelerators. Attention's backward adds with atomics, in any order: after

@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from kenotron_config import Config
+from kenotron_config import Config, ProfilerConfig
 from kenotron_dist import Mesh
 
 HISTORY = 100_000
 """Allocations that a memory snapshot remembers."""
 
 
-def trace_folder(config: Config) -> Path | None:
+def trace_folder(section: ProfilerConfig | None, run: str) -> Path | None:
     """Where traces go; None without the section."""
-    if config.profiler is None:
+    if section is None:
         return None
-    named = config.profiler.profiler_export_path
-    return Path(named) if named else Path(config.checkpoints.checkpoints_path) / "profiler"
+    named = section.profiler_export_path
+    return Path(named) if named else Path(run) / "profiler"
 
 
 class Profile:
@@ -39,7 +39,8 @@ class Profile:
         self, config: Config, mesh: Mesh, first_step: int, say: Callable[[str, str], None]
     ) -> None:
         self._say, self._rank, self._step = say, mesh.rank, first_step - 1
-        self._folder, self._profile = trace_folder(config), None
+        self._folder = trace_folder(config.profiler, config.checkpoints.checkpoints_path)
+        self._profile = None
         self._snapshots: Any = None
         section = config.profiler
         if section is None:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kenotron_ckpt import DataStatesConfig
-from kenotron_config import Config, Device, cautions, ignored_keys
+from kenotron_config import Device, GeneralConfig, cautions, ignored_keys
 from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
 from kenotron_optim import describe
 from kenotron_train.assemble import Training
-from kenotron_train.report.numbers import short
-from kenotron_train.report.report import Report
-from kenotron_train.run.run_name import run_name
+from kenotron_train.log.numbers import short
+from kenotron_train.log.report import Report
+from kenotron_train.log.run_name import run_name
 
 
 def introduce(training: Training, report: Report, remark: str) -> None:
@@ -52,7 +52,7 @@ def introduce(training: Training, report: Report, remark: str) -> None:
             f"Checkpoints: written while training continues, {own.parser_threads} files of a rank "
             f"at a time, from at most {own.host_cache_size:g} GB of its host memory"
         )
-    for line in [*cautions(config), *_of_gpus(config, mesh)]:
+    for line in [*cautions(config), *_of_gpus(config.general, config.checkpoints.datastates, mesh)]:
         report.say(line, "warning")
     for line in ignored_keys(config):
         report.say(f"Ignored: {line}", "warning")
@@ -67,16 +67,15 @@ def _stage(stage: DatasetStageConfig) -> str:
     return f"[Stage {stage.name}] start from step {stage.start_training_step}{note}"
 
 
-def _of_gpus(config: Config, mesh: Mesh) -> Iterator[str]:
+def _of_gpus(general: GeneralConfig, own: DataStatesConfig | None, mesh: Mesh) -> Iterator[str]:
     """Keys that were changed and do something on GPUs alone."""
     if mesh.device.type != "cpu":
         return
-    if config.general.deterministic:
+    if general.deterministic:
         yield (
             "general.deterministic: true changes nothing on CPUs, where the same run gives the "
             "same bits in any case"
         )
-    own = config.checkpoints.datastates
     if own is not None and not own.pin_host_cache:
         yield (
             "checkpoints.datastates.pin_host_cache: false changes nothing on CPUs, from which "

@@ -10,13 +10,13 @@ import functools
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from kenotron_config import Config, dump_config, public
-from kenotron_train.run.run_name import run_name
+from kenotron_train.log.run_name import run_name
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
 WANDB_VARIABLES = ("WANDB_MODE", "WANDB_PROJECT", "WANDB_API_KEY")
@@ -36,26 +36,25 @@ class Tracker(Protocol):
         """Write all that waits; called once."""
 
 
-def chosen_trackers(config: Config, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+def chosen_trackers(
+    names: Sequence[str] | None, environ: Mapping[str, str] = os.environ
+) -> tuple[str, ...]:
     """Names of the trackers of a run: those of ``logging.trackers``, or wandb by its variables.
 
     ``WANDB_MODE=disabled`` leaves wandb out in any case.
     """
-    names = config.logging.trackers
     if names is None:
         names = ("wandb",) if any(map(environ.get, WANDB_VARIABLES)) else ()
     off = environ.get("WANDB_MODE") == "disabled"
     return tuple(name for name in dict.fromkeys(names) if not (off and name == "wandb"))
 
 
-def check_trackers(config: Config) -> None:
+def check_trackers(names: Sequence[str] | None) -> None:
     """Raise ValueError when a chosen tracker is not installed."""
-    for name in chosen_trackers(config):
+    for name in chosen_trackers(names):
         if importlib.util.find_spec(PACKAGES[name]) is None:
-            asked = "logging.trackers" if config.logging.trackers else "the environment (WANDB_*)"
-            off = (
-                "take it out of the list" if config.logging.trackers else "set WANDB_MODE=disabled"
-            )
+            asked = "logging.trackers" if names else "the environment (WANDB_*)"
+            off = "take it out of the list" if names else "set WANDB_MODE=disabled"
             raise ValueError(
                 f"{asked} asks for {name}, which is not installed: pip install "
                 f"'./apps/train[{name}]' in the repository, or {off}"
@@ -154,7 +153,7 @@ class Trackers:
     def __init__(self, config: Config, first_step: int, complain: Callable[[str], None]) -> None:
         self._complain = complain
         self._open: dict[str, Tracker] = {}
-        for name in chosen_trackers(config):
+        for name in chosen_trackers(config.logging.trackers):
             try:
                 self._open[name] = MAKERS[name](config, first_step)
             except Exception as error:

@@ -14,6 +14,7 @@ from torch import nn
 import kenotron_optim as optim
 from kenotron_config import Config
 from kenotron_dist import (
+    MeshConfig,
     TensorLayout,
     gpu_problem,
     named_parameters,
@@ -22,8 +23,8 @@ from kenotron_dist import (
 )
 from kenotron_dist.launch import local_ranks
 from kenotron_models import expert_parameters, parameter_count
-from kenotron_optim import Held
-from kenotron_train.activations import mesh_sizes
+from kenotron_optim import Held, OptimizerConfig
+from kenotron_train.cost.activations import mesh_sizes
 
 GB = 1e9
 MOST_PER_CORE = 32
@@ -55,7 +56,7 @@ def check_machine(config: Config) -> None:
     """
     found = [*_too_many(config)]
     memory, ranks = host_memory(), local_ranks(config.world_size)
-    if memory is not None and _on_gpus(config):
+    if memory is not None and _on_gpus(config.general.device, config.world_size):
         found += _offload_shortage(config, memory, memory.total)
     elif memory is not None and (need := state_of_rank(config) * ranks) > memory.total:
         found.append(shortage(need, memory, f"the {ranks} ranks of this host", "this host"))
@@ -71,7 +72,7 @@ def machine_cautions(config: Config) -> list[str]:
     Returns:
         A line for the host, or for its GPU and for what is offloaded from it, where it is short.
     """
-    if not _on_gpus(config):
+    if not _on_gpus(config.general.device, config.world_size):
         return host_cautions(config)
     found, host = list[str](), host_memory()
     memory, need = device_memory(torch.device("cuda", 0)), state_of_rank(config, "device")
@@ -110,7 +111,7 @@ def beyond_any_machine(config: Config) -> list[str]:
 
 def host_cautions(config: Config) -> list[str]:
     """Name what this host is short of: memory and cores; nothing where ranks have GPUs."""
-    if _on_gpus(config):
+    if _on_gpus(config.general.device, config.world_size):
         return []
     memory, ranks, cores = host_memory(), local_ranks(config.world_size), usable_cores()
     need, found = state_of_rank(config) * ranks, list[str]()
@@ -200,10 +201,10 @@ def _too_many(config: Config) -> Iterator[str]:
             )
 
 
-def _on_gpus(config: Config) -> bool:
+def _on_gpus(device: str, world_size: int) -> bool:
     """Whether each rank of this host has a GPU, and may use it."""
-    gpus = visible_gpus() if config.general.device != "cpu" else 0
-    return gpus > 0 and gpus >= local_ranks(config.world_size)
+    gpus = visible_gpus() if device != "cpu" else 0
+    return gpus > 0 and gpus >= local_ranks(world_size)
 
 
 def _offload_shortage(config: Config, memory: Memory, there: float) -> list[str]:
@@ -232,42 +233,46 @@ def state_of_rank(config: Config, place: Place = "all") -> float:
     routed //= parallel.ep * parallel.pp
     means = Held(count=dense, matrix=True), Held(count=routed, expert=True, matrix=True)
     sizes = state_bytes(config, means)
-    host = offloaded(config, sizes)
+    host = offloaded(sizes) if config.optimizer.offload else 0
     return float(
         {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
     )
 
 
-def offloaded(config: Config, sizes: Mapping[str, int]) -> int:
-    """Bytes of ``state_bytes`` that are in host memory where ranks compute on GPUs."""
-    return sum(sizes.get(what, 0) for what in OFFLOADED) if config.optimizer.offload else 0
+def offloaded(sizes: Mapping[str, int]) -> int:
+    """Bytes of ``state_bytes`` that are that `optimizer.offload` keeps in host memory."""
+    return sum(sizes.get(what, 0) for what in OFFLOADED)
 
 
 def state_bytes(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state, for some of its tensors."""
     width = getattr(torch, config.model.dtype).itemsize
-    return optim.state_bytes(tensors, config.optimizer, mesh_sizes(config), width)
+    return optim.state_bytes(tensors, config.optimizer, mesh_sizes(config.parallelism), width)
 
 
 def sent_over_data(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes that a rank sends in a step for gradients and parameters, by data axis."""
     width = getattr(torch, config.model.dtype).itemsize
     times = config.batches.most_microbatches
-    return optim.data_bytes(tensors, config.optimizer, mesh_sizes(config), width, times)
+    return optim.data_bytes(tensors, config.optimizer, mesh_sizes(config.parallelism), width, times)
 
 
 def stage_tensors(
-    config: Config, stage: nn.Module, layouts: Mapping[str, TensorLayout], pp_rank: int
+    stage: nn.Module,
+    layouts: Mapping[str, TensorLayout],
+    sizes: MeshConfig,
+    pp_rank: int,
+    optimizer: OptimizerConfig,
 ) -> list[Held]:
     """Describe the parameters of the first rank of a pipeline stage.
 
     Args:
-        config: that of the run.
         stage: its layers under their global names, on meta.
         layouts: of the whole model.
+        sizes: of the mesh.
         pp_rank: place of the stage.
+        optimizer: which rule updates them.
     """
-    sizes = mesh_sizes(config)
     first = pp_rank * sizes.world_size // sizes.pp
-    rule = config.optimizer.optimizer_factory
+    rule = optimizer.optimizer_factory
     return optim.held_tensors(named_parameters(stage), layouts, sizes, first, rule)

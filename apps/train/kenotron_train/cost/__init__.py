@@ -1,0 +1,1 @@
+"""Memory and transfers of a config by arithmetic, and the machine that they must fit."""

@@ -1,0 +1,98 @@
+"""Parameters, memory and transfers of every pipeline rank, by arithmetic.
+
+Nothing is allocated: layers are built on torch's meta device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kenotron_config import Config
+from kenotron_engine import way_of
+from kenotron_models import LayerStack, Recompute, TransformersSpec, sent_bytes
+from kenotron_tp import tokens_at_a_time
+from kenotron_train.cost.activations import (
+    cp_mode_of,
+    layer_activation,
+    layers_by_rank,
+    mesh_sizes,
+    recomputed,
+    row_tokens,
+)
+from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """What one rank of a pipeline stage holds."""
+
+    layers: list[str]
+    parameters: int
+    """Parameters of the stage over tp."""
+    bytes_of: dict[str, int]
+    """Bytes by what they are for."""
+    sent: dict[str, int]
+    """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
+
+
+def stage_sizes(config: Config) -> list[StageSize]:
+    """What each pipeline rank holds in one of its tp and dp ranks."""
+    sizes = mesh_sizes(config.parallelism)
+    found, foreign = [], isinstance(config.decoder, TransformersSpec)
+    again, stages = recomputed(config), layers_by_rank(config)
+    for rank, (own, stage) in enumerate(stages.ranks):
+        count = sum(p.numel() for _, layer in own for p in layer.parameters())
+        tensors = stage_tensors(LayerStack(own), stages.layouts, sizes, rank, config.optimizer)
+        nbytes = state_bytes(config, tensors)
+        if not foreign:
+            kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
+            nbytes["activations"] = int(stage.live * kept)
+        if any(name in ("head", "model") for name, _ in own):
+            nbytes["logits"] = _logits_bytes(
+                config.tokens.micro_batch_size * row_tokens(config),
+                config.decoder.vocab_size // config.parallelism.tp,
+                config.model.dtype,
+            )
+        sent = {} if foreign else _sent(config, stage.layers, again)
+        sent |= sent_over_data(config, tensors)
+        found.append(StageSize([name for name, _ in own], count, nbytes, sent))
+    return found
+
+
+def _logits_bytes(tokens: int, width: int, dtype: str) -> int:
+    """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
+
+    They depend on whether there is an accelerator here.
+    """
+    place, nbytes = "cpu", 4
+    if torch.accelerator.is_available():
+        place, nbytes = "cuda", 4 + getattr(torch, dtype).itemsize
+    return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
+
+
+def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:
+    """Bytes that one rank sends over tp, cp and ep for some blocks in a step."""
+    spec, parallel, sent = config.decoder, config.parallelism, Counter[str]()
+    mode = cp_mode_of(config)
+    for layer in layers:
+        sent += Counter(
+            sent_bytes(
+                spec.trained_blocks[layer],
+                spec.hidden_size,
+                config.tokens.micro_batch_size,
+                row_tokens(config),
+                tp=parallel.tp,
+                ep=parallel.ep,
+                mode=parallel.mode,
+                dtype=getattr(torch, config.model.dtype),
+                residual=torch.float32 if spec.residual_in_fp32 else None,
+                recompute=again[layer],
+                cut=mode.cut(config.longest_sequence, parallel.cp),
+                way=way_of(mode, spec, parallel.grid),
+            )
+        )
+    return {name: n * config.batches.most_microbatches for name, n in sent.items()}

@@ -1,0 +1,1 @@
+"""Output of a run while it trains: lines, metrics.jsonl, trackers, times and profiles."""

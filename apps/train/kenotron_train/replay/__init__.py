@@ -1,0 +1,1 @@
+"""A step of a run made again, and compared with what the run had."""

@@ -1,0 +1,131 @@
+"""A session: mesh, model, optimizer, data and saver of one set of ranks, opened and dropped."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch
+
+from kenotron_ckpt import Saver
+from kenotron_config import Config
+from kenotron_dist import Mesh, Signals, all_reduce, listening, watch
+from kenotron_dist.rng import key
+from kenotron_train.assemble import OwnModel, Training, build_training
+from kenotron_train.cost.activations import mesh_sizes
+from kenotron_train.data.own_data import Hook, check_hook
+from kenotron_train.data.stage_dataset import MaskTargets
+from kenotron_train.data.stage_loader import Feed
+from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.evaluate.evaluator import check_evaluate
+from kenotron_train.life_cycle import LifeCycle, Together
+from kenotron_train.log.banner import introduce
+from kenotron_train.log.instrumentation import Watching, check_watching
+from kenotron_train.log.report import Report
+from kenotron_train.progress import Progress
+from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.run.own_folder import going_on
+from kenotron_train.run.resume import resume
+from kenotron_train.run.saving import bytes_of, open_saver
+from kenotron_train.run.stopping import Stopper
+from kenotron_train.run.upload import Uploads
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the steps of a session work with; every rank has one."""
+
+    training: Training
+    """Model and optimizer on their mesh."""
+    progress: Progress
+    """How far the run is when the session begins."""
+    feed: Feed
+    saver: Saver
+    uploads: Uploads
+    report: Report
+    signals: Signals
+    stopper: Stopper
+    watching: Watching
+    life: LifeCycle
+    evaluations: Evaluations
+    failed: dict[int, str] = field(default_factory=dict)
+    """Why the last save that failed did, by its step."""
+
+
+@contextmanager
+def open_session(
+    config: Config,
+    mesh: Mesh | None = None,
+    loader: Hook | None = None,
+    *,
+    target_mask: MaskTargets | None = None,
+    deadline: float = math.inf,
+    model: OwnModel | None = None,
+    hooks: tuple[LifeCycle, ...] = (),
+    limit: timedelta = timedelta(minutes=5),
+) -> Iterator[Session]:
+    """Build everything that trains by a config on these ranks, and drop it again.
+
+    It resumes where the run's folder has checkpoints (`going_on`). At the end, also after an
+    error, what was opened is closed in reverse order: threads end, files are closed, the folder is
+    unlocked. Then the next session may open in the same processes, on another layout.
+
+    Args:
+        config: of the run.
+        mesh: of the sizes that the config names, which stays open; None: a mesh is made over all
+            processes and watched, and its groups are destroyed at the end.
+        loader: data of one's own for stages with ``dataset: null``.
+        target_mask: a mask of targets, for tests.
+        deadline: when the time is over, of ``time.monotonic``.
+        model: layers of one's own.
+        hooks: what is called at moments of the run.
+        limit: how long a rank may wait in one communication of a mesh that is made here.
+
+    Collective over all processes. Raises ValueError, FileNotFoundError or OSError for bad input.
+    """
+    with ExitStack() as opened:
+        if mesh is None:
+            mesh = Mesh.connect(**vars(mesh_sizes(config.parallelism)), batch_threads=True)
+            opened.callback(mesh.close)
+            opened.enter_context(watch(mesh, limit=limit))
+        _check(config, loader, mesh)
+        asked, config = config, going_on(config, mesh)
+        life = Together(hooks)
+        life.pre_init(config, mesh)
+        training = build_training(config, mesh, model)
+        life.post_init(training)
+        progress, remark = resume(training, asked=asked)
+        training.check_replicas()
+        signals = opened.enter_context(listening())
+        report = opened.enter_context(Report(config, mesh))
+        uploads = opened.enter_context(Uploads(config, mesh, report))
+        saver = opened.enter_context(open_saver(training, uploads))
+        watching = opened.enter_context(Watching(training, report, progress.step + 1))
+        report.begin(progress.step + 1)  # the saver has locked the folder
+        introduce(training, report, remark)
+        uploads.resumed(progress.step)
+        feed = Feed(training, report, loader, target_mask)
+        opened.callback(feed.close)
+        stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
+        own = Evaluations(training, report, model is not None, progress.step)
+        yield Session(
+            training, progress, feed, saver, uploads, report, signals, stopper, watching, life, own
+        )
+
+
+def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
+    """Refuse what cannot be run, and ranks that were started with different configs."""
+    check_hook(config.data_stages, loader)
+    check_watching(config)
+    check_evaluate(config.evaluate)
+    check_vocabulary(config)
+    own = torch.tensor([key(json.dumps(asdict(config)), bits=56)], device=mesh.device)
+    if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):
+        raise ValueError(
+            f"rank {mesh.rank}: the ranks were started with different configs: give all of them "
+            "the same file and --set flags"
+        )
