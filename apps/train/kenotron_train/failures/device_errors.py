@@ -106,7 +106,7 @@ def remedies(config: Config, *, gpu: bool) -> list[str]:
     """
     parallel, optim, tokens = config.parallelism, config.optimizer, config.tokens
     found = []
-    if optim.zero_stage == 0 and parallel.dp * parallel.cp > 1:
+    if not optim.zero.cuts_states and parallel.dp * parallel.cp > 1:
         found.append("optimizer.zero_stage: 1")
     if config.model.dtype == "float32":
         found.append("model.dtype: bfloat16")
@@ -123,8 +123,8 @@ def remedies(config: Config, *, gpu: bool) -> list[str]:
         found.append("optimizer.state_dtype: bfloat16")
     if gpu and not optim.offload:
         found.append("optimizer.offload: true")
-    if optim.zero_stage < 3:
-        found.append(f"optimizer.zero_stage: {'2 or 3' if optim.zero_stage < 2 else '3'}")
+    if not optim.zero.cuts_parameters:
+        found.append(f"optimizer.zero_stage: {'3' if optim.zero.cuts_gradients else '2 or 3'}")
     if optim.regather == "step":
         found.append("optimizer.regather: layer")
     if optim.zero_stage or parallel.dp == 1:

@@ -109,7 +109,7 @@ def _rule(config: Config) -> list[str]:
 def _reduce(config: Config) -> Iterator[str]:
     """A key of ZeRO 2 and 3 in a run of another stage."""
     optim = config.optimizer
-    if optim.reduce == "step" and optim.zero_stage < 2:
+    if optim.reduce == "step" and not optim.zero.cuts_gradients:
         yield (
             f"optimizer.reduce: step was given; optimizer.zero_stage {optim.zero_stage} adds "
             "gradients over ranks once a step in any case: the key is for stages 2 and 3"

@@ -182,7 +182,7 @@ def _graphed(
         for name, size in parallelism.grid.items()
         if size > 1 and name != "dp"
     ]
-    if optimizer is not None and optimizer.zero_stage > 1:
+    if optimizer is not None and optimizer.zero.cuts_gradients:
         found.append(
             f"model.cuda_graph: true was given with optimizer.zero_stage {optimizer.zero_stage}; a "
             "graph adds up whole gradients: set zero_stage to 1 or cuda_graph to false"

@@ -63,7 +63,7 @@ class Training(ModelOnMesh):
 
         With ZeRO stage 3 they do not: each pass gathers parameters.
         """
-        return super().replicas_are_apart and self.optimizer.stage < 3
+        return super().replicas_are_apart and not self.optimizer.stage.cuts_parameters
 
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records, after waiting likewise.
@@ -72,7 +72,7 @@ class Training(ModelOnMesh):
         what is written into them counts if ``SlicedOptimizer.reload`` is called next.
         """
         layouts, slices = self.model.layouts, Records()
-        if self.optimizer.stage == 3:
+        if self.optimizer.stage.cuts_parameters:
             held = named_parameters(self.model.stack)
             parameters = {path: p for path, p in held.items() if not p.requires_grad}
             slices = self.optimizer.parameter_slices()
@@ -117,7 +117,7 @@ def build_training(
     Raises:
         ValueError: ``plan.cuda_graph`` where there is no GPU, or where layers add losses.
     """
-    sharded = optim.zero_stage == 3
+    sharded = optim.zero.cuts_parameters
     model = build_model(plan, mesh, layers, memory=not sharded)
     if plan.cuda_graph:
         _check_graphed(model, mesh, optim)
@@ -136,7 +136,7 @@ def build_training(
         factors_of={name: (each.lr, each.weight_decay) for name, each in own} or None,
     )
     rule = update_rule(optim.optimizer_factory, model.layouts)
-    sharing = optim.zero_stage, getattr(torch, optim.state_dtype), optim.regather
+    sharing = optim.zero, getattr(torch, optim.state_dtype), optim.regather
     optimizer = SlicedOptimizer(grads, rule, groups, *sharing, offload=optim.offload)
     fill = _by_layer(model, partial(first_values, plan, mesh, model.layouts)) if sharded else None
     optimizer.overlap_forward(model.stack, fill)
@@ -175,7 +175,7 @@ def _accumulator(
         fp32=optim.accumulate_grad_in_fp32,
         bucket_mb=bucket_mb,
         irregular=irregular,
-        reduce=optim.reduce if optim.zero_stage > 1 else "step",
+        reduce=optim.reduce if optim.zero.cuts_gradients else "step",
         shard_ranks=optim.shard_ranks,
     )
 
@@ -197,7 +197,7 @@ def _check_graphed(model: Model, mesh: Mesh, optim: OptimizerConfig) -> None:
             f"cuda_graph: true was given with cp = {mesh.sizes['cp']}: a graph cannot wait for "
             "other ranks: set it to false"
         )
-    if optim.zero_stage > 1:
+    if optim.zero.cuts_gradients:
         raise ValueError(
             f"cuda_graph: true was given with zero_stage {optim.zero_stage}: a graph adds up whole "
             "gradients: set it to false, or zero_stage to 1"

@@ -9,6 +9,7 @@ from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.rule_config import UpdateRule
 from kenotron_optim.spikes import SpikeConfig
 from kenotron_optim.weight_average_config import WeightAverageConfig
+from kenotron_optim.zero_stage import ZeroStage
 
 WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
@@ -199,7 +200,7 @@ class OptimizerConfig:
             found.append(f"zero_stage: {self.zero_stage} was given; it must be 0, 1, 2 or 3")
         found += choice("reduce", self.reduce, get_args(Reduce))
         found += choice("regather", self.regather, get_args(Regather))
-        if self.regather != "layer" and self.zero_stage != 3:
+        if self.regather != "layer" and self.zero_stage != ZeroStage.PARAMETERS:
             found.append(
                 f"regather: {self.regather} was given; zero_stage {self.zero_stage} keeps all "
                 "parameters: leave it out, or set zero_stage to 3"
@@ -215,3 +216,8 @@ class OptimizerConfig:
         for kind in self.weight_decay_exclude_kinds:
             found += choice("weight_decay_exclude_kinds", kind, get_args(Kind))
         raise_all(found)
+
+    @property
+    def zero(self) -> ZeroStage:
+        """What data-parallel ranks share, as code asks for it."""
+        return ZeroStage(self.zero_stage)

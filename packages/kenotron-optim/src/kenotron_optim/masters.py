@@ -8,9 +8,10 @@ from torch import Tensor
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.partition import Span
 from kenotron_optim.torch_groups import Piece
+from kenotron_optim.zero_stage import ZeroStage
 
 
-def make_masters(accumulator: GradAccumulator, stage: int) -> dict[Piece, Tensor]:
+def make_masters(accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
     """Return the masters of a rank, by (logical name, data rank): leaves, in fp32.
 
     Args:
@@ -28,14 +29,12 @@ def make_masters(accumulator: GradAccumulator, stage: int) -> dict[Piece, Tensor
     }
 
 
-def pieces_of(accumulator: GradAccumulator, stage: int) -> list[tuple[int, Piece, Span]]:
+def pieces_of(accumulator: GradAccumulator, stage: ZeroStage) -> list[tuple[int, Piece, Span]]:
     """Return the pieces that a rank has masters of, with the number of their bucket, in its order.
 
     Raises as ``make_masters``.
     """
-    if stage not in range(4):
-        raise ValueError(f"ZeRO stage {stage} is not available: choose 0, 1, 2 or 3")
-    if stage == 0 and accumulator.slice_sums:
+    if not stage.cuts_states and accumulator.slice_sums:
         raise ValueError(
             "ZeRO stage 0 gathers gradients, of which the accumulator keeps slices alone: make "
             "it with reduce='step', or choose another stage"
@@ -45,16 +44,16 @@ def pieces_of(accumulator: GradAccumulator, stage: int) -> list[tuple[int, Piece
         for number, bucket in enumerate(accumulator.buckets)
         for span in bucket.spans
         for axis in [accumulator.axis_of(span.name)]
-        for rank in ([axis.rank] if stage else range(axis.size))
+        for rank in stage.owners(axis.rank, axis.size)
         if span.owned(rank)[0] < span.owned(rank)[1]
     ]
 
 
-def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: int) -> Tensor:
+def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: ZeroStage) -> Tensor:
     """The master of what a rank owns of a parameter."""
     # With stage 3 the parameter's memory goes, and the master stays.
     own = range_of(accumulator, span, rank)
-    return own.to(torch.float32, copy=stage == 3).requires_grad_()
+    return own.to(torch.float32, copy=stage.cuts_parameters).requires_grad_()
 
 
 def range_of(accumulator: GradAccumulator, span: Span, rank: int) -> Tensor:

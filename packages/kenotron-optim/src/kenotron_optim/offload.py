@@ -20,6 +20,7 @@ from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.masters import make_masters, pieces_of, range_of
 from kenotron_optim.pinned_memory import host_tensors
 from kenotron_optim.torch_groups import Piece, state_of
+from kenotron_optim.zero_stage import ZeroStage
 
 Step = Callable[[torch.optim.Optimizer], None]
 """Updates the masters of an optimizer's groups."""
@@ -32,7 +33,7 @@ class DeviceState:
     """What parameters are gathered from, on the device: the masters, or their values in the dtype
     of the parameters."""
 
-    def make_masters(self, accumulator: GradAccumulator, stage: int) -> dict[Piece, Tensor]:
+    def make_masters(self, accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
         """Return the masters of a rank; see ``kenotron_optim.masters``."""
         self.values = masters = make_masters(accumulator, stage)
         return masters
@@ -82,7 +83,7 @@ class HostState(DeviceState):
         self._may_differ = False
 
     @torch.no_grad()
-    def make_masters(self, accumulator: GradAccumulator, stage: int) -> dict[Piece, Tensor]:
+    def make_masters(self, accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
         """Return masters that have no memory on the device any more.
 
         Up to stage 2 ``values`` are the parameters' own memory.
@@ -92,7 +93,7 @@ class HostState(DeviceState):
             made = []
             for _, piece, span in pieces:
                 own = range_of(accumulator, span, piece[1])
-                values[piece] = own.clone() if stage == 3 else own
+                values[piece] = own.clone() if stage.cuts_parameters else own
                 masters[piece] = master = own.to(torch.float32, copy=True).requires_grad_()
                 self._values_of[master], self._bucket_of[master] = values[piece], number
                 made.append(master)

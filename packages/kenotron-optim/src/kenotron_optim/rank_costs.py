@@ -103,7 +103,7 @@ def state_bytes(
         where ranks compute on an accelerator.
     """
     found = dict.fromkeys(("parameters", "gradients", "fp32 masters", "optimizer"), 0)
-    state, stage = STATE_DTYPES[config.state_dtype], config.zero_stage
+    state, stage = STATE_DTYPES[config.state_dtype], config.zero
     summed = 4 if config.accumulate_grad_in_fp32 else itemsize
     for each in tensors:
         if not each.learns:
@@ -111,14 +111,15 @@ def state_bytes(
             continue
         ranks = slice_ranks(each, config, mesh)
         cut = -(-each.count // ranks)
-        owned = cut if stage else each.count
-        if stage < 3:
+        owned = cut if stage.cuts_states else each.count
+        if not stage.cuts_parameters:
             found["parameters"] += each.count * itemsize
         elif config.offload:  # what is gathered, next to masters that are elsewhere
             found["parameters"] += owned * itemsize
         kept = cut if _leaves(each, config, ranks) else each.count * each.owners
         found["gradients"] += kept * summed
-        if itemsize != 4 or stage == 3 or config.offload:  # else they are the parameters' memory
+        apart = itemsize != 4 or stage.cuts_parameters or config.offload
+        if apart:  # else they are the parameters' memory
             found["fp32 masters"] += owned * 4
         if config.weight_average is not None:
             found["weight averages"] = found.get("weight averages", 0) + owned * 4
@@ -161,9 +162,9 @@ def data_bytes(
         if not each.expert and config.shard_ranks is not None:
             replicas = mesh.dp // config.shard_ranks
             sent += 2 * (replicas - 1) * cut * summed // replicas
-        by_layer = config.zero_stage == 3 and config.regather == "layer"
+        by_layer = config.zero.cuts_parameters and config.regather == "layer"
         times = each.gathers * backwards if by_layer else 1
-        sent += times * (ranks - 1) * cut * (itemsize if config.zero_stage else 4)
+        sent += times * (ranks - 1) * cut * (itemsize if config.zero.cuts_states else 4)
         found["edp" if each.expert else "dp"] += sent
     return {axis: sent for axis, sent in found.items() if sent}
 
@@ -177,7 +178,7 @@ def slice_ranks(tensor: Held, config: OptimizerConfig, mesh: MeshConfig) -> int:
 
 def _leaves(tensor: Held, config: OptimizerConfig, ranks: int) -> bool:
     """Whether only slices of a gradient outlive a backward."""
-    sliced = config.zero_stage > 1 and config.reduce == "micro_batch"
+    sliced = config.zero.cuts_gradients and config.reduce == "micro_batch"
     return sliced and ranks > 1 and not tensor.whole
 
 

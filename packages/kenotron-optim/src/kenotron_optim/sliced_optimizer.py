@@ -31,6 +31,7 @@ from kenotron_optim.parameter_shards import ParameterShards
 from kenotron_optim.state_creation import create_state
 from kenotron_optim.torch_groups import MakeOptimizer, Piece, check_names, options_of, state_of
 from kenotron_optim.update_rule import exchange_of
+from kenotron_optim.zero_stage import ZeroStage
 
 
 class SlicedOptimizer:
@@ -61,19 +62,19 @@ class SlicedOptimizer:
         *,
         offload: bool = False,
     ) -> None:
-        self._accumulator, self.stage = accumulator, stage
+        self._accumulator, self.stage = accumulator, ZeroStage(stage)
         self._axes = {span.name: accumulator.axis_of(span.name) for _, span in accumulator.spans()}
         self._memory = HostState(accumulator.mesh.device) if offload else DeviceState()
-        self.masters = self._memory.make_masters(accumulator, stage)
+        self.masters = self._memory.make_masters(accumulator, self.stage)
         check_names(groups, accumulator.names)
-        self._exchange = exchange_of(make_optimizer, accumulator, whole=stage == 0)
+        self._exchange = exchange_of(make_optimizer, accumulator, whole=not self.stage.cuts_states)
         options = options_of(groups, self.masters, self._exchange)
         self._inner = torch_groups.made_of(make_optimizer, options)
         self._memory.attach(self._inner)
         self._gathers = (
             ParameterShards(accumulator, regather, self._memory.values)
-            if stage == 3
-            else ParameterGathers(accumulator, gathers=stage > 0)
+            if self.stage.cuts_parameters
+            else ParameterGathers(accumulator, gathers=self.stage.cuts_states)
         )
         self._loaded: dict[str, Tensor] = {}  # by ``parameter_slices``
         self._steps, self._prepared = 0, False
@@ -105,7 +106,8 @@ class SlicedOptimizer:
         if not 0 <= lr < float("inf"):
             raise ValueError(f"lr {lr} must be finite and not negative")
         self._gathers.settle()  # a master may be a part of what is gathered
-        gathers = self.stage == 0 and any(axis.size > 1 for axis in self._axes.values())
+        replicated = any(axis.size > 1 for axis in self._axes.values())
+        gathers = replicated and not self.stage.cuts_states
         gradients = gather_gradients(self._accumulator, slices) if gathers else None
         for (name, rank), master in self.masters.items():
             gradient = slices[name] if gradients is None else gradients[name, rank]
@@ -231,7 +233,7 @@ class SlicedOptimizer:
             loaded = self._loaded.get(name)
             values = range_of(self._accumulator, spans[name], rank) if loaded is None else loaded
             self._memory.kept(master).copy_(values.view(master.shape))
-        if self.stage == 3:
+        if self.stage.cuts_parameters:
             self.publish()
 
     def kept_masters(self, *, writes: bool = False) -> dict[Piece, Tensor]:

@@ -19,6 +19,7 @@ from kenotron_optim.groups import ParameterGroup, decay_groups
 from kenotron_optim.parameter_shards import Regather
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.torch_groups import MakeOptimizer
+from kenotron_optim.zero_stage import ZeroStage
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
@@ -84,15 +85,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         layouts = parameter_layouts(module, mesh.sizes)
         parameters = named_parameters(module)
         check_replicas({path: p.detach() for path, p in parameters.items()}, layouts, mesh)
-        reduce = "micro_batch" if stage > 1 else "step"
+        cut = ZeroStage(stage)
+        reduce = "micro_batch" if cut.cuts_gradients else "step"
         self.accumulator = GradAccumulator(parameters, layouts, mesh, reduce=reduce)
         if groups is None:
             groups = decay_groups(self.accumulator.names, weight_decay, exclude=())
         make: MakeOptimizer = (lambda given: rule(given, **options)) if options else rule
-        self.sliced = SlicedOptimizer(
-            self.accumulator, make, groups, stage, regather=regather if stage == 3 else "layer"
-        )
-        if stage == 3:
+        regather = regather if cut.cuts_parameters else "layer"
+        self.sliced = SlicedOptimizer(self.accumulator, make, groups, cut, regather=regather)
+        if cut.cuts_parameters:
             self.sliced.overlap_forward(units_of(module) if units is None else list(units))
         self._norm = None if max_norm is None else GlobalNorm(self.accumulator)
         self._max_norm, self._backwards = max_norm, backwards
