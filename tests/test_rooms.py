@@ -17,6 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from seams import SPECIMENS, named_in, sources
 
 ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
@@ -416,6 +417,11 @@ def test_packages_and_apps_keep_the_rule(rule):
 def test_every_python_file_keeps_the_rule(rule):
     found = complaints(rule, ROOT, python_files(ROOT, tests=True))
     assert not found, "\n".join(found)
+
+
+def test_every_seam_has_a_specimen_in_the_source():
+    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
+    assert all(named_in(pattern, texts) for pattern in SPECIMENS.values())
 
 
 def test_the_sessions_of_nox_keep_the_size():

@@ -1,0 +1,67 @@
+"""Print how far a change has to reach: files that name a specimen of each seam, rooms of a config.
+
+``python tests/seams.py``. A specimen is something that was added before: its like needs a change in
+as many files. Tests, benchmarks and examples are left out, and the file that a specimen lives in is
+counted.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SPECIMENS = {
+    "a loss (multi-token prediction's, FurtherToken)": r"\bFurtherToken\b",
+    "a loss (DoReMi's, DomainObjective)": r"\bDomainObjective\b",
+    "a change of attention's scores (soft cap, Scoring.cap)": r"\bscoring\.cap\b",
+    "an optimizer (Muon, its config)": r"\bMuonConfig\b",
+    "a policy of the step (SpikeGuard)": r"\bSpikeGuard\b",
+    "a tracker (Weights & Biases)": r"\bimport wandb\b|\"wandb\"",
+    "a storage (fsspec)": r"\bfsspec\b",
+    "a stage of ZeRO (parameters)": r"\bcuts_parameters\b",
+}
+
+
+def sources() -> Iterator[Path]:
+    """Every Python file that is installed."""
+    for pattern in ("packages/*/src/**/*.py", "apps/*/kenotron_*/**/*.py"):
+        yield from sorted(ROOT.glob(pattern))
+
+
+def named_in(pattern: str, texts: Mapping[Path, str]) -> list[str]:
+    """Return folder and name of the files that a pattern is found in."""
+    files = [path for path, text in texts.items() if re.search(pattern, text)]
+    return [f"{path.parts[-2]}/{path.name}" for path in files]
+
+
+def config_takers(tree: ast.Module) -> list[str]:
+    """Names of functions with an argument of type Config."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            kinds = [ast.unparse(each.annotation) for each in arguments if each.annotation]
+            if any(re.search(r"\bConfig\b", kind) for kind in kinds):
+                found.append(node.name)
+    return found
+
+
+def main() -> None:
+    """Print the table."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sources()}
+    lines = sum(text.count("\n") for text in texts.values())
+    print(f"source: {lines} lines, {len(texts)} files")
+    for name, pattern in SPECIMENS.items():
+        files = named_in(pattern, texts)
+        print(f"{name}: {len(files)} files: {', '.join(files)}")
+    takers = {path: config_takers(ast.parse(text)) for path, text in texts.items()}
+    rooms = [path for path, functions in takers.items() if functions]
+    total = sum(map(len, takers.values()))
+    print(f"a whole Config: {total} functions in {len(rooms)} files take one")
+
+
+if __name__ == "__main__":
+    main()
