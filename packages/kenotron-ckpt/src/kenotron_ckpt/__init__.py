@@ -1,7 +1,6 @@
 """Training state that outlives the process: sharded checkpoints that any mesh reads."""
 
 from kenotron_ckpt.agreement import contradiction, unfinished
-from kenotron_ckpt.blocking import BlockingSaver
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.collective_errors import on_first, on_first_at_length
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
@@ -46,7 +45,6 @@ from kenotron_ckpt.streamed import Source, save_streamed
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [
-    "BlockingSaver",
     "Checkpoint",
     "CheckpointsConfig",
     "DamagedCheckpoint",
