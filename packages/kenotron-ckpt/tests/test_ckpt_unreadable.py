@@ -11,7 +11,8 @@ from ckpt_kills import put, state_of
 from xxhash import xxh3_64_hexdigest
 
 from kenotron_ckpt import Saver, has_manifests, open_checkpoint
-from kenotron_ckpt.folder import manifest_at, sweep
+from kenotron_ckpt.committing import sweep
+from kenotron_ckpt.folder import manifest_at
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.preparing import prepare
 from kenotron_dist import Mesh

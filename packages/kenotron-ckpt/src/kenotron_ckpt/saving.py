@@ -10,7 +10,8 @@ from typing import Any
 
 from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_each, on_first
-from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at, remove, sweep
+from kenotron_ckpt.committing import remove, sweep
+from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.report import SaveReport
