@@ -28,7 +28,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kenotron_ckpt import BlockingSaver, Saver, load
+from kenotron_ckpt import Saver, load
 from kenotron_dist import Mesh, TensorLayout
 
 Times = tuple[float, float]
@@ -91,7 +91,7 @@ class Contest:
         self.wanted = {name: (each, layouts[name]) for name, each in self.blank.items()}
         self.saver = Saver(root / "ours", self.mesh)
         self.verifying = Saver(root / "ours, verified", self.mesh, verify=True)
-        self.blocking = BlockingSaver(root / "ours, at once", self.mesh)
+        self.blocking = Saver(root / "ours, at once", self.mesh, background=False)
         self.contestants, self.step = (self.saver, self.verifying, self.blocking), 0
         for saver in (self.saver, self.verifying):
             saver.reserve(self.tensors)

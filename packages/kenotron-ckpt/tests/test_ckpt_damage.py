@@ -85,7 +85,7 @@ def test_what_is_damaged_is_walked_over_with_reasons(tmp_path):
     mesh = Mesh.connect()
     wanted = state_of(mesh, 1, blank=True)
     loaded = load(tmp_path, wanted, mesh)
-    assert (loaded.step, loaded.folder, loaded.state) == (20, tmp_path / "20", {"factor": 20})
+    assert (loaded.step, loaded.store.path, loaded.state) == (20, tmp_path / "20", {"factor": 20})
     reasons = [reason.removeprefix(f"{tmp_path}/") for reason in loaded.passed_over]
     name = "shard-00000-of-00001.safetensors"
     assert reasons == [

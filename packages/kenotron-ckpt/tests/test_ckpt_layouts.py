@@ -27,6 +27,7 @@ from kenotron_ckpt.job import Job
 from kenotron_ckpt.reader import fill, plan_reads
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.store import store_at
 from kenotron_dist import (
     Chunk,
     Mesh,
@@ -166,7 +167,7 @@ def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads)
 def load_as(sizes, shape_of, zero, step_folder):
     """Load rank by rank; returns what was not bit for bit as it should be."""
     manifest = manifest_at(step_folder)
-    wrong = manifest_faults(step_folder, manifest)
+    wrong = manifest_faults(store_at(step_folder), manifest)
     assert manifest.rank_states == tuple(range(len(manifest.rank_states)))
     for mesh in views(sizes):
         due = of_rank(shape_of, mesh, zero)

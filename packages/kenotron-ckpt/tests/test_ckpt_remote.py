@@ -29,7 +29,7 @@ from kenotron_ckpt import (
     verify_files,
 )
 from kenotron_ckpt.downloading import fetch
-from kenotron_ckpt.remote import Remote, RemoteError, is_url
+from kenotron_ckpt.remote import FsspecStore, RemoteError, is_url
 from kenotron_ckpt.uploader import Uploader, start_uploader
 from kenotron_dist import Mesh, spawn
 
@@ -98,11 +98,11 @@ def download(url, folder, **arguments):
 
 
 def newest_step(url):
-    return downloading.newest_step(url, options=CACHED)
+    return latest_step(FsspecStore(url, options=CACHED))
 
 
 def listing(step):
-    return Remote(URL, options=CACHED).listing(step)
+    return FsspecStore(URL, options=CACHED).listing(step)
 
 
 def files_of(step_folder):
@@ -201,7 +201,7 @@ def stop_after(number, monkeypatch):
         return run
 
     for name in ("send", "write_text", "remove"):
-        monkeypatch.setattr(Remote, name, counted(getattr(Remote, name)))
+        monkeypatch.setattr(FsspecStore, name, counted(getattr(FsspecStore, name)))
     return seen
 
 
@@ -226,7 +226,7 @@ def test_saving_a_step_again_replaces_its_copy_and_never_mixes_the_two(
         assert not any("bytes of" in reason for reason in got.passed_over)  # old text, new bytes
         assert upload(new, url).error is None
         assert factor_in(download(url, tmp_path / f"c{number}").folder, mesh) == 2
-        shards = [name for name in Remote(url).listing("10") if name.startswith("shard")]
+        shards = [name for name in FsspecStore(url).listing("10") if name.startswith("shard")]
         assert sorted(shards) == sorted(read_manifest(new).files)
         if len(asked) <= number:
             break
@@ -310,7 +310,7 @@ def test_older_steps_can_follow_without_becoming_the_latest(s3, tmp_path, mesh):
     assert download(URL, tmp_path / "b", step=10).folder == tmp_path / "b/10"
     s3.put("some/run/latest.txt", b"10\n")  # edited, to go back
     assert newest_step(URL) == 10
-    with pytest.raises(ValueError, match="some/run/30: there is no manifest.json: the upload did"):
+    with pytest.raises(ValueError, match="some/run/30: it is half-written: there is no man"):
         download(URL, tmp_path / "b", step=30)
 
 
@@ -365,7 +365,7 @@ def test_a_copy_that_is_not_whole_is_seen_without_reading_it(s3, tmp_path, mesh)
     report = upload(folder, remove_after_upload=True, read_back=False)
     assert f"what arrived is not whole: {removed[0]} (None bytes)" in report.error
     assert len(removed) == 3 and verify_files(folder) == [] and newest_step(URL) is None
-    with pytest.raises(ValueError, match="can be used:\n  .*10: there is no manifest.json"):
+    with pytest.raises(ValueError, match="can be used:\n  .*10: it is half-written: there"):
         download(URL, tmp_path / "b")
 
 
@@ -452,11 +452,14 @@ def spoil(s3, what):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("cut", r"shard-00000-of-00001.part1.safetensors is \d+ bytes long, not "),
+        (
+            "cut",
+            r"shard-00000-of-00001.part1.safetensors is \d+ bytes long, but manifest.json says ",
+        ),
         ("flip", "shard-00000-of-00001.part1.safetensors: the bytes of .@0.* are not those"),
         ("lost", "shard-00000-of-00001.part1.safetensors is missing"),
         ("manifest", "manifest.json is not a "),
-        ("bytes", "manifest.json is not JSON"),
+        ("bytes", "manifest.json is damaged: it is not text"),
     ],
 )
 def test_a_spoiled_copy_is_named_and_passed_over(what, sentence, s3, tmp_path, mesh):
@@ -481,7 +484,7 @@ def test_a_download_that_ends_anywhere_goes_on_where_it_was(s3, tmp_path, mesh, 
     monkeypatch.setattr("kenotron_ckpt.remote.RANGE_BYTES", 50)
     total = sum(entry.bytes for entry in read_manifest(folder).files.values())
     received = []
-    monkeypatch.setattr(Remote, "ranges", counted(Remote.ranges, received))
+    monkeypatch.setattr(FsspecStore, "ranges", counted(FsspecStore.ranges, received))
     for number in range(1, 40):
         s3.fault = after(number, FORBIDDEN, method="GET")
         target, received[:] = tmp_path / f"b{number}", []
@@ -511,13 +514,13 @@ import os, signal, sys
 from kenotron_ckpt import remote
 from kenotron_ckpt.downloading import download
 assert not {"fsspec", "s3fs"} & set(sys.modules)  # who has no URL does not pay for them
-remote.RANGE_BYTES, ranges = 50, remote.Remote.ranges
+remote.RANGE_BYTES, ranges = 50, remote.FsspecStore.ranges
 def dying(*arguments):
     for number, data in enumerate(ranges(*arguments)):
         if number == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         yield data
-remote.Remote.ranges = dying
+remote.FsspecStore.ranges = dying
 download(sys.argv[1], sys.argv[2], threads=1)
 """
 
@@ -547,6 +550,31 @@ def test_a_download_never_replaces_another_checkpoint(s3, tmp_path, mesh):
     assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 1
 
 
+def test_a_load_reads_ranges_of_s3_in_place(s3, tmp_path, mesh):
+    for step in (10, 20):
+        assert upload(save_scaled(tmp_path / "a", step, step, mesh)).error is None
+    seen = []
+
+    def watch(request):
+        if request["REQUEST_METHOD"] == "GET" and "shard" in request["PATH_INFO"]:
+            seen.append(request.get("HTTP_RANGE"))
+
+    s3.fault = watch
+    store = FsspecStore(URL, options=CACHED)
+    assert factor_in(store, mesh) == 20
+    assert seen and all(seen)  # never a whole file
+    seen.clear()
+    wanted = small(mesh, blank=True)
+    load(store, {"b": wanted["b"]}, mesh, verify=False)
+    assert len(seen) == 1
+    spoil(s3, "flip")
+    loaded = load(store, wanted, mesh)
+    assert loaded.step == 10 and "the bytes of " in loaded.passed_over[0]
+    s3.fault = after(0, FORBIDDEN, method="GET")
+    with pytest.raises(OSError, match=f"{URL}: .*; check the credentials"):
+        load(store, wanted, mesh)
+
+
 def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="'/data/run' was given; it must be a URL such as s3://"):
         Uploader("/data/run")
@@ -554,7 +582,7 @@ def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, monkeypatch):
         Uploader("s3://")
     with pytest.raises(ValueError, match="ess3://a/b cannot be opened: Protocol not known"):
         Uploader("ess3://a/b")
-    with pytest.raises(ValueError, match="no checkpoint at s3://runs/x: it has neither"):
+    with pytest.raises(ValueError, match="no checkpoint at s3://runs/x: the path does not exist"):
         download("s3://runs/x", tmp_path)
     for call in (lambda url: Uploader(url).check(), lambda url: download(url, tmp_path)):
         with pytest.raises(RemoteError, match="s3://absent/run: .*bucket does not exist; make the"):
@@ -609,5 +637,5 @@ def test_one_rank_downloads_and_all_of_them_read_or_fail(tmp_path, mesh):
     found = spawn(fetch_and_load, url, tmp_path / "b", tp=2)
     assert [uploads for _, _, uploads, _ in found] == [True, False]
     for where, reasons, _, error in found:
-        assert where == str(tmp_path / "b/10") and "20: there is no manifest.json" in reasons[0]
-        assert error.startswith(f"no checkpoint at {url}/none: it has neither")
+        assert where == str(tmp_path / "b/10") and "20: it is half-written: there" in reasons[0]
+        assert error.startswith(f"no checkpoint at {url}/none: the path does not exist")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ckpt_checks import vectors
 
-from kenotron_ckpt import Saver, load, open_checkpoint
+from kenotron_ckpt import SaveFailed, Saver, load, open_checkpoint, read_manifest
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.part_files import plan_parts
@@ -169,6 +169,63 @@ def test_a_plan_is_made_anew_when_a_tensor_moves(tmp_path):
         saver.save(3, tensors, {})
     assert read(tmp_path / "2", tensors)["v1"][0] == 41
     assert read(tmp_path / "3", tensors)["v2"][0] == 60
+
+
+def test_in_the_foreground_the_files_are_the_same_and_no_thread_is_started(tmp_path):
+    tensors, before = vectors(4), threading.active_count()
+    told = []
+    options = {"keep": 1, "verify": True, "file_bytes": 900, "on_commit": told.append}
+    with Saver(tmp_path / "a", Mesh.connect(), background=False, **options) as saver:
+        saver.reserve(tensors)
+        assert not saver._arena.slots and threading.active_count() == before
+        for step in (1, 2):
+            saver.save(step, tensors, {"step": step}, "a: 1\n", rank_state=[step])
+            for tensor, _ in tensors.values():
+                tensor.add_(1)
+            assert told[-1] == tmp_path / "a" / str(step)
+            (report,) = saver.reports()
+            assert (report.step, report.failure, report.removed) == (step, "", [1] * (step - 1))
+            assert report.blocked >= report.durable > 0 and report.waited == 0
+    with pytest.raises(RuntimeError, match="save of step 3: this Saver of .* is closed"):
+        saver.save(3, tensors, {})
+    for tensor, _ in tensors.values():
+        tensor.sub_(1)
+    options |= {"threads": 1, "keep": None}
+    with Saver(tmp_path / "b", Mesh.connect(), **options) as saver:
+        saver.save(2, tensors, {"step": 2}, "a: 1\n", rank_state=[2])
+    here, there = (
+        {path.name: path.read_bytes() for path in (tmp_path / run / "2").iterdir()} for run in "ab"
+    )
+    assert here.keys() == there.keys()
+    shards = [name for name in here if name.startswith(("shard", "config"))]
+    assert len(shards) == 3 and all(here[name] == there[name] for name in shards)
+    assert read_manifest(tmp_path / "a/2") == read_manifest(tmp_path / "b/2")
+    assert report.nbytes == sum(len(here[name]) for name in shards if name != "config.yaml")
+
+
+@pytest.mark.parametrize("on_failure", ["warn", "report", "raise"])
+def test_a_failed_save_in_the_foreground_is_reported_as_asked(tmp_path, monkeypatch, on_failure):
+    def full(*arguments):
+        raise OSError("no room")
+
+    options = {"background": False, "on_failure": on_failure}
+    with Saver(tmp_path, Mesh.connect(), **options) as saver, monkeypatch.context() as patch:
+        patch.setattr("kenotron_ckpt.saving.write_part", full)
+        if on_failure == "raise":
+            with pytest.raises(SaveFailed, match="step 1 was not saved: no room"):
+                saver.save(1, vectors(1), {})
+        elif on_failure == "warn":
+            with pytest.warns(UserWarning, match="no room; earlier checkpoints are whole"):
+                saver.save(1, vectors(1), {})
+        else:
+            saver.save(1, vectors(1), {})
+        (report,) = saver.reports()
+        assert (report.failure, report.nbytes) == ("no room", 0) and not (tmp_path / "1").exists()
+        with pytest.raises(ValueError, match="steps are counted from 0"):
+            saver.save(-1, vectors(1), {})
+        patch.undo()
+        saver.save(2, vectors(1), {})
+    assert read(tmp_path, vectors(1))["v0"][0] == 0
 
 
 def test_slots_of_a_plan_that_fitted_serve_one_that_does_not():

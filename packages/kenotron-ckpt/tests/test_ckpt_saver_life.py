@@ -146,7 +146,7 @@ def test_nothing_piles_up(tmp_path):
     for step in range(20):
         begin(saver, step, 1)
     saver.finish()
-    assert len(saver._notes._own) <= 2
+    assert len(saver._thread.notes._own) <= 2
     assert threading.active_count() == before + 1
     saver.close()
     deadline = time.monotonic() + 10

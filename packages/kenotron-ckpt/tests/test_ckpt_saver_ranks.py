@@ -227,11 +227,11 @@ def under_attack(mesh, folder, lost):
     with Saver(folder, mesh) as saver, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if lost and mesh.rank == 1:
-            signed, find = saver._notes._store, saver._notes._store.find
+            signed, find = saver._thread.notes._store, saver._thread.notes._store.find
             signed.find = lambda key: signed._open(key, b"x") if key == "1/folder" else find(key)
         begin(saver, 1, 1)
         if mesh.rank == 1:
-            saver._notes.post("0/outcome", "old")
+            saver._thread.notes.post("0/outcome", "old")
             store, keys = keys_at(default, "kenotron-notes/save")
             for number, key in enumerate(keys):
                 store.set(key, "x") if number % 2 else store.delete_key(key)

@@ -13,6 +13,7 @@ from ckpt_kills import put, state_of
 
 from kenotron_ckpt import (
     DamagedCheckpoint,
+    LocalStore,
     Manifest,
     NoCheckpoint,
     checkpoint,
@@ -271,4 +272,4 @@ def test_a_manifest_is_parsed_once_by_the_rank_that_looks_for_it(tmp_path, monke
     for module in (folder, loading):
         monkeypatch.setattr(module, "manifest_at", lambda path: parsed.append(path) or real(path))
     assert read_preferred(tmp_path, Mesh.connect(), lambda found: found.folder.name) == "10"
-    assert parsed == [tmp_path / "10"]
+    assert parsed == [LocalStore(tmp_path / "10")]

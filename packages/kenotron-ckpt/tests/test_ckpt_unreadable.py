@@ -10,8 +10,9 @@ from ckpt_checks import flipped, what_is_there
 from ckpt_kills import put, state_of
 from xxhash import xxh3_64_hexdigest
 
-from kenotron_ckpt import BlockingSaver, Saver, has_manifests, open_checkpoint
-from kenotron_ckpt.folder import manifest_at, sweep
+from kenotron_ckpt import Saver, has_manifests, open_checkpoint
+from kenotron_ckpt.committing import sweep
+from kenotron_ckpt.folder import manifest_at
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.preparing import prepare
 from kenotron_dist import Mesh
@@ -109,8 +110,8 @@ def test_nothing_is_swept_beside_a_manifest_that_is_not_understood(tmp_path):
     assert bytes_of(tmp_path / "10") == before
 
 
-@pytest.mark.parametrize("engine", [Saver, BlockingSaver])
-def test_a_save_in_its_place_sets_it_aside(tmp_path, engine):
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_in_its_place_sets_it_aside(tmp_path, background):
     put(tmp_path, 10, 1)
     for count, name in enumerate(["20.unreadable", "20.unreadable.1"]):
         put(tmp_path, 20, 2)
@@ -120,7 +121,7 @@ def test_a_save_in_its_place_sets_it_aside(tmp_path, engine):
         assert open_checkpoint(tmp_path, mesh).folder.name == "10"
         with (
             pytest.warns(UserWarning, match=rf"(?s)20 is needed.*too new.*kept in .*/{name}$"),
-            engine(tmp_path, mesh) as saver,
+            Saver(tmp_path, mesh, background=background) as saver,
         ):
             saver.save(
                 20, state_of(mesh, 3 + count), {"factor": 3 + count}, f"factor: {3 + count}\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kenotron_ckpt import BlockingSaver, DataStatesConfig, SaveFailed, Saver, open_checkpoint
+from kenotron_ckpt import DataStatesConfig, SaveFailed, Saver, open_checkpoint
 from kenotron_config import Config, dump_config
 from kenotron_dist import TensorLayout
 from kenotron_models import model_to_json
@@ -24,12 +24,12 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
     can.
     """
     checkpoints = training.config.checkpoints
-    engine = Saver if checkpoints.checkpointing_engine == "datastates" else BlockingSaver
     pool = checkpoints.datastates or DataStatesConfig()
     with writing():
-        saver = engine(
+        saver = Saver(
             checkpoints.checkpoints_path,
             training.mesh,
+            background=checkpoints.checkpointing_engine == "datastates",
             every=checkpoints.checkpoint_interval,
             keep=checkpoints.keep_last,
             keep_every=checkpoints.keep_every,

@@ -11,7 +11,7 @@ from kenotron_ckpt import (
     defect,
     fetch,
     is_url,
-    newest_step,
+    latest_step,
     on_first,
     on_first_at_length,
     start_uploader,
@@ -121,7 +121,7 @@ def local_copy(config: Config, mesh: Mesh) -> tuple[Path | None, str]:
     if url is None or (not is_url(given) and Path(given) != folder):
         return Path(given), ""
     if url == _upload_url(config):
-        newest = on_first(mesh, lambda: newest_step(url))
+        newest = on_first(mesh, lambda: latest_step(url))
         if newest is None or (not is_url(given) and newest <= _newest_in(folder)):
             return folder, ""  # the store has nothing yet, or nothing that is not here
     got = fetch(url, folder, mesh)

@@ -1,11 +1,11 @@
 """Training state that outlives the process: sharded checkpoints that any mesh reads."""
 
 from kenotron_ckpt.agreement import contradiction, unfinished
-from kenotron_ckpt.blocking import BlockingSaver
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.collective_errors import on_first, on_first_at_length
+from kenotron_ckpt.committing import replace_text
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
-from kenotron_ckpt.downloading import Download, download, fetch, newest_step
+from kenotron_ckpt.downloading import Download, download, fetch
 from kenotron_ckpt.folder import (
     MANIFEST,
     defect,
@@ -15,7 +15,6 @@ from kenotron_ckpt.folder import (
     manifest_at,
     passed_over,
     read_manifest,
-    replace_text,
     resolve,
     steps_in,
 )
@@ -34,7 +33,7 @@ from kenotron_ckpt.owner_file import TAKEN
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
-from kenotron_ckpt.remote import RemoteError, is_url
+from kenotron_ckpt.remote import FsspecStore, RemoteError, is_url
 from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
 from kenotron_ckpt.s3_config import S3UploadConfig
@@ -42,11 +41,11 @@ from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
 from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
+from kenotron_ckpt.store import LocalStore, Location, Store, store_at
 from kenotron_ckpt.streamed import Source, save_streamed
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [
-    "BlockingSaver",
     "Checkpoint",
     "CheckpointsConfig",
     "DamagedCheckpoint",
@@ -54,8 +53,11 @@ __all__ = [
     "Download",
     "FileEntry",
     "FolderLock",
+    "FsspecStore",
     "LOCK",
     "Loaded",
+    "LocalStore",
+    "Location",
     "MANIFEST",
     "Manifest",
     "NanotronCheckpoint",
@@ -69,6 +71,7 @@ __all__ = [
     "SaveReport",
     "Saver",
     "Source",
+    "Store",
     "TensorSize",
     "UnknownVersion",
     "UploadReport",
@@ -86,7 +89,6 @@ __all__ = [
     "load",
     "load_plain",
     "manifest_at",
-    "newest_step",
     "on_first",
     "on_first_at_length",
     "open_checkpoint",
@@ -109,6 +111,7 @@ __all__ = [
     "seal_of",
     "start_uploader",
     "steps_in",
+    "store_at",
     "unfinished",
     "verify_files",
     "write_safetensors",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kenotron_ckpt.compare import differences
-from kenotron_ckpt.folder import read_manifest, resolve
+from kenotron_ckpt.folder import preferred, read_manifest
 from kenotron_ckpt.inspection import describe, render
 from kenotron_ckpt.nanotron.conversion import import_nanotron
 from kenotron_ckpt.verification import verify_steps
@@ -61,7 +61,7 @@ def verify(chosen: argparse.Namespace) -> int:
 
 def diff(chosen: argparse.Namespace) -> int:
     """Print what differs between two checkpoints."""
-    _print(f"A: {resolve(chosen.a)}\nB: {resolve(chosen.b)}")
+    _print(f"A: {preferred(chosen.a)}\nB: {preferred(chosen.b)}")
     found = 0
     for sentence in differences(chosen.a, chosen.b):
         found += 1
@@ -88,20 +88,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    path = "a step folder, or a run folder (its latest complete checkpoint)"
+    path = "a step folder, or a run folder (its latest complete checkpoint); a path or a URL"
 
     one = commands.add_parser("inspect", help="the tree of tensors, totals, steps of a run")
-    one.add_argument("path", type=Path, help=path)
+    one.add_argument("path", help=path)
     one.add_argument("--json", action="store_true", help="all of it as JSON, every record")
     one.set_defaults(run=inspect)
 
     one = commands.add_parser("verify", help="read every byte and compare checksums")
-    one.add_argument("path", type=Path, help="a step folder, or a run folder (all its steps)")
+    one.add_argument("path", help="a step folder, or a run folder (all its steps); a path or a URL")
     one.set_defaults(run=verify)
 
     one = commands.add_parser("diff", help="what differs: records, values, state, config")
-    one.add_argument("a", type=Path, metavar="A", help=path)
-    one.add_argument("b", type=Path, metavar="B", help=path)
+    one.add_argument("a", metavar="A", help=path)
+    one.add_argument("b", metavar="B", help=path)
     one.set_defaults(run=diff)
 
     one = commands.add_parser("import-nanotron", help="a checkpoint of Nanotron or Kénotron")

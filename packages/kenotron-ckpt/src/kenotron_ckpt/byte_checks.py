@@ -9,13 +9,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 
 from kenotron_ckpt.checksums import file_faults
 from kenotron_ckpt.index import Manifest, Piece
-from kenotron_ckpt.reader import THREADS, Read
+from kenotron_ckpt.reader import Read
+from kenotron_ckpt.store import Store
 from kenotron_dist import Mesh, all_reduce
 
 _IN_PART, _WHOLE = 1, 1 << 32
@@ -76,12 +76,13 @@ def share_of_bytes(pieces: Sequence[Piece], mesh: Mesh) -> dict[str, list[Piece]
     return own
 
 
-def faults_in(folder: Path, manifest: Manifest, own: dict[str, list[Piece]]) -> list[str]:
+def faults_in(store: Store, manifest: Manifest, own: dict[str, list[Piece]]) -> list[str]:
     """One sentence for every fault of the pieces, by file, and of the headers of these files."""
-    with ThreadPoolExecutor(THREADS) as pool:
+    threads = store.threads
+    with ThreadPoolExecutor(threads) as pool:
         jobs = [
-            pool.submit(file_faults, folder / name, manifest.files[name], pieces[first::THREADS])
+            pool.submit(file_faults, store, name, manifest.files[name], pieces[first::threads])
             for name, pieces in own.items()
-            for first in range(min(THREADS, len(pieces)))
+            for first in range(min(threads, len(pieces)))
         ]
         return list(dict.fromkeys(fault for job in jobs for fault in job.result()))

@@ -15,6 +15,7 @@ from kenotron_ckpt.index import Manifest, Piece
 from kenotron_ckpt.manifest_rules import is_floating
 from kenotron_ckpt.reader import Read, fill, fill_verified, invalidate, plan_reads
 from kenotron_ckpt.share import sizes_of
+from kenotron_ckpt.store import Store, local_path
 from kenotron_dist import Mesh
 
 _HINTS = 5
@@ -25,7 +26,7 @@ _HINTS = 5
 class Loaded:
     """What a load did, the same on every rank (``rank_state`` apart)."""
 
-    folder: Path
+    store: Store
     """The step folder that was read."""
     step: int
     """Training steps done when it was saved."""
@@ -46,12 +47,12 @@ class Loaded:
 class DamagedCheckpoint(ValueError):
     """Bytes of a checkpoint are not those that were written. Raised on every rank."""
 
-    def __init__(self, folder: Path, faults: Sequence[str], filled: bool) -> None:
+    def __init__(self, store: Store, faults: Sequence[str], filled: bool) -> None:
         self.faults = list(faults)
         """A sentence for every fault."""
         self.filled = filled
         """Whether tensors were filled already; those of floating-point numbers are NaN then."""
-        lines = [f"cannot load {folder}:", *faults]
+        lines = [f"cannot load {store}:", *faults]
         if filled:
             lines.append("the tensors were set to NaN: load another checkpoint into them")
         super().__init__("\n  ".join(lines))
@@ -63,13 +64,19 @@ class Checkpoint:
     Made by ``open_checkpoint``, and by ``read_preferred``.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-        self.folder = folder
+    def __init__(self, store: Store, manifest: Manifest, mesh: Mesh) -> None:
+        self.store = store
+        """The step folder."""
         self.manifest = manifest
         self.passed_over: list[str] = []
         """Why each newer or preferred checkpoint was not taken; a sentence each."""
         self._mesh = mesh
         self._verified: set[str] = set()
+
+    @property
+    def folder(self) -> Path:
+        """The local step folder. Raises ValueError when it is in a remote store."""
+        return local_path(self.store)
 
     def load(self, wanted: Tensors, *, verify: bool = True, strict: bool = True) -> Loaded:
         """Fill tensors in place. Collective over the mesh that opened the checkpoint.
@@ -100,7 +107,7 @@ class Checkpoint:
         mesh, manifest = self._mesh, self.manifest
         problems, missing = _union_each(mesh, lambda: _problems(manifest, wanted, mesh, strict))
         if problems:
-            raise ValueError("\n  ".join([f"cannot load {self.folder}:", *problems]))
+            raise ValueError("\n  ".join([f"cannot load {self.store}:", *problems]))
         there = {key: held for key, held in wanted.items() if held[1].name in manifest.records}
         blocks = blocks_of(there, mesh.view)
         reads = on_all(mesh, lambda: plan_reads(manifest.records, blocks))
@@ -108,7 +115,7 @@ class Checkpoint:
         loaded, rest = wanted_bytes(manifest, names, reads, mesh)
         if not loaded:
             raise ValueError(
-                f"cannot load {self.folder}: none of the {len(missing)} names that are wanted is "
+                f"cannot load {self.store}: none of the {len(missing)} names that are wanted is "
                 f"among its {len(manifest.records)} records"
             )
         if verify and not strict:
@@ -117,7 +124,7 @@ class Checkpoint:
             self._fill_verified(reads, rest)
             self._verified.update(loaded)
         else:
-            on_all(mesh, lambda: fill(self.folder, reads))
+            on_all(mesh, lambda: fill(self.store, reads))
         return self._result(loaded, missing)
 
     def verify(self, select: Callable[[str], bool] = lambda _: True) -> list[str]:
@@ -135,28 +142,28 @@ class Checkpoint:
     def _faults(self, pieces: Sequence[Piece]) -> list[str]:
         """Faults of pieces that are the same on all ranks; every rank reads its share."""
         own = share_of_bytes(pieces, self._mesh)
-        return _union(on_each(self._mesh, lambda: faults_in(self.folder, self.manifest, own)))
+        return _union(on_each(self._mesh, lambda: faults_in(self.store, self.manifest, own)))
 
     def _fill_verified(self, reads: Sequence[Read], rest: Sequence[Piece]) -> None:
         """Verify what no rank reads whole, then fill and hash the others as they arrive."""
         if rest:
             self._raise(self._faults(rest))
         files = self.manifest.files
-        found = on_each(self._mesh, lambda: fill_verified(self.folder, reads, files))
+        found = on_each(self._mesh, lambda: fill_verified(self.store, reads, files))
         if any(found):
             invalidate(reads)
         self._raise(_union(found), filled=True)
 
     def _raise(self, faults: Sequence[str], filled: bool = False) -> None:
         if faults:
-            raise DamagedCheckpoint(self.folder, faults, filled)
+            raise DamagedCheckpoint(self.store, faults, filled)
 
     def _result(self, loaded: list[str], missing: Sequence[str]) -> Loaded:
         mesh, manifest = self._mesh, self.manifest
         own = manifest.rank_states
         same = dict(manifest.mesh) == sizes_of(mesh) and len(own) == mesh.world.size
         return Loaded(
-            folder=self.folder,
+            store=self.store,
             step=manifest.step,
             state=dict(manifest.state),
             rank_state=own[mesh.rank] if same else None,

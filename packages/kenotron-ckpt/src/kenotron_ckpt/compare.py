@@ -6,15 +6,15 @@ import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.folder import manifest_at, resolve
+from kenotron_ckpt.folder import manifest_at, preferred
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.reader import read_record
+from kenotron_ckpt.store import Location, Store
 
 _CHUNK = 1 << 22
 """Elements compared at a time: what is made of them is several times as large."""
@@ -33,7 +33,7 @@ class Distance:
     """max |a - b|; NaN where one of the two is NaN."""
 
 
-def differences(a: str | Path, b: str | Path) -> Iterator[str]:
+def differences(a: Location, b: Location) -> Iterator[str]:
     """Sentences on what differs between two checkpoints, as it is found; none when nothing does.
 
     Arguments: step folders, or run folders (their latest complete checkpoints). The mesh, the cut
@@ -42,7 +42,7 @@ def differences(a: str | Path, b: str | Path) -> Iterator[str]:
 
     Raises ValueError when there is no checkpoint, OSError when a file cannot be read.
     """
-    folders = resolve(a), resolve(b)
+    folders = preferred(a), preferred(b)
     first, second = map(manifest_at, folders)
     if first.step != second.step:
         yield f"step: {first.step} in A, {second.step} in B"
@@ -93,7 +93,7 @@ def of_values(where: str, a: Any, b: Any) -> Iterator[str]:
 
 
 def _of_record(
-    name: str, folders: Sequence[Path], both: tuple[Manifest, Manifest]
+    name: str, folders: Sequence[Store], both: tuple[Manifest, Manifest]
 ) -> Iterator[str]:
     a, b = (manifest.records[name] for manifest in both)
     if a.shape != b.shape:

@@ -6,26 +6,24 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.collective_errors import on_each, on_first_at_length
+from kenotron_ckpt.committing import replace_text, sweep, sync
 from kenotron_ckpt.folder import (
     CONFIG,
-    LATEST,
     MANIFEST,
-    SHARDS,
     defect,
     manifest_at,
-    replace_text,
-    sweep,
-    sync,
+    manifest_text,
+    step_names,
 )
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
 from kenotron_ckpt.preparing import set_aside_unreadable
-from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, Remote, RemoteError
+from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, FsspecStore, RemoteError, RemoteMissing
+from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.threads import in_parallel
 from kenotron_ckpt.verify_stream import Received
 from kenotron_dist import Mesh
@@ -76,16 +74,19 @@ def download(
     has another complete checkpoint of that step; RemoteError when the store fails; OSError when
     ``folder`` cannot be written.
     """
-    remote = Remote(url, tries=tries, pause=pause, options=options)
-    found = _candidates(remote, step)
+    remote = FsspecStore(url, tries=tries, pause=pause, options=options)
     reasons: list[str] = []
-    for place in found:
+    for name in step_names(remote) if step is None else [str(step)]:
+        source = remote.at(name)
         try:
-            text, manifest = _inspect(remote, place)
+            if fault := defect(source):
+                raise _Unusable(fault)
+            text = manifest_text(source)
+            manifest = Manifest.from_json(text)
             target = Path(folder) / str(manifest.step)
-            received = _receive_all(remote, place, target, text, manifest, threads)
+            received = _receive_all(source, target, text, manifest, threads)
         except _Unusable as reason:
-            reasons.append(f"{remote.at(place)}: {reason}")
+            reasons.append(f"{source}: {reason}")
         else:
             return Download(target, received, tuple(reasons))
     raise ValueError("\n  ".join([f"no checkpoint at {url} can be used:", *reasons]))
@@ -118,60 +119,8 @@ def fetch(
     return done
 
 
-def newest_step(url: str, *, options: Mapping[str, Any] | None = None) -> int | None:
-    """The step that ``download`` would take from a remote run folder; None when there is none.
-
-    Only manifests and lengths are looked at. Raises RemoteError, or ValueError for a bad URL.
-    """
-    remote = Remote(url, options=options)
-    for place in _places(remote, remote.listing()):
-        with contextlib.suppress(_Unusable):
-            return _inspect(remote, place)[1].step
-    return None
-
-
-def _candidates(remote: Remote, step: int | None) -> list[str]:
-    """Paths below the URL to try in turn; the empty one is the URL itself."""
-    if step is not None:
-        return [str(step)]
-    there = remote.listing()
-    if MANIFEST in there or any(fnmatch(name, SHARDS) for name in there):
-        return [""]
-    if places := _places(remote, there):
-        return places
-    raise ValueError(
-        f"no checkpoint at {remote.url}: it has neither a {MANIFEST} (a step folder) nor folders "
-        "named by numbers (a run folder)"
-    )
-
-
-def _places(remote: Remote, there: Mapping[str, int | None]) -> list[str]:
-    """The step folders in a run folder, what ``latest.txt`` names first, then the newest."""
-    text = (remote.read_text(LATEST) or "") if LATEST in there else ""
-    steps = [name for name, size in there.items() if size is None and name.isdecimal()]
-    return sorted(steps, key=lambda name: (name != text.strip(), -int(name)))
-
-
-def _inspect(remote: Remote, place: str) -> tuple[str, Manifest]:
-    """A remote checkpoint's manifest, as text and read. Raises _Unusable when it is incomplete."""
-    there = remote.listing(place)
-    if MANIFEST not in there:
-        raise _Unusable(f"there is no {MANIFEST}: the upload did not finish")
-    try:
-        text = remote.read_text(_join(place, MANIFEST)) or ""
-        manifest = Manifest.from_json(text)
-    except ValueError as error:
-        raise _Unusable(str(error)) from None
-    for name, entry in manifest.files.items():
-        size = there.get(name)
-        if size != entry.bytes:
-            what = "is missing" if size is None else f"is {size} bytes long, not {entry.bytes}"
-            raise _Unusable(f"{name} {what}")
-    return text, manifest
-
-
 def _receive_all(
-    remote: Remote, place: str, target: Path, text: str, manifest: Manifest, threads: int
+    source: FsspecStore, target: Path, text: str, manifest: Manifest, threads: int
 ) -> int:
     """Bring a step folder here; returns the bytes received."""
     _make_room(target, text)
@@ -179,13 +128,13 @@ def _receive_all(
     counts: list[int] = []
 
     def receive(name: str) -> None:
-        entry, source = manifest.files[name], _join(place, name)
-        _receive(remote, source, target / name, entry, pieces[name], counts.append)
+        _receive(source, target / name, manifest.files[name], pieces[name], counts.append)
 
     try:
         in_parallel(receive, manifest.files, threads)
     except (RemoteError, _Unusable) as error:
-        if isinstance(error, RemoteError) and not (error.missing or error.damaged):
+        lost = isinstance(error, RemoteError) and not isinstance(error, RemoteMissing)
+        if lost and not error.damaged:
             raise
         with contextlib.suppress(OSError):
             sweep(target)
@@ -219,15 +168,14 @@ def _make_room(target: Path, text: str) -> None:
 
 
 def _receive(
-    remote: Remote,
-    source: str,
+    source: FsspecStore,
     target: Path,
     entry: FileEntry,
     pieces: list[Piece],
     count: Callable[[int], None],
 ) -> None:
     """Bring one file here. Raises _Unusable when its bytes are not those that were written."""
-    if not file_faults(target, entry, pieces):
+    if not file_faults(LocalStore(target.parent), target.name, entry, pieces):
         return
     part = target.with_name(target.name + ".tmp")
     faults: list[str] = []
@@ -239,7 +187,7 @@ def _receive(
             file.seek(0)
             while data := file.read(RANGE_BYTES):
                 received.feed(data)
-            for data in remote.ranges(source, file.tell(), entry.bytes):
+            for data in source.ranges(target.name, file.tell(), entry.bytes):
                 file.write(data)
                 received.feed(data)
                 count(len(data))
@@ -251,7 +199,3 @@ def _receive(
             return
     part.unlink()
     raise _Unusable("; ".join(faults[:3]))
-
-
-def _join(place: str, name: str) -> str:
-    return f"{place}/{name}" if place else name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,23 +17,24 @@ from kenotron_ckpt.folder import (
     latest_named,
     latest_step,
     manifest_at,
-    resolve,
+    preferred,
     steps_in,
 )
 from kenotron_ckpt.index import FORMAT, VERSION, Record
+from kenotron_ckpt.store import Location, Store, store_at
 
 OPTIMIZER = "optimizer."
 """What names of optimizer state begin with: ``optimizer.<kind>.<parameter>``."""
 _INDENT = "  "
 
 
-def describe(path: str | Path) -> dict[str, Any]:
+def describe(path: Location) -> dict[str, Any]:
     """Everything ``render`` shows, and each record, as JSON values.
 
     Arguments: a step folder, or a run folder (its latest complete checkpoint).
     Raises ValueError when there is none.
     """
-    folder = resolve(path)
+    given, folder = store_at(path), preferred(path)
     manifest = manifest_at(folder)
     records = [_row(name, record) for name, record in manifest.records.items()]
     totals: dict[str, dict[str, int]] = {}
@@ -45,7 +45,7 @@ def describe(path: str | Path) -> dict[str, Any]:
     lengths = [entry.bytes for entry in manifest.files.values()]
     return {
         "path": str(folder),
-        "run": _run(Path(path)) if folder != Path(path) else None,
+        "run": _run(given) if str(folder) != str(given) else None,
         "step": manifest.step,
         "format": f"{FORMAT} {VERSION}",
         "mesh": dict(manifest.mesh),
@@ -112,7 +112,7 @@ def _cut(record: Record) -> str:
     return "x".join(map(str, grid)) if torch.Size(grid).numel() == count else f"{count} pieces"
 
 
-def _run(folder: Path) -> dict[str, Any]:
+def _run(folder: Store) -> dict[str, Any]:
     """The steps of a run folder, newest first."""
     return {
         "folder": str(folder),
@@ -121,8 +121,8 @@ def _run(folder: Path) -> dict[str, Any]:
         "steps": [
             {
                 "step": step,
-                "fault": defect(folder / str(step)),
-                "verified": is_verified(folder / str(step)),
+                "fault": defect(folder.at(str(step))),
+                "verified": is_verified(folder.at(str(step))),
             }
             for step in reversed(steps_in(folder))
         ],

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.preparing import prepare
+from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
-from kenotron_ckpt.threads import together
+from kenotron_ckpt.threads import set_device, together
 from kenotron_ckpt.writer import Share, write_part
 from kenotron_dist import Mesh, MessageRefused, Notes
 
@@ -70,6 +71,21 @@ class Job:
             self.failure = _words(error)
         self.snapshot.end()
         self.done.set()
+
+    def report(self, blocked: float, waited: float, slow_down: float | None) -> SaveReport:
+        """How it went, once it is done; the numbers are those of ``SaveReport``."""
+        return SaveReport(
+            step=int(self.step_folder.name),
+            folder=self.step_folder,
+            failure=self.failure,
+            nbytes=self.total,
+            blocked=blocked,
+            waited=waited,
+            durable=self.durable,
+            slow_down=slow_down,
+            removed=self.removed,
+            follow_up=self.trouble,
+        )
 
     def _protocol(self) -> None:
         notes, rank = self.notes, self.mesh.rank
@@ -170,15 +186,17 @@ class Job:
 
 
 class JobThread:
-    """The thread that runs saves, one after the other.
+    """The thread that runs saves, one after the other, and the messages to those of other ranks.
 
-    Args:
-        begin: called first in the thread (``set_device``).
+    Make it on all ranks of ``mesh``, in the same order.
     """
 
-    def __init__(self, begin: Callable[[], None]) -> None:
+    def __init__(self, mesh: Mesh) -> None:
+        self.notes = Notes(mesh, "save")
+        self.begin = set_device(mesh.device)
+        """Called first by every thread that writes."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        arguments = (self._jobs, begin)
+        arguments = (self._jobs, self.begin)
         self._thread = threading.Thread(target=_work, args=arguments, name="saver", daemon=True)
         self._thread.start()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from kenotron_ckpt.blocks import Tensors
@@ -12,13 +11,14 @@ from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.folder import (
     LATEST,
-    candidates,
     defect,
     manifest_at,
     points_nowhere,
-    resolve,
+    preferred,
+    step_names,
 )
 from kenotron_ckpt.index import Manifest
+from kenotron_ckpt.store import Location, Store, store_at
 from kenotron_dist import Mesh
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class NoCheckpoint(ValueError):
     """There is no checkpoint at a path, or none that can be read and is undamaged."""
 
 
-def read_preferred(path: str | Path, mesh: Mesh, read: Callable[[Checkpoint], T]) -> T:
+def read_preferred(path: Location, mesh: Mesh, read: Callable[[Checkpoint], T]) -> T:
     """Read the preferred checkpoint at a path; where its bytes are damaged, the next one.
 
     Collective over the mesh. In a run folder the one that ``latest.txt`` names comes first, then
@@ -36,7 +36,8 @@ def read_preferred(path: str | Path, mesh: Mesh, read: Callable[[Checkpoint], T]
     or of another length, is passed over before ``read`` is called.
 
     Args:
-        path: a step folder or a run folder.
+        path: a step folder or a run folder, local or in a remote store. What is read of a remote
+            one are the ranges of its files that this rank needs.
         mesh: the ranks that call.
         read: loads what it needs and returns a result. It is called again, with the next
             checkpoint, when it raises DamagedCheckpoint on every rank; then it must fill all that
@@ -50,27 +51,28 @@ def read_preferred(path: str | Path, mesh: Mesh, read: Callable[[Checkpoint], T]
             ``read`` filled are NaN then (see ``DamagedCheckpoint``). Other errors of ``read`` are
             passed on.
     """
+    store = on_all(mesh, lambda: store_at(path))
     try:
-        found = on_first(mesh, lambda: [str(folder) for folder in candidates(path)])
+        found = on_first(mesh, lambda: step_names(store))
     except ValueError as error:
         raise NoCheckpoint(str(error)) from error
-    reasons = on_first(mesh, lambda: _stray(Path(path), found))
-    for folder in map(Path, found):
-        checkpoint, fault = _opened(folder, mesh)
+    reasons = on_first(mesh, lambda: _stray(store, found))
+    for name in found:
+        checkpoint, fault = _opened(store.at(name), mesh)
         faults = [fault]
         if checkpoint is not None:
-            newer = on_first(mesh, lambda folder=folder: _newer(folder, found))
+            newer = on_first(mesh, lambda name=name: _newer(store, name, found))
             checkpoint.passed_over = [*reasons, *newer]
             try:
                 return read(checkpoint)
             except DamagedCheckpoint as error:
                 faults = error.faults
-        reasons.append(f"{folder}: {'; '.join(faults[:3])}" + _more(faults))
+        reasons.append(f"{store.at(name)}: {'; '.join(faults[:3])}" + _more(faults))
     raise NoCheckpoint("\n  ".join([f"no checkpoint at {path} can be read:", *reasons]))
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: Location,
     mesh: Mesh,
     *,
     select: Callable[[str], bool] = lambda _: True,
@@ -90,14 +92,14 @@ def open_checkpoint(
 
     def read(checkpoint: Checkpoint) -> Checkpoint:
         if verify and (faults := checkpoint.verify(select)):
-            raise DamagedCheckpoint(checkpoint.folder, faults, filled=False)
+            raise DamagedCheckpoint(checkpoint.store, faults, filled=False)
         return checkpoint
 
     return read_preferred(path, mesh, read)
 
 
 def load(
-    path: str | Path, wanted: Tensors, mesh: Mesh, *, verify: bool = True, strict: bool = True
+    path: Location, wanted: Tensors, mesh: Mesh, *, verify: bool = True, strict: bool = True
 ) -> Loaded:
     """Fill tensors in place from the preferred checkpoint at a path, that any mesh wrote.
 
@@ -113,46 +115,46 @@ def load(
     )
 
 
-def verify_files(path: str | Path) -> list[str]:
+def verify_files(path: Location) -> list[str]:
     """One sentence for every file, and piece of one, whose bytes are not those that were written.
 
-    Raises ValueError when there is no checkpoint (see ``resolve``). One process reads all.
+    Raises ValueError when there is no checkpoint (see ``preferred``). One process reads all.
     """
-    step_folder = resolve(path)
-    return manifest_faults(step_folder, manifest_at(step_folder))
+    store = preferred(path)
+    return manifest_faults(store, manifest_at(store))
 
 
-def _opened(folder: Path, mesh: Mesh) -> tuple[Checkpoint | None, str]:
+def _opened(store: Store, mesh: Mesh) -> tuple[Checkpoint | None, str]:
     """A checkpoint whose files have their lengths; or why it is none. Rank 0 reads it once."""
     held: list[Manifest] = []
 
     def examine() -> str:
         try:
-            held.append(manifest_at(folder))
+            held.append(manifest_at(store))
         except (OSError, ValueError):
-            return defect(folder) or ""
-        return defect(folder, held[0]) or ""
+            return defect(store) or ""
+        return defect(store, held[0]) or ""
 
     fault = on_first(mesh, examine)
     if fault:
         return None, fault
-    manifest = on_all(mesh, lambda: held[0] if held else manifest_at(folder))
-    return Checkpoint(folder, manifest, mesh), ""
+    manifest = on_all(mesh, lambda: held[0] if held else manifest_at(store))
+    return Checkpoint(store, manifest, mesh), ""
 
 
-def _stray(path: Path, found: Sequence[str]) -> list[str]:
+def _stray(store: Store, found: Sequence[str]) -> list[str]:
     """A sentence when ``latest.txt`` of a run folder names nothing that is there."""
-    stray = points_nowhere(path, [Path(folder) for folder in found])
-    return [f"{path / LATEST}: it names no step that is here"] if stray else []
+    stray = points_nowhere(store, found)
+    return [f"{store.at(LATEST)}: it names no step that is here"] if stray else []
 
 
-def _newer(chosen: Path, found: Sequence[str]) -> list[str]:
+def _newer(store: Store, chosen: str, found: Sequence[str]) -> list[str]:
     """Why newer checkpoints were not tried: the run was set back, or a save did not finish."""
-    later = [Path(path) for path in found[found.index(str(chosen)) + 1 :]]
+    later = found[found.index(chosen) + 1 :]
     return [
-        f"{path}: {defect(path) or 'latest.txt names another'}"
-        for path in later
-        if int(path.name) > int(chosen.name)
+        f"{store.at(name)}: {defect(store.at(name)) or 'latest.txt names another'}"
+        for name in later
+        if int(name) > int(chosen)
     ]
 
 

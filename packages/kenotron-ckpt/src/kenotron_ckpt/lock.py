@@ -9,7 +9,7 @@ import socket
 import warnings
 from pathlib import Path
 
-from kenotron_ckpt.folder import make
+from kenotron_ckpt.committing import make
 from kenotron_ckpt.owner_file import TAKEN, OwnerFile
 
 LOCK = "writer.lock"

@@ -7,7 +7,8 @@ import re
 import warnings
 from pathlib import Path
 
-from kenotron_ckpt.folder import SHARDS, make, manifest_at, sweep, sync
+from kenotron_ckpt.committing import make, sweep, sync
+from kenotron_ckpt.folder import SHARDS, manifest_at
 from kenotron_ckpt.protocol import Step, passed
 
 UNREADABLE = "unreadable"

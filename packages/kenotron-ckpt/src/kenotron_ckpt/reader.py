@@ -6,11 +6,9 @@ No rank asks another anything here; ``loading`` does.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -18,17 +16,15 @@ from torch import Tensor
 from xxhash import xxh3_64
 
 from kenotron_ckpt.blocks import Block
-from kenotron_ckpt.checksums import CHUNK, outer_fault, piece_fault, unreadable
+from kenotron_ckpt.checksums import outer_fault, piece_fault, unreadable
 from kenotron_ckpt.coverage import overlap
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
 from kenotron_ckpt.records import Shape
+from kenotron_ckpt.store import Location, Store, StoreFile, store_at
 from kenotron_ckpt.threads import set_device
 from kenotron_ckpt.writer import as_bytes
 
 T = TypeVar("T")
-
-THREADS = 4
-"""Threads that read: they wait for the disk, or copy from its cache without Python's lock."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,35 +65,33 @@ def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[R
     return reads
 
 
-def fill(step_folder: Path, reads: Sequence[Read], threads: int = THREADS) -> None:
+def fill(folder: Location, reads: Sequence[Read]) -> None:
     """Carry out ``reads``; values are cast to the dtype of their target. Raises OSError.
 
     Checksums are not compared.
     """
-    _on_files(reads, threads, lambda name, own, _: _read_file(step_folder / name, own))
+    store = store_at(folder)
+    _on_files(reads, store.threads, lambda name, own, _: _read_file(store, name, own))
 
 
-def fill_verified(
-    step_folder: Path, reads: Sequence[Read], files: Mapping[str, FileEntry], threads: int = THREADS
-) -> list[str]:
+def fill_verified(store: Store, reads: Sequence[Read], files: Mapping[str, FileEntry]) -> list[str]:
     """Carry out ``reads`` as ``fill`` does, and hash the pieces that are read whole as they arrive.
 
     Nothing is read twice: a target of a faulty piece holds damaged values afterwards.
 
     Args:
-        step_folder: where the files are.
+        store: the step folder.
         reads: what to read; where ``Read.whole`` is False, the checksum is not compared.
         files: what each file must be; its length and its header are compared as well.
-        threads: that read at the same time.
 
     Returns:
         One sentence for every fault; of a file that cannot be read, why.
     """
 
     def run(name: str, own: Sequence[Read], first: bool) -> list[str]:
-        return _read_and_hash(step_folder / name, own, files[name] if first else None)
+        return _read_and_hash(store, name, own, files[name] if first else None)
 
-    found = _on_files(reads, threads, run)
+    found = _on_files(reads, store.threads, run)
     return list(dict.fromkeys(fault for faults in found for fault in faults))
 
 
@@ -128,7 +122,7 @@ def _on_files(
         return [job.result() for job in jobs]
 
 
-def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
+def read_record(step_folder: Location, manifest: Manifest, name: str) -> Tensor:
     """One whole logical tensor, on the CPU, in the dtype it was saved in.
 
     Raises KeyError when there is no such record, OSError when a file cannot be read. Checksums are
@@ -138,7 +132,7 @@ def read_record(step_folder: Path, manifest: Manifest, name: str) -> Tensor:
     return read_box(step_folder, record, (0,) * len(record.shape), record.shape)
 
 
-def read_box(folder: Path, record: Record, start: Shape, shape: Shape) -> Tensor:
+def read_box(folder: Location, record: Record, start: Shape, shape: Shape) -> Tensor:
     """A block of a record, on the CPU, in the dtype it was saved in; nothing else is read.
 
     Arguments: where the record's files are; first index and extent along every dimension. Raises
@@ -156,33 +150,35 @@ def read_box(folder: Path, record: Record, start: Shape, shape: Shape) -> Tensor
     return whole
 
 
-def _read_file(path: Path, reads: Sequence[Read]) -> None:
-    with path.open("rb", buffering=0) as file:
+def _read_file(store: Store, name: str, reads: Sequence[Read]) -> None:
+    with store.open(name) as file:
         for read in reads:
-            _read(file.fileno(), read)
+            _read(file, read)
 
 
-def _read_and_hash(path: Path, reads: Sequence[Read], entry: FileEntry | None) -> list[str]:
+def _read_and_hash(
+    store: Store, name: str, reads: Sequence[Read], entry: FileEntry | None
+) -> list[str]:
     """What is wrong with the pieces read whole; with an ``entry``, with the rest of the file too.
 
     Every read is carried out as far as the file can be read.
     """
     faults = []
     try:
-        with path.open("rb", buffering=0) as file:
-            if entry is not None and (fault := outer_fault(path, file.fileno(), entry)):
+        with store.open(name) as file:
+            if entry is not None and (fault := outer_fault(name, file, entry)):
                 faults.append(fault)
             for read in reads:
                 checksum = xxh3_64() if read.whole else None
-                _read(file.fileno(), read, checksum)
+                _read(file, read, checksum)
                 if checksum is not None and checksum.hexdigest() != read.piece.checksum:
-                    faults.append(piece_fault(path, read.piece))
+                    faults.append(piece_fault(name, read.piece))
     except OSError as error:
-        faults.append(unreadable(path, error))
+        faults.append(unreadable(name, error))
     return faults
 
 
-def _read(handle: int, read: Read, checksum: xxh3_64 | None = None) -> None:
+def _read(file: StoreFile, read: Read, checksum: xxh3_64 | None = None) -> None:
     """Read the rows of the piece that the part touches, and copy what is wanted of them."""
     rows, begin, nbytes = read.part, read.piece.offset, read.piece.bytes
     shape = list(read.piece.shape)
@@ -194,19 +190,19 @@ def _read(handle: int, read: Read, checksum: xxh3_64 | None = None) -> None:
     whole = list(read.target.shape) == shape
     host = read.target.device.type == "cpu" and read.target.dtype == read.dtype
     if whole and host and read.target.is_contiguous():
-        _into(handle, read.target, begin, checksum)
+        _into(file, read.target, begin, checksum)
         return
     scratch = torch.empty(shape, dtype=read.dtype)
-    _into(handle, scratch, begin, checksum)
+    _into(file, scratch, begin, checksum)
     read.target.copy_(scratch[rows])
 
 
-def _into(handle: int, target: Tensor, begin: int, checksum: xxh3_64 | None) -> None:
+def _into(file: StoreFile, target: Tensor, begin: int, checksum: xxh3_64 | None) -> None:
     """Read bytes into a tensor; those that are hashed by the chunk, while the cache has them."""
     view = as_bytes(target)
-    chunk = len(view) if checksum is None else CHUNK
+    chunk = len(view) if checksum is None else file.chunk
     while view:
-        got = os.preadv(handle, [view[:chunk]], begin)
+        got = file.read_into(view[:chunk], begin)
         if got == 0:
             raise OSError(f"a file ends at byte {begin}, within a piece: it was cut off just now")
         if checksum is not None:

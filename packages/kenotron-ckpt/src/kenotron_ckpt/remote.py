@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
+from copy import copy
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,12 +39,14 @@ _LASTING += (TypeError, ValueError, AttributeError)
 class RemoteError(OSError):
     """What a store answered in the end, with the URL and what to do about it."""
 
-    def __init__(self, text: str, *, missing: bool = False, damaged: bool = False) -> None:
+    def __init__(self, text: str, *, damaged: bool = False) -> None:
         super().__init__(text)
-        self.missing = missing
-        """Whether the store works, and there is nothing at the URL."""
         self.damaged = damaged
         """Whether the store works, and its own checksum shows that the bytes have changed."""
+
+
+class RemoteMissing(RemoteError, FileNotFoundError):
+    """The store works, and there is nothing at the URL."""
 
 
 def is_url(path: str | Path) -> bool:
@@ -50,8 +54,14 @@ def is_url(path: str | Path) -> bool:
     return isinstance(path, str) and bool(path.partition("://")[1])
 
 
-class Remote:
-    """A folder at a URL that fsspec supports. May be used by several threads at once."""
+class FsspecStore:
+    """A folder at a URL that fsspec supports (``Store``); its files are written and removed, too.
+
+    May be used by several threads at once.
+    """
+
+    threads = 8
+    """Requests at a time: each waits for the network."""
 
     def __init__(
         self,
@@ -74,22 +84,27 @@ class Remote:
         self._store, root = _open(self.url, options or {})
         self._root = str(root).rstrip("/")
 
-    def at(self, path: str = "") -> str:
-        """The URL of a path in the folder."""
-        return f"{self.url}/{path}" if path else self.url
+    def __str__(self) -> str:
+        return self.url
+
+    @property
+    def name(self) -> str:
+        """Last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    def at(self, path: str) -> FsspecStore:
+        """The folder at a path below this one; the empty path is this one."""
+        found = copy(self)
+        found.url, found._root = self._url(path), self._full(path)
+        return found
 
     def listing(self, path: str = "") -> dict[str, int | None]:
-        """What is right below a folder: name to bytes, or None for a folder. No folder, no names.
+        """What is right below a folder: name to bytes, or None for a folder.
 
-        Raises RemoteError.
+        Raises RemoteMissing when nothing is there, RemoteError.
         """
         here = self._full(path)
-        try:
-            entries = self._call(path, lambda: self._store.ls(here, detail=True))
-        except RemoteError as error:
-            if error.missing:
-                return {}
-            raise
+        entries = self._call(path, lambda: self._store.ls(here, detail=True))
         names = {entry["name"].rstrip("/"): entry for entry in entries}
         return {
             name.rpartition("/")[2]: None if entry["type"] == "directory" else int(entry["size"])
@@ -102,13 +117,13 @@ class Remote:
 
         Raises RemoteError.
         """
-        try:
-            data = self._call(path, lambda: self._store.cat_file(self._full(path)))
-        except RemoteError as error:
-            if error.missing:
-                return None
-            raise
-        return data.decode(errors="replace")
+        with suppress(RemoteMissing):
+            return self.read(path).decode(errors="replace")
+        return None
+
+    def read(self, path: str) -> bytes:
+        """All bytes of a small file. Raises RemoteMissing, RemoteError."""
+        return self._call(path, lambda: self._store.cat_file(self._full(path)))
 
     def write_text(self, path: str, text: str) -> None:
         """Give a file a text at one stroke: readers see the old text or the new, never a part."""
@@ -127,6 +142,14 @@ class Remote:
         full = self._full(path)
         self._call(path, lambda: self._store.put_file(str(file), full, callback=watch))
 
+    def open(self, path: str) -> AbstractContextManager[_RemoteFile]:
+        """Read a file by ranges, in place; nothing is sent yet."""
+        return nullcontext(_RemoteFile(self, path))
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes. Raises RemoteError."""
+        return int(self._call(path, lambda: self._store.size(self._full(path))))
+
     def ranges(self, path: str, begin: int, end: int) -> Iterator[bytes]:
         """Bytes from ``begin`` to before ``end``, in order, some at a time; fewer if it ends."""
         full = self._full(path)
@@ -140,11 +163,11 @@ class Remote:
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there."""
-        try:
+        with suppress(RemoteMissing):
             self._call(path, lambda: self._store.rm_file(self._full(path)))
-        except RemoteError as error:
-            if not error.missing:
-                raise
+
+    def _url(self, path: str) -> str:
+        return f"{self.url}/{path}" if path else self.url
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
@@ -156,9 +179,29 @@ class Remote:
                 return run()
             except Exception as error:
                 if not left or _lasts(error):
-                    raise _explained(self.at(path), error) from error
+                    raise _explained(self._url(path), error) from error
             time.sleep(self._pause * 2 ** (self._tries - 1 - left))
         raise ValueError(f"tries = {self._tries}: there must be at least 1")
+
+
+class _RemoteFile:
+    """A file of a remote store, read by ranges (``StoreFile``)."""
+
+    chunk = RANGE_BYTES
+
+    def __init__(self, store: FsspecStore, path: str) -> None:
+        self._store, self._path = store, path
+
+    def size(self) -> int:
+        return self._store.size(self._path)
+
+    def read(self, begin: int, nbytes: int) -> bytes:
+        return b"".join(self._store.ranges(self._path, begin, begin + nbytes))
+
+    def read_into(self, view: memoryview, begin: int) -> int:
+        data = next(self._store.ranges(self._path, begin, begin + len(view)), b"")
+        view[: len(data)] = data
+        return len(data)
 
 
 def _range_of(store: Any, path: str, begin: int, end: int) -> Callable[[], bytes]:
@@ -197,7 +240,7 @@ def _explained(url: str, error: Exception) -> RemoteError:
     text, name = str(error) or repr(error), type(error).__name__
     if isinstance(error, FileNotFoundError):
         if "bucket" not in text.lower():
-            return RemoteError(f"{url}: nothing is there", missing=True)
+            return RemoteMissing(f"{url}: nothing is there")
         return RemoteError(f"{url}: {text}; make the bucket, or correct the URL")
     if "Checksum" in name:
         return RemoteError(f"{url}: its bytes have changed ({text})", damaged=True)

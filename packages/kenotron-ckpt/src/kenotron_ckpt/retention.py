@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from kenotron_ckpt.committing import remove, sweep, sync
 from kenotron_ckpt.folder import (
     CONFIG,
     MANIFEST,
@@ -13,10 +14,7 @@ from kenotron_ckpt.folder import (
     defect,
     is_verified,
     latest_step,
-    remove,
     steps_in,
-    sweep,
-    sync,
 )
 from kenotron_ckpt.protocol import Step, passed
 

@@ -1,4 +1,4 @@
-"""Asynchronous saving: a snapshot at once, files during the next steps."""
+"""Saving a run: a snapshot at once and files during the next steps, or all in the call."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kenotron_ckpt.job import Job, JobThread, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
+from kenotron_ckpt.saving import save_and_report
 from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
-from kenotron_ckpt.threads import set_device
-from kenotron_dist import Handle, Mesh, Notes
+from kenotron_dist import Handle, Mesh
 
 POOL_BYTES = 16 << 30
 """Host memory that the snapshot of a rank may take by default."""
@@ -30,13 +30,13 @@ _PATIENCE = 20.0
 class Saver:
     """Saves to one run folder while training continues.
 
-    Make and call it on all ranks, in the same order.
-
-    In a ``with`` statement it ends with ``close``.
+    Make and call it on all ranks, in the same order. A ``with`` statement ends with ``close``.
 
     Arguments:
         folder: the run folder, shared by all nodes; held against other writers until ``close``.
         mesh: the ranks that save.
+        background: False: ``save`` returns when the checkpoint stands, is collective over the mesh,
+            and copies one block at a time to the host: no pool, no threads.
         every: ``maybe_save`` saves at multiples of this many steps; None: never by itself.
         keep, keep_every: how many of the newest checkpoints stay, and which others (``prune``);
             None keeps all.
@@ -49,8 +49,8 @@ class Saver:
         on_failure: ``"warn"``: a save that failed is a warning, and training continues;
             ``"report"``: it is only in ``reports()``; ``"raise"``: it is a SaveFailed, on all ranks
             at the next save, or at ``close`` (in one process at the next call).
-        on_commit: called on rank 0, in the saver's thread, with the folder of each checkpoint that
-            stands; what it raises is in the report.
+        on_commit: called on rank 0, in the thread that writes, with the folder of each checkpoint
+            that stands; what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
 
     Raises ValueError on all ranks for a number that makes no sense, or when another run writes to
@@ -62,6 +62,7 @@ class Saver:
         folder: str | Path,
         mesh: Mesh,
         *,
+        background: bool = True,
         every: int | None = None,
         keep: int | None = None,
         keep_every: int | None = None,
@@ -86,16 +87,14 @@ class Saver:
         self._on_failure, self._on_commit = on_failure, on_commit
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
-        self._count, self._closed = 0, False
         self._job: Job | None = None
+        self._count, self._closed = 0, False
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
         self._failure = ""
         self._lock: FolderLock | None = None
         on_first(mesh, self._take_lock)
-        self._notes = Notes(mesh, "save")
-        self._begin_thread = set_device(mesh.device)
-        self._thread = JobThread(self._begin_thread)
+        self._thread = JobThread(mesh) if background else None
 
     def due(self, step: int) -> bool:
         """Whether ``maybe_save`` would save after this step."""
@@ -113,7 +112,8 @@ class Saver:
         Arguments: those of ``save``. A save under way is waited for.
         """
         self.finish()
-        self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
+        if self._thread is not None:
+            self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
 
     def save(
         self,
@@ -126,21 +126,31 @@ class Saver:
         volatile: Collection[str] = (),
         pending: Sequence[Handle] = (),
     ) -> None:
-        """Begin to save; returns when training may continue.
+        """Begin to save; without ``background``, save. Returns when training may continue.
 
-        The tensors may be used, but must not change before ``wait`` has returned; those that
-        ``volatile`` names, and all else, may change at once. An earlier save that is still being
-        written is waited for.
+        The tensors may be used, but in the background must not change before ``wait`` has returned;
+        those that ``volatile`` names, and all else, may change at once. An earlier save that is
+        still being written is waited for.
 
-        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before
-        the next ``wait`` (buffers; those of ``plain_tensors`` need no mention); transfers under way
-        into the tensors, which are waited for before anything is copied.
+        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before the next
+        ``wait`` (buffers; those of ``plain_tensors`` need no mention); transfers under way into the
+        tensors, which are waited for first.
 
         Raises ValueError for arguments that cannot be saved (on the ranks that have them: on the
-        others the save fails), and SaveFailed (see the class); RuntimeError after ``close``.
+        others the save fails; without ``background`` on all), and SaveFailed (see the class);
+        RuntimeError after ``close``.
         """
         begun = time.perf_counter()
-        self._check_open(step)
+        if self._closed:
+            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
+        if self._thread is None:
+            for handle in pending:
+                handle.wait()
+            what = (self.folder, step, tensors, self.mesh, state, config_text)
+            options = {"file_bytes": self._file_bytes, "verify": self._verify}
+            self._note(save_and_report(*what, self._follow_up, begun, rank_state, **options))
+            self._raise_failure()
+            return
         self.finish()
         waited = time.perf_counter() - begun
         self._count += 1
@@ -148,9 +158,10 @@ class Saver:
             for handle in pending:
                 handle.wait()
             check_state(step, state, rank_state)
-            self._begin(step, self._planned(tensors, volatile), state, config_text, rank_state)
+            plan = self._planned(tensors, volatile)
+            self._begin(self._thread, step, plan, state, config_text, rank_state)
         except Exception as error:
-            decline(self._notes, self._count, self.mesh.rank, error)
+            decline(self._thread.notes, self._count, self.mesh.rank, error)
             raise
         self._blocked, self._waited = time.perf_counter() - begun, waited
         self._pace.begin(self._blocked)
@@ -202,13 +213,10 @@ class Saver:
         self._closed = True
         self._arena, self._plan = Arena(), None  # a cancelled save has what it needs of them
         # The memory is free when this returns, but for a save whose other ranks may be gone.
-        self._thread.end(wait=self._job is None or self._job.done.is_set())
+        if self._thread is not None:
+            self._thread.end(wait=self._job is None or self._job.done.is_set())
         if self._lock is not None:
             self._lock.release()
-
-    def _check_open(self, step: int) -> None:
-        if self._closed:
-            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
 
     def _take_lock(self) -> None:
         with self.mesh.pulse.busy("taking the run folder"):
@@ -231,16 +239,22 @@ class Saver:
         return self._plan[1]
 
     def _begin(
-        self, step: int, plan: Plan, state: Mapping[str, Any], config: str | None, rank_state: Any
+        self,
+        thread: JobThread,
+        step: int,
+        plan: Plan,
+        state: Mapping[str, Any],
+        config: str | None,
+        rank_state: Any,
     ) -> None:
         """Take the snapshot, and leave the rest to the thread."""
         begun = time.perf_counter()
         self._arena.fit(plan.parts, self._pool_bytes, self._pin)
-        job = Job(
+        self._job = Job(
             number=self._count,
             step_folder=self.folder / str(step),
             mesh=self.mesh,
-            notes=self._notes,
+            notes=thread.notes,
             plan=plan,
             snapshot=Snapshot(plan.parts, self._arena, self.mesh.device),
             state=json.loads(json.dumps(state)),  # a copy: the caller may change its own
@@ -249,30 +263,16 @@ class Saver:
             threads=self._threads,
             verify=self._verify,
             after=self._follow_up,
-            begin_thread=self._begin_thread,
+            begin_thread=thread.begin,
             begun=begun,
         )
-        self._job = job
-        self._thread.run(job)
-        job.snapshot.wait(plan.urgent)
+        thread.run(self._job)
+        self._job.snapshot.wait(plan.urgent)
 
     def _hear(self, job: Job) -> None:
         """Note how the save under way ended."""
         self._job = None
-        self._note(
-            SaveReport(
-                step=int(job.step_folder.name),
-                folder=job.step_folder,
-                failure=job.failure,
-                nbytes=job.total,
-                blocked=self._blocked,
-                waited=self._waited,
-                durable=job.durable,
-                slow_down=self._pace.slow_down(),
-                removed=job.removed,
-                follow_up=job.trouble,
-            )
-        )
+        self._note(job.report(self._blocked, self._waited, self._pace.slow_down()))
 
     def _note(self, report: SaveReport) -> None:
         """Keep a report; say what went wrong, or keep it to be raised."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_each, on_first
-from kenotron_ckpt.folder import CONFIG, MANIFEST, remove, sweep
+from kenotron_ckpt.committing import remove, sweep
+from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.share import (
     FILE_BYTES,
     Plan,
@@ -78,6 +81,49 @@ def save(
             discard(step_folder)
         raise
     return step_folder
+
+
+def save_and_report(
+    folder: Path,
+    step: int,
+    tensors: Tensors,
+    mesh: Mesh,
+    state: Mapping[str, Any],
+    config_text: str | None,
+    after: Callable[[Path], tuple[Sequence[int], str]],
+    begun: float,
+    rank_state: Any,
+    **options: Any,
+) -> SaveReport:
+    """``save``, and how it went: an OSError is in the report. Collective over the mesh.
+
+    Arguments: those of ``save``; ``after`` is called on rank 0 once the checkpoint stands, and
+    returns ``removed`` and ``follow_up``; when the caller began (``time.perf_counter``).
+    """
+    step_folder, failure = folder / str(step), ""
+    nbytes, removed, trouble = 0, [], ""
+    try:
+        save(folder, step, tensors, mesh, state, config_text, rank_state=rank_state, **options)
+    except OSError as error:
+        failure = str(error)
+    durable = time.perf_counter() - begun
+
+    def follow_up() -> tuple[int, Sequence[int], str]:
+        entries = manifest_at(step_folder).files.values()
+        return sum(entry.bytes for entry in entries), *after(step_folder)
+
+    if not failure:
+        nbytes, removed, trouble = on_first(mesh, follow_up)
+    return SaveReport(
+        step=step,
+        folder=step_folder,
+        failure=failure,
+        nbytes=nbytes,
+        blocked=time.perf_counter() - begun,
+        durable=durable,
+        removed=removed,
+        follow_up=trouble,
+    )
 
 
 def discard(step_folder: Path) -> None:

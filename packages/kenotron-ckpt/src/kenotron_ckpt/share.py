@@ -17,8 +17,8 @@ from kenotron_ckpt.blocks import (
     problems_of,
     share_of,
 )
+from kenotron_ckpt.committing import commit
 from kenotron_ckpt.coverage import merge_records
-from kenotron_ckpt.folder import commit
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
 from kenotron_ckpt.part_files import Part, plan_parts, unstorable
 from kenotron_ckpt.protocol import Step, passed

@@ -16,7 +16,8 @@ from pathlib import Path
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
-from kenotron_ckpt.remote import Remote, RemoteError
+from kenotron_ckpt.remote import FsspecStore, RemoteError, RemoteMissing
+from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.threads import in_parallel
 from kenotron_ckpt.verify_stream import Received
 
@@ -38,7 +39,7 @@ class Sending:
 
     def __init__(
         self,
-        remote: Remote,
+        remote: FsspecStore,
         step_folder: Path,
         *,
         latest: bool,
@@ -87,7 +88,7 @@ class Sending:
         return False
 
     def _send(self, manifest: Manifest) -> None:
-        there = self._remote.listing(self._step)
+        there = self._there()
         standing = self._remote.read_text(self._at(MANIFEST)) if MANIFEST in there else None
         due = {name: entry.bytes for name, entry in manifest.files.items()}
         if manifest.config is not None:
@@ -143,7 +144,7 @@ class Sending:
         return same
 
     def _check(self, name: str, entry: FileEntry, pieces: list[Piece]) -> None:
-        faults = file_faults(self._folder / name, entry, pieces)
+        faults = file_faults(LocalStore(self._folder), name, entry, pieces)
         if faults:
             raise ValueError(
                 f"{self._folder} is damaged and was not uploaded: {'; '.join(faults[:3])}"
@@ -178,7 +179,7 @@ class Sending:
         """Whether a reader would find the checkpoint, with every file of its length."""
         if self._remote.read_text(self._at(MANIFEST)) != self._text:
             raise _Again(f"{MANIFEST} does not read back as it was written")
-        there = self._remote.listing(self._step)
+        there = self._there()
         wrong = [f"{n} ({there.get(n)} bytes)" for n, size in due.items() if there.get(n) != size]
         if wrong:
             self._remote.remove(self._at(MANIFEST))
@@ -191,7 +192,7 @@ class Sending:
     def _sweep(self, manifest: Manifest) -> None:
         """Remove what is left of other uploads. Nothing depends on it, so nothing is raised."""
         with contextlib.suppress(OSError):
-            for name in self._remote.listing(self._step):
+            for name in self._there():
                 if name == INTENT or (fnmatch(name, SHARDS) and name not in manifest.files):
                     self._remote.remove(self._at(name))
 
@@ -199,6 +200,12 @@ class Sending:
         self._moved()
         if self._stopped():
             raise Stopped
+
+    def _there(self) -> dict[str, int | None]:
+        """Names and lengths of the remote files, none where there is no folder yet."""
+        with contextlib.suppress(RemoteMissing):
+            return self._remote.listing(self._step)
+        return {}
 
     def _local_text(self) -> str:
         return (self._folder / MANIFEST).read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from typing import Any
 
 from kenotron_ckpt.collective_errors import on_first
 from kenotron_ckpt.folder import defect, steps_in
-from kenotron_ckpt.remote import PAUSE, TRIES, Remote
+from kenotron_ckpt.remote import PAUSE, TRIES, FsspecStore, RemoteMissing
 from kenotron_ckpt.retention import remove_checkpoint
 from kenotron_ckpt.upload_checkpoint import Sending
 from kenotron_dist import Mesh
@@ -77,7 +77,7 @@ class Uploader:
 
         Raises ValueError when the URL is none, or needs a library that is not installed.
         """
-        self._remote = Remote(url, tries=tries, pause=pause, options=options)
+        self._remote = FsspecStore(url, tries=tries, pause=pause, options=options)
         self._remove = remove_after_upload
         self._read_back = remove_after_upload if read_back is None else read_back
         self._threads = threads
@@ -91,7 +91,8 @@ class Uploader:
 
     def check(self) -> None:
         """Ask the store for a listing. Raises RemoteError: a wrong URL, no credentials, ..."""
-        self._remote.listing()
+        with contextlib.suppress(RemoteMissing):
+            self._remote.listing()
 
     def submit(self, step_folder: str | Path, *, latest: bool = True) -> None:
         """Have a checkpoint uploaded; returns at once. Those submitted before it come first.

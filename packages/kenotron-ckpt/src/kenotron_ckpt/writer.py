@@ -18,6 +18,7 @@ from kenotron_ckpt.checksums import file_faults
 from kenotron_ckpt.index import FileEntry, Record
 from kenotron_ckpt.part_files import Part
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.store import LocalStore
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]
 """What one rank wrote: its pieces of the records, and its files."""
@@ -78,7 +79,8 @@ def _read_back(path: Path, records: dict[str, Record], entry: FileEntry) -> None
     if hasattr(os, "posix_fadvise"):  # Linux
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    found = file_faults(path, entry, [p for record in records.values() for p in record.pieces])
+    pieces = [piece for record in records.values() for piece in record.pieces]
+    found = file_faults(LocalStore(path.parent), path.name, entry, pieces)
     if found:
         raise OSError(f"{path} does not read back as it was written: {found[0]}")
     passed(Step.SHARD_VERIFIED)
