@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron_data import Cursor, Loader, Mixture, NanotronBlend, PackedTokens, RandomTokens
-from kenotron_data.blend import blend
+from kenotron_data import Loader, Mixture, PackedTokens, RandomTokens
 from kenotron_data.mixture import PERIOD, chairman, round_shares
 
 
@@ -152,9 +151,8 @@ def test_without_weights_shares_follow_the_sizes_and_zero_is_never_read():
     ],
 )
 def test_wrong_weights_are_named(weights, sentence):
-    for kind in (Mixture, NanotronBlend):
-        with pytest.raises(ValueError, match=sentence):
-            kind({"a": numbered(3), "b": numbered(3)}, weights)
+    with pytest.raises(ValueError, match=sentence):
+        Mixture({"a": numbered(3), "b": numbered(3)}, weights)
 
 
 def test_wrong_sources_are_named():
@@ -165,45 +163,3 @@ def test_wrong_sources_are_named():
     mixture = Mixture({"a": numbered(3), "b": numbered(3, s=4)})
     with pytest.raises(ValueError, match="samples of source 'b' have 5 tokens, those of 'a' 4"):
         next(Loader(mixture, micro_batch_size=6, microbatches=1, prefetch=0))
-
-
-def test_the_blend_is_nanotrons():
-    source, sample = blend(np.array([0.1, 0.5, 0.3, 0.1]), np.array([8, 2, 5, 5]))
-    assert source.tolist() == [1, 2, 0, 1, 3, 1, 2, 1, 2, 1, 0, 1, 2, 1, 3, 1, 2, 1, 2, 1]
-    assert sample.tolist() == [0, 0, 0, 1, 0, 0, 1, 1, 2, 0, 1, 1, 3, 0, 1, 1, 4, 0, 0, 1]
-
-
-def test_the_blend_of_normalised_weights_has_their_last_bit():
-    # .1 + .5 + .3 + .1 is not 1 in floating point, so Nanotron, which normalises, picks 1 at 10.
-    weights = np.array([0.1, 0.5, 0.3, 0.1])
-    source, _ = blend(weights / weights.sum(), np.array([8, 2, 5, 5]))
-    assert source[:11].tolist() == [1, 2, 0, 1, 3, 1, 2, 1, 2, 1, 1]
-
-
-def test_the_first_epoch_of_a_blend_is_shuffled_as_nanotron_shuffles_and_others_differ():
-    sizes, weights = (8, 2, 5, 5), (0.1, 0.5, 0.3, 0.1)
-    sources = {str(i): numbered(n) for i, n in enumerate(sizes)}
-    mixture = NanotronBlend(sources, dict(zip(sources, weights, strict=True)))
-    shares = np.array(weights) / np.sum(weights)
-    pairs = [np.array(part) for part in blend(shares, np.array(sizes))]
-    for part in pairs:  # Nanotron shuffles two arrays, from one state
-        np.random.RandomState(1234).shuffle(part)
-    indices = mixture.order(np.arange(60), seed=1234, stage=0)
-    got = mixture.source_of(indices)
-    assert got[:20].tolist() == pairs[0].tolist()
-    assert (indices - mixture.offsets[got])[:20].tolist() == pairs[1].tolist()
-    epochs = [tuple(indices[i : i + 20].tolist()) for i in (0, 20, 40)]
-    assert len(set(epochs)) == 3
-    assert len({tuple(sorted(epoch)) for epoch in epochs}) == 1
-    assert mixture.order(np.array([45]), 1234, 5) == indices[45]
-
-
-def test_a_blend_loads_and_resumes():
-    sources = {"a": numbered(9), "b": numbered(4, 9)}
-    blended = NanotronBlend(sources, {"a": 1, "b": 1})
-    sizes = {"micro_batch_size": 5, "microbatches": 1, "prefetch": 0}
-    with Loader(blended, **sizes) as whole:
-        want = list(islice(whole, 5))
-    with Loader(blended, **sizes, cursor=Cursor(0, 1, 15)) as resumed:
-        for batch in want[3:]:
-            assert next(resumed).tokens_MBS.equal(batch.tokens_MBS)

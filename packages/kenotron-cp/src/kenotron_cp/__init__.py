@@ -1,6 +1,6 @@
 """Context parallelism: attention over a sequence that is cut over ranks."""
 
-from kenotron_cp.attend import Way, attend, gather_attention, ring_attention, ulysses_attention
+from kenotron_cp.attend import Way, attend
 from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Tile
 from kenotron_cp.layout import Cut, Layout
 from kenotron_cp.partial import Partial
@@ -27,8 +27,5 @@ __all__ = [
     "attend",
     "attention_traffic",
     "cut_sequence",
-    "gather_attention",
     "join_sequence",
-    "ring_attention",
-    "ulysses_attention",
 ]

@@ -27,7 +27,10 @@ from kenotron_cp.visibility import Sight
 from kenotron_dist import Axis
 
 Way = Literal["ring", "gather", "ulysses"]
-"""How ranks share the work."""
+"""What travels. ``ring``: keys, one all-to-all a step, hidden behind the products; in backward
+again, and their gradients return in fp32. ``gather``: keys are gathered, some heads at a time, and
+again in backward. ``ulysses``: each rank has the whole sequence of H / c heads, between two
+all-to-alls; c divides H, and K or K divides c: key heads fewer than ranks are repeated."""
 AROUND_KERNELS = frozenset({"sinks"})
 """Fields of ``Scoring`` that are applied to the result of any kernel."""
 
@@ -115,7 +118,7 @@ def attend(
         sight: which tokens see which, of the whole sequence.
         scoring: what changes the scores; None: a scale of 1 / sqrt(D). The gradient of its sinks is
             that of this rank's queries: sum it.
-        way: ``ring``, ``gather`` or ``ulysses``: which collectives run over ``axis``; see there.
+        way: which collectives run over ``axis``; see ``Way``.
         layout: that of ``cut_sequence``.
         kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` for
             scorings, dtypes and features that torch's does not take.
@@ -156,41 +159,6 @@ def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, axis: Axis, p: Problem) -> 
     own = p.scoring.of_heads(axis.rank * heads, (axis.rank + 1) * heads)
     run = _Run(replace(p, scoring=own), Axis.solo(axis.name), "ring", 1)
     return to_tokens(_Attend.apply(*to_heads(q, k, v, axis, cut), own.sinks, run), axis, cut)
-
-
-def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
-) -> Tensor:
-    """``attend`` where keys travel: one all-to-all a step, hidden behind the products.
-
-    Memory falls more slowly than 1 / c: see the README. In backward the keys travel again, and
-    their gradients return in fp32.
-
-    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
-    """
-    return attend(q, k, v, axis, sight, way="ring", **options)
-
-
-def gather_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
-) -> Tensor:
-    """``attend`` where keys are gathered, ``stride`` heads at a time, and again in backward.
-
-    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
-    """
-    return attend(q, k, v, axis, sight, way="gather", **options)
-
-
-def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, axis: Axis, sight: Sight, **options: Any
-) -> Tensor:
-    """``attend`` where each rank has the whole sequence of H / c heads, between two all-to-alls.
-
-    c divides H, and K or K divides c. Key heads fewer than ranks are repeated.
-
-    Shapes as for ``attend``: q (B, n, H, D), k (B, n, K, D), v (B, n, K, V) -> (B, n, H, V).
-    """
-    return attend(q, k, v, axis, sight, way="ulysses", **options)
 
 
 def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, scoring: Scoring) -> Kernel:

@@ -3,7 +3,6 @@
 from kenotron_data.ahead import WorkedAhead
 from kenotron_data.batch import Batch, MicroBatch, TargetMask
 from kenotron_data.best_fit import write_pack_index
-from kenotron_data.blend import NanotronBlend
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.corpus import (
     Corpus,
@@ -64,7 +63,6 @@ __all__ = [
     "MicroBatch",
     "Mixture",
     "Nanoset",
-    "NanotronBlend",
     "PackedDocuments",
     "PackedTokens",
     "Prefetched",
