@@ -22,9 +22,9 @@ def saved(mesh: Mesh, folder: str) -> tuple[list[str], list[str]]:
     read: list[str] = []
     right = byte_checks.file_faults
 
-    def faults(path, entry, pieces):
+    def faults(store, name, entry, pieces):
         read.extend(piece.key.partition("@")[0] for piece in pieces)
-        return right(path, entry, pieces)
+        return right(store, name, entry, pieces)
 
     saver = SimpleNamespace(mesh=mesh, folder=Path(folder))
     with mock.patch.object(byte_checks, "file_faults", faults):
