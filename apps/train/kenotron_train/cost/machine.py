@@ -233,15 +233,15 @@ def state_of_rank(config: Config, place: Place = "all") -> float:
     routed //= parallel.ep * parallel.pp
     means = Held(count=dense, matrix=True), Held(count=routed, expert=True, matrix=True)
     sizes = state_bytes(config, means)
-    host = offloaded(sizes) if config.optimizer.offload else 0
+    host = offloaded(config.optimizer, sizes)
     return float(
         {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
     )
 
 
-def offloaded(sizes: Mapping[str, int]) -> int:
-    """Bytes of ``state_bytes`` that are that `optimizer.offload` keeps in host memory."""
-    return sum(sizes.get(what, 0) for what in OFFLOADED)
+def offloaded(optimizer: OptimizerConfig, sizes: Mapping[str, int]) -> int:
+    """Bytes of ``state_bytes`` that are in host memory where ranks compute on GPUs."""
+    return sum(sizes.get(what, 0) for what in OFFLOADED) if optimizer.offload else 0
 
 
 def state_bytes(config: Config, tensors: Iterable[Held]) -> dict[str, int]:

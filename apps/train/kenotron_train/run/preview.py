@@ -181,7 +181,7 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
-        if config.optimizer.offload and (host := offloaded(stage.bytes_of)):
+        if host := offloaded(config.optimizer, stage.bytes_of):
             lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
         if "activations" not in stage.bytes_of:
             lines.append("Activations of transformers' layers are not known and not counted")

@@ -34,7 +34,8 @@ def describe(path: Location) -> dict[str, Any]:
     Arguments: a step folder, or a run folder (its latest complete checkpoint).
     Raises ValueError when there is none.
     """
-    given, folder = store_at(path), preferred(path)
+    given = store_at(path)
+    folder = preferred(given)
     manifest = manifest_at(folder)
     records = [_row(name, record) for name, record in manifest.records.items()]
     totals: dict[str, dict[str, int]] = {}

@@ -112,7 +112,7 @@ def needs_more_than_scale(scoring: Scoring) -> bool:
 
 def check_backend(backend: AttentionBackend, scoring: Scoring) -> None:
     """Raise ValueError for a back end that is not installed, or does not support the scoring."""
-    if backend != "auto":
+    if backend != "auto" and scoring.unsupported(BACKENDS[backend].supports):
         able = [name for name, each in BACKENDS.items() if not scoring.unsupported(each.supports)]
         advice = f"choose auto or {' or '.join(able)}" if able else "no back end supports it"
         scoring.check(f"attention back end {backend}", BACKENDS[backend].supports, advice)

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from kenotron_dist import Axis
 from kenotron_dist.autograd import all_gather_from
 from kenotron_tp.autocast import cast_for_autocast, outside_autocast
-from kenotron_tp.fused_cross_entropy import Head, token_losses
+from kenotron_tp.fused_cross_entropy import Chunked, token_losses
 from kenotron_tp.fused_cross_entropy_sum import summed_losses
 from kenotron_tp.logit_cap import capped_logits, check_cap
 from kenotron_tp.sequence import check_tokens, rows_of_rank
@@ -114,7 +114,7 @@ def cross_entropy(
     if weight is None:
         found = _of_logits(capped_logits(x, cap).reshape(-1, width), flat, terms, scale, in_place)
     else:
-        how = Head(terms, chunk or 0, not sequence_parallel, cap)
+        how = Chunked(terms, chunk or 0, not sequence_parallel, cap)
         found = _of_head(x, weight, flat, how, scale)
     if scale is not None:
         return found
@@ -131,7 +131,7 @@ def _of_logits(
 
 
 def _of_head(
-    x: Tensor, weight: Tensor, labels: Tensor, how: Head, times: Tensor | None
+    x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     x, weight, _ = cast_for_autocast(x, weight, None)
     rows = x.reshape(-1, x.shape[-1])

@@ -30,7 +30,7 @@ _CHUNK = 1024
 """Tokens of a chunk where the caller does not say."""
 
 
-class Head(NamedTuple):
+class Chunked(NamedTuple):
     """How the head is computed."""
 
     terms: Terms
@@ -45,7 +45,7 @@ class Head(NamedTuple):
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Head
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked
     ) -> tuple[Tensor, Tensor]:
         parts = [
             local_statistics(capped_logits(product(tokens, weight.t()), how.cap), own, how.terms)
@@ -86,7 +86,7 @@ class _TokenLosses(torch.autograd.Function):
         return dx, None if dw is None else dw.to(weight.dtype), None, None
 
 
-def token_losses(x: Tensor, weight: Tensor, labels: Tensor, how: Head) -> tuple[Tensor, Tensor]:
+def token_losses(x: Tensor, weight: Tensor, labels: Tensor, how: Chunked) -> tuple[Tensor, Tensor]:
     """Losses and z-losses (T,) of x (T, I) and weight (V/t, I), whose logits never exist at once.
 
     One all-gather of five numbers a token in forward, and in backward an all-reduce of every
@@ -96,7 +96,7 @@ def token_losses(x: Tensor, weight: Tensor, labels: Tensor, how: Head) -> tuple[
     return _TokenLosses.apply(x, weight, labels, how._replace(chunk=chunk))
 
 
-def _start_sum(dx: Tensor, how: Head) -> Handle:
+def _start_sum(dx: Tensor, how: Chunked) -> Handle:
     if how.whole:
         return all_reduce(dx, how.terms.axis, async_op=True)
     return Handle(None, dx)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import all_reduce
 from kenotron_tp.autocast import outside_autocast
-from kenotron_tp.fused_cross_entropy import Head, added
+from kenotron_tp.fused_cross_entropy import Chunked, added
 from kenotron_tp.logit_cap import cap_slope, capped_logits
 from kenotron_tp.products import product
 from kenotron_tp.softmax import (
@@ -57,7 +57,7 @@ def tokens_at_a_time(tokens: int, width: int, device_type: str) -> int:
 class _SummedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Head, times: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor
     ) -> tuple[Tensor, Tensor]:
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -99,7 +99,7 @@ class _SummedLosses(torch.autograd.Function):
 
 
 def summed_losses(
-    x: Tensor, weight: Tensor, labels: Tensor, how: Head, times: Tensor
+    x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sums of losses and z-losses of x (T, I) and weight (V/t, I), times a scalar.
 
