@@ -3,27 +3,21 @@
 A line that ends with ``# <fault>: others`` or ``# <fault>: one`` is what a message must name.
 """
 
-import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from kenotron_dist import (
-    Diverged,
-    Mesh,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
     compare_collectives,
-    from_env,
     receive,
+    record,
     send,
-    shutdown,
 )
 
 
@@ -122,7 +116,7 @@ def skipped_at_the_end(axis, rest, bad):
         all_reduce(torch.ones(4), axis)  # skipped_at_the_end: others
 
 
-FAULTS = [
+MET = [
     skipped,
     doubled,
     mis_shaped,
@@ -132,44 +126,35 @@ FAULTS = [
     wrong_source,
     wrong_counts,
     wrong_transfer,
+]
+"""Those in which ranks that call different things meet."""
+FAULTS = [
+    *MET,
     skipped_at_the_end,
     skipped_before_its_like,
     doubled_at_the_end,
 ]
 
 
-def with_faults(mesh, bad, checked_by_torch):
-    """What each fault made of this rank: its error, and after how many seconds."""
-    if not checked_by_torch:
-        dist.set_debug_level(dist.DebugLevel.OFF)
-    found = {}
-    for fault in FAULTS:
-        fresh = Mesh.connect(tp=mesh.config.world_size)
-        axis, rest = fresh.twin("tp"), {"axis": fresh.world, "bad": bad}
-        began = time.monotonic()
-        try:
-            with compare_collectives(fresh):
-                all_gather(torch.ones(2), axis)  # what is right is let through
-                fault(axis, rest, mesh.rank == bad)
-            text = ""
-        except Diverged as error:
-            text = str(error)
-        found[fault.__name__] = text, time.monotonic() - began
-    return found
+def faulty(mesh, fault, bad):
+    """Make the calls of a fault, of which one rank makes others."""
+    axis, rest = mesh.twin("tp"), {"axis": mesh.world, "bad": bad}
+    with mesh.device:
+        all_gather(torch.ones(2), axis)  # what is right is let through
+        fault(axis, rest, mesh.rank == bad)
 
 
-def group_alone(mesh, bad, finishes):
-    """What was raised where one rank asks for a group that the others do not ask for."""
-    try:
-        with compare_collectives(mesh):
-            mesh["dp", "tp"]  # all of them ask for this one
-            if mesh.rank == bad:
-                mesh.twin("tp")  # group_alone: one
-            if not finishes:
-                barrier(mesh["tp"])  # group_alone: others
-    except Diverged as error:
-        return str(error)
-    return ""
+def recorded(mesh, fault, bad):
+    """What this rank communicates where one rank has a fault."""
+    with record(mesh) as recorder:
+        faulty(mesh, fault, bad)
+    return recorder.entries
+
+
+def compared(mesh, fault, bad):
+    """The same with calls that are compared before they start, and with no check of torch's."""
+    with compare_collectives(mesh):
+        faulty(mesh, fault, bad)
 
 
 def calls_and_computes(mesh, seconds):
@@ -178,25 +163,3 @@ def calls_and_computes(mesh, seconds):
     if mesh.rank == mesh.config.world_size - 1:
         time.sleep(seconds)
     all_gather(torch.ones(4), mesh["tp"])  # too_late: others
-
-
-def finishes_early(mesh):
-    """For KENOTRON_DEBUG: the last rank makes one communication less and is done."""
-    for left in range(3):
-        if left or mesh.rank < mesh.config.world_size - 1:
-            all_reduce(torch.ones(4), mesh["tp"])  # finishes_early: others
-    return "done"
-
-
-def launched(rank, ports, folder):
-    """The same as a program of a launcher, in a process of its own; what it raised is written."""
-    os.environ["KENOTRON_DEBUG"] = "collectives"
-    world = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": ports}
-    from_env(world, timeout=timedelta(seconds=60))
-    mesh = Mesh.connect(tp=2)
-    try:
-        finishes_early(mesh)
-    except Diverged as error:
-        Path(folder, "part").write_text(str(error))
-        Path(folder, "part").rename(Path(folder, f"{rank}.txt"))
-    shutdown()

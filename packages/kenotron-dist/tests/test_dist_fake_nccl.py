@@ -1,6 +1,7 @@
 """The fake NCCL has the traps of NCCL, and this package avoids them."""
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -17,15 +18,15 @@ from kenotron_dist import (
     all_gather,
     all_reduce,
     barrier,
-    fake_work,
     shift,
     watch,
 )
-from kenotron_dist.device import bind_thread, choose_device
+from kenotron_dist.device import bind_thread, choose_device, register_backend
 from kenotron_dist.diagnosis import failure_broadcast
-from kenotron_dist.fake_work import FAKE_NCCL
+from kenotron_dist.fake_world import FAKE_NCCL
 from kenotron_dist.in_flight import Pulse
 from kenotron_dist.launch import debugging
+from kenotron_dist.proof import fake_work
 from kenotron_dist.testing import on_nccl, on_ranks
 
 
@@ -230,6 +231,13 @@ def test_the_fake_is_for_the_cpu_and_a_word_of_the_debugging_variable():
     assert debugging({"KENOTRON_DEBUG": "fake_nccl"}) == {"fake_nccl"}
     with pytest.raises(ValueError, match="'nccl' is not known: set it to collectives or fake_nccl"):
         debugging({"KENOTRON_DEBUG": "nccl"})
+
+
+def test_where_the_wheel_is_installed_the_fake_is_missing_by_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kenotron_dist.proof.fake_nccl", None)
+    with pytest.raises(ValueError, match="'fake_nccl' is not in the wheel of kenotron-dist"):
+        register_backend(FAKE_NCCL)
+    register_backend("gloo")
 
 
 def pieces_of(mesh):

@@ -128,7 +128,7 @@ def test_bits_are_those_of_waiting_at_once(dp: int, dtype: torch.dtype, late: bo
 
 def read_in_flight(mesh: Mesh, reader: str) -> tuple[bool, list[float]]:
     """Read parameters in one way right after an update whose gathers take long."""
-    with mock.patch("kenotron_dist.fake_work._DELAY", 0.1):
+    with mock.patch("kenotron_dist.proof.fake_work._DELAY", 0.1):
         own = Trained(mesh)
         own.step(0)
         in_flight = any(p.isnan().any() for p in own.parameters())
@@ -322,7 +322,7 @@ def test_modules_in_another_order_on_another_rank_are_refused() -> None:
 
 def copied(mesh: Mesh) -> tuple[bool, list[float], list[float], list[int], float]:
     """Copy a model whose parameters are in flight; then train on, which leaves the copy alone."""
-    with mock.patch("kenotron_dist.fake_work._DELAY", 0.1):
+    with mock.patch("kenotron_dist.proof.fake_work._DELAY", 0.1):
         own = Trained(mesh)
         own.step(0)
         in_flight = any(p.isnan().any() for p in own.parameters())

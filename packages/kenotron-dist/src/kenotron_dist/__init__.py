@@ -20,7 +20,7 @@ from kenotron_dist.diagnosis.comm_recorder import (
     record,
     shape_axes,
 )
-from kenotron_dist.diagnosis.divergence import Diverged
+from kenotron_dist.diagnosis.divergence import Diverged, first_divergence
 from kenotron_dist.diagnosis.failure_broadcast import Distress
 from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
 from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
@@ -128,6 +128,7 @@ __all__ = [
     "declare_roles",
     "deferring",
     "first_cause",
+    "first_divergence",
     "first_to_say",
     "from_env",
     "gather_objects",

@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from kenotron_dist.fake_work import FAKE_NCCL, FakeMark
-from kenotron_dist.fake_world import FAKE
+from kenotron_dist.fake_world import FAKE, FAKE_NCCL
 
 
 class Mark(Protocol):
@@ -17,6 +16,13 @@ class Mark(Protocol):
     def is_completed(self) -> bool:
         """Return whether everything queued before it is done."""
         ...
+
+
+class _NoMark:
+    """A place in the queue of a device that does nothing."""
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class _EventMark:
@@ -35,7 +41,11 @@ def mark_queue(backend: str, device: torch.device) -> Mark:
 
     A mark holds no tensor. Keeping a ``Work`` of NCCL instead would keep its outputs alive.
     """
-    if backend in (FAKE_NCCL, FAKE):
+    if backend == FAKE:
+        return _NoMark()
+    if backend == FAKE_NCCL:
+        from kenotron_dist.proof.fake_work import FakeMark
+
         return FakeMark()
     return _EventMark(device)
 
@@ -98,11 +108,21 @@ def choose_device(
 
 
 def register_backend(backend: str) -> None:
-    """Make a backend of this package known to torch.distributed; others are known already."""
-    if backend == FAKE_NCCL:
-        from kenotron_dist.fake_nccl import register_fake_nccl
+    """Make a backend of this package known to torch.distributed; others are known already.
 
-        register_fake_nccl()
+    Raises:
+        ValueError: the backend is a proof tool, and this package was installed from a wheel.
+    """
+    if backend != FAKE_NCCL:
+        return
+    try:
+        from kenotron_dist.proof.fake_nccl import register_fake_nccl
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"backend {FAKE_NCCL!r} is not in the wheel of kenotron-dist: install it from its "
+            "sources (pip install -e), or choose gloo"
+        ) from error
+    register_fake_nccl()
 
 
 def visible_gpus() -> int:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 FAKE = "fake"
 """Name of the backend."""
+FAKE_NCCL = "fake_nccl"
+"""Name of another, on the CPU with NCCL's semantics (``proof.fake_nccl``)."""
 
 
 def join_fake_world(rank: int, size: int, device: torch.device | str | None) -> None:

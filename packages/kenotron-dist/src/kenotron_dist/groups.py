@@ -82,7 +82,6 @@ def make_group(
         batch_threads: make gloo's threads batch threads afterwards (``let_gloo_threads_wait``).
 
     Raises:
-        Diverged: ranks are compared, and not all of these make the group.
         RuntimeError: the backend gave up; names operation and line.
     """
     made: list[dist.ProcessGroup] = []
@@ -96,7 +95,8 @@ def make_group(
 
     channel = f"group:{','.join(map(str, ranks))}"
     ticket = pulse.issue(channel, "group", ranks, "new_group")
-    pulse.wait(ticket, pulse.announced(Entry(ticket, "", "", (), 0, whole=True), make))
+    pulse.announce(Entry(ticket, "", "", (), 0, makes_group=True))
+    pulse.wait(ticket, make)
     if batch_threads:
         let_gloo_threads_wait()
     return made[0]

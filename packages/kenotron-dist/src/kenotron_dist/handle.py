@@ -158,7 +158,7 @@ def start(
         return Flight(axis, None, call())
     ticket = pulse.issue(axis.channel, axis.name, axis.ranks, operation)
     if pulse.listeners:
-        call = pulse.announced(of_verb(axis, ticket, x, how, verb, args), call)
+        pulse.announce(of_verb(axis, ticket, x, how, verb, args))
     return Flight(axis, ticket, pulse.wait(ticket, call))
 
 
@@ -188,7 +188,7 @@ def start_exchange(
     if _shapes_only(axis, x):
         call = partial(_Together, ())
     if pulse.listeners:
-        call = pulse.announced(of_exchange(axis, ticket, x, how, sent, received), call)
+        pulse.announce(of_exchange(axis, ticket, x, how, sent, received))
     work = pulse.wait(ticket, call)
     pulse.flying.add(work)  # a handle may be dropped: what arrives then needs its place
     return Flight(axis, ticket, work)

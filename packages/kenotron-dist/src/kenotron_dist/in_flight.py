@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -68,29 +68,8 @@ class Entry(NamedTuple):
     """Bytes for each of ``ticket.ranks``, where they need not be the same for all."""
     takes: tuple[int, ...] | None = None
     """Bytes expected from each of them."""
-    whole: bool = False
-    """Whether it is one call of the backend, which all ranks make, and no set of transfers."""
-
-    @property
-    def makes_group(self) -> bool:
-        """Whether ranks make a group; a set of transfers without data, too, has no dtype."""
-        return self.whole and not self.dtype
-
-
-class Listener(Protocol):
-    """Is called before every communication."""
-
-    def starting(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
-        """Record it. Returns what is called to start it, most often ``call`` itself."""
-        ...
-
-    def fail(self, cause: str) -> None:
-        """This rank, or another, has failed: no rank may wait for the others any longer."""
-        ...
-
-    def close(self) -> None:
-        """End: it is called no more."""
-        ...
+    makes_group: bool = False
+    """Whether ranks make a group; a set of transfers without data, too, has no dtype."""
 
 
 class Waiting(NamedTuple):
@@ -120,7 +99,7 @@ class Pulse:
         self.waited = 0.0
         """Seconds that the thread that made this was blocked in communication, all in all."""
         self._thread = threading.get_ident()
-        self.listeners: tuple[Listener, ...] = ()
+        self.listeners: tuple[Callable[[Entry], None], ...] = ()
         """Called before every communication: recorders. While empty, no entry is made."""
         self.doing = ""
         """Long work outside communication that others may wait for; empty when there is none."""
@@ -146,11 +125,10 @@ class Pulse:
         self.tickets[channel] = self.last = ticket
         return ticket
 
-    def announced(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
-        """Call all listeners. Returns what starts the communication."""
+    def announce(self, entry: Entry) -> None:
+        """Call all listeners, before the communication starts."""
         for listener in self.listeners:
-            call = listener.starting(entry, call)
-        return call
+            listener(entry)
 
     @contextmanager
     def unheard(self) -> Iterator[None]:
@@ -161,21 +139,6 @@ class Pulse:
             yield
         finally:
             self.tickets, self.last, self.listeners = tickets, last, listeners
-
-    def fail(self, cause: str) -> None:
-        """Inform all listeners that communications end here, and why."""
-        for listener in self.listeners:
-            listener.fail(cause)
-
-    def close(self) -> None:
-        """This process communicates no more: close all listeners."""
-        for listener in self.listeners:
-            listener.close()
-
-    def end(self) -> None:
-        """The mesh is closed: end the threads that work for it, and close all listeners."""
-        self.ended.set()
-        self.close()
 
     def wait(self, ticket: Ticket, block: Callable[[], T]) -> T:
         """Show ``ticket`` while ``block`` is called; a RuntimeError leaves it explained."""

@@ -28,7 +28,7 @@ from kenotron_dist.cores import usable_cores
 from kenotron_dist.cuda_variables import deterministic_variables, missing_variables
 from kenotron_dist.device import choose_device, gpu_problem, register_backend, visible_gpus
 from kenotron_dist.environment import World, check_tasks, resolve
-from kenotron_dist.fake_work import FAKE_NCCL
+from kenotron_dist.fake_world import FAKE_NCCL
 from kenotron_dist.interfaces import check_interfaces, listen_locally
 from kenotron_dist.job_secret import SECRET, agree, check_secret, derive, read_secret
 from kenotron_dist.launch_store import check_backend, open_store

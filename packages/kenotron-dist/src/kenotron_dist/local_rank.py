@@ -74,9 +74,7 @@ def _outcome(rank: int, job: Job, line: ParentLine) -> bytes:
         fn, args = pickle.loads(job.call)
         mesh = _connect(rank, job)
         line.pulse = mesh.pulse
-        result = pickled(success(fn(mesh, *args), mesh.pulse), "the result")
-        mesh.pulse.close()
-        return result
+        return pickled(success(fn(mesh, *args), mesh.pulse), "the result")
     except BaseException as error:
         bases = tuple(base.__name__ for base in type(error).__mro__)
         return failure(type(error).__name__, str(error), traceback.format_exc(), bases)

@@ -263,7 +263,7 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the groups, on every rank, with nothing under way; then make another mesh."""
-        self.pulse.end()
+        self.pulse.ended.set()
         self._groups.close()
         self._axes.clear()
         self._pairs.clear()

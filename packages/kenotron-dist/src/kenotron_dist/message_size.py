@@ -46,7 +46,7 @@ def of_verb(
     else:  # a gather fills n times what it is given, a scatter the n-th part
         filled, given = (x.nbytes if isinstance(x, Tensor) else _nbytes(x) for x in args[:2])
         sent = abs(filled - given)
-    return Entry(ticket, _shown(ticket, how), *_form(x), sent, gives, takes, whole=True)
+    return Entry(ticket, _shown(ticket, how), *_form(x), sent, gives, takes)
 
 
 def of_exchange(

@@ -51,7 +51,7 @@ class Route:
         ticket = axis.pulse.issue(*self._called, self._site)
         call: Callable[[], Work] = partial(self._verb, [x], self._place, self._tag)
         if axis.pulse.listeners:
-            call = axis.pulse.announced(of_transfer(ticket, x, sends=self._sends), call)
+            axis.pulse.announce(of_transfer(ticket, x, sends=self._sends))
         return Handle(Flight(axis, ticket, axis.pulse.wait(ticket, call)), x)
 
 

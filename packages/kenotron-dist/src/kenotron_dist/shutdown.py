@@ -11,11 +11,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from kenotron_dist.exit_process import exit_code, leave
-from kenotron_dist.launch import COLLECTIVES, debugging, signing_key
-from kenotron_dist.signed_store import SignedStore
 
-ENDED = "kenotron-ended"
-"""Prefix in the store of the ranks that have finished, read where ranks are compared."""
 _FAREWELL_SECONDS = 10.0
 """How long a rank that is done waits for the others to be done too."""
 
@@ -46,8 +42,6 @@ def _farewell(size: int) -> None:
     end = time.monotonic() + _FAREWELL_SECONDS
     with contextlib.suppress(RuntimeError):  # its host is gone: then all are done
         store = dist.distributed_c10d._get_default_store()
-        if COLLECTIVES in debugging():
-            SignedStore(store, ENDED, signing_key()).set(str(dist.get_rank()), "")
         done = store.add("kenotron-farewell", 1)
         while done < size and time.monotonic() < end:
             time.sleep(0.02)

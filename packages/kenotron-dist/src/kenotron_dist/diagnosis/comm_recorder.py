@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
+from kenotron_dist.diagnosis.listening import Listening
 from kenotron_dist.in_flight import Entry, Pulse
 from kenotron_dist.mesh import Mesh
 
-T = TypeVar("T")
 
-
-class Recorder:
+class Recorder(Listening):
     """Keeps an ``Entry`` of each communication that this rank starts. A context manager.
 
     It may be read from any thread. What it recorded stays readable when it is closed.
@@ -29,10 +26,10 @@ class Recorder:
     """
 
     def __init__(self, pulse: Pulse, axis_sizes: Mapping[str, int], all_axes: int) -> None:
-        self._pulse, self._axis_sizes, self._all_axes = pulse, axis_sizes, all_axes
+        self._axis_sizes, self._all_axes = axis_sizes, all_axes
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
-        self._pulse.listeners = (*self._pulse.listeners, self)
+        super().__init__(pulse)
 
     @property
     def entries(self) -> list[Entry]:
@@ -67,29 +64,10 @@ class Recorder:
             entries, self._entries = self._entries, []
         return entries
 
-    def starting(self, entry: Entry, call: Callable[[], T]) -> Callable[[], T]:
+    def heard(self, entry: Entry) -> None:
         """Keep it."""
         with self._lock:
             self._entries.append(entry)
-        return call
-
-    def fail(self, cause: str) -> None:
-        """What was recorded stays."""
-
-    def close(self) -> None:
-        """Stop recording."""
-        self._pulse.listeners = tuple(x for x in self._pulse.listeners if x is not self)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def record(mesh: Mesh) -> Recorder:
@@ -127,12 +105,12 @@ def shape_axes(sizes: Mapping[str, int], backend: str = "nccl") -> tuple[dict[st
     return axes, Recorder(pulse, sizes, 0)
 
 
-def compare_collectives(mesh: Mesh) -> CollectiveChecker:
+def compare_collectives(mesh: Mesh) -> Listening:
     """Compare what ranks communicate over ``mesh`` before they do, until it is closed. Slow.
 
-    ``KENOTRON_DEBUG=collectives`` does it for every mesh. Call it on all ranks, which must
-    all close it. A rank that calls another operation than its peers, or the same with another
-    shape, dtype or size, or less or more of them, ends all ranks that wait with ``Diverged``.
+    ``KENOTRON_DEBUG=collectives`` does it for every mesh. Call it on all ranks. A rank that calls
+    another operation than its peers, or the same with another shape, dtype or size, starts nothing:
+    it gets ``Diverged``, which names both lines.
 
     Raises RuntimeError on a mesh of several ranks without a process group.
     """

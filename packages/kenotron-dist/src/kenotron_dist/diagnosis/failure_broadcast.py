@@ -66,9 +66,6 @@ class Distress:
                 first = self._store.compare_set("cause", "", cause).decode()
         if first == cause:
             time.sleep(1.5 * self._ear)  # let them end their part first
-        for pulse in dict.fromkeys(axis.pulse for axis in self._axes):
-            if pulse is not None:
-                pulse.fail(first)
         self._close()
         return first
 

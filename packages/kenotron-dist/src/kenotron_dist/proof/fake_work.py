@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FAKE_NCCL = "fake_nccl"
-"""Name of the backend."""
 _DELAY = 0.0005
 """Seconds that an operation waits on its queue."""
 _LAG = 0.05

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._dynamo import eval_frame
 
-from kenotron_dist.fake_work import FAKE_NCCL, FakeWork, execute
+from kenotron_dist.fake_world import FAKE_NCCL
+from kenotron_dist.proof.fake_work import FakeWork, execute
 
 _ProcessGroup: Any = dist.ProcessGroup  # stubs have the C++ signatures, which Python's do not fit
 _BATCH = 2

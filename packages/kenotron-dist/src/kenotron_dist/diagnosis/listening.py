@@ -1,0 +1,34 @@
+"""What hears of every communication of a rank before it starts, until it is closed."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from kenotron_dist.in_flight import Entry, Pulse
+
+
+class Listening:
+    """Is called by ``pulse`` before each communication. A context manager."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        self._pulse = pulse
+        pulse.listeners = (*pulse.listeners, self.heard)
+
+    def heard(self, entry: Entry) -> None:
+        """Act on a communication that is about to start; an error keeps it from starting."""
+
+    def close(self) -> None:
+        """Listen no longer."""
+        self._pulse.listeners = tuple(x for x in self._pulse.listeners if x != self.heard)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
