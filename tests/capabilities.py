@@ -88,7 +88,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     ],
     "Nanotron's files and checkpoints": [
         "packages/kenotron-config/tests/test_config_nanotron.py::test_models_are_told_apart_by_their_marker",
-        f"{CKPT}_nanotron.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",
+        "packages/kenotron-nanotron/tests/test_nanotron_checkpoints.py::test_every_tensor_is_read_whole_whatever_it_was_cut_into",
     ],
     "torchrun, Slurm with requeue, mpirun; two hosts": [
         f"{TRAIN}_slurm.py::test_a_job_is_stopped_put_back_and_goes_on",

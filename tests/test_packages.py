@@ -25,7 +25,7 @@ TOP_LEVEL = PLACES | {"noxfile.py", "pyproject.toml", "LICENSE"}  # and names th
 TOP_LEVEL |= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
 GROUND = {"kenotron-dist", "kenotron-data"}
 FIRST_FLOOR = {f"kenotron-{room}" for room in ("tp", "pp", "cp", "ep", "optim", "ckpt")}
-SECOND_FLOOR = {"kenotron-models"}
+SECOND_FLOOR = {"kenotron-models", "kenotron-nanotron"}
 COMPOSED = {f"kenotron-{room}" for room in ("tp", "pp", "optim", "ckpt", "data", "models")}
 ENGINE = {*COMPOSED, "kenotron-dist", "kenotron-cp", "kenotron-ep"} - {"kenotron-ckpt"}
 THIRD_FLOOR = {"kenotron-config": COMPOSED, "kenotron-engine": ENGINE}
@@ -33,7 +33,8 @@ RUNNING = {f"kenotron-{room}" for room in ("dist", "tp", "pp", "models", "ckpt",
 FLOORS = {  # who may import whom: always something lower in the house
     **dict.fromkeys(GROUND, frozenset()),
     **dict.fromkeys(FIRST_FLOOR, {"kenotron-dist"}),
-    **dict.fromkeys(SECOND_FLOOR, {f"kenotron-{room}" for room in ("dist", "tp", "cp", "ep")}),
+    "kenotron-models": {f"kenotron-{room}" for room in ("dist", "tp", "cp", "ep")},
+    "kenotron-nanotron": {"kenotron-ckpt"},
     **THIRD_FLOOR,
     "kenotron-generate": RUNNING | {"kenotron-engine"},
     "kenotron-convert": RUNNING,

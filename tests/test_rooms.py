@@ -38,11 +38,6 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
         "kenotron_dist/mesh.py",
         "kenotron_dist/start.py",
     ],
-    "kenotron_ckpt.nanotron": [
-        "kenotron_ckpt/nanotron/*",
-        "kenotron_ckpt/__init__.py",
-        "kenotron_ckpt/__main__.py",
-    ],
     "torch.cuda": ["kenotron_dist/launch.py", "kenotron_engine/cuda_graphs.py"],
     "os.environ": ["kenotron_dist/launch.py", *PROGRAMS],
     "os.environb": ["kenotron_dist/launch.py", "apps/*"],
@@ -346,7 +341,7 @@ PARTS = re.compile(
     r"(?:[\w.*]*\.)?(?:gate_up|qkv|q_norm|k_norm|mlp|attention|mlp_norm|attention_norm|self_attn)(?:\..*)?"
     r"|is_(?:llama|mistral|qwen\d|starcoder2)_config"
 )
-PARTS_OF_OTHERS = ("kenotron_models/", "kenotron_ckpt/nanotron/")  # the second: foreign files
+PARTS_OF_OTHERS = ("kenotron_models/", "kenotron_nanotron/")  # the second: foreign files
 
 
 def anatomy(path: str, source: str) -> list[str]:

@@ -1,5 +1,5 @@
 # Copyright of Kénotron's contributors; licence: Apache-2.0
-"""Spack recipe of Kénotron: its three programs and the eleven packages that they are made of.
+"""Spack recipe of Kénotron: its three programs and the twelve packages that they are made of.
 
 spack repo add kenotron/.spack
 spack install py-kenotron +nanosets +s3
@@ -12,7 +12,10 @@ from spack.package import depends_on, license, variant, version, working_dir
 from spack_repo.builtin.build_systems.python import PythonPackage, PythonPipBuilder
 
 NEEDED = ("build", "run")
-ORDER = ("dist", "tp", "pp", "cp", "ep", "optim", "ckpt", "data", "models", "config", "engine")
+ORDER = (
+    "dist", "tp", "pp", "cp", "ep", "optim", "ckpt", "nanotron", "data", "models", "config",
+    "engine",
+)  # fmt: skip
 """Packages, each after those that it needs."""
 
 

@@ -92,14 +92,14 @@ def test_a_folder_of_nanotron_is_not_written_to(tmp_path: Path) -> None:
     (theirs / "checkpoint_metadata.json").write_text("{}")
     for given in ("null", tmp_path / "checkpoints", theirs):
         config = configure(tmp_path, checkpoints__resume_checkpoint_path=given)
-        with pytest.raises(ValueError, match=r"has checkpoints of Nanotron \(6\).*import-nanotron"):
+        with pytest.raises(ValueError, match=r"checkpoints of Nanotron \(6\).*kenotron_nanotron"):
             loop.train(Mesh.connect(), config)
     away = configure(
         tmp_path,
         checkpoints__checkpoints_path=tmp_path / "ours",
         checkpoints__resume_checkpoint_path=theirs,
     )
-    with pytest.raises(ValueError, match="it is a checkpoint of Nanotron: .*import-nanotron"):
+    with pytest.raises(ValueError, match="it is a checkpoint of Nanotron: .*kenotron_nanotron"):
         loop.train(Mesh.connect(), away)
     assert [path.name for path in theirs.iterdir()] == ["checkpoint_metadata.json"]
 

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kenotron_ckpt import import_nanotron, read_manifest, read_record
+from kenotron_ckpt import read_manifest, read_record
+from kenotron_nanotron import import_nanotron
 
 NAMES = {
     "attention_norm.weight": "input_layernorm.weight",

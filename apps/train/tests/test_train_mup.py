@@ -12,9 +12,9 @@ from runs import arguments, metrics, program, train
 from transformers import AutoModelForCausalLM
 
 from kenotron_ckpt import read_manifest, resolve
-from kenotron_ckpt.nanotron.tensor_names import model_config
 from kenotron_convert.exporting import export_hf
 from kenotron_models import model_to_json
+from kenotron_nanotron import model_config
 from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
 
 BASE = "base: {hidden_size: 16, intermediate_size: 24, num_attention_heads: 4}"

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 
-import nanotron_cases
 import pytest
 import torch
 
@@ -248,8 +247,6 @@ def test_bad_input_is_one_sentence_and_status_2(run, tmp_path, capsys):
         (["verify", tmp_path / "empty"], "verify: no checkpoint at .*empty: it has neither a mani"),
         (["inspect", run / "5"], "inspect: the checkpoint at .* cannot be read: shard"),
         (["diff", run / "5", run], "diff: the checkpoint at .* cannot be read"),
-        (["import-nanotron", tmp_path / "none", tmp_path / "out"],
-         "import-nanotron: no checkpoint of Nanotron at .*none: there is no such folder"),
     ]:  # fmt: skip
         assert main(list(map(str, arguments))) == 2
         shown = capsys.readouterr()
@@ -258,20 +255,6 @@ def test_bad_input_is_one_sentence_and_status_2(run, tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["compare"])
     assert stopped.value.code == 2
-
-
-def test_the_command_imports_a_checkpoint_of_nanotron(tmp_path):
-    nanotron_cases.write(tmp_path / "theirs", tp=2, optimizer=nanotron_cases.STEPS)
-    command = [sys.executable, "-m", "kenotron_ckpt", "import-nanotron"]
-    paths = [str(tmp_path / "theirs"), str(tmp_path / "ours")]
-    done = subprocess.run([*command, *paths], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [
-        f"{tmp_path / 'ours/6'}: step 6, 15 records",
-        "  the schedule of the learning rate and random states were not read",
-        "  no optimizer state: resume with checkpoints.load_optimizer: false",
-    ]
-    assert main(["import-nanotron", *paths, "--optimizer"]) == 0
-    assert main(["verify", str(tmp_path / "ours")]) == 0
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

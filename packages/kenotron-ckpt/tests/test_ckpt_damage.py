@@ -131,7 +131,7 @@ def test_what_others_put_there_is_no_checkpoint(crowded):
         "80: its manifest.json is of step 10: the folder was renamed, or copied into",
         "70: its manifest.json is of step 10: the folder was renamed, or copied into",
         "31: manifest.json is not a 'kenotron-checkpoint': its 'format' does not say so",
-        "30: it is a checkpoint of Nanotron: `python -m kenotron_ckpt import-nanotron` makes one "
+        "30: it is a checkpoint of Nanotron: `python -m kenotron_nanotron` makes one "
         "of ours of it, in another folder",
     }
     assert resolve(crowded) == crowded / "20"

@@ -10,7 +10,6 @@ from kenotron_ckpt import (
     CheckpointsConfig,
     contradiction,
     has_manifests,
-    is_nanotron,
     is_url,
     on_first,
     steps_in,
@@ -19,6 +18,7 @@ from kenotron_ckpt import (
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
+from kenotron_nanotron import is_nanotron
 from kenotron_train.log.metrics_file import last_step
 
 METRICS = "metrics.jsonl"
@@ -41,7 +41,7 @@ def going_on(config: Config, mesh: Mesh) -> Config:
     if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
         raise ValueError(
             f"checkpoints.checkpoints_path: {folder} has checkpoints of Nanotron ({theirs}), which "
-            "would be written over: give another folder; `python -m kenotron_ckpt import-nanotron` "
+            "would be written over: give another folder; `python -m kenotron_nanotron` "
             "makes a checkpoint there that resume_checkpoint_path may name"
         )
     sent = config.s3_upload is not None and config.s3_upload.remove_after_upload

@@ -10,7 +10,6 @@ from kenotron_ckpt.folder import (
     MANIFEST,
     defect,
     has_manifests,
-    is_nanotron,
     latest_step,
     manifest_at,
     passed_over,
@@ -27,8 +26,6 @@ from kenotron_ckpt.loading import (
     verify_files,
 )
 from kenotron_ckpt.lock import LOCK, FolderLock
-from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, read_nanotron
-from kenotron_ckpt.nanotron.conversion import import_nanotron
 from kenotron_ckpt.owner_file import TAKEN
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
@@ -60,7 +57,6 @@ __all__ = [
     "Location",
     "MANIFEST",
     "Manifest",
-    "NanotronCheckpoint",
     "NoCheckpoint",
     "Piece",
     "Record",
@@ -82,8 +78,6 @@ __all__ = [
     "download",
     "fetch",
     "has_manifests",
-    "import_nanotron",
-    "is_nanotron",
     "is_url",
     "latest_step",
     "load",
@@ -100,7 +94,6 @@ __all__ = [
     "random_state",
     "read_box",
     "read_manifest",
-    "read_nanotron",
     "read_preferred",
     "read_record",
     "replace_text",

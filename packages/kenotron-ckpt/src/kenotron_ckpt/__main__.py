@@ -1,4 +1,4 @@
-"""``python -m kenotron_ckpt``: look at checkpoints, verify and compare them, import Nanotron's.
+"""``python -m kenotron_ckpt``: look at checkpoints, verify and compare them.
 
 Exit status: 0; 1 when ``verify`` finds damage or ``diff`` a difference; 2 when a command cannot do
 its work, with one sentence why.
@@ -11,13 +11,11 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from kenotron_ckpt.compare import differences
 from kenotron_ckpt.folder import preferred, read_manifest
 from kenotron_ckpt.inspection import describe, render
-from kenotron_ckpt.nanotron.conversion import import_nanotron
 from kenotron_ckpt.verification import verify_steps
 
 
@@ -71,16 +69,6 @@ def diff(chosen: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def from_nanotron(chosen: argparse.Namespace) -> int:
-    """Import a checkpoint of Nanotron or Kénotron, and print what was not taken over."""
-    folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
-    manifest = read_manifest(folder)
-    _print(f"{folder}: step {manifest.step}, {len(manifest.records)} records")
-    for note in manifest.state["imported"]["notes"]:
-        _print(f"  {note}")
-    return 0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m kenotron_ckpt",
@@ -104,11 +92,6 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("b", metavar="B", help=path)
     one.set_defaults(run=diff)
 
-    one = commands.add_parser("import-nanotron", help="a checkpoint of Nanotron or Kénotron")
-    one.add_argument("source", type=Path, help="its step folder, or its run folder")
-    one.add_argument("folder", type=Path, help="the run folder to write the step to")
-    one.add_argument("--optimizer", action="store_true", help="also Adam's state, from pickles")
-    one.set_defaults(run=from_nanotron)
     return parser
 
 

@@ -30,7 +30,7 @@ SHARDS = "shard-*.safetensors"
 LONGEST_MANIFEST = 2 << 30  # bytes; a record takes some 200
 _NANOTRON = "checkpoint_metadata.json"
 NANOTRONS = (
-    "it is a checkpoint of Nanotron: `python -m kenotron_ckpt import-nanotron` makes one of ours "
+    "it is a checkpoint of Nanotron: `python -m kenotron_nanotron` makes one of ours "
     "of it, in another folder"
 )
 
@@ -162,11 +162,6 @@ def latest_named(folder: Location) -> int | None:
         raise
     except (OSError, ValueError):
         return None
-
-
-def is_nanotron(step_folder: Path) -> bool:
-    """Whether a folder holds a checkpoint in Nanotron's layout."""
-    return (step_folder / _NANOTRON).exists()
 
 
 def defect(step_folder: Location, manifest: Manifest | None = None) -> str | None:

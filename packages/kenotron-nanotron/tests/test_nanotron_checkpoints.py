@@ -6,9 +6,10 @@ import nanotron_cases as cases
 import pytest
 import torch
 
-from kenotron_ckpt import import_nanotron, load, read_manifest, read_nanotron
+from kenotron_ckpt import load, read_manifest
 from kenotron_dist import Chunk, Mesh, Shard, TensorLayout, local_shape, spawn
 from kenotron_dist.boxes import scatter
+from kenotron_nanotron import import_nanotron, read_nanotron
 
 LAYOUTS = [
     {},

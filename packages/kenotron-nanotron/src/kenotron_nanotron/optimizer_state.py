@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, NanotronTensor
-from kenotron_ckpt.nanotron.metadata import read_json
-from kenotron_ckpt.nanotron.shard_files import Shard
+from kenotron_nanotron.checkpoint import NanotronCheckpoint, NanotronTensor
+from kenotron_nanotron.metadata import read_json
+from kenotron_nanotron.shard_files import Shard
 
 ZERO = "ZeroDistributedOptimizer"
 PLAIN = ("NamedOptimizer", "OptimizerFromGradientAccumulator")

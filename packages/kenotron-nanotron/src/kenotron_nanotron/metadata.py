@@ -180,3 +180,8 @@ def _check_version(path: Path, version: str, engine: str) -> None:
             f"{' and '.join(known)}: load the checkpoint with a release of Nanotron that writes "
             "one of those, and save it there"
         )
+
+
+def is_nanotron(step_folder: Path) -> bool:
+    """Return True where a folder holds a checkpoint in Nanotron's layout."""
+    return (step_folder / METADATA).exists()

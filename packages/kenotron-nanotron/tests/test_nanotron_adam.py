@@ -7,7 +7,7 @@ import pytest
 import torch
 from nanotron_cases import change_json, metadata_of
 
-from kenotron_ckpt import import_nanotron
+from kenotron_nanotron import import_nanotron
 
 
 @pytest.fixture(scope="module")

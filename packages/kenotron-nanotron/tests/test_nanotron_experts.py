@@ -5,8 +5,9 @@ import nanotron_experts as experts
 import pytest
 import torch
 
-from kenotron_ckpt import import_nanotron, load, read_manifest
+from kenotron_ckpt import load, read_manifest
 from kenotron_dist import Mesh, TensorLayout
+from kenotron_nanotron import import_nanotron
 
 W1 = "model/model/decoder/0/pp_block/block_sparse_moe/experts/mlp/w1/module/"
 W1 += "model_weight_pp-rank-0-of-1_tp-rank-0-of-{}{}.safetensors"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kenotron_ckpt.nanotron.expert_names import (
+from kenotron_nanotron.expert_names import (
     Due,
     has_experts,
     llamoe_tensors,
@@ -19,7 +19,7 @@ from kenotron_ckpt.nanotron.expert_names import (
     section_of,
     whole_numbers,
 )
-from kenotron_ckpt.nanotron.mamba_names import mamba_config, mamba_layer
+from kenotron_nanotron.mamba_names import mamba_config, mamba_layer
 
 EMBEDDING = "model.token_position_embeddings.pp_block.token_embedding.weight"
 HEAD = "model.lm_head.pp_block.weight"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.nanotron.expert_shards import with_own_rows
-from kenotron_ckpt.nanotron.metadata import METADATA, MODEL_CONFIG, NanotronMetadata, read_json
-from kenotron_ckpt.nanotron.shard_files import SUFFIXES, Shape, Shard, open_shard, shared
+from kenotron_nanotron.expert_shards import with_own_rows
+from kenotron_nanotron.metadata import METADATA, MODEL_CONFIG, NanotronMetadata, read_json
+from kenotron_nanotron.shard_files import SUFFIXES, Shape, Shard, open_shard, shared
 
 LATEST = "latest.txt"
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kenotron_ckpt.nanotron.shard_files import Shard
+from kenotron_nanotron.shard_files import Shard
 
 _NAMES = re.compile(r".*\.block_sparse_moe\.experts\.mlp\.w[12]\.module\.weight")
 

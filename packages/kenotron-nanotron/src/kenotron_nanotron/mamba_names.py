@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.nanotron.expert_names import Due, whole_numbers
+from kenotron_nanotron.expert_names import Due, whole_numbers
 
 _SIZES = {"d_state": 16, "d_conv": 4, "expand": 2}
 """Sizes of ``ssm_cfg`` that may be left out."""

@@ -4,8 +4,9 @@ import nanotron_cases as cases
 import pytest
 import torch
 
-from kenotron_ckpt import import_nanotron, load, read_manifest
+from kenotron_ckpt import load, read_manifest
 from kenotron_dist import Mesh, TensorLayout
+from kenotron_nanotron import import_nanotron
 
 H, C, N, R, W, VOCAB = 16, 32, 6, 3, 4, 40
 MAMBA = {

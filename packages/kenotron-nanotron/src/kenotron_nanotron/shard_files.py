@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.writer import as_bytes
-
 Shape = tuple[int, ...]
 Block = tuple[Shape, Shape]
 """(first index, extent) along every dimension."""
@@ -98,7 +96,7 @@ class Shard:
     def read(self) -> Tensor:
         """The file's tensor, on the CPU. Raises OSError when it cannot be read."""
         values = torch.empty(math.prod(self.shape), dtype=self.dtype)
-        view = as_bytes(values)
+        view = memoryview(values.view(-1).view(torch.uint8).numpy().data)
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.offset)
             while view and (got := file.readinto(view)):

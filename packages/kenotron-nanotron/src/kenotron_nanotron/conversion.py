@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.nanotron.checkpoint import NanotronCheckpoint, read_nanotron
-from kenotron_ckpt.nanotron.expert_names import Due
-from kenotron_ckpt.nanotron.metadata import METADATA, MODEL_CONFIG
-from kenotron_ckpt.nanotron.optimizer_state import read_optimizer
-from kenotron_ckpt.nanotron.tensor_names import FAMILIES, HEAD, model_config, model_tensors
-from kenotron_ckpt.streamed import Source, save_streamed
+from kenotron_ckpt import Source, save_streamed
+from kenotron_nanotron.checkpoint import NanotronCheckpoint, read_nanotron
+from kenotron_nanotron.expert_names import Due
+from kenotron_nanotron.metadata import METADATA, MODEL_CONFIG
+from kenotron_nanotron.optimizer_state import read_optimizer
+from kenotron_nanotron.tensor_names import FAMILIES, HEAD, model_config, model_tensors
 
 _SEQUENCE = re.compile(r"^\s+(?:- )?sequence_length: (\d+)\s*$", re.MULTILINE)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from nanotron_cases import change_part, config_of, metadata_of
 
-from kenotron_ckpt import import_nanotron, read_nanotron
+from kenotron_nanotron import import_nanotron, read_nanotron
 
 QKV = "model/model/decoder/0/pp_block/attn/qkv_proj/model_weight_pp-rank-0-of-1_tp-rank-{}-of-2"
 QKV += ".safetensors"
