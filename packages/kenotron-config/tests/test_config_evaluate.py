@@ -18,6 +18,7 @@ from kenotron_config import (
     parse_config,
     unavailable,
 )
+from kenotron_config.eval_sections import WITHOUT_EFFECT
 
 TEXT = Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8")
 VALIDATES = ("tokens.limit_val_batches", 2)
@@ -100,17 +101,15 @@ def test_sections_that_contradict_one_another_are_errors() -> None:
 
 def test_lighteval_becomes_the_same_tasks_of_lm_eval_in_a_job() -> None:
     tasks = "leaderboard|arc:challenge|25|0, leaderboard|mmlu:anatomy|5|0,lighteval|piqa|0|1"
-    config = parse(
-        (
-            "lighteval",
-            {
-                "tasks": {"tasks": tasks, "max_samples": 100},
-                "parallelism": {"dp": 4, "pp": 2, "tp": 2, "tp_mode": "ALL_REDUCE"},
-                "slurm": {"partition": "p", "time": "1:00:00"},
-                "eval_interval": 20, "batch_size": 16, "output_dir": "results",
-            },
-        )
-    )  # fmt: skip
+    section = {
+        "tasks": {"tasks": tasks, "max_samples": 100},
+        "parallelism": {"dp": 4, "pp": 2, "tp": 2, "tp_mode": "ALL_REDUCE"},
+        "slurm": {"partition": "p", "time": "1:00:00"},
+        "eval_interval": 20, "batch_size": 16, "output_dir": "results", "wandb_entity": None,
+    }  # fmt: skip
+    without = "lighteval: without effect: output_dir, parallelism.tp_mode; tasks are those"
+    with pytest.warns(UserWarning, match=without):
+        config = parse(("lighteval", section))
     assert unavailable(config) == []
     job = EvaluationJobConfig(
         nodes=2, cpus_per_task=88, partition="p", qos="low", reservation="smollm", time="1:00:00",
@@ -121,9 +120,7 @@ def test_lighteval_becomes_the_same_tasks_of_lm_eval_in_a_job() -> None:
         num_fewshot={"arc_challenge": 25, "mmlu_anatomy": 5, "piqa": 0},
         interval=20, ranks="job", limit=100, batch_size=16, job=job,
     )  # fmt: skip
-    lines = [line for line in ignored_keys(config) if line.startswith("lighteval")]
-    assert lines[0].startswith("lighteval.output_dir: results has no effect: results go to metrics")
-    assert lines[1].startswith("lighteval.parallelism.tp_mode: all_reduce has no effect: nothing")
+    assert not [line for line in ignored_keys(config) if line.startswith("lighteval")]
     on_ranks = parse(("lighteval", {"tasks": {"tasks": "leaderboard|gsm8k|5|0"}})).evaluation
     assert on_ranks == EvaluateConfig(tasks=("gsm8k",), num_fewshot={"gsm8k": 5})
     template = {"tasks": {"tasks": "leaderboard|gsm8k|5|0"}, "slurm_template": "t.jinja"}
@@ -136,7 +133,7 @@ def test_lighteval_becomes_the_same_tasks_of_lm_eval_in_a_job() -> None:
     ("section", "words"),
     [
         (
-            {"slurm_template": "t", "wandb": {"wandb_project": "x"}, "tasks": {"tasks": "a|b|0"}},
+            {"slurm_template": "t", "wandb": None, "tasks": {"tasks": "a|b|0"}},
             "lighteval.tasks.tasks: a|b|0 was given; no task of lm-eval is known to be the same; "
             "write an evaluate section with tasks of lm-eval, and remove this one",
         ),
@@ -167,3 +164,15 @@ def test_lighteval_with_tasks_that_are_not_known_loads_and_is_reported(section, 
     assert config.evaluation is None
     (caution,) = [line for line in cautions(config) if "lighteval" in line]
     assert caution == f"nothing is evaluated during the training: {line}"
+
+
+OTHERS = [f"{part}.{name}".strip(".") for part, names in WITHOUT_EFFECT.items() for name in names]
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_every_other_key_of_nanotrons_is_read_and_named(path) -> None:
+    part, _, name = path.rpartition(".")
+    section = {part: {name: "x"}} if part else {name: "x"}
+    with pytest.warns(UserWarning, match=f"lighteval: without effect: {path};"):
+        config = parse(("lighteval", section))
+    assert config.lighteval is not None and not hasattr(config.lighteval, name)

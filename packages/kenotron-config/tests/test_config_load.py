@@ -35,10 +35,11 @@ def test_variables_are_read_where_it_is_asked():
     environment = {"KENOTRON_FOLDER": "a/b c"}
     text = (
         NANOTRON_YAML
-        + "lighteval:\n  output_dir: !env KENOTRON_FOLDER\n  logs_path: !env KENOTRON_NONE x y\n"
+        + "lighteval:\n  slurm_template: !env KENOTRON_FOLDER\n"
+        + "  slurm: {qos: !env KENOTRON_NONE x y}\n"
     )
     config = parse(text=text.replace("lighteval: null\n", ""), environment=environment)
-    assert (config.lighteval.output_dir, config.lighteval.logs_path) == ("a/b c", "x y")
+    assert (config.lighteval.slurm_template, config.lighteval.slurm.qos) == ("a/b c", "x y")
     with pytest.raises(ValueError, match=r"line \d+, .*!env KENOTRON_NONE: there is no such env"):
         parse(
             text=text.replace("!env KENOTRON_NONE x y", "!env KENOTRON_NONE"),

@@ -1,92 +1,42 @@
-"""The section `lighteval`, in Kénotron's and Nanotron's shapes: read and checked."""
+"""The section `lighteval` of Nanotron: the keys of it that say something here."""
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
-    """How an evaluation generates."""
-
-    sampler: str | None = None
-    """greedy, top_k or top_p."""
-    temperature: float | None = None
-    """Divides logits."""
-    top_k: int | None = None
-    """So many of the likeliest tokens."""
-    top_p: float | None = None
-    """The likeliest tokens that have this share."""
-    n_samples: int | None = None
-    """Samples of each prompt."""
-    eos: str | None = None
-    """Text that ends a sample."""
-    seed: int = 42
-    """Seed of the draws."""
-    use_cache: bool = False
-    """Whether keys and values are kept."""
+WITHOUT_EFFECT = {
+    "": (
+        "slurm_script_dir", "checkpoints_path", "generation", "logging",
+        "wandb", "logs_path", "local_checkpoint_dir", "s3_save_path", "upload_to_wandb",
+        "wandb_project", "wandb_entity", "output_dir", "nanotron_path", "eval_config_override",
+        "eval_interval_file",
+    ),
+    "tasks": (
+        "num_fewshot_seeds", "dataset_loading_processes", "multichoice_continuations_start_space",
+        "no_multichoice_continuations_start_space",
+    ),
+    "parallelism": (
+        "pp_engine", "tp_mode", "tp_linear_async_communication", "recompute_layer",
+        "tp_recompute_allgather",
+    ),
+    "slurm": ("hf_cache",),
+}  # fmt: skip
+"""Keys of Nanotron by section, which are read and left out: where results go, how text is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTasksConfig:
-    """What an evaluation asks."""
+    """Nanotron's tasks of an evaluation."""
 
     tasks: str | None = None
-    """Names of tasks, or a file of them."""
+    """Names of tasks, with commas between."""
     custom_tasks: str | None = None
-    """A module of tasks."""
+    """A module of tasks of lighteval, which is not read."""
     max_samples: int | None = None
     """Most samples of a task."""
-    num_fewshot_seeds: int | None = None
-    """Seeds of few-shot examples."""
-    dataset_loading_processes: int = 8
-    """Processes that read data sets."""
-    multichoice_continuations_start_space: bool | None = None
-    """True: answers begin with a blank."""
-    no_multichoice_continuations_start_space: bool | None = None
-    """True: they do not."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalLoggingConfig:
-    """Where an evaluation's results go."""
-
-    local_output_path: str | None = None
-    """Folder of results."""
-    push_results_to_hub: bool | None = None
-    """Whether results go to the Hub."""
-    push_details_to_hub: bool | None = None
-    """Whether details go to the Hub."""
-    push_results_to_tensorboard: bool | None = None
-    """Whether results go to TensorBoard."""
-    hub_repo_results: str | None = None
-    """Repository of results."""
-    hub_repo_details: str | None = None
-    """Repository of details."""
-    hub_repo_tensorboard: str | None = None
-    """Repository of TensorBoard files."""
-    tensorboard_metric_prefix: str | None = None
-    """What names of metrics begin with."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalWandbConfig:
-    """Weights & Biases of an evaluation."""
-
-    wandb_project: str
-    """Project; not empty."""
-    wandb_entity: str | None = None
-    """Team or user."""
-    wandb_run_name: str | None = None
-    """Name of the run."""
-
-    def __post_init__(self) -> None:
-        """Check the field."""
-        if not self.wandb_project:
-            raise ValueError("wandb_project: nothing was given; it must name a project")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalParallelismConfig:
-    """Ranks of an evaluation; the keys of the training's section, as far as they matter."""
+    """Ranks of an evaluation."""
 
     dp: int = 1
     """Ranks that share the samples."""
@@ -94,16 +44,6 @@ class EvalParallelismConfig:
     """Ranks that share the layers."""
     tp: int = 1
     """Ranks that share every layer."""
-    pp_engine: str | None = None
-    """Order of the pipeline."""
-    tp_mode: str | None = None
-    """Activations between layers."""
-    tp_linear_async_communication: bool | None = None
-    """Whether communication over tp overlaps with products."""
-    recompute_layer: bool | None = None
-    """No effect: nothing is trained."""
-    tp_recompute_allgather: bool | None = None
-    """No effect: nothing is trained."""
     expert_parallel_size: int = 1
     """Ranks that share the experts."""
     context_parallel_size: int = 1
@@ -118,8 +58,6 @@ class EvalSlurmConfig:
     """GPUs of a node."""
     partition: str = "hopper-prod"
     """Partition."""
-    hf_cache: str = "~/.cache/huggingface"
-    """Folder of downloads."""
     cpus_per_task: int = 88
     """Cores of a task."""
     qos: str = "low"
@@ -135,48 +73,18 @@ class LightEvalConfig:
     """Evaluations during training, as Nanotron and Kénotron ask for them.
 
     Tasks whose names have a counterpart in lm-eval are evaluated; others are reported when the run
-    starts. `evaluate` has all that can be chosen.
+    starts. `evaluate` has all that can be chosen. Nanotron's other keys are left out.
     """
 
     slurm_template: str | None = None
-    """Template of the job's script."""
-    slurm_script_dir: str | None = None
-    """Folder of scripts."""
-    checkpoints_path: str | None = None
-    """Folder of the checkpoints to evaluate."""
+    """Template of the job's script: any means a job, whose script is its own."""
     parallelism: EvalParallelismConfig | None = None
     """Ranks."""
     batch_size: int | None = None
     """Samples at a time."""
-    generation: GenerationConfig | dict[str, GenerationConfig] | None = None
-    """How text is generated; several ways have names."""
     tasks: EvalTasksConfig | None = None
     """What is asked."""
-    logging: EvalLoggingConfig | None = None
-    """Where results go."""
-    wandb: EvalWandbConfig | None = None
-    """Weights & Biases."""
     slurm: EvalSlurmConfig | None = None
     """The job."""
-    logs_path: str | None = None
-    """Folder of logs."""
-    local_checkpoint_dir: str = "/scratch"
-    """Folder that checkpoints are copied to."""
-    s3_save_path: str | None = None
-    """Where results are kept."""
-    upload_to_wandb: bool = False
-    """Whether results go to Weights & Biases."""
-    wandb_project: str | None = None
-    """Project of the results."""
-    wandb_entity: str | None = None
-    """Team or user of the results."""
-    output_dir: str | None = None
-    """Folder of results."""
-    nanotron_path: str = "./"
-    """Folder of the program."""
-    eval_config_override: str | None = None
-    """A YAML file with other values."""
     eval_interval: int | None = None
     """Training steps from one evaluation to the next."""
-    eval_interval_file: str | None = None
-    """A file that marks a running training."""

@@ -7,7 +7,6 @@ from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kenotron_config.config import Config
-from kenotron_config.lighteval_tasks import NO_EFFECT
 from kenotron_data.config import SFTDatasetsConfig
 from kenotron_models import DecoderSpec
 
@@ -21,7 +20,6 @@ WITHOUT_EFFECT = {
     "logging.log_level_replica": "only the first rank prints",
     "profiler.export_chrome_trace": "every trace can be opened in a browser",
     "tokens.limit_test_batches": "there is no test next to the validation",
-    **NO_EFFECT,
 }
 STAGE_WITHOUT_EFFECT = {
     "data.dataset.tokenizer_name": "the files hold ids already",

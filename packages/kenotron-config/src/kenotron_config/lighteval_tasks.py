@@ -33,44 +33,6 @@ TASKS = {
 }
 """Names of lighteval's tasks, without their suite, and those of lm-eval."""
 FIX = "write an evaluate section with tasks of lm-eval, and remove this one"
-_TRAINED = "nothing is trained"
-_RESULTS = "results go to metrics.jsonl, the run's trackers and its report"
-_JOB = "the job has a script of its own"
-_OWN = "a task of lm-eval says so itself"
-NO_EFFECT = {
-    **{f"lighteval.{key}": _JOB for key in ("slurm_template", "slurm_script_dir", "logs_path")},
-    **{f"lighteval.{key}": _JOB for key in ("nanotron_path", "eval_config_override")},
-    "lighteval.slurm.hf_cache": "the environment variable HF_HOME names the folder of downloads",
-    "lighteval.checkpoints_path": "the checkpoints of the run are evaluated",
-    "lighteval.local_checkpoint_dir": "checkpoints are read where they are",
-    "lighteval.eval_interval_file": "eval_interval decides",
-    "lighteval.generation": _OWN,
-    "lighteval.tasks.num_fewshot_seeds": "one seed draws the examples",
-    "lighteval.tasks.dataset_loading_processes": "one process reads data sets",
-    "lighteval.tasks.multichoice_continuations_start_space": _OWN,
-    "lighteval.tasks.no_multichoice_continuations_start_space": _OWN,
-    **{
-        f"lighteval.{key}": _RESULTS
-        for key in ("wandb", "s3_save_path", "upload_to_wandb", "wandb_project", "wandb_entity")
-    },
-    "lighteval.output_dir": _RESULTS,
-    **{
-        f"lighteval.logging.{key}": _RESULTS
-        for key in (
-            "local_output_path", "push_results_to_hub", "push_details_to_hub", "hub_repo_results",
-            "push_results_to_tensorboard", "hub_repo_details", "hub_repo_tensorboard",
-            "tensorboard_metric_prefix",
-        )
-    },
-    **{
-        f"lighteval.parallelism.{key}": _TRAINED
-        for key in (
-            "pp_engine", "tp_mode", "tp_linear_async_communication", "recompute_layer",
-            "tp_recompute_allgather",
-        )
-    },
-}  # fmt: skip
-"""Keys of the section that have no effect, and why."""
 
 
 def evaluate_section_of(section: LightEvalConfig) -> EvaluateConfig | None:

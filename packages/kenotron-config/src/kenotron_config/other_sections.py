@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kenotron_config.eval_sections import LightEvalConfig
+from kenotron_config.eval_sections import WITHOUT_EFFECT, LightEvalConfig
 from kenotron_config.yaml_build import WRONG, build
 
 LEFT_OUT = {
@@ -44,8 +44,31 @@ def without_others(data: dict[str, Any], caution: Callable[[str], None]) -> dict
             caution(f"{name}: is left out, because the section is empty; remove it")
             del data[name]
     if data.get("lighteval") is not None:
+        data["lighteval"] = _without_results(data["lighteval"], caution)
         _without_wrong_evaluations(data, caution)
     return data
+
+
+def _without_results(section: Any, caution: Callable[[str], None]) -> Any:
+    """Return a section `lighteval` without the keys that have no effect, named in one caution."""
+    if not isinstance(section, dict):
+        return section
+    found = []
+    kept = dict(section)
+    for part, names in WITHOUT_EFFECT.items():
+        owner = kept.get(part) if part else kept
+        if not isinstance(owner, dict):
+            continue
+        given = [name for name in names if name in owner]
+        found += [f"{part}.{name}".strip(".") for name in given if owner[name] is not None]
+        rest = {name: value for name, value in owner.items() if name not in given}
+        kept = {**kept, part: rest} if part else rest
+    if found:
+        caution(
+            f"lighteval: without effect: {', '.join(found)}; tasks are those of lm-eval, which say "
+            "how text is generated; results go to metrics.jsonl, the run's trackers and its report"
+        )
+    return kept
 
 
 def _without_wrong_evaluations(data: dict[str, Any], caution: Callable[[str], None]) -> None:
