@@ -53,7 +53,7 @@ class Stream:
     def run(self, place: int) -> None:
         with self.device.lock:
             while self.done < place:
-                work = self.work[self.done]
+                work, self.work[self.done] = self.work[self.done], int  # it holds tensors
                 self.done += 1
                 work()
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kenotron_dist import Mesh
 from kenotron_optim import SlicedOptimizer, sliced_optimizer
+from kenotron_optim.host_tensors import host_tensors
 from kenotron_optim.offload import HostState
-from kenotron_optim.pinned_memory import host_tensors
 
 CASE = ("fused", 1, torch.bfloat16, torch.float32)
 GARBAGE = 0xA5
@@ -36,10 +36,14 @@ class Accelerator:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._copy = torch._foreach_copy_
         monkeypatch.setattr(torch, "_foreach_copy_", self.copy)
-        monkeypatch.setattr(torch, "get_device_module", lambda: self)
+        monkeypatch.setattr(torch, "get_device_module", lambda *_: self)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: self)
         device = torch.device("cuda", 3)
         monkeypatch.setattr(sliced_optimizer, "HostState", lambda _: HostState(device))
+
+    def is_available(self) -> bool:
+        """What a build of torch for CUDA asks."""
+        return False
 
     def cudart(self) -> Accelerator:
         return self
@@ -140,8 +144,8 @@ def test_the_host_reads_what_has_arrived(monkeypatch: pytest.MonkeyPatch, how: s
 def test_memory_that_the_driver_does_not_lock_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     Accelerator(error=2).install(monkeypatch)
     words = (
-        r"optimizer.offload: true was given, but 64 bytes of host memory cannot be page-locked "
-        r"\(cudaHostRegister: error 2\): set it to false, or raise the limit of memory"
+        r"cannot page-lock 64 bytes of host memory \(cudaHostRegister: error 2\): "
+        r"set optimizer.offload to false, or raise the limit of memory"
     )
     with pytest.raises(RuntimeError, match=words):
         host_tensors([torch.ones(3)], pin=True)

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kenotron_ckpt.blocks import Block
 from kenotron_ckpt.part_files import Part
-from kenotron_ckpt.pinned import PinnedMemory
+from kenotron_dist import page_locked
 
 _ALIGNMENT = 64
 """Slots in page-locked memory begin at multiples of this many bytes, as tensors of torch do."""
+_ADVICE = "make pool_bytes (host_cache_size) smaller, or pin (pin_host_cache) false"
 
 
 class Arena:
@@ -28,7 +29,6 @@ class Arena:
 
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
-        self._pinned: PinnedMemory | None = None
 
     def fit(self, parts: Sequence[Part], limit: int, pin: bool) -> None:
         """Have room for ``parts``, within ``limit`` bytes. What is large enough is kept.
@@ -46,12 +46,12 @@ class Arena:
         if len(held) >= len(sizes) and all(h >= s for h, s in zip(held, sizes, strict=False)):
             del self.slots[len(sizes) :]  # they may be too small for a part that comes round
             return
-        self.slots, self._pinned = [], None  # give back before taking
+        self.slots = []  # give back before taking
         if pin and sizes:
             starts = list(itertools.accumulate(steps[:-1], initial=0))
-            self._pinned = PinnedMemory(starts[-1] + sizes[-1])
+            memory = page_locked(starts[-1] + sizes[-1], _ADVICE)
             places = zip(starts, sizes, strict=True)
-            self.slots = [self._pinned.memory[start : start + size] for start, size in places]
+            self.slots = [memory[start : start + size] for start, size in places]
             return
         for size in sizes:
             slot = torch.empty(size, dtype=torch.uint8)

@@ -37,6 +37,7 @@ from kenotron_dist.inplace_collectives import gather_pieces, gather_rows, sum_ro
 from kenotron_dist.launch import from_env, tell_launcher
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.objects import broadcast_object, gather_objects
+from kenotron_dist.page_locked import page_locked
 from kenotron_dist.placement import (
     TensorLayout,
     materialize,
@@ -148,6 +149,7 @@ __all__ = [
     "named_placements",
     "named_roles",
     "no_moments",
+    "page_locked",
     "parameter_layouts",
     "receive",
     "record",

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kenotron_optim.accumulate import GradAccumulator
+from kenotron_optim.host_tensors import host_tensors
 from kenotron_optim.masters import make_masters, pieces_of, range_of
-from kenotron_optim.pinned_memory import host_tensors
 from kenotron_optim.torch_groups import Piece, state_of
 from kenotron_optim.zero_stage import ZeroStage
 
