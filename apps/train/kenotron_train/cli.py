@@ -28,6 +28,7 @@ from kenotron_dist import (
 )
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
@@ -118,12 +119,15 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         before = latest_start(Path(config.checkpoints.checkpoints_path))
         if arguments.check:
             _show(preview(config))
-            return 1 if cannot_run(config) or without_gpus(config) else 0
+            general, model = config.general, config.model
+            gpus = without_gpus(general.device, cuda_graph=model.cuda_graph)
+            return 1 if cannot_run(config) or gpus else 0
         check_hook(config.data_stages, loader)
         check_watching(config)
         check_evaluate(config.evaluate)
-        check_machine(config)
-        for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
+        cost = cost_plan(config)
+        check_machine(cost, config.data_stages)
+        for line in host_cautions(cost) if resolve(os.environ).rank == 0 else ():
             _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries

@@ -10,6 +10,7 @@ import runs
 from own_runs import LAYOUTS, configure, documents, jsonl, run
 
 from kenotron_config import cautions
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
@@ -73,7 +74,7 @@ def test_a_stage_as_long_as_the_others_changes_nothing(tmp_path, texts):
 def test_memory_is_that_of_the_longest_stage_and_tokens_those_of_all(tmp_path, texts):
     several = configure(tmp_path, None, stages(texts, SHORT, LONG))
     longest = configure(tmp_path, None, {"tokens.sequence_length": LONG})
-    assert stage_sizes(several) == stage_sizes(longest)
+    assert stage_sizes(cost_plan(several)) == stage_sizes(cost_plan(longest))
     text = preview(several)
     assert f"{4 * SHORT} or {4 * LONG} tokens" in text
     assert re.search(rf"4 steps, {4 * 2 * (SHORT + LONG)} tokens in all", text)

@@ -16,7 +16,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh, Signals, all_reduce, listening, watch
 from kenotron_dist.rng import key
 from kenotron_train.assemble import OwnModel, Training, build_training
-from kenotron_train.cost.activations import mesh_sizes
+from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kenotron_config import Config
-from kenotron_dist import Mesh, MeshConfig, start
+from kenotron_dist import Mesh, start
 from kenotron_dist.launch import launcher
 from kenotron_train.assemble import plan_of
+from kenotron_train.cost.cost_plan import cost_plan, mesh_sizes
 from kenotron_train.data.stage_dataset import check_folders, prepare
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.failures.device_errors import device_errors
@@ -48,7 +49,7 @@ def start_ranks(
         is_program,
         work,
         *given,
-        config=MeshConfig(**config.parallelism.grid, ep=config.parallelism.ep),
+        config=mesh_sizes(config.parallelism),
         limit=limit,
         preload=(*compiler, work.__module__),
         device=None if general.device == "auto" else general.device,
@@ -72,7 +73,7 @@ def _prepared(
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
             _prepare(config)
     strict = config.general.deterministic
-    with device_errors(config, mesh), deterministic_algorithms(strict):
+    with device_errors(cost_plan(config), mesh), deterministic_algorithms(strict):
         return work(mesh, config, *given)
 
 
