@@ -13,13 +13,15 @@ from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan
 from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.data_plan import DataPlan, data_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(kenotron_engine.Training):
-    """Everything one step needs, and the config that it is built of."""
+    """Everything one step needs, the config that it is built of, and what is read by it."""
 
     config: Config
+    data: DataPlan
 
 
 OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]
@@ -67,4 +69,4 @@ def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None
         layers=None if own_model is None else own_model(config, mesh),
         bucket_mb=config.model.ddp_bucket_cap_mb,
     )
-    return Training(**vars(built), config=config)
+    return Training(**vars(built), config=config, data=data_plan(config))

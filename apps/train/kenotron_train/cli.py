@@ -113,17 +113,18 @@ def _subcommand(name: str, words: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, leaves: bool) -> int:
     """Train as the flags ask. Returns the exit status."""
-    config, before = None, None
+    config, folder, before = None, None, None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
-        before = latest_start(Path(config.checkpoints.checkpoints_path))
+        folder = config.checkpoints.checkpoints_path
+        before = latest_start(Path(folder))
         if arguments.check:
             _show(preview(config))
             general, model = config.general, config.model
             gpus = without_gpus(general.device, cuda_graph=model.cuda_graph)
             return 1 if cannot_run(config) or gpus else 0
         check_hook(config.data_stages, loader)
-        check_watching(config)
+        check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
         cost = cost_plan(config)
         check_machine(cost, config.data_stages)
@@ -138,9 +139,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
-        return _failed(error, told(error, config, before), config)
+        return _failed(error, told(error, folder, before), Mask(config))
     except Exception as error:
-        told(error, config, before)
+        told(error, folder, before)
         raise
     return STOPPED if stopped else 0
 
@@ -174,13 +175,13 @@ def _show(text: str) -> int:
     return 0
 
 
-def _failed(error: Exception, said: str, config: Config | None) -> int:
+def _failed(error: Exception, said: str, mask: Mask) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
     text, code = str(error), status_of(error)
     if isinstance(error, RankError):
         known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
         text = text if known else error.trace
-    return _fail("\n".join(filter(None, (text, said))), code, Mask(config))
+    return _fail("\n".join(filter(None, (text, said))), code, mask)
 
 
 def _fail(text: str, code: int = 1, mask: Mask = _NO_MASK) -> int:

@@ -12,6 +12,7 @@ from own_runs import LAYOUTS, configure, documents, jsonl, run
 from kenotron_config import cautions
 from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.data_plan import data_plan
 from kenotron_train.run.preview import preview
 
 SHORT, LONG = 16, 48
@@ -84,7 +85,7 @@ def test_stages_after_the_end_are_never_read(tmp_path, texts):
     changes = stages(texts, SHORT, LONG) | {"tokens.train_steps": 1}
     config = configure(tmp_path, None, changes)
     assert config.batches.steps == [1, 0]
-    assert [config.stage_at(step) for step in (1, 2, 3, 9)] == [0, 0, 1, 1]
+    assert [data_plan(config).stage_at(step) for step in (1, 2, 3, 9)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

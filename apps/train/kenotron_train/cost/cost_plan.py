@@ -18,25 +18,18 @@ class CostPlan:
     """What memory and transfers of a run follow from."""
 
     spec: DecoderSpec
-    """Embedding, blocks, norm and head."""
     dtype: torch.dtype
-    """Of parameters and activations."""
     vocab_divisible_by: int
-    """The vocabulary is padded to a multiple of this times tp."""
     parallelism: ParallelismConfig
-    """Sizes of the axes, communication, schedule and recompute."""
     cp_mode: CPMode
     """How attention runs over cp."""
     optimizer: OptimizerConfig
-    """What its state is, and which ranks have it."""
     sequence: int
     """Tokens of the longest samples."""
     micro_batch_size: int
-    """Samples of a micro-batch."""
     microbatches: int
     """Micro-batches of a data rank in the largest batch of the training."""
     device: Device
-    """What ranks may compute on."""
 
     @property
     def row_tokens(self) -> int:

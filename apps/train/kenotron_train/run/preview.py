@@ -35,7 +35,7 @@ def preview(config: Config) -> str:
     sections = [dump_config(config).rstrip(), _layout(config)]
     plan, general, model = cost_plan(config), config.general, config.model
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
-    warnings += other_model(config)
+    warnings += other_model(model, plan.spec)
     if not problems:
         sections += [
             describe(config.decoder),
@@ -66,7 +66,7 @@ def cannot_run(config: Config) -> list[str]:
         problems.append(str(error))
     problems += [] if problems else beyond_any_machine(plan)
     try:
-        check_watching(config)
+        check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
