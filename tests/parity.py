@@ -21,6 +21,7 @@ from kenotron_engine import gradients_of as engine_gradients
 from kenotron_train.assemble import Training, build_training, plan_of
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data_plan import data_plan
 from kenotron_train.run.loop import train
 
 GLOBAL_BATCH = 24
@@ -142,8 +143,8 @@ def trace(mesh: Mesh, config: Config) -> Trace:
 
 def first_batch(config: Config, mesh: Mesh) -> Batch:
     """This data rank's part of the first global batch."""
-    corpus = open_corpus(config, 0)
-    with open_loader(config, mesh, corpus, Cursor(), target_mask) as loader:
+    corpus = open_corpus(data_plan(config), 0)
+    with open_loader(data_plan(config), mesh, corpus, Cursor(), target_mask) as loader:
         return next(loader)
 
 

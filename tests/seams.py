@@ -49,6 +49,17 @@ def config_takers(tree: ast.Module) -> list[str]:
     return found
 
 
+def config_readers(tree: ast.Module) -> list[str]:
+    """Names of functions that read ``training.config``: a whole config that no argument names."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            read = [ast.unparse(each) for each in ast.walk(node) if isinstance(each, ast.Attribute)]
+            if any(re.search(r"\b_?training\.config$", text) for text in read):
+                found.append(node.name)
+    return found
+
+
 def main() -> None:
     """Print the table."""
     texts = {path: path.read_text(encoding="utf-8") for path in sources()}
@@ -57,10 +68,10 @@ def main() -> None:
     for name, pattern in SPECIMENS.items():
         files = named_in(pattern, texts)
         print(f"{name}: {len(files)} files: {', '.join(files)}")
-    takers = {path: config_takers(ast.parse(text)) for path, text in texts.items()}
-    rooms = [path for path, functions in takers.items() if functions]
-    total = sum(map(len, takers.values()))
-    print(f"a whole Config: {total} functions in {len(rooms)} files take one")
+    trees = [ast.parse(text) for text in texts.values()]
+    for what, find in (("take one", config_takers), ("read training.config", config_readers)):
+        found = [functions for tree in trees if (functions := find(tree))]
+        print(f"a whole Config: {sum(map(len, found))} functions in {len(found)} files {what}")
 
 
 if __name__ == "__main__":

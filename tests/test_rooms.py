@@ -17,7 +17,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-from seams import SPECIMENS, named_in, sources
+from seams import SPECIMENS, config_takers, named_in, sources
 
 ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
@@ -84,6 +84,27 @@ FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
     "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
     "slurm",
 )  # fmt: skip
+TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
+    "kenotron_config/availability.py",
+    "kenotron_config/cautions.py",
+    "kenotron_config/ignored.py",
+    "kenotron_config/yaml_config.py",
+    "kenotron_train/assemble.py",
+    "kenotron_train/cli.py",
+    "kenotron_train/data_plan.py",
+    "kenotron_train/library.py",
+    "kenotron_train/life_cycle.py",
+    "cost/cost_plan.py",
+    "doremi/reference_pass.py",
+    "log/log_plan.py",
+    "replay/replay.py",
+    "run/loop.py",
+    "run/preview.py",
+    "run/session.py",
+    "run/start_ranks.py",
+    "verify/comparison.py",
+    "verify/shrink.py",
+}
 REPLACES_PARTS = {  # tests and benchmarks that put another in the place of a sibling's own function
     "packages/kenotron-tp/benchmarks/tp_alone.py",
     "packages/kenotron-tp/tests/test_tp_overlap.py",
@@ -417,6 +438,11 @@ def test_every_python_file_keeps_the_rule(rule):
 def test_every_seam_has_a_specimen_in_the_source():
     texts = {path: path.read_text(encoding="utf-8") for path in sources()}
     assert all(named_in(pattern, texts) for pattern in SPECIMENS.values())
+
+
+def test_a_whole_config_is_taken_at_the_door_only():
+    texts = {"/".join(path.parts[-2:]): path.read_text(encoding="utf-8") for path in sources()}
+    assert {name for name, text in texts.items() if config_takers(ast.parse(text))} == TAKE_A_CONFIG
 
 
 def test_the_sessions_of_nox_keep_the_size():

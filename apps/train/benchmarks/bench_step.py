@@ -32,6 +32,7 @@ from kenotron_engine import training_step
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import parse_config
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data_plan import data_plan
 
 WARM_UP = 3
 HUGGING_FACE = "transformers"
@@ -53,7 +54,9 @@ def configure(pp: int = 1, dp: int = 1, tp: int = 1) -> Config:
 
 
 def first_batch(config: Config, mesh: Mesh) -> Batch:
-    with open_loader(config, mesh, open_corpus(config, 0), Cursor()) as loader:
+    with open_loader(
+        data_plan(config), mesh, open_corpus(data_plan(config), 0), Cursor()
+    ) as loader:
         return next(loader)
 
 

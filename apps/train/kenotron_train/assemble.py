@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 import kenotron_engine
 from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan
-from kenotron_train.cost.activations import cp_mode_of, recomputed
+from kenotron_train.cost.activations import recomputed
+from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.data_plan import DataPlan, data_plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(kenotron_engine.Training):
-    """Everything one step needs, and the config that it is built of."""
+    """Everything one step needs, the config that it is built of, and what is read by it."""
 
     config: Config
+    data: DataPlan
 
 
 OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]
@@ -30,16 +32,16 @@ returned; the last returns logits (T, V/t). Cut parameters say so (``kenotron_di
 
 def plan_of(config: Config) -> ModelPlan:
     """Return a config's model and how its layers compute."""
-    spec, parallelism, model = config.decoder, config.parallelism, config.model
+    cost, parallelism, model = cost_plan(config), config.parallelism, config.model
     return ModelPlan(
-        spec=spec,
-        dtype=getattr(torch, model.dtype),
+        spec=cost.spec,
+        dtype=cost.dtype,
         mode=parallelism.mode,
-        cp_mode=cp_mode_of(config),
+        cp_mode=cost.cp_mode,
         ep_chunks=parallelism.ep_chunks,
         schedule=parallelism.schedule,
-        recompute=recomputed(config),
-        vocab_divisible_by=model.make_vocab_size_divisible_by,
+        recompute=recomputed(cost),
+        vocab_divisible_by=cost.vocab_divisible_by,
         seed=config.general.seed,
         draws=config.draws,
         scales=config.scales,
@@ -67,4 +69,4 @@ def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None
         layers=None if own_model is None else own_model(config, mesh),
         bucket_mb=config.model.ddp_bucket_cap_mb,
     )
-    return Training(**vars(built), config=config)
+    return Training(**vars(built), config=config, data=data_plan(config))

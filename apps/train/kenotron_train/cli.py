@@ -28,6 +28,7 @@ from kenotron_dist import (
 )
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
 from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
@@ -112,18 +113,22 @@ def _subcommand(name: str, words: list[str]) -> int:
 
 def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, leaves: bool) -> int:
     """Train as the flags ask. Returns the exit status."""
-    config, before = None, None
+    config, folder, before = None, None, None
     try:
         config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
-        before = latest_start(Path(config.checkpoints.checkpoints_path))
+        folder = config.checkpoints.checkpoints_path
+        before = latest_start(Path(folder))
         if arguments.check:
             _show(preview(config))
-            return 1 if cannot_run(config) or without_gpus(config) else 0
+            general, model = config.general, config.model
+            gpus = without_gpus(general.device, cuda_graph=model.cuda_graph)
+            return 1 if cannot_run(config) or gpus else 0
         check_hook(config.data_stages, loader)
-        check_watching(config)
+        check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
-        check_machine(config)
-        for line in host_cautions(config) if resolve(os.environ).rank == 0 else ():
+        cost = cost_plan(config)
+        check_machine(cost, config.data_stages)
+        for line in host_cautions(cost) if resolve(os.environ).rank == 0 else ():
             _warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
@@ -134,9 +139,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
-        return _failed(error, told(error, config, before), config)
+        return _failed(error, told(error, folder, before), Mask(config))
     except Exception as error:
-        told(error, config, before)
+        told(error, folder, before)
         raise
     return STOPPED if stopped else 0
 
@@ -170,13 +175,13 @@ def _show(text: str) -> int:
     return 0
 
 
-def _failed(error: Exception, said: str, config: Config | None) -> int:
+def _failed(error: Exception, said: str, mask: Mask) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
     text, code = str(error), status_of(error)
     if isinstance(error, RankError):
         known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
         text = text if known else error.trace
-    return _fail("\n".join(filter(None, (text, said))), code, Mask(config))
+    return _fail("\n".join(filter(None, (text, said))), code, mask)
 
 
 def _fail(text: str, code: int = 1, mask: Mask = _NO_MASK) -> int:

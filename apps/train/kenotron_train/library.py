@@ -82,11 +82,12 @@ def _start(
     if not isinstance(config, Config):
         config = load_config(config, [])
     check_hook(config.data_stages, loader)
-    before = latest_start(Path(config.checkpoints.checkpoints_path))
+    folder = config.checkpoints.checkpoints_path
+    before = latest_start(Path(folder))
     try:
         return start_ranks(work, config, limit, *given, threads=threads)
     except Exception as error:
-        if said := told(error, config, before):
+        if said := told(error, folder, before):
             error.add_note(said)
         raise
 

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kenotron_config import Config
+import torch
+
+from kenotron_config import DoReMiConfig
 from kenotron_data import Cursor, Fingerprint
 from kenotron_engine import DomainWeights, StepResult
-from kenotron_optim import LossScale, Policy, SpikeGuard, StepState
+from kenotron_optim import LossScale, OptimizerConfig, Policy, SpikeGuard, StepState
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
 """What no checkpoint of a run lacks."""
@@ -36,13 +38,8 @@ class Progress:
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
 
-    @classmethod
-    def fresh(cls, config: Config) -> Progress:
-        """Where a run begins."""
-        return cls(state=fresh_state(config))
-
-    def after(self, config: Config, cursor: Cursor, result: StepResult) -> Progress:
-        """One step later, which read the samples up to ``cursor`` of its stage."""
+    def after(self, cursor: Cursor, result: StepResult, sequence: int) -> Progress:
+        """One step later, which read samples of ``sequence`` tokens up to ``cursor``."""
         before = self.cursor.consumed if self.cursor.stage == cursor.stage else 0
         samples = cursor.consumed - before
         return replace(
@@ -50,7 +47,7 @@ class Progress:
             step=self.step + 1,
             cursor=cursor,
             samples=self.samples + samples,
-            tokens=self.tokens + samples * config.sequence_of(cursor.stage),
+            tokens=self.tokens + samples * sequence,
             epoch_known=True,
             state=self.state.after(result),
         )
@@ -79,8 +76,11 @@ class Progress:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any], config: Config) -> Progress:
-        """Undo ``to_state``. Raises ValueError for values that make no sense."""
+    def from_state(cls, state: Mapping[str, Any], fresh: StepState) -> Progress:
+        """Undo ``to_state``; ``fresh`` is the state of a first step.
+
+        Raises ValueError for values that make no sense.
+        """
         return cls(
             int(state["step"]),
             Cursor.from_dict(state["cursor"]),
@@ -88,7 +88,7 @@ class Progress:
             int(state["consumed_tokens"]),
             epoch_known="imported" not in state,
             schedule_start=int(state.get("schedule_start", 0)),
-            state=fresh_state(config).restored(state),
+            state=fresh.restored(state),
             left_out=tuple(map(Cursor.from_dict, state.get("left_out", ()))),
             data={
                 int(stage): Fingerprint.from_dict(found)
@@ -97,13 +97,15 @@ class Progress:
         )
 
 
-def fresh_state(config: Config) -> StepState:
+def fresh_state(
+    optim: OptimizerConfig, dtype: torch.dtype, doremi: DoReMiConfig | None
+) -> StepState:
     """What decides about the first step of a run."""
     found: list[Policy] = []
-    if config.model.dtype == "float16":
-        found.append(LossScale.start(config.optimizer.loss_scale))
-    if config.optimizer.spikes is not None:
-        found.append(SpikeGuard(config.optimizer.spikes))
-    if (doremi := config.doremi) is not None and doremi.is_proxy:
+    if dtype == torch.float16:
+        found.append(LossScale.start(optim.loss_scale))
+    if optim.spikes is not None:
+        found.append(SpikeGuard(optim.spikes))
+    if doremi is not None and doremi.is_proxy:
         found.append(DomainWeights.start(doremi.names, doremi.step_size, doremi.smoothing_param))
     return StepState(tuple(found))

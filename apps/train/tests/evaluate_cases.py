@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kenotron_config import Config, EvaluateConfig, EvaluationJobConfig, Mask
+from kenotron_train.evaluate.evaluation_job import EvaluationJob
+
 
 def task_file(folder: Path, name: str = "house_qa", **changes: Any) -> Path:
     """A folder of a task of six questions with two answers each."""
@@ -24,3 +27,16 @@ def task_file(folder: Path, name: str = "house_qa", **changes: Any) -> Path:
     }  # fmt: skip
     (folder / f"{name}.yaml").write_text(json.dumps(task | changes), encoding="utf-8")
     return folder
+
+
+def job_of(config: Config, section: EvaluateConfig | None = None) -> EvaluationJob:
+    """The jobs that a config, or another section in it, has its checkpoints evaluated by."""
+    section = section or config.evaluation
+    assert section is not None
+    return EvaluationJob(
+        asked=section.job or EvaluationJobConfig(),
+        trained=config.parallelism,
+        project=config.general.project,
+        run=config.checkpoints.checkpoints_path,
+        mask=Mask(config),
+    )

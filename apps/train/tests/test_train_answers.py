@@ -17,6 +17,7 @@ from kenotron_engine import NO_TARGET, global_counts, training_step
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data_plan import data_plan
 
 PAIRS = [{"prompt": f"what is {i} ", "completion": f"it is {i * i % 17}"} for i in range(60)]
 CHATS = [
@@ -46,7 +47,9 @@ def by_hand(mesh: Mesh, config, planted: int | None) -> tuple[float, float, floa
     ``planted`` replaces all labels that the mask leaves out of the loss.
     """
     training = build_training(config, mesh)
-    with open_loader(config, mesh, open_corpus(config, 0), Cursor()) as loader:
+    with open_loader(
+        data_plan(config), mesh, open_corpus(data_plan(config), 0), Cursor()
+    ) as loader:
         batch = next(loader)
     total, count = 0.0, 0
     with torch.no_grad():
@@ -92,7 +95,7 @@ def test_chats_are_read_with_the_tokenizers_template(tmp_path, bpe):
     path = jsonl(tmp_path / "a.jsonl", CHATS)
     changes = {TOKENIZER: bpe, "model.model_config.vocab_size": 300, "tokens.limit_val_batches": 1}
     config = configure(tmp_path, section(path), changes)
-    corpus = open_corpus(config, 0)
+    corpus = open_corpus(data_plan(config), 0)
     assert (len(corpus.training), len(corpus.validation[str(path)])) == (54, 6)
     rows = corpus.training.rows(torch.arange(1).numpy())
     from transformers import AutoTokenizer
@@ -107,11 +110,11 @@ def test_chats_are_read_with_the_tokenizers_template(tmp_path, bpe):
 def test_samples_are_counted_over_all_sets_and_long_examples_left_out(tmp_path):
     paths = [jsonl(tmp_path / f"{name}.jsonl", PAIRS) for name in "abc"]
     given = {"hf_dataset_or_datasets": [str(path) for path in paths], "sft_dataloader": True}
-    corpus = open_corpus(configure(tmp_path, given | {"debug_max_samples": 70}), 0)
+    corpus = open_corpus(data_plan(configure(tmp_path, given | {"debug_max_samples": 70})), 0)
     assert len(corpus.training) == 70
     assert list(corpus.training.sources) == [str(path) for path in paths[:2]]
     short = configure(tmp_path, section(paths[0]), {"tokenizer.tokenizer_max_length": 18})
-    found = open_corpus(short, 0)
+    found = open_corpus(data_plan(short), 0)
     fits = [p for p in PAIRS if len(p["prompt"] + p["completion"]) + 1 <= 18]
     assert 0 < len(found.training) == len(fits) < 60
     assert f"{60 - len(fits)} too long" in found.about
@@ -126,14 +129,14 @@ def test_keys_of_the_cache_are_ignored_aloud(tmp_path):
 def test_what_is_wrong_with_examples_names_the_key(tmp_path, bpe):
     path = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(ValueError, match=f"{DATASET}.hf_dataset_or_datasets: examples need the"):
-        open_corpus(configure(tmp_path, section(path)), 0)
+        open_corpus(data_plan(configure(tmp_path, section(path))), 0)
     chats = jsonl(tmp_path / "b.jsonl", CHATS)
     with pytest.raises(ValueError, match="chats need a tokenizer of transformers"):
-        open_corpus(configure(tmp_path, section(chats)), 0)
+        open_corpus(data_plan(configure(tmp_path, section(chats))), 0)
     endless = own_runs.tokenizer(tmp_path / "t", eos=None)
     changes = {TOKENIZER: endless, "model.model_config.vocab_size": 300}
     with pytest.raises(ValueError, match=f"^{TOKENIZER}: .* names no token that ends an answer"):
-        open_corpus(configure(tmp_path, section(chats), changes), 0)
+        open_corpus(data_plan(configure(tmp_path, section(chats), changes)), 0)
     with pytest.raises(ConfigError, match="answers are read as bytes and ended by 256"):
         configure(tmp_path, section(chats), {"model.model_config.vocab_size": 256})
 
@@ -141,7 +144,9 @@ def test_what_is_wrong_with_examples_names_the_key(tmp_path, bpe):
 def masked(mesh: Mesh, config) -> dict[str, float]:
     """Losses of one batch under several masks, and with tokens changed."""
     training = build_training(config, mesh)
-    with open_loader(config, mesh, open_corpus(config, 0), Cursor()) as loader:
+    with open_loader(
+        data_plan(config), mesh, open_corpus(data_plan(config), 0), Cursor()
+    ) as loader:
         batch = next(loader)
 
     def loss(labels, tokens=batch.tokens_MBS) -> float:

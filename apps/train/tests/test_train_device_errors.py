@@ -15,6 +15,7 @@ from kenotron_dist import Mesh, RankError, device
 from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import Memory
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (
@@ -75,13 +76,13 @@ def test_the_arithmetic_of_a_rank_and_the_memory_of_its_device(tmp_path: Path) -
     sizes = {"parallelism__dp": 2, "optimizer__zero_stage": 0, "model__dtype": "bfloat16"}
     config = configure(tmp_path, **sizes)
     count = sum(p.numel() for _, each in decoder_layers(config, meta()) for p in each.parameters())
-    text = explain_memory(config, 0, TORCH, Memory(1.25e9, 8.59e9))
+    text = explain_memory(cost_plan(config), 0, TORCH, Memory(1.25e9, 8.59e9))
     for what, each in (("parameters", 2), ("gradients", 4), ("fp32 masters", 4), ("optimizer", 8)):
         assert f"{what} {count * each / 1e9:.3g}" in text
     assert "; its device has 8.59 GB, of which 1.25 are free. What helps: optimizer.zero_" in text
     moved = configure(tmp_path, optimizer__offload="true", **sizes)
     for gpu in (True, False):  # offloaded bytes are not on a GPU, and on a CPU there is one memory
-        text = explain_memory(moved, 0, TORCH, None, gpu=gpu)
+        text = explain_memory(cost_plan(moved), 0, TORCH, None, gpu=gpu)
         assert ("masters" in text.partition(". What")[0]) is ("optimizer 0" in text) is not gpu
 
 
@@ -91,21 +92,23 @@ def meta() -> Mesh:
 
 def test_only_keys_that_help_are_named(tmp_path: Path) -> None:
     full = configure(tmp_path, parallelism__dp=2, optimizer__zero_stage=0)
-    assert "; ".join(remedies(full, gpu=True)) == FREE
-    assert "; ".join(remedies(full, gpu=False)) == FREE.replace("optimizer.offload: true; ", "")
+    assert "; ".join(remedies(cost_plan(full), gpu=True)) == FREE
+    assert "; ".join(remedies(cost_plan(full), gpu=False)) == FREE.replace(
+        "optimizer.offload: true; ", ""
+    )
     lean = configure(
         tmp_path, parallelism__dp=2, model__dtype="bfloat16", tokens__micro_batch_size=1,
         parallelism__recompute="full", optimizer__state_dtype="bfloat16",
         optimizer__offload="true",
     )  # fmt: skip
-    assert remedies(lean, gpu=True) == [
+    assert remedies(cost_plan(lean), gpu=True) == [
         "optimizer.zero_stage: 2 or 3",
         "more parallelism.dp, with optimizer.zero_stage: 1", "more parallelism.tp or pp",
     ]  # fmt: skip
     sharded = configure(
         tmp_path, parallelism__dp=2, optimizer__zero_stage=3, optimizer__regather="step"
     )
-    found = remedies(sharded, gpu=True)
+    found = remedies(cost_plan(sharded), gpu=True)
     assert "optimizer.regather: layer" in found
     assert not any(each.startswith("optimizer.zero_stage") for each in found)
 
@@ -113,10 +116,10 @@ def test_only_keys_that_help_are_named(tmp_path: Path) -> None:
 def test_other_errors_of_torch_pass_unchanged(tmp_path: Path) -> None:
     config = configure(tmp_path)
     with pytest.raises(RuntimeError, match="^shapes$"):
-        with device_errors.device_errors(config, Mesh.connect()):
+        with device_errors.device_errors(cost_plan(config), Mesh.connect()):
             raise RuntimeError("shapes")
     with pytest.raises(NotEnoughMemory, match="rank 0: .*CUBLAS_STATUS_ALLOC_FAILED when calling"):
-        with device_errors.device_errors(config, Mesh.connect()):
+        with device_errors.device_errors(cost_plan(config), Mesh.connect()):
             raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate")
 
 
@@ -127,12 +130,15 @@ def test_a_gpu_without_bfloat16_is_refused(tmp_path: Path) -> None:
         r"bfloat16 needs 8.0 \(Ampere\) or more; set model.dtype to float16 or float32, or general"
     )
     with pytest.raises(ValueError, match=words):
-        check_bfloat16(config.model.dtype, (7, 5), 3)
-    check_bfloat16(config.model.dtype, (8, 0), 3)
-    check_bfloat16("float16", (7, 0), 3)
+        check_bfloat16(torch.bfloat16, (7, 5), 3)
+    check_bfloat16(torch.bfloat16, (8, 0), 3)
+    check_bfloat16(torch.float16, (7, 0), 3)
     there = mock.Mock(device=torch.device("cuda", 0), rank=3)
     with mock.patch.object(device_errors, "compute_capability", lambda: (7, 5)):
-        with pytest.raises(ValueError, match=words), device_errors.device_errors(config, there):
+        with (
+            pytest.raises(ValueError, match=words),
+            device_errors.device_errors(cost_plan(config), there),
+        ):
             raise AssertionError("the run must not begin")
 
 
@@ -144,14 +150,14 @@ def test_a_gpu_that_is_too_small_is_said_before_the_model_is_built(
     monkeypatch.setattr(device_errors, "device_memory", lambda _: Memory(2e5, 3e5))
     words = "of a rank need 0.*GB, but the GPU of rank 3 has 0.0003 GB, of which 0.0002 are free"
     with pytest.raises(NotEnoughMemory, match=words + ".*What helps: model.dtype: bfloat16"):
-        with device_errors.device_errors(configure(tmp_path), there):
+        with device_errors.device_errors(cost_plan(configure(tmp_path)), there):
             raise AssertionError("the run must not begin")
 
 
 def test_an_allocation_on_a_cpu_is_explained(tmp_path: Path) -> None:
     config = configure(tmp_path)
     with pytest.raises(NotEnoughMemory, match="DefaultCPUAllocator.*its device has .* are free"):
-        with device_errors.device_errors(config, Mesh.connect(device="cpu")):
+        with device_errors.device_errors(cost_plan(config), Mesh.connect(device="cpu")):
             torch.empty(1 << 60, dtype=torch.uint8)
 
 

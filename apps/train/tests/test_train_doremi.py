@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import runs
+import torch
 from doremi_runs import NAMES, STEPS, WEIGHTS, flags, write_domains
 
 from kenotron_data import Cursor, StoredLosses
@@ -20,7 +21,7 @@ from kenotron_engine import DomainWeights, StepResult, domain_weights_update
 from kenotron_train.cli import main
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.cli import EXAMPLE, doremi_main
-from kenotron_train.progress import Progress
+from kenotron_train.progress import Progress, fresh_state
 from kenotron_train.run.domain_weights import read_average, write_weights
 from kenotron_train.run.preview import preview
 
@@ -205,14 +206,14 @@ def test_a_step_that_is_left_out_leaves_the_weights_alone(walked: Path) -> None:
     excess = dict(zip(NAMES, (0.5, None, 0.0), strict=True))
     losses = {"domain_losses": dict(zip(NAMES, (1.0, None, 2.0), strict=True))}
     result = StepResult(1.0, 1.0, 0.1, figures=losses | {"domain_excess": excess})
-    before = Progress.fresh(config)
+    before = Progress(state=fresh_state(config.optimizer, torch.float32, config.doremi))
     (weights,) = before.state.policies
     assert isinstance(weights, DomainWeights)
-    (made,) = before.after(config, Cursor(), result).state.policies
+    (made,) = before.after(Cursor(), result, 1).state.policies
     assert made == weights.moved((0.5, None, 0.0)) != weights
-    assert before.after(config, Cursor(), replace(result, skipped=True)).state == before.state
+    assert before.after(Cursor(), replace(result, skipped=True), 1).state == before.state
     bad = replace(result, figures=losses | {"domain_excess": excess | {NAMES[0]: math.nan}})
-    assert before.after(config, Cursor(), bad).state == before.state
+    assert before.after(Cursor(), bad, 1).state == before.state
 
 
 def test_check_names_the_data_set_of_each_domain_and_the_reference(walked: Path) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import runs
-from evaluate_cases import task_file
+from evaluate_cases import job_of, task_file
 from own_runs import PRELOAD, documents, jsonl
 
 from kenotron_ckpt import MANIFEST, SaveReport
@@ -190,12 +190,12 @@ def test_scripts_of_jobs_have_no_value_of_the_environment(tmp_path, monkeypatch)
         general__run="!env KENOTRON_SECRET_FOLDER",
     )
     folder = Path(config.checkpoints.checkpoints_path) / "3"
-    script = script_of_evaluation(config, config.evaluation, folder, tmp_path)
+    script = script_of_evaluation(job_of(config), folder, tmp_path)
     assert "hidden-place" not in script and "pass" not in script
     assert '--ckpt-path "${KENOTRON_SECRET_FOLDER}"/3' in script
     assert "#SBATCH --output" not in script
     other = configure(tmp_path, section, general__project="p")
-    assert "#SBATCH --output" in script_of_evaluation(other, other.evaluation, folder, tmp_path)
+    assert "#SBATCH --output" in script_of_evaluation(job_of(other), folder, tmp_path)
 
 
 def refused(mesh: Mesh, config: Config, words: str) -> None:
@@ -322,7 +322,7 @@ def test_what_a_job_cannot_evaluate_is_an_error(tmp_path):
     config = configure(tmp_path, section_in(tmp_path, ranks="job"))
     assert config.evaluation is not None
     with pytest.raises(ValueError, match="evaluate.ranks: job was given, but the layers of the"):
-        _check_job(config, config.evaluation, own_model=True)
+        _check_job(job_of(config), config.data_stages, own_model=True)
     config = configure(
         tmp_path,
         section_in(tmp_path, ranks="job", tasks=[]),
@@ -332,7 +332,7 @@ def test_what_a_job_cannot_evaluate_is_an_error(tmp_path):
     )
     assert config.evaluation is not None
     with pytest.raises(ValueError, match="evaluate.perplexity: true was given with evaluate.rank"):
-        _check_job(config, config.evaluation, own_model=False)
+        _check_job(job_of(config), config.data_stages, own_model=False)
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_job_whose_ranks_do_not_fit_is_an_error_before_the_first_step(tmp_path
     config = configure(tmp_path, section_in(tmp_path, ranks="job", job=job))
     assert config.evaluation is not None
     with pytest.raises(ValueError, match=words):
-        _check_job(config, config.evaluation, own_model=False)
+        _check_job(job_of(config), config.data_stages, own_model=False)
 
 
 def passes_and_notes(mesh: Mesh, config: Config, cache: str) -> tuple[int, list[str]]:

@@ -12,7 +12,7 @@ from typing import Any
 import own_runs
 import pytest
 import runs
-from evaluate_cases import task_file
+from evaluate_cases import job_of, task_file
 
 from kenotron_ckpt import read_manifest
 from kenotron_config import EvaluationJobConfig, dump_config, parse_config
@@ -172,7 +172,7 @@ def test_a_job_has_a_script_for_its_ranks(tmp_path):
     section = {"tasks": ["a"], "ranks": "job", "job": {"tp": 2, "nodes": 2, "partition": "p q"}}
     config = load_config(runs.TINY_LLAMA, [f"evaluate={json.dumps(section)}"])
     assert config.evaluation is not None
-    script = script_of_evaluation(config, config.evaluation, tmp_path / "run/4", tmp_path)
+    script = script_of_evaluation(job_of(config), tmp_path / "run/4", tmp_path)
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --partition='p q'\n" in script
     assert "#SBATCH --gpus-per-node=1" in script
     assert f"evaluate --ckpt-path {tmp_path}/run/4 --pp 1 --dp 1 --cp 1 --tp 2 --ep 1\n" in script
@@ -186,13 +186,13 @@ def test_a_job_has_a_script_for_its_ranks(tmp_path):
         ).evaluation
         assert changed is not None
         with pytest.raises(ValueError, match=words):
-            script_of_evaluation(config, changed, tmp_path / "run/4", tmp_path)
+            script_of_evaluation(job_of(config, changed), tmp_path / "run/4", tmp_path)
     on_cpus = EvaluationJobConfig(gpus_per_node=0)
     section["job"] = {"gpus_per_node": 0}
     config = load_config(runs.TINY_LLAMA, [f"evaluate={json.dumps(section)}"])
     assert config.evaluation is not None
     assert config.evaluation.job == on_cpus
-    script = script_of_evaluation(config, config.evaluation, tmp_path / "run/4", tmp_path)
+    script = script_of_evaluation(job_of(config), tmp_path / "run/4", tmp_path)
     assert "gpus-per-node" not in script
     assert script.endswith("--ep 1 --device cpu\n")
 
@@ -232,13 +232,13 @@ def test_a_job_is_given_to_sbatch_and_its_refusal_is_told(tmp_path, monkeypatch)
         assert config.evaluation is not None
         folder = tmp_path / "run/4"
         if said:
-            line = submit_evaluation(config, config.evaluation, folder)
+            line = submit_evaluation(job_of(config), folder)
             assert line == f"evaluation of step 4: {said}"
         else:
             if partition == "silent":
                 monkeypatch.setattr(evaluation_job, "PATIENCE", 0.2)
             with pytest.raises(ValueError, match=failures[partition]):
-                submit_evaluation(config, config.evaluation, folder)
+                submit_evaluation(job_of(config), folder)
 
 
 def test_a_run_gives_its_checkpoint_to_a_job_whose_result_the_report_shows(tmp_path, monkeypatch):

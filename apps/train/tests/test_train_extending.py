@@ -25,6 +25,7 @@ from kenotron_models import (
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 EXAMPLES = runs.APP / "examples"
@@ -147,7 +148,7 @@ def test_a_schedule_in_the_table_is_one_that_configs_name(
     config = load_config(DEFAULT_CONFIG, flags[1::2])
     parallel = replace(config.parallelism, pp_engine="eager-1f1b")
     assert parallel.schedule is eager.eager
-    first, _ = stage_sizes(replace(config, parallelism=parallel))
+    first, _ = stage_sizes(cost_plan(replace(config, parallelism=parallel)))
     plain = replace(config.parallelism, pp_engine="1f1b")
-    less, _ = stage_sizes(replace(config, parallelism=plain))
+    less, _ = stage_sizes(cost_plan(replace(config, parallelism=plain)))
     assert first.bytes_of["activations"] == 1.5 * less.bytes_of["activations"]  # 3 micro-batches

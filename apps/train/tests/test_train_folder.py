@@ -75,13 +75,13 @@ def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
     loop.train(mesh, configure(tmp_path))
     back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/3"}
     config = configure(tmp_path, **back, checkpoints__load_optimizer=False)
-    assert own_folder.going_on(config, mesh) == config
+    assert own_folder.going_on(config.checkpoints, config.s3_upload, mesh) == config.checkpoints
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29999")
-    again = own_folder.going_on(config, mesh).checkpoints
+    again = own_folder.going_on(config.checkpoints, config.s3_upload, mesh)
     folder = config.checkpoints.checkpoints_path
     assert again == replace(config.checkpoints, resume_checkpoint_path=folder, load_optimizer=True)
 
@@ -109,11 +109,10 @@ def test_a_run_inside_the_folder_is_where_another_begins_once(tmp_path: Path) ->
     loop.train(mesh, configure(tmp_path, checkpoints__checkpoints_path=inside))
     more = {"tokens__train_steps": 9, "checkpoints__resume_checkpoint_path": inside}
     config = configure(tmp_path, **more)
-    assert own_folder.going_on(config, mesh) == config
+    assert own_folder.going_on(config.checkpoints, config.s3_upload, mesh) == config.checkpoints
     loop.train(mesh, config)
-    assert own_folder.going_on(config, mesh).checkpoints.resume_checkpoint_path == str(
-        tmp_path / "checkpoints"
-    )
+    again = own_folder.going_on(config.checkpoints, config.s3_upload, mesh)
+    assert again.resume_checkpoint_path == str(tmp_path / "checkpoints")
 
 
 def test_one_model_under_two_names_goes_on(tmp_path: Path) -> None:

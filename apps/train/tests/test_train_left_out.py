@@ -16,6 +16,7 @@ from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data.stage_loader import OpenStage
+from kenotron_train.data_plan import data_plan
 from kenotron_train.failures.records import read_record
 from kenotron_train.failures.skipped_batches import keep_left_out, left_out_since
 from kenotron_train.life_cycle import LifeCycle
@@ -177,7 +178,7 @@ def test_a_record_says_where_its_samples_are(mixed: bool, tmp_path: Path) -> Non
     flags = test_train_nanoset.flags(tmp_path, f"{{dataset_folder: {chosen}}}")
     config = load_config(DEFAULT_CONFIG, flags[1::2])
     tokens, record = caught(config)
-    data = open_corpus(config, 0).training
+    data = open_corpus(data_plan(config), 0).training
     assert [row["sample"] for row in record["data"]] == record["samples"] == [4, 5, 6, 7]
     for row in record["data"]:
         want = tokens[row["sample"]]

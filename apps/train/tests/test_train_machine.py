@@ -12,8 +12,10 @@ import runs
 import torch
 from own_runs import configure
 
+from kenotron_config import Config
 from kenotron_train.cli import main
 from kenotron_train.cost import machine
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import (
     Memory,
     check_machine,
@@ -28,6 +30,10 @@ NEEDS = (
     r"model.model_config: parameters, gradients and the optimizer's state of .* need .* GB, but "
     r"this host has .* GB, of which .* are free; make the model smaller, or spread it over more"
 )
+
+
+def check(config: Config) -> None:
+    check_machine(cost_plan(config), config.data_stages)
 
 
 def linux(root: Path, limit: str | None = None) -> Path:
@@ -58,31 +64,31 @@ def test_memory_is_that_of_the_host_within_its_control_group(tmp_path: Path) -> 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path) -> None:
     config = configure(tmp_path, None, LARGE)
     with pytest.raises(ValueError, match=NEEDS):
-        check_machine(config)
-    assert re.match(NEEDS, *machine_cautions(config))
+        check(config)
+    assert re.match(NEEDS, *machine_cautions(cost_plan(config)))
     assert re.search(f"\nWarning: {NEEDS}", preview(config))
     assert cannot_run(config) == []  # another machine may be larger
-    check_machine(configure(tmp_path, None))
-    assert machine_cautions(configure(tmp_path, None)) == []
+    check(configure(tmp_path, None))
+    assert machine_cautions(cost_plan(configure(tmp_path, None))) == []
 
 
 def test_what_may_not_fit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(tmp_path, None)
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(10.0, 1e12))
-    check_machine(config)
-    (line,) = machine_cautions(config)
+    check(config)
+    (line,) = machine_cautions(cost_plan(config))
     assert "has 1e+03 GB, of which 1e-08 are free" in line
     monkeypatch.setattr(machine, "host_memory", lambda: None)
-    check_machine(configure(tmp_path, None, LARGE))
+    check(configure(tmp_path, None, LARGE))
 
 
 def test_ranks_that_share_a_core_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(tmp_path, None, {"parallelism.dp": 6})
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    (line,) = machine.host_cautions(config)
+    (line,) = machine.host_cautions(cost_plan(config))
     assert line.startswith("parallelism: 6 ranks share the 2 cores of this host: ")
     monkeypatch.setattr(machine, "usable_cores", lambda: 6)
-    assert machine.host_cautions(config) == []
+    assert machine.host_cautions(cost_plan(config)) == []
 
 
 def test_on_gpus_it_is_their_memory_that_counts(
@@ -93,11 +99,14 @@ def test_on_gpus_it_is_their_memory_that_counts(
     monkeypatch.setattr(machine, "visible_gpus", lambda: 2)
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(1.0, 1.0))
     config = configure(tmp_path, None, {"parallelism.dp": 2})
-    check_machine(config)
-    assert machine.host_cautions(config) == []
-    assert "but the GPU here has 3e-09 GB, of which 2e-09 are free" in machine_cautions(config)[0]
+    check(config)
+    assert machine.host_cautions(cost_plan(config)) == []
+    assert (
+        "but the GPU here has 3e-09 GB, of which 2e-09 are free"
+        in machine_cautions(cost_plan(config))[0]
+    )
     with pytest.raises(ValueError, match="this host has"):
-        check_machine(configure(tmp_path, None, {"general.device": "cpu"}))
+        check(configure(tmp_path, None, {"general.device": "cpu"}))
 
 
 def test_what_gpus_offload_needs_room_on_the_host(
@@ -107,8 +116,13 @@ def test_what_gpus_offload_needs_room_on_the_host(
     given = {"parallelism.dp": 2, "optimizer.zero_stage": 1, "model.dtype": "bfloat16"}
     plain = configure(tmp_path, None, given)
     config = configure(tmp_path, None, given | {"optimizer.offload": True})
-    total, device, host = (state_of_rank(config, place) for place in ("all", "device", "host"))
-    assert device + host == total == state_of_rank(plain) and state_of_rank(plain, "host") == 0
+    total, device, host = (
+        state_of_rank(cost_plan(config), place) for place in ("all", "device", "host")
+    )
+    assert (
+        device + host == total == state_of_rank(cost_plan(plain))
+        and state_of_rank(cost_plan(plain), "host") == 0
+    )
     assert host == device  # 12 bytes over dp 2, and 2 of parameters with 4 of gradients
     there = mock.Mock(mem_get_info=lambda _: (device, device))
     monkeypatch.setattr(torch, "get_device_module", lambda _: there)
@@ -118,17 +132,17 @@ def test_what_gpus_offload_needs_room_on_the_host(
         r"or spread the model over more hosts"
     )
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(1.0, 2 * host - 1))
-    check_machine(plain)
+    check(plain)
     with pytest.raises(ValueError, match=words):
-        check_machine(config)
+        check(config)
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host - 1, 2 * host))
-    check_machine(config)
-    (line,) = machine_cautions(config)
+    check(config)
+    (line,) = machine_cautions(cost_plan(config))
     assert re.match(words, line)
-    (line,) = machine_cautions(plain)
+    (line,) = machine_cautions(cost_plan(plain))
     assert "but the GPU here has" in line
     monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host, 2 * host))
-    assert machine_cautions(config) == []
+    assert machine_cautions(cost_plan(config)) == []
     assert f"pp rank 0 has {host / 1e9:.3g} of them in host memory (offload)" in preview(config)
 
 
@@ -148,10 +162,10 @@ def test_ranks_and_workers_beyond_the_machine_are_refused(
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     config = configure(tmp_path, None, {key.replace("__", "."): 1000})
     with pytest.raises(ValueError, match="takes at most 64") as caught:
-        check_machine(config)
+        check(config)
     assert words in str(caught.value)
     monkeypatch.setattr(machine, "usable_cores", lambda: 32)
-    check_machine(config)
+    check(config)
 
 
 def test_the_program_says_it_before_ranks_are_started(tmp_path: Path) -> None:
@@ -231,5 +245,7 @@ def test_a_check_of_a_graph_on_cpus_fails_anywhere(
 ) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda: 8)
     changes = {"general.device": "cpu", "model.cuda_graph": True}
-    (line,) = machine.without_gpus(configure(tmp_path, None, changes))
+    config = configure(tmp_path, None, changes)
+    given = config.general.device, config.model.cuda_graph
+    (line,) = machine.without_gpus(given[0], cuda_graph=given[1])
     assert line.startswith("model.cuda_graph: true was given with general.device cpu; set it to")

@@ -11,6 +11,7 @@ from kenotron_ckpt import read_manifest
 from kenotron_train.cli import main
 from kenotron_train.config_file import DEFAULT_CONFIG, parse_config
 from kenotron_train.data.data_settings import reading_of
+from kenotron_train.data_plan import data_plan
 from kenotron_train.run.preview import preview
 
 SECRET = "hunter2-from-the-environment"
@@ -29,7 +30,7 @@ def secret_config(monkeypatch, *overrides):
 
 def test_the_tag_stays_in_what_a_run_shows(monkeypatch):
     config = secret_config(monkeypatch, f"s3_upload.upload_s3_path={URL}")
-    for shown in (preview(config), json.dumps(reading_of(config))):
+    for shown in (preview(config), json.dumps(reading_of(data_plan(config)))):
         assert SECRET not in shown and "hunter3" not in shown
         assert "!env KENOTRON_SECRET" in shown.replace("'", "")
 

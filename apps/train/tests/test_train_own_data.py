@@ -13,6 +13,7 @@ from own_runs import LAYOUTS, configure, run
 from kenotron_dist import RankError
 from kenotron_train.data.own_data import OwnData, check_hook, own_data
 from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.data_plan import data_plan
 
 SIZE = 200
 EXAMPLE = Path(__file__).parents[1] / "examples/custom_dataloader"
@@ -75,11 +76,11 @@ def test_a_resumed_run_reads_what_comes_next(tmp_path, kind):
 
 def test_a_tenth_of_what_has_an_index_is_held_out(tmp_path):
     config = configure(tmp_path, None, {"tokens.limit_val_batches": 1})
-    corpus = open_corpus(config, 0, Listed())
+    corpus = open_corpus(data_plan(config), 0, Listed())
     (held,) = corpus.validation.values()
     assert (len(corpus.training), len(held)) == (180, 20)
     assert held.sample(0).tolist() == sample(180)
-    assert "nothing is held out" in open_corpus(config, 0, Stream()).about
+    assert "nothing is held out" in open_corpus(data_plan(config), 0, Stream()).about
 
 
 def test_the_end_of_a_stream_is_an_error_that_says_how_far_it_went(tmp_path):

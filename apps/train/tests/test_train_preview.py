@@ -7,6 +7,7 @@ import runs
 
 from kenotron_config import unavailable
 from kenotron_train.config_file import load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
@@ -38,7 +39,7 @@ def test_check_prints_layout_and_memory_and_trains_nothing(tmp_path):
 
 def test_sizes_of_stages_add_up_to_the_model():
     config = parse("parallelism.pp=2", "parallelism.tp=2", "parallelism.pp_engine=AFAB")
-    stages = stage_sizes(config)
+    stages = stage_sizes(cost_plan(config))
     names = [name for stage in stages for name in stage.layers]
     assert names == ["embedding", "layers.0", "layers.1", "norm", "head"]
     assert all(size >= 0 for stage in stages for size in stage.bytes_of.values())
@@ -52,14 +53,14 @@ def test_what_ranks_send_is_that_of_their_blocks_and_micro_batches():
         "parallelism.tp_linear_async_communication=false",
         "model.model_config.num_hidden_layers=6",
     )
-    stages = stage_sizes(config)
+    stages = stage_sizes(cost_plan(config))
     tokens = config.tokens.micro_batch_size * config.tokens.sequence_length
     whole = tokens * config.decoder.hidden_size * 2  # bf16: two sums forward, two back
     times = config.tokens.batch_accumulation_per_replica
     for stage in stages:
         blocks = sum(name.startswith("layers.") for name in stage.layers)
         assert stage.sent == {"tp": 4 * whole * times * blocks}
-    assert stage_sizes(parse("parallelism.tp=1"))[0].sent == {}
+    assert stage_sizes(cost_plan(parse("parallelism.tp=1")))[0].sent == {}
 
 
 def test_what_is_likely_a_mistake_is_a_warning():

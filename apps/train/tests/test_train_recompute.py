@@ -9,6 +9,7 @@ from own_runs import configure, documents, jsonl, run
 
 from kenotron_config import ConfigError
 from kenotron_train.cost.activations import layer_activation, recomputed
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
@@ -47,27 +48,28 @@ def test_a_memory_decides_what_is_computed_again(tmp_path, dataset):
         return configure(tmp_path / "1", dataset, changes)
 
     none, selective, full = (
-        layer_activation(config_of("null"), 0, way) for way in ("none", "selective", "full")
+        layer_activation(cost_plan(config_of("null")), 0, way)
+        for way in ("none", "selective", "full")
     )
-    assert recomputed(config_of(2 * none / 1e9)) == ("none", "none")
-    assert recomputed(config_of((none + selective) / 1e9)) == ("selective", "none")
-    assert recomputed(config_of((full + selective) / 1e9)) == ("full", "selective")
+    assert recomputed(cost_plan(config_of(2 * none / 1e9))) == ("none", "none")
+    assert recomputed(cost_plan(config_of((none + selective) / 1e9))) == ("selective", "none")
+    assert recomputed(cost_plan(config_of((full + selective) / 1e9))) == ("full", "selective")
     tight = config_of((full + selective) / 1e9)
-    (size,) = stage_sizes(tight)
+    (size,) = stage_sizes(cost_plan(tight))
     assert size.bytes_of["activations"] <= full + selective
     want = run(tmp_path / "all", dataset)
     assert run(tmp_path / "less", dataset, {
         "parallelism.recompute_memory_gb": (full + selective) / 1e9
     }) == want  # fmt: skip
     with pytest.raises(ValueError, match="parallelism.recompute_memory_gb: .* were given for"):
-        recomputed(config_of(full / 1e9))
+        recomputed(cost_plan(config_of(full / 1e9)))
     assert "even where all layers compute everything again" in preview(config_of(full / 1e9))
 
 
 def test_experts_alone_are_computed_again(tmp_path, dataset):
     want = run(tmp_path / "1", dataset, EXPERTS)
     experts = EXPERTS | {"parallelism.moe_layer_recompute": "true"}
-    assert recomputed(configure(tmp_path, dataset, experts)) == ("none", "feed_forward")
+    assert recomputed(cost_plan(configure(tmp_path, dataset, experts))) == ("none", "feed_forward")
     assert run(tmp_path / "2", dataset, experts) == want
 
 

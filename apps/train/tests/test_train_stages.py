@@ -10,7 +10,9 @@ import runs
 from own_runs import LAYOUTS, configure, documents, jsonl, run
 
 from kenotron_config import cautions
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.data_plan import data_plan
 from kenotron_train.run.preview import preview
 
 SHORT, LONG = 16, 48
@@ -73,7 +75,7 @@ def test_a_stage_as_long_as_the_others_changes_nothing(tmp_path, texts):
 def test_memory_is_that_of_the_longest_stage_and_tokens_those_of_all(tmp_path, texts):
     several = configure(tmp_path, None, stages(texts, SHORT, LONG))
     longest = configure(tmp_path, None, {"tokens.sequence_length": LONG})
-    assert stage_sizes(several) == stage_sizes(longest)
+    assert stage_sizes(cost_plan(several)) == stage_sizes(cost_plan(longest))
     text = preview(several)
     assert f"{4 * SHORT} or {4 * LONG} tokens" in text
     assert re.search(rf"4 steps, {4 * 2 * (SHORT + LONG)} tokens in all", text)
@@ -83,7 +85,7 @@ def test_stages_after_the_end_are_never_read(tmp_path, texts):
     changes = stages(texts, SHORT, LONG) | {"tokens.train_steps": 1}
     config = configure(tmp_path, None, changes)
     assert config.batches.steps == [1, 0]
-    assert [config.stage_at(step) for step in (1, 2, 3, 9)] == [0, 0, 1, 1]
+    assert [data_plan(config).stage_at(step) for step in (1, 2, 3, 9)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

@@ -12,6 +12,7 @@ from kenotron_ckpt import manifest_at
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.loop import train
 
@@ -66,7 +67,7 @@ def test_layouts_that_share_a_sum_have_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_preview_counts_half_the_bytes(tmp_path: Path) -> None:
     (wide,), (narrow,) = (
-        stage_sizes(configure(tmp_path, dtype)) for dtype in ("float32", "bfloat16")
+        stage_sizes(cost_plan(configure(tmp_path, dtype))) for dtype in ("float32", "bfloat16")
     )
     assert wide.bytes_of["optimizer"] == 8 * wide.parameters
     assert narrow.bytes_of["optimizer"] == 4 * wide.parameters

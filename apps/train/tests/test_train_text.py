@@ -19,6 +19,7 @@ from kenotron_train.assemble import build_training
 from kenotron_train.data.data_settings import tokenizer_state
 from kenotron_train.data.stage_dataset import open_corpus, prepare
 from kenotron_train.data.vocabulary import check_vocabulary, text_tokenizer
+from kenotron_train.data_plan import data_plan
 from kenotron_train.run.resume import resume
 
 NAME = "tokenizer.tokenizer_name_or_path"
@@ -43,6 +44,10 @@ def texts(tmp_path):
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("KENOTRON_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+def opened(folder: Path, *given: dict[str, object]) -> Corpus:
+    return open_corpus(data_plan(configure(folder, *given)), 0)
 
 
 def stream(corpus: Corpus) -> list[int]:
@@ -81,10 +86,10 @@ def test_text_as_bytes_is_the_same_from_a_text_file_and_from_rows(tmp_path, cach
     body = "\n".join(documents())
     (tmp_path / "a.txt").write_text(body)
     rows = jsonl(tmp_path / "b.jsonl", [{"body": body}])
-    plain = open_corpus(configure(tmp_path, {"hf_dataset_or_datasets": f"{tmp_path}/a.txt"}), 0)
+    plain = opened(tmp_path, {"hf_dataset_or_datasets": f"{tmp_path}/a.txt"})
     assert not cache.exists()
     section = {"hf_dataset_or_datasets": str(rows), "text_column_name": "body"}
-    kept = open_corpus(configure(tmp_path, section), 0)
+    kept = opened(tmp_path, section)
     assert (cache / "tokens").is_dir()
     assert stream(kept) == stream(plain)
 
@@ -94,10 +99,10 @@ def test_several_sets_are_all_read_and_fractions_take_the_first_rows(tmp_path):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": name * 99} for _ in range(4)]) for name in "abc"
     )
     # 400 tokens each: 12 samples of 32, three ends among them, and a first token.
-    listed = open_corpus(configure(tmp_path, {"hf_dataset_or_datasets": [str(a), str(b)]}), 0)
+    listed = opened(tmp_path, {"hf_dataset_or_datasets": [str(a), str(b)]})
     assert [stream(listed).count(ord(name)) for name in "abc"] == [382, 381, 0]
     shares = {str(a): 0.5, str(b): 1, str(c): 0}
-    some = open_corpus(configure(tmp_path, {"hf_dataset_or_datasets": shares}), 0)
+    some = opened(tmp_path, {"hf_dataset_or_datasets": shares})
     tokens = stream(some)
     assert tokens.count(ord("a")) == 6 * 32 + 1 - 1  # of 200 tokens
     assert tokens.count(ord("c")) == 0
@@ -111,11 +116,11 @@ def test_a_split_to_validate_on_is_used_and_not_trained_on(tmp_path):
         "hf_dataset_or_datasets": f"{tmp_path}/set",
         "hf_dataset_splits": ["train", "validation"],
     }
-    corpus = open_corpus(configure(tmp_path, section, {"tokens.limit_val_batches": 1}), 0)
+    corpus = opened(tmp_path, section, {"tokens.limit_val_batches": 1})
     (held,) = corpus.validation.values()
     assert set(stream(corpus)) == {ord("a")}
     assert {t for i in range(len(held)) for t in held.sample(i).tolist()} == {ord("b")}
-    without = open_corpus(configure(tmp_path, section), 0)
+    without = opened(tmp_path, section)
     assert (set(stream(without)), without.validation) == ({ord("a")}, {})
 
 
@@ -123,7 +128,7 @@ def test_without_a_split_the_last_tenth_is_held_out(tmp_path, texts):
     config = configure(
         tmp_path, {"hf_dataset_or_datasets": [str(texts)]}, {"tokens.limit_val_batches": 1}
     )
-    corpus = open_corpus(config, 0)
+    corpus = open_corpus(data_plan(config), 0)
     (held,) = corpus.validation.values()
     total = len(corpus.training) + len(held)
     assert len(held) == round(total / 10)
@@ -139,7 +144,7 @@ def test_saved_sets_of_hugging_face_are_read_with_their_split(tmp_path):
         tmp_path / "set"
     )
     section = {"hf_dataset_or_datasets": f"{tmp_path}/set", "hf_dataset_splits": "other_test"}
-    assert set(stream(open_corpus(configure(tmp_path, section), 0))) == {ord("d")}
+    assert set(stream(opened(tmp_path, section))) == {ord("d")}
 
 
 def test_processes_tokenise_in_the_program_and_overwriting_happens_once(tmp_path, texts, cache):
@@ -153,12 +158,12 @@ def test_processes_tokenise_in_the_program_and_overwriting_happens_once(tmp_path
         for name, step in (("one", 1), ("two", 3))
     ]
     config = configure(tmp_path, None, {"data_stages": json.dumps(twice)})
-    prepare(config)
+    prepare(data_plan(config))
     (note,) = (cache / "tokens").glob("*/tokenize.json")
     before = note.stat().st_mtime_ns
-    open_corpus(config, 0)
+    open_corpus(data_plan(config), 0)
     assert note.stat().st_mtime_ns == before
-    prepare(config)
+    prepare(data_plan(config))
     assert note.stat().st_mtime_ns > before
 
 
@@ -169,9 +174,9 @@ def test_a_cache_that_cannot_be_written_says_what_to_set(folder, tmp_path, texts
     monkeypatch.setenv("KENOTRON_CACHE", str(cache))
     config = configure(tmp_path, {"hf_dataset_or_datasets": str(texts)})
     said = f"^the cache {cache}/tokens cannot be written .*set KENOTRON_CACHE to one that can be"
-    for read in (prepare, lambda config: open_corpus(config, 0)):
+    for read in (prepare, lambda data: open_corpus(data, 0)):
         with pytest.raises(ValueError, match=said):
-            read(config)
+            read(data_plan(config))
 
 
 def test_keys_of_the_cache_have_no_effect_in_memory_and_it_is_said(tmp_path):
@@ -179,13 +184,13 @@ def test_keys_of_the_cache_have_no_effect_in_memory_and_it_is_said(tmp_path):
         "hf_dataset_or_datasets": str(runs.write_text(tmp_path)),
         "dataset_overwrite_cache": True,
     }
-    assert "dataset_overwrite_cache" in open_corpus(configure(tmp_path, section), 0).about
+    assert "dataset_overwrite_cache" in opened(tmp_path, section).about
 
 
 def test_documents_are_cut_at_tokenizer_max_length(tmp_path, texts):
     section = {"hf_dataset_or_datasets": str(texts)}
     config = configure(tmp_path, section, {"tokenizer.tokenizer_max_length": 5})
-    tokens = stream(open_corpus(config, 0))
+    tokens = stream(open_corpus(data_plan(config), 0))
     wanted = [t for text in documents() for t in [*text.encode()[:4], 256]]
     assert tokens == wanted[: len(tokens)]
     assert len(wanted) - len(tokens) < 32
@@ -208,7 +213,7 @@ def test_a_revision_without_a_name_is_ignored_aloud(tmp_path, texts):
     config = configure(tmp_path, section, {"tokenizer.tokenizer_revision": "v1"})
     (line,) = ignored_keys(config)
     assert line.startswith("tokenizer.tokenizer_revision: v1 has no effect")
-    assert len(open_corpus(config, 0).training) > 0
+    assert len(open_corpus(data_plan(config), 0).training) > 0
 
 
 def test_a_checkpoint_names_its_tokenizer(tmp_path, bpe, texts, monkeypatch):
@@ -240,7 +245,7 @@ def test_a_tokenizer_that_cannot_be_opened_names_the_key(tmp_path, changes, sent
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = configure(tmp_path, {"hf_dataset_or_datasets": "a.txt"}, changes)
     with pytest.raises(ValueError, match=sentence):
-        check_vocabulary(config)
+        check_vocabulary(data_plan(config))
         tokenizer_of(config)
 
 
@@ -248,7 +253,7 @@ def test_a_tokenizer_larger_than_the_model_names_both_keys(tmp_path, bpe, texts)
     section = {"hf_dataset_or_datasets": str(texts)}
     said = rf"{VOCABULARY}: 257 was given; {NAME} \(.*\) has 300 ids; raise vocab_size to at least"
     with pytest.raises(ValueError, match=said):
-        check_vocabulary(configure(tmp_path, section, {NAME: bpe}))
+        check_vocabulary(data_plan(configure(tmp_path, section, {NAME: bpe})))
     with pytest.raises(RankError, match=said):
         run(tmp_path / "1", section, {NAME: bpe, "parallelism.dp": 2})
     assert not (tmp_path / "1").exists()
@@ -270,9 +275,9 @@ def test_a_tokenizer_larger_than_the_model_names_both_keys(tmp_path, bpe, texts)
 def test_what_is_wrong_with_a_corpus_names_the_key(tmp_path, texts, section, sentence):
     text = json.dumps(section).replace('"A"', json.dumps(str(texts)))
     config = configure(tmp_path, json.loads(text), {"tokens.limit_val_batches": 1})
-    for read in (prepare, lambda config: open_corpus(config, 0)):
+    for read in (prepare, lambda data: open_corpus(data, 0)):
         with pytest.raises(ValueError, match=sentence) as caught:
-            read(config)
+            read(data_plan(config))
         assert str(caught.value).startswith(f"{DATASET}.hf_dataset_or_datasets: ")
 
 

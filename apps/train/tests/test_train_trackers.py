@@ -15,6 +15,7 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.log import trackers
+from kenotron_train.log.log_plan import log_plan
 from kenotron_train.log.trackers import Trackers, check_trackers, chosen_trackers, flat
 from kenotron_train.run.loop import train
 
@@ -204,7 +205,9 @@ def test_a_tracker_that_fails_is_left_behind_and_said_once(
 
     monkeypatch.setitem(trackers.MAKERS, "tensorboard", lambda *_: Failing())
     said = []
-    all_of_them = Trackers(config_of(tmp_path, logging__trackers="[tensorboard]"), 1, said.append)
+    all_of_them = Trackers(
+        log_plan(config_of(tmp_path, logging__trackers="[tensorboard]")), 1, said.append
+    )
     all_of_them.log(1, {"a": 1.0})
     all_of_them.log(2, {"a": 1.0})
     all_of_them.close()

@@ -16,6 +16,7 @@ from kenotron_engine import Validation, perplexity
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.data_plan import data_plan
 from kenotron_train.evaluate.validation import validate
 
 VALIDATING = {"tokens.limit_val_batches": 3, "tokens.val_check_interval": 2}
@@ -33,7 +34,7 @@ def both(mesh: Mesh, config, cache) -> tuple[Validation, dict[str, float], float
     """The validation of a fresh model, and its losses by hand of all that is held out."""
     os.environ["KENOTRON_CACHE"] = cache
     training = build_training(config, mesh)
-    held = open_corpus(config, 0).validation
+    held = open_corpus(data_plan(config), 0).validation
     losses, total, count = {}, 0.0, 0
     with torch.no_grad():
         for name, data in held.items():

@@ -14,7 +14,7 @@ from verify_faults import Planted
 
 from kenotron_engine import gradient_deviations, largest_difference
 from kenotron_train.cli import main
-from kenotron_train.verify import cli as verify_cli
+from kenotron_train.verify import comparison
 from kenotron_train.verify.comparison import Departure, Measured, Step, layout_gradients
 
 TIED = ["model.model_config.tie_word_embeddings=true"]
@@ -27,7 +27,7 @@ def flags(*sets: str) -> list[str]:
 def verify(path: Path, *sets: str, more: tuple[str, ...] = (), fault: str = "") -> tuple[int, dict]:
     """Exit status, and what was written for programs."""
     words = ["verify", *flags(*sets), "--json", str(path / "found.json"), *more]
-    planted = mock.patch.object(verify_cli, "measure", Planted(fault))
+    planted = mock.patch.object(comparison, "measure", Planted(fault))
     if fault:
         with planted:
             status = main(words)

@@ -20,7 +20,9 @@ from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult, global_counts
+from kenotron_train.assemble import plan_of
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.data_plan import data_plan
 from kenotron_train.log import numbers, speed_table
 from kenotron_train.log.figures import Memory, Meter, StepFigures
 from kenotron_train.log.stopwatch import StepTimes, Stopwatch
@@ -29,6 +31,11 @@ from kenotron_train.run.loop import train
 
 def config_of(folder: Path, **changes: object) -> Config:
     return load_config(DEFAULT_CONFIG, runs.arguments(folder, **changes)[1::2])
+
+
+def meter_of(config: Config) -> Meter:
+    ranks, device = config.world_size, torch.device("cpu")
+    return Meter(plan_of(config), data_plan(config), ranks, device)
 
 
 def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
@@ -52,7 +59,7 @@ def test_speeds_are_those_of_a_calculation_by_hand(
     monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "0.001")
     given = {"model__dtype": "bfloat16", "model__model_config__num_attention_heads": 4}
     config = config_of(tmp_path, **given, parallelism__tp=2)
-    meter = Meter(config, torch.device("cpu"))
+    meter = meter_of(config)
     products = 32 * (4 + 2 * 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
     per_token = 2 * 2 * products + 2 * 32 * 257
     tokens, rows, sequence = 4 * 32, 4, 32
@@ -80,15 +87,14 @@ def test_without_a_known_peak_there_is_no_mfu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("KENOTRON_PEAK_TFLOPS", raising=False)
-    cpu = torch.device("cpu")
     step = figures_of(128, 0.5)
     bf16 = config_of(tmp_path, model__dtype="bfloat16")
-    assert Meter(bf16, cpu).metrics(step)["mfu"] is None
+    assert meter_of(bf16).metrics(step)["mfu"] is None
     monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "1")
-    assert Meter(config_of(tmp_path), cpu).metrics(step)["mfu"] is None  # the peak is of bf16
+    assert meter_of(config_of(tmp_path)).metrics(step)["mfu"] is None  # the peak is of bf16
     monkeypatch.setenv("KENOTRON_PEAK_TFLOPS", "fast")
     with pytest.raises(ValueError, match="KENOTRON_PEAK_TFLOPS=fast: it must be a positive"):
-        Meter(bf16, cpu)
+        meter_of(bf16)
 
 
 def padded(mesh: Mesh) -> int:
@@ -279,7 +285,7 @@ def test_memory_of_a_step_is_its_own_and_that_of_the_device(
     second = Memory.of_step(cuda)
     assert second == Memory(5, 10, 28)  # the peak of the step before is not in it
     step = figures_of(96, 0.5, memory=second)
-    found = Meter(config_of(tmp_path), torch.device("cpu")).metrics(step)
+    found = meter_of(config_of(tmp_path)).metrics(step)
     names = ("memory_gb", "memory_reserved_gb", "memory_device_gb")
     assert [found[name] for name in names] == [5, 10, 28]
     assert numbers.short(999.6) == "1e+03"

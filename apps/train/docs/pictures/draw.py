@@ -13,6 +13,7 @@ from pathlib import Path
 from kenotron_dist import MeshConfig, coords_of
 from kenotron_pp import SCHEDULES, Times, draw_svg, simulate
 from kenotron_train.config_file import load_config
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 BLUE, GREEN, ORANGE, PURPLE, GREY, PALE = (
@@ -126,7 +127,7 @@ def zero() -> str:
     parts = []
     for row, stage in enumerate(range(4)):
         config = load_config(BILLION, [f"optimizer.zero_stage={stage}"])
-        (size,) = stage_sizes(config)
+        (size,) = stage_sizes(cost_plan(config))
         x, y, total = 110.0, 30 + row * 50, 0.0
         parts.append(label(100, y + 24, f"zero_stage: {stage}", "black", "end"))
         for name, colour in colours.items():

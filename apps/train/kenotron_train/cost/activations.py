@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kenotron_config import Config, ParallelismConfig
-from kenotron_dist import Axis, MeshConfig, TensorLayout, parameter_layouts
-from kenotron_engine import CPMode, StageLayers, recompute_within, stages_of
+from kenotron_dist import Axis, TensorLayout, parameter_layouts
+from kenotron_engine import StageLayers, recompute_within, stages_of
 from kenotron_models import (
     Build,
     LayerStack,
@@ -22,42 +21,26 @@ from kenotron_models import (
     layer_costs,
 )
 from kenotron_pp import NamedLayers, simulate
+from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
 
 
-def cp_mode_of(config: Config) -> CPMode:
-    """Return how attention runs over cp."""
-    sizes = config.parallelism
-    return CPMode(*config.cp_way, sizes.cp_layout, sizes.cp_block)
-
-
-def mesh_sizes(parallel: ParallelismConfig) -> MeshConfig:
-    """Return the sizes of the axes."""
-    return MeshConfig(**parallel.grid, ep=parallel.ep)
-
-
-def row_tokens(config: Config) -> int:
-    """Return the tokens of a row on one rank of cp, padding included."""
-    cut = cp_mode_of(config).cut(config.longest_sequence, config.parallelism.cp)
-    return cut.local
-
-
-def layer_activation(config: Config, layer: int, again: Recompute) -> int:
+def layer_activation(plan: CostPlan, layer: int, again: Recompute) -> int:
     """Return the bytes that one rank keeps of a micro-batch for the backward of a block.
 
     The block of the module of `mtp` counts as one more layer.
     """
-    spec, parallel = config.decoder, config.parallelism
+    spec, parallel = plan.spec, plan.parallelism
     return kept_bytes(
         spec.trained_blocks[layer],
         spec.hidden_size,
-        config.tokens.micro_batch_size,
-        row_tokens(config),
+        plan.micro_batch_size,
+        plan.row_tokens,
         tp=parallel.tp,
         mode=parallel.mode,
-        dtype=getattr(torch, config.model.dtype),
+        dtype=plan.dtype,
         residual=torch.float32 if spec.residual_in_fp32 else None,
         recompute=again,
-        fused_norms=_fuses_norms(config.general.device, config.model.dtype),
+        fused_norms=_fuses_norms(plan.device, plan.dtype),
     )
 
 
@@ -71,23 +54,23 @@ class Stages:
     """Of the whole model's parameters."""
 
 
-def layers_by_rank(config: Config) -> Stages:
+def layers_by_rank(plan: CostPlan) -> Stages:
     """Return the layers of each pipeline rank."""
-    parallel, spec = config.parallelism, config.decoder
+    parallel, spec = plan.parallelism, plan.spec
     tp, ep = (  # meta tensors are not communicated
         Axis(name, 0, tuple(range(getattr(parallel, name)))) for name in ("tp", "ep")
     )
     layers = build_decoder(
         spec,
-        Build(tp, parallel.mode, dtype=getattr(torch, config.model.dtype), ep=ep),
-        vocab_divisible_by=config.model.make_vocab_size_divisible_by,
+        Build(tp, parallel.mode, dtype=plan.dtype, ep=ep),
+        vocab_divisible_by=plan.vocab_divisible_by,
     )
     schedule = parallel.schedule
     stages = stages_of(layers, layer_costs(spec), spec.stage_starts, parallel.pp, schedule)
     layouts = parameter_layouts(
         LayerStack(layers), mesh_sizes(parallel).axis_sizes, stages.of_parameter
     )
-    trace = simulate(schedule, parallel.pp, config.batches.most_microbatches)
+    trace = simulate(schedule, parallel.pp, plan.microbatches)
     found: list[tuple[NamedLayers, StageLayers]] = []
     for rank in range(parallel.pp):
         own = stages.own(layers, rank)
@@ -98,25 +81,25 @@ def layers_by_rank(config: Config) -> Stages:
     return Stages(found, layouts)
 
 
-def recomputed(config: Config) -> tuple[Recompute, ...]:
+def recomputed(plan: CostPlan) -> tuple[Recompute, ...]:
     """Return what each decoder layer computes again in the backward, then the module of `mtp`.
 
     Raises:
         ValueError: ``parallelism.recompute_memory_gb`` is too small for any choice.
     """
-    parallel, depth = config.parallelism, config.decoder.num_hidden_layers
+    parallel, depth = plan.parallelism, plan.spec.num_hidden_layers
     if (room := parallel.recompute_memory_gb) is None:
         again = [parallel.recompute_of(layer) for layer in range(depth)]
-        experts = expert_layers(config.decoder) if parallel.moe_layer_recompute else ()
+        experts = expert_layers(plan.spec) if parallel.moe_layer_recompute else ()
         found: list[Recompute] = [
             "feed_forward" if way == "none" and layer in experts else way
             for layer, way in enumerate(again)
         ]
-        return (*found, *found[-1:] * len(config.decoder.mtp_blocks))
-    stages = [stage for _, stage in layers_by_rank(config).ranks]
+        return (*found, *found[-1:] * len(plan.spec.mtp_blocks))
+    stages = [stage for _, stage in layers_by_rank(plan).ranks]
     try:
         return recompute_within(
-            room * 1e9, stages, lambda layer, again: layer_activation(config, layer, again)
+            room * 1e9, stages, lambda layer, again: layer_activation(plan, layer, again)
         )
     except ValueError as error:
         raise ValueError(
@@ -125,8 +108,8 @@ def recomputed(config: Config) -> tuple[Recompute, ...]:
         ) from error
 
 
-def _fuses_norms(device: str, dtype: str) -> bool:
+def _fuses_norms(device: str, dtype: torch.dtype) -> bool:
     """Whether RMSNorm is one kernel: on an accelerator, for which half precision is meant."""
     if device == "cpu":
         return False
-    return torch.accelerator.is_available() or dtype != "float32"
+    return torch.accelerator.is_available() or dtype != torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import kenotron_optim as optim
-from kenotron_config import Config
+from kenotron_config import Device, ParallelismConfig
+from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import (
     MeshConfig,
     TensorLayout,
@@ -24,7 +25,7 @@ from kenotron_dist import (
 from kenotron_dist.launch import local_ranks
 from kenotron_models import expert_parameters, parameter_count
 from kenotron_optim import Held, OptimizerConfig
-from kenotron_train.cost.activations import mesh_sizes
+from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
 
 GB = 1e9
 MOST_PER_CORE = 32
@@ -48,23 +49,23 @@ class Memory:
     total: float
 
 
-def check_machine(config: Config) -> None:
+def check_machine(plan: CostPlan, stages: Sequence[DatasetStageConfig]) -> None:
     """Refuse what this host cannot hold or start, before its ranks are started.
 
     Raises:
         ValueError: one line for each problem, `key: value was given; what there is; what helps`.
     """
-    found = [*_too_many(config)]
-    memory, ranks = host_memory(), local_ranks(config.world_size)
-    if memory is not None and _on_gpus(config.general.device, config.world_size):
-        found += _offload_shortage(config, memory, memory.total)
-    elif memory is not None and (need := state_of_rank(config) * ranks) > memory.total:
+    found = [*_too_many(plan.parallelism, stages)]
+    memory, ranks = host_memory(), local_ranks(plan.parallelism.world_size)
+    if memory is not None and _on_gpus(plan):
+        found += _offload_shortage(plan, memory, memory.total)
+    elif memory is not None and (need := state_of_rank(plan) * ranks) > memory.total:
         found.append(shortage(need, memory, f"the {ranks} ranks of this host", "this host"))
     if found:
         raise ValueError("\n".join(found))
 
 
-def machine_cautions(config: Config) -> list[str]:
+def machine_cautions(plan: CostPlan) -> list[str]:
     """Name what does not fit into the memory that is free here: a run may be elsewhere.
 
     It reads a GPU's memory where there is one, after which this process must not start ranks.
@@ -72,35 +73,39 @@ def machine_cautions(config: Config) -> list[str]:
     Returns:
         A line for the host, or for its GPU and for what is offloaded from it, where it is short.
     """
-    if not _on_gpus(config.general.device, config.world_size):
-        return host_cautions(config)
+    if not _on_gpus(plan):
+        return host_cautions(plan)
     found, host = list[str](), host_memory()
-    memory, need = device_memory(torch.device("cuda", 0)), state_of_rank(config, "device")
+    memory, need = device_memory(torch.device("cuda", 0)), state_of_rank(plan, "device")
     if memory is not None and need > memory.free:
         found.append(shortage(need, memory, "a rank", "the GPU here"))
-    return found + (_offload_shortage(config, host, host.free) if host else [])
+    return found + (_offload_shortage(plan, host, host.free) if host else [])
 
 
-def without_gpus(config: Config) -> list[str]:
+def without_gpus(device: Device, *, cuda_graph: bool) -> list[str]:
     """Name what asks for GPUs where this machine has none that ranks can use.
+
+    Args:
+        device: ``general.device``.
+        cuda_graph: ``model.cuda_graph``.
 
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    there, model, device = visible_gpus(), config.model, config.general.device
+    there = visible_gpus()
     elsewhere = f"; no GPU can be used here ({gpu_problem()}); check it on a machine with GPUs"
     if device == "cuda" and not there:
         return [f"general.device: cuda was given{elsewhere}, or give auto or cpu"]
-    if model.cuda_graph and device == "cpu":
+    if cuda_graph and device == "cpu":
         return ["model.cuda_graph: true was given with general.device cpu; set it to false"]
-    if model.cuda_graph and not there:
+    if cuda_graph and not there:
         return [f"model.cuda_graph: true was given{elsewhere}, or set it to false"]
     return []
 
 
-def beyond_any_machine(config: Config) -> list[str]:
+def beyond_any_machine(plan: CostPlan) -> list[str]:
     """Name a model of which one rank's share fits into no machine that there is."""
-    if (need := state_of_rank(config)) <= LARGEST:
+    if (need := state_of_rank(plan)) <= LARGEST:
         return []
     return [
         "model.model_config: parameters, gradients and the optimizer's state of a rank need "
@@ -109,12 +114,13 @@ def beyond_any_machine(config: Config) -> list[str]:
     ]
 
 
-def host_cautions(config: Config) -> list[str]:
+def host_cautions(plan: CostPlan) -> list[str]:
     """Name what this host is short of: memory and cores; nothing where ranks have GPUs."""
-    if _on_gpus(config.general.device, config.world_size):
+    if _on_gpus(plan):
         return []
-    memory, ranks, cores = host_memory(), local_ranks(config.world_size), usable_cores()
-    need, found = state_of_rank(config) * ranks, list[str]()
+    memory, cores = host_memory(), usable_cores()
+    ranks = local_ranks(plan.parallelism.world_size)
+    need, found = state_of_rank(plan) * ranks, list[str]()
     if memory is not None and need > memory.free:
         found.append(
             shortage(need, memory, f"{ranks} rank{'s' * (ranks != 1)} on one host", "this host")
@@ -182,18 +188,18 @@ def _fields(lines: list[str]) -> Iterator[tuple[str, str]]:
         yield name, rest
 
 
-def _too_many(config: Config) -> Iterator[str]:
+def _too_many(sizes: ParallelismConfig, stages: Sequence[DatasetStageConfig]) -> Iterator[str]:
     """Ranks and loading threads that this machine cannot work with."""
     cores = usable_cores()
     most = max(ALWAYS_ALLOWED, MOST_PER_CORE * cores)
-    ranks, sizes = local_ranks(config.world_size), config.parallelism
+    ranks = local_ranks(sizes.world_size)
     if ranks > most:
         yield (
             f"parallelism: {sizes.described} are {ranks} ranks on this "
             f"host, which has {cores} cores and takes at most {most} ranks; make dp, pp, cp or tp "
             "smaller, or start it on more hosts (docs/launching.md)"
         )
-    for number, stage in enumerate(config.data_stages):
+    for number, stage in enumerate(stages):
         if (workers := stage.data.num_loading_workers) > most:
             yield (
                 f"data_stages.{number}.data.num_loading_workers: {workers} was given; this host "
@@ -201,16 +207,16 @@ def _too_many(config: Config) -> Iterator[str]:
             )
 
 
-def _on_gpus(device: str, world_size: int) -> bool:
+def _on_gpus(plan: CostPlan) -> bool:
     """Whether each rank of this host has a GPU, and may use it."""
-    gpus = visible_gpus() if device != "cpu" else 0
-    return gpus > 0 and gpus >= local_ranks(world_size)
+    gpus = visible_gpus() if plan.device != "cpu" else 0
+    return gpus > 0 and gpus >= local_ranks(plan.parallelism.world_size)
 
 
-def _offload_shortage(config: Config, memory: Memory, there: float) -> list[str]:
+def _offload_shortage(plan: CostPlan, memory: Memory, there: float) -> list[str]:
     """Describe a host that cannot hold what its GPUs offload; no line where it can."""
-    ranks = local_ranks(config.world_size)
-    if (need := state_of_rank(config, "host") * ranks) <= there:
+    ranks = local_ranks(plan.parallelism.world_size)
+    if (need := state_of_rank(plan, "host") * ranks) <= there:
         return []
     return [
         f"optimizer.offload: true was given; masters and optimizer state of the {ranks} ranks of "
@@ -220,20 +226,20 @@ def _offload_shortage(config: Config, memory: Memory, there: float) -> list[str]
     ]
 
 
-def state_of_rank(config: Config, place: Place = "all") -> float:
+def state_of_rank(plan: CostPlan, place: Place = "all") -> float:
     """Mean bytes of what a rank keeps between steps, without a model being built.
 
     Args:
-        config: that of the run.
+        plan: of the run.
         place: on a GPU, which bytes: those on it (device), those that are offloaded (host), or all.
     """
-    parallel = config.parallelism
-    routed = expert_parameters(config.decoder)
-    dense = (parameter_count(config.decoder) - routed) // (parallel.tp * parallel.pp)
+    parallel = plan.parallelism
+    routed = expert_parameters(plan.spec)
+    dense = (parameter_count(plan.spec) - routed) // (parallel.tp * parallel.pp)
     routed //= parallel.ep * parallel.pp
     means = Held(count=dense, matrix=True), Held(count=routed, expert=True, matrix=True)
-    sizes = state_bytes(config, means)
-    host = offloaded(config.optimizer, sizes)
+    sizes = state_bytes(plan, means)
+    host = offloaded(plan.optimizer, sizes)
     return float(
         {"all": sum(sizes.values()), "host": host, "device": sum(sizes.values()) - host}[place]
     )
@@ -244,17 +250,16 @@ def offloaded(optimizer: OptimizerConfig, sizes: Mapping[str, int]) -> int:
     return sum(sizes.get(what, 0) for what in OFFLOADED) if optimizer.offload else 0
 
 
-def state_bytes(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
+def state_bytes(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state, for some of its tensors."""
-    width = getattr(torch, config.model.dtype).itemsize
-    return optim.state_bytes(tensors, config.optimizer, mesh_sizes(config.parallelism), width)
+    sizes = mesh_sizes(plan.parallelism)
+    return optim.state_bytes(tensors, plan.optimizer, sizes, plan.dtype.itemsize)
 
 
-def sent_over_data(config: Config, tensors: Iterable[Held]) -> dict[str, int]:
+def sent_over_data(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes that a rank sends in a step for gradients and parameters, by data axis."""
-    width = getattr(torch, config.model.dtype).itemsize
-    times = config.batches.most_microbatches
-    return optim.data_bytes(tensors, config.optimizer, mesh_sizes(config.parallelism), width, times)
+    sizes, width = mesh_sizes(plan.parallelism), plan.dtype.itemsize
+    return optim.data_bytes(tensors, plan.optimizer, sizes, width, plan.microbatches)
 
 
 def stage_tensors(

@@ -11,18 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kenotron_config import Config
 from kenotron_engine import way_of
 from kenotron_models import LayerStack, Recompute, TransformersSpec, sent_bytes
 from kenotron_tp import tokens_at_a_time
-from kenotron_train.cost.activations import (
-    cp_mode_of,
-    layer_activation,
-    layers_by_rank,
-    mesh_sizes,
-    recomputed,
-    row_tokens,
-)
+from kenotron_train.cost.activations import layer_activation, layers_by_rank, recomputed
+from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
 from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
 
 
@@ -39,60 +32,59 @@ class StageSize:
     """Bytes that it sends in a step, by axis: for its blocks, gradients and parameters."""
 
 
-def stage_sizes(config: Config) -> list[StageSize]:
+def stage_sizes(plan: CostPlan) -> list[StageSize]:
     """What each pipeline rank holds in one of its tp and dp ranks."""
-    sizes = mesh_sizes(config.parallelism)
-    found, foreign = [], isinstance(config.decoder, TransformersSpec)
-    again, stages = recomputed(config), layers_by_rank(config)
+    sizes = mesh_sizes(plan.parallelism)
+    found, foreign = [], isinstance(plan.spec, TransformersSpec)
+    again, stages = recomputed(plan), layers_by_rank(plan)
     for rank, (own, stage) in enumerate(stages.ranks):
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
-        tensors = stage_tensors(LayerStack(own), stages.layouts, sizes, rank, config.optimizer)
-        nbytes = state_bytes(config, tensors)
+        tensors = stage_tensors(LayerStack(own), stages.layouts, sizes, rank, plan.optimizer)
+        nbytes = state_bytes(plan, tensors)
         if not foreign:
-            kept = sum(layer_activation(config, i, again[i]) for i in stage.layers)
+            kept = sum(layer_activation(plan, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = _logits_bytes(
-                config.tokens.micro_batch_size * row_tokens(config),
-                config.decoder.vocab_size // config.parallelism.tp,
-                config.model.dtype,
+                plan.micro_batch_size * plan.row_tokens,
+                plan.spec.vocab_size // plan.parallelism.tp,
+                plan.dtype,
             )
-        sent = {} if foreign else _sent(config, stage.layers, again)
-        sent |= sent_over_data(config, tensors)
+        sent = {} if foreign else _sent(plan, stage.layers, again)
+        sent |= sent_over_data(plan, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
 
-def _logits_bytes(tokens: int, width: int, dtype: str) -> int:
+def _logits_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
 
     They depend on whether there is an accelerator here.
     """
     place, nbytes = "cpu", 4
     if torch.accelerator.is_available():
-        place, nbytes = "cuda", 4 + getattr(torch, dtype).itemsize
+        place, nbytes = "cuda", 4 + dtype.itemsize
     return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
 
 
-def _sent(config: Config, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:
+def _sent(plan: CostPlan, layers: Sequence[int], again: Sequence[Recompute]) -> dict[str, int]:
     """Bytes that one rank sends over tp, cp and ep for some blocks in a step."""
-    spec, parallel, sent = config.decoder, config.parallelism, Counter[str]()
-    mode = cp_mode_of(config)
+    spec, parallel, sent = plan.spec, plan.parallelism, Counter[str]()
     for layer in layers:
         sent += Counter(
             sent_bytes(
                 spec.trained_blocks[layer],
                 spec.hidden_size,
-                config.tokens.micro_batch_size,
-                row_tokens(config),
+                plan.micro_batch_size,
+                plan.row_tokens,
                 tp=parallel.tp,
                 ep=parallel.ep,
                 mode=parallel.mode,
-                dtype=getattr(torch, config.model.dtype),
+                dtype=plan.dtype,
                 residual=torch.float32 if spec.residual_in_fp32 else None,
                 recompute=again[layer],
-                cut=mode.cut(config.longest_sequence, parallel.cp),
-                way=way_of(mode, spec, parallel.grid),
+                cut=plan.cp_mode.cut(plan.sequence, parallel.cp),
+                way=way_of(plan.cp_mode, spec, parallel.grid),
             )
         )
-    return {name: n * config.batches.most_microbatches for name, n in sent.items()}
+    return {name: n * plan.microbatches for name, n in sent.items()}

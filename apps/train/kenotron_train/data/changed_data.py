@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from kenotron_ckpt import on_first
-from kenotron_config import Config
 from kenotron_data import Corpus, Fingerprint, fingerprint, has_index
 from kenotron_dist import Mesh
-from kenotron_train.data.data_settings import order_of, reading_of
+from kenotron_train.data.data_settings import order_of
 from kenotron_train.progress import Progress
 
 WHAT_SAMPLES_ARE = ("sequence_length", "held_out", "tokenizer", "domains")
@@ -34,20 +33,23 @@ def fingerprint_of(corpus: Corpus, mesh: Mesh) -> Fingerprint | None:
         return Fingerprint.from_dict(on_first(mesh, lambda: fingerprint(data).to_dict()))
 
 
-def check_data(config: Config, number: int, known: Fingerprint | None, now: Fingerprint) -> str:
+def check_data(stage: str, known: Fingerprint | None, now: Fingerprint, *, accepted: bool) -> str:
     """Compare the data of a stage with those of the checkpoint; a warning about accepted ones.
 
+    Args:
+        stage: key and name of the stage.
+        known: fingerprint in the checkpoint; None: it has none.
+        now: fingerprint of the data.
+        accepted: ``checkpoints.accept_changed_data``.
+
     Raises:
-        ValueError: they differ, and ``checkpoints.accept_changed_data`` is false.
+        ValueError: they differ, and that is not accepted.
     """
     changed = known.difference(now) if known is not None else ""
     if not changed:
         return ""
-    said = (
-        f"data_stages.{number} ({config.data_stages[number].name}): the data are not those that "
-        f"the checkpoint was trained with: {changed}"
-    )
-    if config.checkpoints.accept_changed_data:
+    said = f"{stage}: the data are not those that the checkpoint was trained with: {changed}"
+    if accepted:
         return f"{said}; samples may come twice or not at all"
     raise ValueError(
         f"{said}: give the former data, or accept the change with --set "
@@ -55,15 +57,15 @@ def check_data(config: Config, number: int, known: Fingerprint | None, now: Fing
     )
 
 
-def comparable(progress: Progress, reading: Mapping[str, Any], config: Config) -> Progress:
-    """Forget fingerprints of stages whose keys in the config changed since ``reading`` was saved.
+def comparable(progress: Progress, saved: Mapping[str, Any], given: Mapping[str, Any]) -> Progress:
+    """Forget fingerprints of stages whose keys in the config changed since a checkpoint.
 
     Args:
         progress: that of a checkpoint.
-        reading: what the checkpoint has read, see ``reading_of``.
-        config: the config that resumes it.
+        saved: what the checkpoint has read, see ``reading_of``.
+        given: what the run that resumes it reads.
     """
-    then, now = order_of(dict(reading)), order_of(reading_of(config))
+    then, now = order_of(dict(saved)), order_of(dict(given))
     if any(then.get(key) != now.get(key) for key in WHAT_SAMPLES_ARE):
         return replace(progress, data={})
     same = {

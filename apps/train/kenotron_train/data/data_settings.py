@@ -6,27 +6,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Config, EnvText, TokenizerConfig, public
+from kenotron_config import EnvText, TokenizerConfig, public
 from kenotron_data.config import DatasetStageConfig
 from kenotron_train.data.vocabulary import BYTES
+from kenotron_train.data_plan import DataPlan
 
 HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_cache")
 """Fields of a data set that change neither its samples nor their order."""
 
 
-def reading_of(config: Config) -> dict[str, Any]:
+def reading_of(data: DataPlan) -> dict[str, Any]:
     """What the place in the data refers to: with other values samples are skipped or repeated."""
     reading = {
-        "global_batch_size": config.global_batch_size,
-        "sequence_length": config.tokens.sequence_length,
-        "held_out": config.tokens.limit_val_batches > 0,
-        "data_stages": [_stage_reading(stage) for stage in config.data_stages],
-        "tokenizer": tokenizer_state(config.tokenizer),
+        "global_batch_size": data.global_batch_size,
+        "sequence_length": data.tokens.sequence_length,
+        "held_out": data.tokens.limit_val_batches > 0,
+        "data_stages": [_stage_reading(stage) for stage in data.stages],
+        "tokenizer": tokenizer_state(data.tokenizer),
     }
-    if config.tokens.batch_ramp is not None:
-        reading["batch_ramp"] = asdict(config.tokens.batch_ramp)
-    if config.doremi is not None:
-        reading["domains"] = config.doremi.shares
+    if data.tokens.batch_ramp is not None:
+        reading["batch_ramp"] = asdict(data.tokens.batch_ramp)
+    if data.doremi is not None:
+        reading["domains"] = data.doremi.shares
     return public(reading)
 
 

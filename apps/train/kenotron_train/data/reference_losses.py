@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import MANIFEST, on_first, steps_in
-from kenotron_config import Config
+from kenotron_config import DoReMiConfig
 from kenotron_data import Corpus, Cursor, Fingerprint, Mixture, StoredLosses
 from kenotron_dist import Mesh
 from kenotron_engine import DomainObjective, DomainWeights
+from kenotron_train.data_plan import DataPlan
 
 KEY = "doremi.reference_losses_path"
 COMMAND = "python apps/train doremi losses"
@@ -64,23 +65,20 @@ class Reference:
         )
 
 
-def losses_path(config: Config, stage: int) -> Path:
+def losses_path(data: DataPlan, stage: int) -> Path:
     """The file of a stage's losses."""
-    assert config.doremi is not None
-    given = config.doremi.reference_losses_path
-    folder = Path(config.checkpoints.checkpoints_path) / "reference_losses"
-    return (folder if given is None else Path(given)) / f"stage-{stage}.losses"
+    return data.losses / f"stage-{stage}.losses"
 
 
-def read_by(config: Config, stage: int, found: Fingerprint) -> dict[str, Any]:
+def read_by(data: DataPlan, stage: int, found: Fingerprint) -> dict[str, Any]:
     """What samples of a stage and their order follow from, as the file describes it."""
-    assert config.doremi is not None
+    assert data.doremi is not None
     return {
         "data": found.to_dict(),
-        "domains": list(config.doremi.names),  # keys of the orders of their samples
-        "seed": config.data_stages[stage].data.seed,
+        "domains": list(data.doremi.names),  # keys of the orders of their samples
+        "seed": data.stages[stage].data.seed,
         "stage": stage,
-        "separate_documents": config.decoder.separate_documents,
+        "separate_documents": data.separate_documents,
     }
 
 
@@ -94,30 +92,36 @@ def reference_identity(folder: Path) -> dict[str, Any]:
 
 
 def open_reference(
-    config: Config, mesh: Mesh, stage: int, corpus: Corpus, found: Fingerprint | None
+    data: DataPlan,
+    mesh: Mesh,
+    stage: int,
+    corpus: Corpus,
+    found: Fingerprint | None,
+    z_loss: float,
 ) -> Reference | None:
     """Open the losses that a proxy run reads in a stage; None for other runs.
+
+    ``z_loss`` is the weight of the model's z-loss.
 
     Collective over the mesh. Raises ValueError where there are none, or they are of other samples
     or of another checkpoint than the config names.
     """
-    doremi = config.doremi
+    doremi = data.doremi
     if doremi is None or not doremi.is_proxy:
         return None
     assert found is not None and isinstance(corpus.training, Mixture)
-    path, expected = losses_path(config, stage), read_by(config, stage, found)
-    sequence = config.sequence_of(stage)
-    on_first(mesh, lambda: _check(config, path, expected, sequence))
+    path, expected = losses_path(data, stage), read_by(data, stage, found)
+    sequence = data.sequences[stage]
+    on_first(mesh, lambda: _check(doremi, path, expected, sequence))
     shape, microbatches = (
-        (config.tokens.micro_batch_size, sequence),
-        partial(config.batches.microbatches, stage),
+        (data.tokens.micro_batch_size, sequence),
+        partial(data.batches.microbatches, stage),
     )
     shares = tuple(corpus.training.shares[name] for name in doremi.names)
-    z_loss = config.decoder.z_loss
     return Reference(StoredLosses(path), shares, mesh, shape, microbatches, z_loss)
 
 
-def _check(config: Config, path: Path, expected: Mapping[str, Any], sequence: int) -> None:
+def _check(doremi: DoReMiConfig, path: Path, expected: Mapping[str, Any], sequence: int) -> None:
     """Refuse losses of other samples, or of another reference."""
     try:
         stored = StoredLosses(path)
@@ -129,7 +133,7 @@ def _check(config: Config, path: Path, expected: Mapping[str, Any], sequence: in
     except ValueError as error:
         raise ValueError(f"{KEY}: {error}") from error
     changed = difference(stored, expected, sequence)
-    changed = changed or _other_reference(config, stored.about.get("reference", {}))
+    changed = changed or _other_reference(doremi, stored.about.get("reference", {}))
     if changed:
         raise ValueError(f"{KEY}: {path} {changed}: write it again with `{COMMAND}`")
 
@@ -149,10 +153,9 @@ def difference(stored: StoredLosses, expected: Mapping[str, Any], sequence: int)
     return ""
 
 
-def _other_reference(config: Config, known: Mapping[str, Any]) -> str:
+def _other_reference(doremi: DoReMiConfig, known: Mapping[str, Any]) -> str:
     """Say that the config names another checkpoint, where that one is there to look at."""
-    assert config.doremi is not None
-    folder = Path(str(config.doremi.ref_model_resume_checkpoint_path))
+    folder = Path(str(doremi.ref_model_resume_checkpoint_path))
     steps = steps_in(folder) if folder.is_dir() else []
     places = [place for place in (folder, *(folder / str(n) for n in steps)) if _is_whole(place)]
     if not places:  # gone: the losses are enough

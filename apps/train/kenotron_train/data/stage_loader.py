@@ -41,7 +41,7 @@ class Feed:
         Collective over the mesh when a stage is opened. Raises ValueError for other data than those
         that the progress knows.
         """
-        number = self._training.config.stage_at(progress.step + 1)
+        number = self._training.data.stage_at(progress.step + 1)
         if self._open is None or self._open.number != number:
             self.close()
             self._open = self._enter(number, progress)
@@ -54,24 +54,26 @@ class Feed:
         self._open = None
 
     def _enter(self, number: int, progress: Progress) -> OpenStage:
-        config, mesh = self._training.config, self._training.mesh
+        training, data, mesh = self._training, self._training.data, self._training.mesh
+        stage = data.stages[number]
         with mesh.pulse.busy("reading the corpus"):
-            corpus = open_corpus(config, number, self._hook)
+            corpus = open_corpus(data, number, self._hook)
         found = fingerprint_of(corpus, mesh)
         if found is not None:
-            warning = check_data(config, number, progress.data.get(number), found)
+            accepted = training.config.checkpoints.accept_changed_data
+            key, known = f"data_stages.{number} ({stage.name})", progress.data.get(number)
+            warning = check_data(key, known, found, accepted=accepted)
             self._report.say(warning, "warning")
         cursor = progress.cursor if progress.cursor.stage == number else Cursor(stage=number)
         if not progress.epoch_known and has_index(corpus.training):
             epoch = cursor.consumed // len(corpus.training)
             cursor = Cursor(number, epoch, cursor.consumed)
-        reference = open_reference(config, mesh, number, corpus, found)
-        loader = open_loader(config, mesh, corpus, cursor, self._target_mask)
-        self._report.say(f"[Training Stage: {config.data_stages[number].name}]")
+        reference = open_reference(data, mesh, number, corpus, found, training.plan.spec.z_loss)
+        loader = open_loader(data, mesh, corpus, cursor, self._target_mask)
+        self._report.say(f"[Training Stage: {stage.name}]")
         if corpus.about:
             self._report.say(corpus.about)
-        seed = config.data_stages[number].data.seed
-        sequence = config.sequence_of(number)
+        sequence, seed = data.sequences[number], stage.data.seed
         return OpenStage(number, corpus, loader, sequence, seed, found, reference)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kenotron_config import Config, TokenizerConfig
+from kenotron_config import TokenizerConfig
 from kenotron_data import ShortenedTokens, TextTokenizer, open_tokenizer, open_transformers
 from kenotron_data.config import DatasetStageConfig, PretrainDatasetsConfig, SFTDatasetsConfig
+from kenotron_train.data_plan import DataPlan
 
 KEY = "tokenizer.tokenizer_name_or_path"
 BYTES = "bytes"
@@ -58,15 +59,15 @@ def answer_tokenizer(section: TokenizerConfig, vocab_size: int) -> Any:
     return opened
 
 
-def check_vocabulary(config: Config) -> None:
+def check_vocabulary(data: DataPlan) -> None:
     """Open the tokenizer, where text is read, and hold its size against the model's vocabulary.
 
     Raises ValueError naming both keys.
     """
-    name, size = config.tokenizer.tokenizer_name_or_path, config.model.model_config.vocab_size
-    if _is_bytes(name) or not reads_text(config.data_stages):
+    name, size = data.tokenizer.tokenizer_name_or_path, data.vocab_size
+    if _is_bytes(name) or not reads_text(data.stages):
         return
-    needed = _named(config.tokenizer, size).vocab_size
+    needed = _named(data.tokenizer, size).vocab_size
     if needed > size:
         raise ValueError(
             f"model.model_config.vocab_size: {size} was given; {KEY} ({name}) has {needed} ids; "

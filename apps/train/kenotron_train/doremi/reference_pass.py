@@ -24,6 +24,7 @@ from kenotron_train.data.reference_losses import (
 )
 from kenotron_train.data.stage_dataset import open_corpus, open_loader
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.data_plan import data_plan
 from kenotron_train.log.printing import say
 from kenotron_train.run.resume import load_run
 
@@ -37,39 +38,40 @@ def write_reference_losses(mesh: Mesh, config: Config) -> None:
     reference is kept, and what is missing is added. Collective over the mesh. Raises ValueError
     where the reference cannot be read, or is of another model.
     """
-    check_vocabulary(config)
     assert config.doremi is not None and config.doremi.is_proxy
+    data = data_plan(config)
+    check_vocabulary(data)
     training = build_training(config, mesh)
     path = Path(str(config.doremi.ref_model_resume_checkpoint_path))
     try:
         _, _, folder = load_run(training, path, optimizer=False)
     except (NoCheckpoint, ValueError) as error:
         raise ValueError(f"{REFERENCE}: {error}") from error
-    for stage in range(len(config.data_stages)):
-        if config.batches.steps[stage]:
+    for stage in range(len(data.stages)):
+        if data.batches.steps[stage]:
             _write_stage(training, stage, folder)
 
 
 def _write_stage(training: Training, stage: int, folder: Path) -> None:
     """Write the losses of a stage's samples; rank 0 has the file."""
-    config, mesh = training.config, training.mesh
+    data, mesh = training.data, training.mesh
     with mesh.pulse.busy("reading the corpus"):
-        corpus = open_corpus(config, stage)
+        corpus = open_corpus(data, stage)
     found = fingerprint_of(corpus, mesh)
     assert found is not None and has_index(corpus.training)
-    path, sequence = losses_path(config, stage), config.sequence_of(stage)
-    about = read_by(config, stage, found)
+    path, sequence = losses_path(data, stage), data.sequences[stage]
+    about = read_by(data, stage, found)
     about |= {"reference": on_first(mesh, lambda: reference_identity(folder))}
     kept = on_first(mesh, lambda: _kept(path, about, sequence))
-    batches = config.batches
-    needed = batches.samples(stage) + _left_out(config.optimizer) * batches.full(stage)
+    batches = data.batches
+    needed = batches.samples(stage) + _left_out(training.optim) * batches.full(stage)
     named = f"{path}: losses of {max(kept, needed):,} samples by {folder}"
     if kept >= needed:
         _tell(mesh, f"{named}, all of them there already")
         return
     cursor = Cursor(stage, kept // len(corpus.training), kept)
     with ExitStack() as opened:
-        loader = opened.enter_context(open_loader(config, mesh, corpus, cursor))
+        loader = opened.enter_context(open_loader(data, mesh, corpus, cursor))
         writer = None
         if mesh.rank == 0:
             with _writing(path):

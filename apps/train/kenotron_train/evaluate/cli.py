@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import open_checkpoint, read_manifest, resolve
-from kenotron_config import Config, EvaluateConfig, Mask, unavailable
+from kenotron_config import EvaluateConfig, Mask, unavailable
 from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
@@ -21,6 +21,7 @@ from kenotron_train.called import called
 from kenotron_train.config_file import load_config
 from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
+from kenotron_train.data_plan import DataPlan, data_plan
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.text_tokens import libraries
@@ -40,8 +41,8 @@ class Request:
     folder: Path
     """The step folder."""
     section: EvaluateConfig
-    config: Config | None
-    """That of the training; None: the checkpoint has none, and held-out samples are not known."""
+    data: DataPlan | None
+    """What was read; None: the checkpoint has no config, and held-out samples are not known."""
     tokenizer: tuple[str | None, str | None]
     """Name (None: bytes) and revision."""
     output: Path
@@ -89,15 +90,22 @@ def _request(given: argparse.Namespace) -> Request:
     file = Path(given.config_file) if given.config_file else folder / "config.yaml"
     config = load_config(file) if given.config_file or file.is_file() else None
     output = Path(given.output) if given.output else folder.parent / FOLDER / f"{folder.name}.json"
-    section = _section(given, config)
+    data = None if config is None else data_plan(config)
+    base = None if config is None else config.evaluation
+    section = _section(given, base, [] if config is None else unavailable(config))
     if section.perplexity:
-        _check_held_out(config, folder)
+        _check_held_out(data, folder)
     tokenizer = _tokenizer(given.tokenizer, manifest.state, folder)
-    return Request(folder, section, config, tokenizer, output)
+    return Request(folder, section, data, tokenizer, output)
 
 
-def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig:
-    """The section of the config with what the flags change."""
+def _section(
+    given: argparse.Namespace, base: EvaluateConfig | None, problems: list[str]
+) -> EvaluateConfig:
+    """Return the section of the config with what the flags change.
+
+    ``problems`` say why the config has none that can be used. Raises ValueError.
+    """
     changes: dict[str, Any] = {
         name: getattr(given, name)
         for name in (
@@ -114,9 +122,8 @@ def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig
         changes["tasks"] = tuple(filter(None, given.tasks.split(",")))
     if given.task_folder:
         changes["task_folders"] = tuple(given.task_folder)
-    base = None if config is None else config.evaluation
     if base is None:
-        if config is not None and (problems := unavailable(config)) and not changes.get("tasks"):
+        if problems and not changes.get("tasks"):
             raise ValueError("\n".join(problems))
         if not changes.get("tasks") and not changes.get("perplexity"):
             raise ValueError(
@@ -129,19 +136,19 @@ def _section(given: argparse.Namespace, config: Config | None) -> EvaluateConfig
     return replace(base, **changes)
 
 
-def _check_held_out(config: Config | None, folder: Path) -> None:
+def _check_held_out(data: DataPlan | None, folder: Path) -> None:
     """Raise ValueError where a checkpoint does not know its held-out samples."""
-    if config is None:
+    if data is None:
         raise ValueError(
             f"--perplexity: {folder} has no config.yaml, so that its data are not known: give "
             "--config-file, or --no-perplexity"
         )
-    if config.tokens.limit_val_batches <= 0:
+    if data.tokens.limit_val_batches <= 0:
         raise ValueError(
             "--perplexity: tokens.limit_val_batches of the config is 0, so that no samples were "
             "held out: give --no-perplexity"
         )
-    if any(stage.data.dataset is None for stage in config.data_stages):
+    if any(stage.data.dataset is None for stage in data.stages):
         raise ValueError(
             "--perplexity: data of the training are its program's own (dataset: null), which this "
             "program does not have: give --no-perplexity"
@@ -201,11 +208,12 @@ def read_model(folder: Path, mesh: Mesh) -> ModelOnMesh:
 
 def _held_out(model: ModelOnMesh, request: Request, step: int) -> Validation | None:
     """Loss on the held-out samples of the stage that the step belongs to."""
-    assert request.config is not None, "checked before"
+    data = request.data
+    assert data is not None, "checked before"
     with model.mesh.pulse.busy("reading the corpus"):
-        corpus = open_corpus(request.config, request.config.stage_at(max(step, 1)))
+        corpus = open_corpus(data, data.stage_at(max(step, 1)))
     rows = request.section.batch_size, model.mesh.sizes["pp"]
-    return validate_model(model, request.config, corpus.validation, *rows)
+    return validate_model(model, data, corpus.validation, *rows)
 
 
 def _show(found: Evaluation, output: Path) -> None:

@@ -9,16 +9,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_config import (
-    Config,
-    EnvText,
-    EvaluateConfig,
-    EvaluationJobConfig,
-    Mask,
-    ParallelismConfig,
-)
+from kenotron_config import EnvText, EvaluationJobConfig, Mask, ParallelismConfig
 from kenotron_dist import MeshConfig
 from kenotron_train.evaluate.results import FOLDER
 
@@ -33,7 +27,20 @@ PATIENCE = 60.0
 _OPTIONS = ("partition", "account", "qos", "reservation", "time")
 
 
-def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path) -> str:
+@dataclass(frozen=True, kw_only=True)
+class EvaluationJob:
+    """What the jobs of a training ask of Slurm, and what they take from the training."""
+
+    asked: EvaluationJobConfig
+    trained: ParallelismConfig
+    """Sizes that the section leaves open."""
+    project: str
+    run: str
+    """``checkpoints_path``, which may be a variable's."""
+    mask: Mask
+
+
+def submit_evaluation(job: EvaluationJob, step_folder: Path) -> str:
     """Write the script of a job that evaluates a checkpoint, and give it to sbatch.
 
     The script stays in ``evaluations`` next to the step folders. Where there is no sbatch, nothing
@@ -47,8 +54,8 @@ def submit_evaluation(config: Config, section: EvaluateConfig, step_folder: Path
         OSError: the script cannot be written.
     """
     folder = step_folder.parent / FOLDER
-    command = evaluate_command(config, section.job or EvaluationJobConfig(), step_folder)
-    script = script_of_evaluation(config, section, step_folder, Path.cwd())
+    command = evaluate_command(job, step_folder)
+    script = script_of_evaluation(job, step_folder, Path.cwd())
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{step_folder.name}.sbatch"
     file.write_text(script, encoding="utf-8")
@@ -76,9 +83,8 @@ def _log(step_folder: Path) -> str:
     return str(step_folder.parent / FOLDER / f"{step_folder.name}.out").replace("%", "%%")
 
 
-def _word(text: str, config: Config) -> str:
+def _word(text: str, named: str) -> str:
     """Quote a word of the script; the part that `!env` has read is read again by the shell."""
-    named = config.checkpoints.checkpoints_path
     if not isinstance(named, EnvText) or not named or named not in text:
         return shlex.quote(text)
     name, *other = named.written.split(" ", 1)
@@ -92,11 +98,11 @@ def outside(environment: Mapping[str, str]) -> dict[str, str]:
     return {key: text for key, text in environment.items() if not OF_THE_TRAINING.match(key)}
 
 
-def evaluate_command(config: Config, job: EvaluationJobConfig, step_folder: Path) -> list[str]:
+def evaluate_command(job: EvaluationJob, step_folder: Path) -> list[str]:
     """Return the command that evaluates a checkpoint on the ranks of the job."""
-    sizes = sizes_of(config.parallelism, job)
+    sizes = sizes_of(job.trained, job.asked)
     flags = [word for name, size in sizes.items() for word in (f"--{name}", str(size))]
-    if job.gpus_per_node == 0:
+    if job.asked.gpus_per_node == 0:
         flags += ["--device", "cpu"]
     return [*own_program(), "evaluate", "--ckpt-path", str(step_folder), *flags]
 
@@ -117,45 +123,39 @@ def own_program() -> list[str]:
     return [str(Path(sys.executable).with_name("kenotron-train"))]
 
 
-def script_of_evaluation(
-    config: Config, section: EvaluateConfig, step_folder: Path, cwd: Path
-) -> str:
+def script_of_evaluation(job: EvaluationJob, step_folder: Path, cwd: Path) -> str:
     """Return the script for sbatch.
 
     Raises ValueError for sizes that are no mesh, where ranks cannot be divided among the nodes
     evenly, and for a value that would not stay on its line.
     """
-    job = section.job or EvaluationJobConfig()
-    sizes = sizes_of(config.parallelism, job)
+    asked, hidden, sizes = job.asked, job.mask, sizes_of(job.trained, job.asked)
     try:
         _ = MeshConfig(**sizes).expert_sizes
     except ValueError as error:
         raise ValueError(f"evaluate.job: {error}, or another dp, cp or tp, there") from error
     ranks = sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"]
-    tasks = job.gpus_per_node or ranks // job.nodes
-    if tasks * job.nodes != ranks:
+    tasks = asked.gpus_per_node or ranks // asked.nodes
+    if tasks * asked.nodes != ranks:
         raise ValueError(
             f"evaluate.job: {ranks} ranks (pp x dp x cp x tp) cannot be {tasks} on each of "
-            f"{job.nodes} nodes: change nodes, gpus_per_node, dp, pp, cp or tp there"
+            f"{asked.nodes} nodes: change nodes, gpus_per_node, dp, pp, cp or tp there"
         )
-    hidden = Mask(config)
-    asked = {name: getattr(job, name) for name in _OPTIONS if getattr(job, name)}
-    asked |= {"cpus-per-task": job.cpus_per_task} if job.cpus_per_task else {}
-    asked |= {} if job.gpus_per_node == 0 else {"gpus-per-node": tasks}
-    requests = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in asked.items()]
+    options = {name: getattr(asked, name) for name in _OPTIONS if getattr(asked, name)}
+    options |= {"cpus-per-task": asked.cpus_per_task} if asked.cpus_per_task else {}
+    options |= {} if asked.gpus_per_node == 0 else {"gpus-per-node": tasks}
+    requests = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items()]
     log = _log(step_folder)
     values = {
         "title": hidden(f"evaluation of {step_folder}"),
-        "name": shlex.quote(hidden(f"{config.general.project}-evaluate-{step_folder.name}")),
-        "nodes": job.nodes,
+        "name": shlex.quote(hidden(f"{job.project}-evaluate-{step_folder.name}")),
+        "nodes": asked.nodes,
         "tasks": tasks,
         "requests": "\n".join(requests),
         "log": shlex.quote(log),
-        "cwd": _word(str(cwd), config),
-        "srun": f" --cpus-per-task={job.cpus_per_task}" if job.cpus_per_task else "",
-        "command": " ".join(
-            _word(word, config) for word in evaluate_command(config, job, step_folder)
-        ),
+        "cwd": _word(str(cwd), job.run),
+        "srun": f" --cpus-per-task={asked.cpus_per_task}" if asked.cpus_per_task else "",
+        "command": " ".join(_word(word, job.run) for word in evaluate_command(job, step_folder)),
     }
     texts = [str(value) for name, value in values.items() if name != "requests"] + requests
     if odd := [text for text in texts if text and not text.isprintable()]:

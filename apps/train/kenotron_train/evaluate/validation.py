@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from kenotron_config import Config
 from kenotron_data import Concatenated, Dataset, Subset, validation_batches
 from kenotron_engine import ModelOnMesh, Validation, evaluate
 from kenotron_train.assemble import Training
+from kenotron_train.data_plan import DataPlan
 
 
 def validate(
@@ -25,42 +25,42 @@ def validate(
         averages: whether averages of weights, where the config keeps and validates them, are
             measured too. They are exchanged with the weights: not while a checkpoint copies both.
     """
-    tokens = training.config.tokens
+    tokens = training.data.tokens
     rows = tokens.micro_batch_size, tokens.batch_accumulation_per_replica
-    found = validate_model(training, training.config, held_out, *rows)
-    section = training.config.optimizer.weight_average
+    found = validate_model(training, training.data, held_out, *rows)
+    section = training.optim.weight_average
     measures = averages and section is not None and section.validate
     if found is None or training.averages is None or not measures:
         return found
     with training.averages.in_place():
-        averaged = validate_model(training, training.config, held_out, *rows)
+        averaged = validate_model(training, training.data, held_out, *rows)
     assert averaged is not None
     return replace(found, averaged=averaged.loss)
 
 
 def validate_model(
     model: ModelOnMesh,
-    config: Config,
+    data: DataPlan,
     held_out: Mapping[str, Dataset],
     micro_batch_size: int,
     microbatches: int,
 ) -> Validation | None:
-    """``validate`` with a model on any layout: the samples are those of the config's layout.
+    """``validate`` with a model on any layout: the samples are those of the training's layout.
 
     Args:
         model: the model.
-        config: of the training, which says how many samples are read.
+        data: of the training, which says how many samples are read.
         held_out: samples of each source.
         micro_batch_size: rows that a dp rank reads together.
         microbatches: how often it does before the next pass of the pipeline.
     """
-    limit = config.tokens.limit_val_batches
+    limit = data.tokens.limit_val_batches
     if not held_out or not limit:
         return None
-    counts = _shares([len(data) for data in held_out.values()], limit * config.global_batch_size)
+    counts = _shares([len(each) for each in held_out.values()], limit * data.global_batch_size)
     parts: dict[str, Dataset] = {
-        name: Subset(data, 0, count)
-        for (name, data), count in zip(held_out.items(), counts, strict=True)
+        name: Subset(each, 0, count)
+        for (name, each), count in zip(held_out.items(), counts, strict=True)
         if count
     }
     batches = validation_batches(
@@ -69,7 +69,7 @@ def validate_model(
         microbatches=microbatches,
         dp_rank=model.mesh["dp"].rank,
         dp_size=model.mesh["dp"].size,
-        vocab_size=config.model.model_config.vocab_size,
+        vocab_size=data.vocab_size,
     )
     return evaluate(model, batches, tuple(parts))
 

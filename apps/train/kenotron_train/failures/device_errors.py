@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kenotron_config import Config
+import torch
+
 from kenotron_dist import Mesh
 from kenotron_dist.launch import compute_capability
+from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
 from kenotron_train.cost.stage_sizes import stage_sizes
 
@@ -29,7 +31,7 @@ class NotEnoughMemory(ValueError):
 
 
 @contextmanager
-def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
+def device_errors(plan: CostPlan, mesh: Mesh) -> Iterator[None]:
     """Check the device of a rank, then explain what it runs out of.
 
     Raises:
@@ -37,8 +39,8 @@ def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
         NotEnoughMemory: an allocation failed, on this rank or another one of its pipeline.
     """
     if mesh.device.type == "cuda":
-        check_bfloat16(config.model.dtype, compute_capability(), mesh.rank)
-        check_device_memory(config, mesh)
+        check_bfloat16(plan.dtype, compute_capability(), mesh.rank)
+        check_device_memory(plan, mesh)
     try:
         yield
     except RuntimeError as error:
@@ -46,13 +48,13 @@ def device_errors(config: Config, mesh: Mesh) -> Iterator[None]:
             raise
         gpu = mesh.device.type != "cpu"
         memory = device_memory(mesh.device)
-        text = explain_memory(config, mesh.coords["pp"], str(error), memory, gpu=gpu)
+        text = explain_memory(plan, mesh.coords["pp"], str(error), memory, gpu=gpu)
         raise NotEnoughMemory(f"rank {mesh.rank}: {text}") from error
 
 
-def check_bfloat16(dtype: str, capability: tuple[int, int], rank: int) -> None:
+def check_bfloat16(dtype: torch.dtype, capability: tuple[int, int], rank: int) -> None:
     """Raise ValueError where a GPU of this compute capability has no bfloat16 and needs it."""
-    if dtype == "bfloat16" and capability < BFLOAT16_CAPABILITY:
+    if dtype == torch.bfloat16 and capability < BFLOAT16_CAPABILITY:
         raise ValueError(
             f"model.dtype: bfloat16 was given, but the GPU of rank {rank} has compute capability "
             f"{capability[0]}.{capability[1]}, and bfloat16 needs 8.0 (Ampere) or more; set "
@@ -60,28 +62,28 @@ def check_bfloat16(dtype: str, capability: tuple[int, int], rank: int) -> None:
         )
 
 
-def check_device_memory(config: Config, mesh: Mesh) -> None:
+def check_device_memory(plan: CostPlan, mesh: Mesh) -> None:
     """Raise NotEnoughMemory where the state of a rank is larger than its accelerator's memory."""
-    memory, need = device_memory(mesh.device), state_of_rank(config, "device")
+    memory, need = device_memory(mesh.device), state_of_rank(plan, "device")
     if memory is not None and need > memory.total:
         said = shortage(need, memory, "a rank", f"the GPU of rank {mesh.rank}")
-        raise NotEnoughMemory(f"{said}. What helps: {'; '.join(remedies(config, gpu=True))}")
+        raise NotEnoughMemory(f"{said}. What helps: {'; '.join(remedies(plan, gpu=True))}")
 
 
 def explain_memory(
-    config: Config, pp_rank: int, error: str, memory: Memory | None, *, gpu: bool = True
+    plan: CostPlan, pp_rank: int, error: str, memory: Memory | None, *, gpu: bool = True
 ) -> str:
     """Describe what a rank needs by arithmetic, what its device has, and which keys help.
 
     Args:
-        config: the config of the run.
+        plan: of the run.
         pp_rank: the rank's place in the pipeline.
         error: what torch said.
         memory: that of the device; None: unknown.
         gpu: whether the device is a GPU, so that what is offloaded is not on it.
     """
-    sizes = stage_sizes(config)[pp_rank].bytes_of
-    if gpu and config.optimizer.offload:
+    sizes = stage_sizes(plan)[pp_rank].bytes_of
+    if gpu and plan.optimizer.offload:
         sizes = {what: size for what, size in sizes.items() if what not in OFFLOADED}
     parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in sizes.items())
     there = ""
@@ -93,31 +95,30 @@ def explain_memory(
     return (
         f"not enough device memory: {said}. By arithmetic a rank of "
         f"this stage needs at least {sum(sizes.values()) / GB:.3g} GB ({parts}){there}. What "
-        f"helps: {'; '.join(remedies(config, gpu=gpu))}"
+        f"helps: {'; '.join(remedies(plan, gpu=gpu))}"
     )
 
 
-def remedies(config: Config, *, gpu: bool) -> list[str]:
+def remedies(plan: CostPlan, *, gpu: bool) -> list[str]:
     """Name the keys that make a rank need less memory, those without cost first.
 
     Args:
-        config: the config of the run.
+        plan: of the run.
         gpu: whether the memory is that of a GPU.
     """
-    parallel, optim, tokens = config.parallelism, config.optimizer, config.tokens
+    parallel, optim, micro = plan.parallelism, plan.optimizer, plan.micro_batch_size
     found = []
     if not optim.zero.cuts_states and parallel.dp * parallel.cp > 1:
         found.append("optimizer.zero_stage: 1")
-    if config.model.dtype == "float32":
+    if plan.dtype == torch.float32:
         found.append("model.dtype: bfloat16")
-    if tokens.micro_batch_size > 1:
+    if micro > 1:
         found.append(
-            f"tokens.micro_batch_size below {tokens.micro_batch_size}, with more "
-            "batch_accumulation_per_replica"
+            f"tokens.micro_batch_size below {micro}, with more batch_accumulation_per_replica"
         )
     if (room := parallel.recompute_memory_gb) is not None:
         found.append(f"parallelism.recompute_memory_gb below {room}")
-    elif parallel.recompute_of(config.decoder.num_hidden_layers - 1) == "none":
+    elif parallel.recompute_of(plan.spec.num_hidden_layers - 1) == "none":
         found.append("parallelism.recompute_layer: true")
     if optim.state_dtype == "float32":
         found.append("optimizer.state_dtype: bfloat16")

@@ -8,7 +8,6 @@ import uuid
 from pathlib import Path
 
 from kenotron_ckpt import LOCK, TAKEN
-from kenotron_config import Config
 from kenotron_dist import STALLED, first_cause, tell_launcher
 from kenotron_train.failures.passing_errors import status_of
 from kenotron_train.log.metrics_file import last_step
@@ -17,11 +16,13 @@ FILE = "failure.json"
 """In ``checkpoints_path``: the step, the cause, and how often it came in a row."""
 
 
-def told(error: Exception, config: Config | None, before: str | None = None) -> str:
-    """Record a failure and inform the launcher. Returns a message if it repeats the last one."""
+def told(error: Exception, folder: str | None, before: str | None = None) -> str:
+    """Record a failure and inform the launcher. Returns a message if it repeats the last one.
+
+    ``folder`` is that of the run; None: it is not known. ``before``: see ``noted``.
+    """
     cause = first_cause(error)
     passes = status_of(error) == STALLED
-    folder = config.checkpoints.checkpoints_path if config else ""
     said = noted(Path(folder), cause, before, passes=passes) if folder else ""
     tell_launcher("\n".join(filter(None, (cause, said))))
     return said

@@ -119,7 +119,7 @@ def _module(training: Training, batch: Batch, step: int) -> str:
 
         return look
 
-    key = counter_key(training.config.general.seed, "dropout", step)
+    key = counter_key(training.plan.seed, "dropout", step)
     share, count = training.share_of(batch, key), training.objective.counts(batch, mesh)[0]
     with ExitStack() as hooks, torch.no_grad():
         for name, module in model.stack.named_modules():

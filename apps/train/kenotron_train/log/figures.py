@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from kenotron_config import Config
 from kenotron_engine import (
+    ModelPlan,
     StepResult,
     Validation,
     flops_utilization,
@@ -20,6 +20,7 @@ from kenotron_engine import (
     tflops_per_rank,
 )
 from kenotron_models import peak_bf16_flops
+from kenotron_train.data_plan import DataPlan
 from kenotron_train.log.numbers import or_null, with_nulls
 from kenotron_train.log.stopwatch import StepTimes
 
@@ -83,14 +84,19 @@ class StepFigures:
 
 
 class Meter:
-    """Works out speeds. ``peak``: bf16 FLOP/s of a device, None where it is not known.
+    """Works out speeds. ``peak``: bf16 FLOP/s of a device, None where it is not known; ``ranks``:
+    processes that train together.
 
     Raises ValueError for an environment variable that is no positive number.
     """
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self._config = config
-        self.peak = _peak(device) if config.model.dtype == "bfloat16" else None
+    def __init__(self, model: ModelPlan, data: DataPlan, ranks: int, device: torch.device) -> None:
+        self._spec, self._data, self.ranks = model.spec, data, ranks
+        self.peak = _peak(device) if model.dtype == torch.bfloat16 else None
+
+    def sequence(self, step: int) -> int:
+        """Tokens of a sample in a step."""
+        return self._data.sequences[self._data.stage_at(step)]
 
     def tokens_per_second(self, figures: StepFigures) -> float:
         """Tokens a second of all ranks, padding not counted."""
@@ -98,14 +104,13 @@ class Meter:
 
     def tflops(self, figures: StepFigures, *, causal: bool = False) -> float:
         """TFLOP/s of each rank. ``causal``: scores that no token sees are not counted."""
-        config = self._config
-        length = config.sequence_of(config.stage_at(figures.step))
+        length = self.sequence(figures.step)
         return tflops_per_rank(
-            config.decoder,
+            self._spec,
             figures.samples,
             length,
             seconds=figures.times.step,
-            ranks=config.world_size,
+            ranks=self.ranks,
             useful=figures.tokens / (figures.samples * length),
             causal=causal,
         )
@@ -127,7 +132,7 @@ class Meter:
             "consumed_samples": figures.consumed_samples,
             "tokens": figures.tokens,
             "tokens_per_sec": speed,
-            "tokens_per_sec_per_gpu": speed / self._config.world_size,
+            "tokens_per_sec_per_gpu": speed / self.ranks,
             "step_time_s": times.step,
             "data_wait_s": times.data_wait,
             "save_blocked_s": times.save_blocked,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from kenotron_config import Config, MetricsLoggingConfig
+from kenotron_config import MetricsLoggingConfig
 from kenotron_data import Batch
 from kenotron_dist import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
@@ -29,12 +29,12 @@ Look = Callable[[Slices], None]
 """What a step calls with the whole gradient."""
 
 
-def check_watching(config: Config) -> None:
+def check_watching(trackers: Sequence[str] | None, table: str | None) -> None:
     """Raise ValueError for what a run would find out too late: tracker, table, peak."""
-    check_trackers(config.logging.trackers)
+    check_trackers(trackers)
     named_peak()
-    if config.general.benchmark_csv_path is not None:
-        check_table(config.general.benchmark_csv_path)
+    if table is not None:
+        check_table(table)
 
 
 def is_detailed(section: MetricsLoggingConfig | None, step: int) -> bool:
@@ -53,7 +53,7 @@ class Watching:
         mesh = training.mesh
         # nccl's waits are the device's: this process continues.
         self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
-        communication = training.config.logging.communication
+        config, communication = training.config, training.config.logging.communication
         self._recorder = record(mesh) if communication and mesh.rank == 0 else None
         self._sent: dict[str, int] | None = None
         self._steps: deque[StepFigures] = deque(maxlen=HISTORY)
@@ -61,11 +61,12 @@ class Watching:
         self._count = 0
         self._layers: LayerMetrics | None = None
         self._benchmark = is_benchmark(training.mesh)
-        path = training.config.general.benchmark_csv_path
-        self._has_table = self._benchmark or path is not None
-        self._profile = Profile(training.config, training.mesh, first_step, report.say)
-        section = training.config.metrics_logging
-        if section and section.log_level and training.config.model.compile:
+        self._table = config.general.benchmark_csv_path
+        self._has_table = self._benchmark or self._table is not None
+        run = config.checkpoints.checkpoints_path
+        self._profile = Profile(config.profiler, run, mesh, first_step, report.say)
+        self._section = config.metrics_logging
+        if self._section and self._section.log_level and training.plan.compile:
             report.say(
                 "metrics_logging: with model.compile there are no statistics of activations, only "
                 "those of parameters and gradients",
@@ -94,7 +95,7 @@ class Watching:
     @contextmanager
     def step(self, step: int) -> Iterator[Look]:
         """Around all that a step's time is; gives what ``training_step`` shall show gradients."""
-        detailed = is_detailed(self._training.config.metrics_logging, step)
+        detailed = is_detailed(self._section, step)
         self._layers = LayerMetrics(self._training) if detailed else None
         if self._recorder is not None:
             self._recorder.cut()  # what came between the steps
@@ -157,7 +158,7 @@ class Watching:
 
     def finish(self) -> None:
         """Write the table of speeds, where one is asked for."""
-        path = self._training.config.general.benchmark_csv_path
+        path = self._table
         if not self._has_table:
             return
         if not self._steps:
@@ -167,7 +168,7 @@ class Watching:
                 "error",
             )
             return
-        row = table_row(self._training, list(self._steps))
+        row = table_row(self._training, self._report.meter, list(self._steps))
         listed = " | ".join(f"{column}: {value}" for column, value in row.items())
         self._report.say(f"Benchmark: {listed}")
         if path is None or self._training.mesh.rank:

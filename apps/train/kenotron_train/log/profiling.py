@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from kenotron_config import Config, ProfilerConfig
+from kenotron_config import ProfilerConfig
 from kenotron_dist import Mesh
 
 HISTORY = 100_000
@@ -36,13 +36,17 @@ class Profile:
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, first_step: int, say: Callable[[str, str], None]
+        self,
+        section: ProfilerConfig | None,
+        run: str,
+        mesh: Mesh,
+        first_step: int,
+        say: Callable[[str, str], None],
     ) -> None:
         self._say, self._rank, self._step = say, mesh.rank, first_step - 1
-        self._folder = trace_folder(config.profiler, config.checkpoints.checkpoints_path)
+        self._folder = trace_folder(section, run)
         self._profile = None
         self._snapshots: Any = None
-        section = config.profiler
         if section is None:
             return
         on_cuda = mesh.device.type == "cuda"

@@ -5,17 +5,17 @@ from __future__ import annotations
 import io
 import sys
 import time
-from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 
-from kenotron_config import Config, Mask
 from kenotron_dist import Mesh
 from kenotron_engine import Validation, perplexity
+from kenotron_train.assemble import Training
 from kenotron_train.log.domain_figures import domain_lines
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.line_writer import LineWriter
+from kenotron_train.log.log_plan import LogPlan, log_plan
 from kenotron_train.log.metrics_file import Journal
 from kenotron_train.log.numbers import short
 from kenotron_train.log.printing import StandardOutput, on_screen
@@ -37,39 +37,33 @@ class Report:
     on.
     """
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        self._config, self._speaks = config, mesh.rank == 0
-        self._mask = Mask(config)
-        self._level = LEVELS.index(config.logging.log_level)
+    def __init__(self, plan: LogPlan, meter: Meter, mesh: Mesh) -> None:
+        self._plan, self.meter, self._speaks = plan, meter, mesh.rank == 0
+        self._level = LEVELS.index(plan.logging.log_level)
         coords = mesh.coords
         self._place = f"DP={coords['dp']}|PP={coords['pp']}|TP={coords['tp']}"
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._log: LineWriter | None = None
-        self._rows = StepRows(config.tokens.train_steps)
-        metrics = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
-        self._output = StandardOutput(f"{metrics} has all figures")
+        self._rows = StepRows(plan.train_steps)
+        self._output = StandardOutput(f"{plan.folder / 'metrics.jsonl'} has all figures")
         self._bar: ProgressBar | None = None
         self._journal: Journal | None = None
         self._trackers: Trackers | None = None
-        if self._speaks:
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
-            self._meter = Meter(config, mesh.device)
+        if self._speaks and isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
 
     def begin(self, first_step: int) -> None:
         """Open the files in the run's folder, which must be this run's alone."""
         if not self._speaks:
             return
-        config = self._config
-        folder = Path(config.checkpoints.checkpoints_path)
-        self._journal = Journal(folder, first_step, lambda text: self.say(text, "warning"))
+        plan = self._plan
+        self._journal = Journal(plan.folder, first_step, lambda text: self.say(text, "warning"))
         if self._journal.aside is not None:
             self.say(f"Metrics of an earlier run are kept in {self._journal.aside}", "warning")
-        self._trackers = Trackers(config, first_step, lambda text: self.say(text, "warning"))
-        self._log = LineWriter(folder / LOG, self._show_warning)
+        self._trackers = Trackers(plan, first_step, lambda text: self.say(text, "warning"))
+        self._log = LineWriter(plan.folder / LOG, self._show_warning)
         if on_screen() and not self._console.is_dumb_terminal:
-            steps = config.tokens.train_steps
-            self._output.show(lambda: self._open_bar(steps, first_step))
+            self._output.show(lambda: self._open_bar(plan.train_steps, first_step))
 
     def _open_bar(self, steps: int, first_step: int) -> None:
         self._bar = ProgressBar(self._console, steps, first_step)
@@ -109,7 +103,7 @@ class Report:
     def _stamped(self, text: str, level: str) -> list[str]:
         stamp = time.strftime("%m/%d/%Y %H:%M:%S")
         begin = f"{stamp} [{level.upper()}|{self._place}]"
-        return [f"{begin}: {self._mask.line(line)}" for line in text.splitlines()]
+        return [f"{begin}: {self._plan.mask.line(line)}" for line in text.splitlines()]
 
     def _show_warning(self, text: str) -> None:
         """Warn of the log itself, which must not be written to now."""
@@ -125,20 +119,20 @@ class Report:
             self.say(f"step {step}: {_outcome(figures)}: {result.nonfinite}", "warning")
         if result.reason:
             self.say(f"step {step}: skipped: {result.reason}", "warning")
-        metrics = self._mask.keys(self._meter.metrics(figures))
+        metrics = self._plan.mask.keys(self.meter.metrics(figures))
         self._journal.write(metrics)
         self._trackers.log(step, metrics)
-        last = self._config.tokens.train_steps
+        last = self._plan.train_steps
         self._rows.took(figures.times.step)
-        if step % self._config.logging.iteration_step_info_interval == 0 or step == last:
+        if step % self._plan.logging.iteration_step_info_interval == 0 or step == last:
             self._say_step(figures)
             for line in domain_lines({**result.figures, **figures.state}):
                 self.say(line)
         if validation is not None:
             self.say(f"validation: {step} / {last} | {_validation_line(validation)}")
         if self._bar is not None:
-            speed = self._meter.tokens_per_second(figures)
-            tflops, mfu = self._meter.tflops(figures), self._meter.mfu(figures)
+            speed = self.meter.tokens_per_second(figures)
+            tflops, mfu = self.meter.tflops(figures), self.meter.mfu(figures)
             work = f"{short(tflops * 1e12)}FLOP/s" if mfu is None else f"MFU {mfu:.1%}"
             loss, pace, bar = f"{result.loss:.3f}", f"{short(speed)} tok/s", self._bar
             self._output.show(lambda: bar.update(step, loss, pace, work))
@@ -157,7 +151,7 @@ class Report:
             return
         if LEVELS.index("info") < self._level:
             return
-        result, speed = figures.result, self._meter.tokens_per_second(figures)
+        result, speed = figures.result, self.meter.tokens_per_second(figures)
         remark = _outcome(figures) if result.nonfinite or result.reason else ""
         columns = self._console.width
         numbers = (figures.step, result.loss, result.grad_norm, result.lr, speed)
@@ -167,12 +161,12 @@ class Report:
 
     def _line(self, figures: StepFigures) -> str:
         result, seconds = figures.result, figures.times.step
-        speed, tflops = self._meter.tokens_per_second(figures), self._meter.tflops(figures)
+        speed, tflops = self.meter.tokens_per_second(figures), self.meter.tflops(figures)
         fields = {
             "consumed_tokens": short(figures.consumed_tokens),
             "elapsed_time_per_iteration_ms": short(seconds * 1000),
             "tokens_per_sec": short(speed),
-            "tokens_per_sec_per_gpu": short(speed / self._config.world_size),
+            "tokens_per_sec_per_gpu": short(speed / self.meter.ranks),
             "global_batch_size": short(figures.samples),
             "lm_loss": short(result.loss),
             **{name: short(x) for name, x in result.figures.items() if isinstance(x, float)},
@@ -184,13 +178,20 @@ class Report:
         if result.nonfinite or result.reason:
             fields["update"] = _outcome(figures)
         listed = " | ".join(f"{name}: {value}" for name, value in fields.items())
-        return f"iteration: {figures.step} / {self._config.tokens.train_steps} | {listed}"
+        return f"iteration: {figures.step} / {self._plan.train_steps} | {listed}"
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
             self._output.show(lambda: self._console.print(line, markup=False))
         else:
             self._output.show(lambda: print(line, flush=True))
+
+
+def open_report(training: Training) -> Report:
+    """Return the output of a training's run, to be entered."""
+    mesh = training.mesh
+    meter = Meter(training.plan, training.data, mesh.world.size, mesh.device)
+    return Report(log_plan(training.config), meter, mesh)
 
 
 def _outcome(figures: StepFigures) -> str:

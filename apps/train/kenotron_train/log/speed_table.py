@@ -14,9 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Config
 from kenotron_dist import Mesh, broadcast_object, gather_objects, named_parameters
-from kenotron_models import parameter_count
+from kenotron_models import DecoderSpec, parameter_count
 from kenotron_train.assemble import Training
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.numbers import short
@@ -31,6 +30,8 @@ COLUMNS = (
     "num_heads", "num_kv_heads", "max_pos", "vocab_size", "tie_word_embeddings", "dtype",
     "zero_stage", "ddp_bucket_cap_mb", "accumulate_grad_in_fp32", "Total Params", "Local Params",
 )  # fmt: skip
+LAYOUT = ("dp", "pp", "tp", "cp", "ep", "pp_engine", "tp_mode", "recompute_layer")
+"""Columns that are keys of ``parallelism``."""
 GIB = 1.024**3
 """What Nanotron's GB are in GB."""
 
@@ -54,19 +55,19 @@ def check_table(path: str) -> None:
             )
 
 
-def table_row(training: Training, steps: list[StepFigures]) -> dict[str, Any]:
+def table_row(training: Training, meter: Meter, steps: list[StepFigures]) -> dict[str, Any]:
     """The line of a run by column: speeds of its median step, the first one left out.
 
-    The same on every rank but for memory. Collective over the mesh. ``steps`` are those of one
-    stage at least; raises ValueError when there is none.
+    The same on every rank but for memory. Collective over the mesh. ``meter`` works out speeds;
+    ``steps`` are those of one stage at least; raises ValueError when there is none.
     """
-    config, mesh = training.config, training.mesh
+    config, mesh, tokens = training.config, training.mesh, training.data.tokens
     if not steps:
         raise ValueError("no step was made: there is no speed to write down")
     usual = steps[1:] or steps
     middle = statistics.median_low([figures.times.step for figures in usual])
     step = next(figures for figures in usual if figures.times.step == middle)
-    meter, peak = Meter(config, mesh.device), max(each.memory.peak for each in steps)
+    peak = max(each.memory.peak for each in steps)
     reserved = max(each.memory.reserved or each.memory.peak for each in steps)
     hosts = len(set(gather_objects(socket.gethostname(), mesh.world)))
     tflops = f"{meter.tflops(step):.4g}"
@@ -75,16 +76,25 @@ def table_row(training: Training, steps: list[StepFigures]) -> dict[str, Any]:
         "job_id": job_id(),
         "name": run_name(config.general.run),
         "nodes": hosts,
-        "seq_len": config.sequence_of(config.stage_at(step.step)),
+        "seq_len": meter.sequence(step.step),
         "gbs": step.samples,
         "mTFLOPs": tflops,
         "hTFLOPs": tflops,
-        "tok/s/gpu": f"{meter.tokens_per_second(step) / config.world_size:.2f}",
+        "tok/s/gpu": f"{meter.tokens_per_second(step) / meter.ranks:.2f}",
         "Mem Alloc (GB)": f"{peak / GIB:.2f}",
         "Mem Res (GB)": f"{reserved / GIB:.2f}",
-        "Total Params": short(parameter_count(config.decoder)),
+        "Total Params": short(parameter_count(training.plan.spec)),
         "Local Params": short(local),
-    } | _settings(config)
+        "mbs": tokens.micro_batch_size,
+        "batch_accum": tokens.batch_accumulation_per_replica,
+        "dtype": config.model.dtype,
+        "zero_stage": training.optim.zero_stage,
+        "ddp_bucket_cap_mb": config.model.ddp_bucket_cap_mb,
+        "accumulate_grad_in_fp32": training.optim.accumulate_grad_in_fp32,
+        "tp_async_comm": config.parallelism.tp_linear_async_communication,
+        **{key: getattr(config.parallelism, key) for key in LAYOUT},
+        **_sizes(training.plan.spec),
+    }
 
 
 def add_row(path: str, row: dict[str, Any]) -> None:
@@ -101,22 +111,10 @@ def add_row(path: str, row: dict[str, Any]) -> None:
         out.write(text.getvalue().encode())
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    sizes, tokens, model = config.parallelism, config.tokens, config.decoder
+def _sizes(model: DecoderSpec) -> dict[str, Any]:
     first = model.blocks[0] if model.blocks else None  # of transformers: it has no blocks of ours
     mixer, feed_forward = getattr(first, "mixer", None), getattr(first, "feed_forward", None)
     return {
-        "mbs": tokens.micro_batch_size,
-        "batch_accum": tokens.batch_accumulation_per_replica,
-        "dp": sizes.dp,
-        "pp": sizes.pp,
-        "tp": sizes.tp,
-        "cp": sizes.cp,
-        "ep": sizes.ep,
-        "pp_engine": sizes.pp_engine,
-        "tp_mode": sizes.tp_mode,
-        "tp_async_comm": sizes.tp_linear_async_communication,
-        "recompute_layer": sizes.recompute_layer,
         "hidden_size": model.hidden_size,
         "hidden_act": getattr(feed_forward, "activation", ""),
         "num_layers": model.num_hidden_layers,
@@ -125,8 +123,4 @@ def _settings(config: Config) -> dict[str, Any]:
         "max_pos": model.max_position_embeddings,
         "vocab_size": model.vocab_size,
         "tie_word_embeddings": model.tie_word_embeddings,
-        "dtype": config.model.dtype,
-        "zero_stage": config.optimizer.zero_stage,
-        "ddp_bucket_cap_mb": config.model.ddp_bucket_cap_mb,
-        "accumulate_grad_in_fp32": config.optimizer.accumulate_grad_in_fp32,
     }

@@ -11,11 +11,11 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from kenotron_config import Config, dump_config, public
+from kenotron_config import public
+from kenotron_train.log.log_plan import LogPlan
 from kenotron_train.log.run_name import run_name
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -64,13 +64,12 @@ def check_trackers(names: Sequence[str] | None) -> None:
 class TensorBoard:
     """Event files in ``<checkpoints_path>/tensorboard``; steps done again replace the old."""
 
-    def __init__(self, config: Config, first_step: int) -> None:
+    def __init__(self, plan: LogPlan, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        folder = Path(config.checkpoints.checkpoints_path) / "tensorboard"
-        self._open = functools.partial(SummaryWriter, str(folder))
+        self._open = functools.partial(SummaryWriter, str(plan.folder / "tensorboard"))
         self._writer = self._open(purge_step=first_step if first_step > 1 else None)
-        self._writer.add_text("config", f"```yaml\n{dump_config(config)}\n```", first_step - 1)
+        self._writer.add_text("config", f"```yaml\n{plan.yaml}\n```", first_step - 1)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """One event for each figure."""
@@ -93,17 +92,16 @@ class Wandb:
     """A run of Weights & Biases, offline with ``WANDB_MODE=offline``; its files lie in
     ``<checkpoints_path>/wandb``. A resumed training continues in its run."""
 
-    def __init__(self, config: Config, first_step: int) -> None:
+    def __init__(self, plan: LogPlan, first_step: int) -> None:
         import wandb
 
-        folder = Path(config.checkpoints.checkpoints_path)
-        self._file = folder / "wandb_run.json"
+        self._file = plan.folder / "wandb_run.json"
         earlier = _earlier(self._file) if first_step > 1 else {}
         self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or public(config.general.project),
-            name=os.environ.get("WANDB_NAME") or run_name(public(config.general.run)),
-            config={"nanotron_config": public(asdict(config))},
-            dir=str(folder),
+            project=os.environ.get("WANDB_PROJECT") or public(plan.project),
+            name=os.environ.get("WANDB_NAME") or run_name(public(plan.run)),
+            config={"nanotron_config": plan.keys},
+            dir=str(plan.folder),
             id=earlier.get("id"),
             resume="allow" if earlier else None,
             settings=wandb.Settings(console="off", silent=True),
@@ -144,18 +142,18 @@ class Wandb:
         wandb.teardown()
 
 
-MAKERS: dict[str, Callable[[Config, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
+MAKERS: dict[str, Callable[[LogPlan, int], Tracker]] = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
 class Trackers:
     """All trackers of a run. ``complain`` is called once for each that fails."""
 
-    def __init__(self, config: Config, first_step: int, complain: Callable[[str], None]) -> None:
+    def __init__(self, plan: LogPlan, first_step: int, complain: Callable[[str], None]) -> None:
         self._complain = complain
         self._open: dict[str, Tracker] = {}
-        for name in chosen_trackers(config.logging.trackers):
+        for name in chosen_trackers(plan.logging.trackers):
             try:
-                self._open[name] = MAKERS[name](config, first_step)
+                self._open[name] = MAKERS[name](plan, first_step)
             except Exception as error:
                 self._lost(name, error)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import defect, has_manifests, on_first, steps_in
+from kenotron_ckpt import CheckpointsConfig, defect, has_manifests, on_first, steps_in
 from kenotron_config import Config
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
@@ -17,9 +17,10 @@ from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.data_plan import data_plan
 from kenotron_train.failures.nonfinite_record import Taken
 from kenotron_train.failures.records import FOLDER, read_record
-from kenotron_train.log.report import Report
+from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.replay.replay_comparison import Comparison, compared, comparison
 from kenotron_train.run.resume import resume
@@ -47,7 +48,7 @@ def replay(
     Raises ValueError for a step that the run has not, and for a file that is no record.
     """
     check_hook(config.data_stages, loader)
-    check_vocabulary(config)
+    check_vocabulary(data_plan(config))
     record, name, step = _asked(what, mesh)
     if not 1 <= step <= config.tokens.train_steps:
         raise ValueError(
@@ -55,13 +56,18 @@ def replay(
             f"{config.tokens.train_steps}"
         )
     run = Path(config.checkpoints.checkpoints_path)
-    training = build_training(_apart(config, run, step, name, mesh), mesh, model)
+    apart = replace(
+        config,
+        checkpoints=_apart(config.checkpoints, run, step, name, mesh),
+        optimizer=replace(config.optimizer, nonfinite="skip"),
+    )
+    training = build_training(apart, mesh, model)
     progress, remark = resume(training, run)
     if record is not None:
         left_out = tuple(map(Cursor.from_dict, record["left_out"]))
         progress = replace(progress, left_out=left_out)
         remark += f"; from there on as {what} has it"
-    with Report(training.config, mesh) as report:
+    with open_report(training) as report:
         report.begin(progress.step + 1)
         report.say(f"Replay of step {step}. {remark}")
         feed = Feed(training, report, loader, None)
@@ -95,7 +101,9 @@ def _asked(what: int | Path, mesh: Mesh) -> tuple[dict[str, Any] | None, str, in
     return record, what.stem.removeprefix("step-"), int(record["step"])
 
 
-def _apart(config: Config, run: Path, step: int, name: str, mesh: Mesh) -> Config:
+def _apart(
+    checkpoints: CheckpointsConfig, run: Path, step: int, name: str, mesh: Mesh
+) -> CheckpointsConfig:
     """The run from the checkpoint before the step, with a folder of its own."""
 
     def newest() -> int | None:
@@ -111,7 +119,7 @@ def _apart(config: Config, run: Path, step: int, name: str, mesh: Mesh) -> Confi
             )
         return max(whole, default=None)
 
-    checkpoints, before = config.checkpoints, on_first(mesh, newest)
+    before = on_first(mesh, newest)
     if before is not None:
         checkpoints = replace(
             checkpoints,
@@ -119,9 +127,7 @@ def _apart(config: Config, run: Path, step: int, name: str, mesh: Mesh) -> Confi
             load_optimizer=True,
             load_lr_scheduler=True,
         )
-    apart = replace(checkpoints, checkpoints_path=str(run / FOLDER / f"replay-{name}"))
-    optimizer = replace(config.optimizer, nonfinite="skip")
-    return replace(config, checkpoints=apart, optimizer=optimizer)
+    return replace(checkpoints, checkpoints_path=str(run / FOLDER / f"replay-{name}"))
 
 
 def _advance(
@@ -147,7 +153,7 @@ def _advance(
             state=progress.state,
             objective=stage.objective(replace(progress, cursor=place)),
         )
-        progress = progress.after(training.config, stage.loader.cursor, result)
+        progress = progress.after(stage.loader.cursor, result, stage.sequence)
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 

@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt import MANIFEST, SaveReport
-from kenotron_config import Config, EvaluateConfig
+from kenotron_config import EvaluateConfig, EvaluationJobConfig, Mask
+from kenotron_data.config import DatasetStageConfig
 from kenotron_engine import Validation
 from kenotron_train.assemble import Training
-from kenotron_train.evaluate.evaluation_job import script_of_evaluation, submit_evaluation
+from kenotron_train.evaluate.evaluation_job import (
+    EvaluationJob,
+    script_of_evaluation,
+    submit_evaluation,
+)
 from kenotron_train.evaluate.evaluator import Evaluator
 from kenotron_train.evaluate.results import FOLDER, read_evaluation
 from kenotron_train.log.report import Report
@@ -44,6 +49,7 @@ class Evaluations:
         self._section = config.evaluation
         self._folder = Path(config.checkpoints.checkpoints_path) / FOLDER
         self._evaluator: Evaluator | None = None
+        self._job: EvaluationJob | None = None
         self._seen: dict[str, int] = {}
         self._next_look = 0.0
         try:
@@ -60,7 +66,14 @@ class Evaluations:
             return
         tokenizer = config.tokenizer.tokenizer_name_or_path, config.tokenizer.tokenizer_revision
         if section.ranks == "job":
-            _check_job(config, section, own_model)
+            self._job = EvaluationJob(
+                asked=section.job or EvaluationJobConfig(),
+                trained=config.parallelism,
+                project=config.general.project,
+                run=config.checkpoints.checkpoints_path,
+                mask=Mask(config),
+            )
+            _check_job(self._job, config.data_stages if section.perplexity else (), own_model)
             self._seen = self._seen_before(step)
         else:
             self._evaluator = Evaluator(self._training, section, tokenizer)
@@ -90,7 +103,7 @@ class Evaluations:
             return None
         if self._evaluator is None:
             return self._arrived()
-        last = step == self._training.config.tokens.train_steps
+        last = step == self._training.data.tokens.train_steps
         if not (last or (saves if section.interval is None else step % section.interval == 0)):
             return None
         found = self._evaluator.evaluate(step, lambda: validation or validate())
@@ -103,14 +116,14 @@ class Evaluations:
 
     def saved(self, report: SaveReport) -> None:
         """Submit a job for a checkpoint that stands, where one is due. For the first rank."""
-        section, training = self._section, self._training
-        if section is None or section.ranks != "job" or training.mesh.rank or report.failure:
+        section, job, training = self._section, self._job, self._training
+        if section is None or job is None or training.mesh.rank or report.failure:
             return
-        last = report.step == training.config.tokens.train_steps
+        last = report.step == training.data.tokens.train_steps
         if section.interval and report.step % section.interval and not last:
             return
         try:
-            said = submit_evaluation(training.config, section, report.folder.absolute())
+            said = submit_evaluation(job, report.folder.absolute())
         except (OSError, ValueError) as error:
             text = f"no evaluation of step {report.step} was submitted: {error}"
             self._report.say(f"{text}; the training continues", "error")
@@ -148,18 +161,20 @@ class Evaluations:
         return None
 
 
-def _check_job(config: Config, section: EvaluateConfig, own_model: bool) -> None:
-    """Raise ValueError for what a job cannot evaluate."""
+def _check_job(
+    job: EvaluationJob, held_out: tuple[DatasetStageConfig, ...], own_model: bool
+) -> None:
+    """Raise ValueError for what a job cannot evaluate; ``held_out``: stages that it would read."""
     if own_model:
         raise ValueError(
             "evaluate.ranks: job was given, but the layers of the model are the program's own, "
             "which a job does not have; set it to training"
         )
-    if section.perplexity and any(stage.data.dataset is None for stage in config.data_stages):
+    if any(stage.data.dataset is None for stage in held_out):
         raise ValueError(
             "evaluate.perplexity: true was given with evaluate.ranks: job, but data are the "
             "program's own (dataset: null), which a job does not have; set ranks to training, or "
             "perplexity to false"
         )
-    step_folder = Path(config.checkpoints.checkpoints_path).absolute() / "1"
-    script_of_evaluation(config, section, step_folder, Path.cwd())  # all jobs have the same ranks
+    step_folder = Path(job.run).absolute() / "1"
+    script_of_evaluation(job, step_folder, Path.cwd())  # all jobs have the same ranks

@@ -6,8 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from kenotron_ckpt import Checkpoint, open_safetensors, read_preferred
-from kenotron_config import Config, ExistingCheckpointInitConfig
+from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
 from kenotron_dist import Mesh
 from kenotron_engine import Records
 from kenotron_models import (
@@ -67,11 +69,10 @@ def load_initial(training: Training) -> str:
     Collective over the mesh. Raises ValueError, naming the file and the key or the tensors: there
     is no model, it is damaged, or of other sizes or constants than ``model.model_config``; OSError.
     """
-    config, mesh = training.config, training.mesh
-    method = config.model.init_method
+    method, mesh = training.config.model.init_method, training.mesh
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
-    path, spec, wanted = Path(method.path), config.decoder, _wanted(training)
+    path, spec, wanted = Path(method.path), training.plan.spec, _wanted(training)
     free = FREE + (ROPE if method.accept_changed_rope else ())
     try:
         with mesh.pulse.busy("reading the first weights"):
@@ -83,14 +84,14 @@ def load_initial(training: Training) -> str:
                 source = _read_hf(path, spec, wanted, mesh, free, check=method.check)
     except ValueError as error:
         raise ValueError(f"model.init_method.path: {error}") from error
-    if config.model.dtype == "float32":
+    if training.plan.dtype == torch.float32:
         training.optimizer.reload()
     return f"The first weights are those of {source}"
 
 
-def other_model(config: Config) -> list[str]:
+def other_model(model: ModelConfig, spec: DecoderSpec) -> list[str]:
     """Name what the weights of a folder of Hugging Face contradict, without reading them."""
-    method, spec = config.model.init_method, config.decoder
+    method = model.init_method
     if not isinstance(method, ExistingCheckpointInitConfig) or isinstance(spec, TransformersSpec):
         return []
     path, free = Path(method.path), FREE + (ROPE if method.accept_changed_rope else ())
@@ -110,7 +111,7 @@ def _wanted(training: Training) -> Records:
     All have the names of their parameters in their layouts.
     """
     found = training.records()
-    if training.config.model.dtype != "float32":
+    if training.plan.dtype != torch.float32:
         for key, (tensor, layout) in training.optimizer.wanted(started=False).items():
             found[f"optimizer.{key}"] = (tensor, layout.renamed(layout.name.split(".", 2)[2]))
     return found

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kenotron_ckpt import SaveFailed
+from kenotron_ckpt import CheckpointsConfig, SaveFailed
 from kenotron_config import Config
 from kenotron_data import Corpus
 from kenotron_dist import Mesh, barrier
@@ -139,8 +139,8 @@ def _finish(run: Session, stopped: str, progress: Progress) -> None:
 def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tuple[str, Progress]:
     """Make all steps that are left; why the run is stopped before the last, and how far it is."""
     training, report, stopper, watching = run.training, run.report, run.stopper, run.watching
-    config = training.config
-    while progress.step < config.tokens.train_steps and not (stopper.reason or watching.is_over):
+    checkpoints, last = training.config.checkpoints, training.data.tokens.train_steps
+    while progress.step < last and not (stopper.reason or watching.is_over):
         stage = run.feed.stage(progress)
         progress = progress.with_data(stage.number, stage.fingerprint)
         step, place = progress.step + 1, stage.loader.cursor
@@ -161,10 +161,10 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
                 results.pop()
             continue
         results.append(result.in_short())
-        progress = progress.after(config, stage.loader.cursor, result)
+        progress = progress.after(stage.loader.cursor, result, stage.sequence)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
-        saves = _is_due(config, step) or stopper.save
+        saves = _is_due(checkpoints, step, last) or stopper.save
         if saves:
             watching.saving(partial(_save, run, progress))
         held_out = partial(validate, training, stage.corpus.validation, averages=False)
@@ -177,9 +177,9 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         run.uploads.say()
         if training.mesh.device.type == "cpu":
             give_back_free_memory(step)
-    if stopper.reason and not _is_due(config, progress.step):
+    if stopper.reason and not _is_due(checkpoints, progress.step, last):
         _save(run, progress)
-    return stopper.reason if progress.step < config.tokens.train_steps else "", progress
+    return stopper.reason if progress.step < last else "", progress
 
 
 def _step(run: Session, taken: Taken, look: Look) -> StepResult:
@@ -228,7 +228,7 @@ def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:
 
 def _validate(training: Training, step: int, corpus: Corpus) -> Validation | None:
     """Loss on held-out samples, where the config asks for it after this step."""
-    tokens = training.config.tokens
+    tokens = training.data.tokens
     every, last = tokens.val_check_interval, step == tokens.train_steps
     if not (last or (every > 0 and step % every == 0)):
         return None
@@ -251,8 +251,7 @@ def _say_saved(run: Session) -> None:
             run.report.say(f"{saved.folder} stands, but then: {saved.follow_up}", "warning")
 
 
-def _is_due(config: Config, step: int) -> bool:
+def _is_due(checkpoints: CheckpointsConfig, step: int, last: int) -> bool:
     """Whether a checkpoint is written after this step."""
-    checkpoints = config.checkpoints
-    last = step == config.tokens.train_steps and checkpoints.save_final_state
-    return last or step % checkpoints.checkpoint_interval == 0
+    final = step == last and checkpoints.save_final_state
+    return final or step % checkpoints.checkpoint_interval == 0

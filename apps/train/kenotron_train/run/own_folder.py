@@ -8,6 +8,7 @@ from pathlib import Path
 from kenotron_ckpt import (
     MANIFEST,
     CheckpointsConfig,
+    S3UploadConfig,
     contradiction,
     has_manifests,
     is_url,
@@ -15,7 +16,6 @@ from kenotron_ckpt import (
     steps_in,
     unfinished,
 )
-from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
 from kenotron_nanotron import is_nanotron
@@ -24,8 +24,10 @@ from kenotron_train.log.metrics_file import last_step
 METRICS = "metrics.jsonl"
 
 
-def going_on(config: Config, mesh: Mesh) -> Config:
-    """Return the config of a run that resumes where ``checkpoints_path`` has checkpoints of it.
+def going_on(
+    checkpoints: CheckpointsConfig, upload: S3UploadConfig | None, mesh: Mesh
+) -> CheckpointsConfig:
+    """Return the section of a run that resumes where ``checkpoints_path`` has checkpoints of it.
 
     So the same command starts a run and resumes it. A checkpoint in that folder that the
     config names counts as given: the run is set back, but not by a launcher that starts it again.
@@ -35,7 +37,6 @@ def going_on(config: Config, mesh: Mesh) -> Config:
         ValueError: the folder has checkpoints of Nanotron, or parts of checkpoints that do not
             agree with one another (``check_agreement``).
     """
-    checkpoints = config.checkpoints
     folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
     inside = given is not None and restarts() == 0 and _is_step_of(Path(given), folder)
     if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
@@ -44,23 +45,22 @@ def going_on(config: Config, mesh: Mesh) -> Config:
             "would be written over: give another folder; `python -m kenotron_nanotron` "
             "makes a checkpoint there that resume_checkpoint_path may name"
         )
-    sent = config.s3_upload is not None and config.s3_upload.remove_after_upload
+    sent = upload is not None and upload.remove_after_upload
 
     def has_begun() -> bool:
         return has_manifests(folder) or (sent and (folder / METRICS).exists())
 
     begun = on_first(mesh, has_begun)
     if not sent:
-        check_agreement(config, mesh)
+        check_agreement(checkpoints, mesh)
     if inside or not begun:
-        return config
-    own = replace(
+        return checkpoints
+    return replace(
         checkpoints,
         resume_checkpoint_path=str(folder),
         load_optimizer=True,
         load_lr_scheduler=True,
     )
-    return replace(config, checkpoints=own)
 
 
 def without_effect(checkpoints: CheckpointsConfig) -> str:
@@ -83,7 +83,7 @@ def without_effect(checkpoints: CheckpointsConfig) -> str:
     )
 
 
-def check_agreement(config: Config, mesh: Mesh) -> None:
+def check_agreement(checkpoints: CheckpointsConfig, mesh: Mesh) -> None:
     """Refuse a run folder whose parts contradict one another. Collective over the mesh.
 
     A run that was killed in its first save leaves no ``latest.txt``, the shards of one step, and
@@ -92,7 +92,6 @@ def check_agreement(config: Config, mesh: Mesh) -> None:
     Raises:
         ValueError: naming what the folder says of itself and what it does not have.
     """
-    checkpoints = config.checkpoints
     folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
     if given is not None and is_url(given):
         return

@@ -12,7 +12,8 @@ from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetData
 from kenotron_engine import way_of
 from kenotron_models import describe, parameter_count
 from kenotron_optim import parameter_groups
-from kenotron_train.cost.activations import cp_mode_of, layers_by_rank
+from kenotron_train.cost.activations import layers_by_rank
+from kenotron_train.cost.cost_plan import CostPlan, cost_plan
 from kenotron_train.cost.machine import (
     beyond_any_machine,
     machine_cautions,
@@ -32,16 +33,17 @@ GB = 1e9
 def preview(config: Config) -> str:
     """The resolved config, then the layout, sizes, an estimate of memory, and what is ignored."""
     sections = [dump_config(config).rstrip(), _layout(config)]
+    plan, general, model = cost_plan(config), config.general, config.model
     problems, warnings = cannot_run(config), [*cautions(config), *missing_paths(config)]
-    warnings += other_model(config)
+    warnings += other_model(model, plan.spec)
     if not problems:
         sections += [
             describe(config.decoder),
             *parametrisation(config.multipliers, config.scales),
-            _memory(config),
+            _memory(plan),
         ]
-        problems = without_gpus(config)
-        warnings += [] if problems else machine_cautions(config)
+        problems = without_gpus(general.device, cuda_graph=model.cuda_graph)
+        warnings += [] if problems else machine_cautions(plan)
     sections += _notes("Ignored", ignored_keys(config))
     sections += _notes("Warning", warnings)
     sections += _notes("Cannot be run", problems)
@@ -54,26 +56,26 @@ def cannot_run(config: Config) -> list[str]:
     Returns:
         One line for each, `key.path: what was given; what to do`; empty when it can be run.
     """
-    problems: list[str] = []
+    problems, plan = list[str](), cost_plan(config)
     try:
-        stage_sizes(config)
-        problems += _groups(config)
+        stage_sizes(plan)
+        problems += _groups(plan)
     except RuntimeError as error:  # of torch: the bytes of a tensor are no 64-bit number
         problems.append(f"model.model_config: a tensor of this model is too large: {error}")
     except ValueError as error:  # of recompute_memory_gb
         problems.append(str(error))
-    problems += [] if problems else beyond_any_machine(config)
+    problems += [] if problems else beyond_any_machine(plan)
     try:
-        check_watching(config)
+        check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
     except (ValueError, ImportError) as error:
         problems += str(error).splitlines()
     return problems
 
 
-def _groups(config: Config) -> list[str]:
+def _groups(plan: CostPlan) -> list[str]:
     """What is wrong with rules that name parameters."""
-    optim, layouts = config.optimizer, layers_by_rank(config).layouts
+    optim, layouts = plan.optimizer, layers_by_rank(plan).layouts
     names = sorted({layout.name for layout in layouts.values()})
     try:
         parameter_groups(
@@ -144,18 +146,18 @@ def _layout(config: Config) -> str:
         hidden = ", behind the products of layers" if sizes.tp_linear_async_communication else ""
         lines.append(f"Communication over tp: {sizes.tp_mode}{hidden}")
     if sizes.cp > 1:
-        lines.append(_attention_over_cp(config))
+        lines.append(_attention_over_cp(cost_plan(config)))
     return "\n".join(lines)
 
 
-def _attention_over_cp(config: Config) -> str:
+def _attention_over_cp(plan: CostPlan) -> str:
     """The way of attention, and the tokens of a sample that each rank has."""
-    sizes, mode, longest = config.parallelism, cp_mode_of(config), config.longest_sequence
-    cut = mode.cut(longest, sizes.cp)
-    padding = cut.padded - longest
+    sizes, mode = plan.parallelism, plan.cp_mode
+    cut = mode.cut(plan.sequence, sizes.cp)
+    padding = cut.padded - plan.sequence
     note = f" ({padding:,} of {cut.padded:,} are padding)" if padding else ""
-    way = way_of(mode, config.decoder, sizes.grid)
-    stride = config.cp_way[1]
+    way = way_of(mode, plan.spec, sizes.grid)
+    stride = mode.stride
     heads = f", {stride} key head{'s' * (stride != 1)} at a time" if way == "gather" else ""
     return (
         f"Attention over cp: {way}{heads}, {sizes.cp_layout}; {cut.local:,} tokens a rank{note}, "
@@ -171,9 +173,9 @@ def _rank_of(sizes: ParallelismConfig) -> str:
     return f"{outer}{sizes.tp} + tp"
 
 
-def _memory(config: Config) -> str:
-    lines = [f"Parameters: {parameter_count(config.decoder):,}"]
-    for rank, stage in enumerate(stage_sizes(config)):
+def _memory(plan: CostPlan) -> str:
+    lines = [f"Parameters: {parameter_count(plan.spec):,}"]
+    for rank, stage in enumerate(stage_sizes(plan)):
         parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in stage.bytes_of.items())
         names = f"{stage.layers[0]} ... {stage.layers[-1]}"
         lines.append(
@@ -181,7 +183,7 @@ def _memory(config: Config) -> str:
             f"{sum(stage.bytes_of.values()) / GB:.3g} GB a process ({parts}; all in GB, buffers of "
             "transfers and of the allocator not counted)"
         )
-        if host := offloaded(config.optimizer, stage.bytes_of):
+        if host := offloaded(plan.optimizer, stage.bytes_of):
             lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
         if "activations" not in stage.bytes_of:
             lines.append("Activations of transformers' layers are not known and not counted")

@@ -34,7 +34,7 @@ def record(training: Training, taken: Taken, found: NonFinite) -> str:
     path, trouble = on_first(training.mesh, lambda: _written(run, cause))
     if trouble:
         return f"first module: {cause.module}; no record could be written: {trouble}"
-    again = path if training.config.optimizer.nonfinite == "rollback" else cause.step
+    again = path if training.optim.nonfinite == "rollback" else cause.step
     return (
         f"first module: {cause.module}; its samples are in {path}, and --replay-step {again} makes "
         "it again"
@@ -51,7 +51,7 @@ def _written(run: Path, cause: Blame) -> tuple[str, str]:
 
 def goes_back(training: Training, result: StepResult) -> bool:
     """Whether this step is undone together with those since the newest checkpoint."""
-    policy = training.config.optimizer.nonfinite
+    policy = training.optim.nonfinite
     return result.nonfinite is not None and not result.overflow and policy == "rollback"
 
 
@@ -63,8 +63,7 @@ def go_back(
     Returns how far the run is now, and a sentence. Collective over the mesh. Raises
     FloatingPointError when there is no checkpoint, or when the run went back often enough.
     """
-    config, step = training.config, progress.step + 1
-    most = config.optimizer.max_rollbacks
+    most, step = training.optim.max_rollbacks, progress.step + 1
     if len(progress.left_out) >= most:
         raise FloatingPointError(
             f"step {step}: {found}; the run has gone back {len(progress.left_out)} times, and "

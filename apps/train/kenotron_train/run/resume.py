@@ -8,19 +8,19 @@ from typing import Any
 
 from kenotron_ckpt import (
     Checkpoint,
+    CheckpointsConfig,
     NoCheckpoint,
     has_manifests,
     on_first,
     read_preferred,
 )
-from kenotron_config import Config
-from kenotron_optim import AVERAGE
+from kenotron_optim import AVERAGE, StepState
 from kenotron_train.assemble import Training
 from kenotron_train.data.changed_data import comparable
 from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
-from kenotron_train.progress import NEEDED, Progress
+from kenotron_train.progress import NEEDED, Progress, fresh_state
 from kenotron_train.run.changed_rate import changed_rate
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
@@ -33,27 +33,27 @@ NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
 
 
 def resume(
-    training: Training, run: Path | None = None, asked: Config | None = None
+    training: Training, run: Path | None = None, asked: CheckpointsConfig | None = None
 ) -> tuple[Progress, str]:
     """Load the checkpoint that the config names; how far it is, and a sentence about it.
 
     Where there is none, the weights that ``model.init_method`` may name are loaded. What the run
     in the folder ``run`` (default: ``checkpoints_path``) has left out since it went back to that
-    checkpoint stays left out. ``asked`` is the config before ``going_on``. Collective over the
+    checkpoint stays left out. ``asked`` is the section before ``going_on``. Collective over the
     mesh. Raises FileNotFoundError or ValueError when there is none, when it is damaged, of another
     model, or not of a training run, and PassingError when none could be read and an error that may
     pass is among the reasons.
     """
-    config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
-    given, fetched = local_copy(config, mesh)
+    mesh, checkpoints = training.mesh, training.config.checkpoints
+    given, fetched = local_copy(checkpoints, training.config.s3_upload, mesh)
     if given is None:
-        return Progress.fresh(config), load_initial(training)
+        return Progress(state=_fresh(training)), load_initial(training)
     own = given == Path(checkpoints.checkpoints_path)
     if own and not on_first(mesh, lambda: has_manifests(given)):
-        check_agreement(config, mesh)
+        check_agreement(checkpoints, mesh)
         begun = load_initial(training)
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
-        return Progress.fresh(config), afresh + (f"; {begun}" if begun else "")
+        return Progress(state=_fresh(training)), afresh + (f"; {begun}" if begun else "")
     try:
         progress, remark, step = load_run(training, given, optimizer=checkpoints.load_optimizer)
     except NoCheckpoint as error:
@@ -64,8 +64,12 @@ def resume(
     run = Path(checkpoints.checkpoints_path) if run is None else run
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
-        more += without_effect(asked.checkpoints)
+        more += without_effect(asked)
     return progress, remark + fetched + more
+
+
+def _fresh(training: Training) -> StepState:
+    return fresh_state(training.optim, training.plan.dtype, training.data.doremi)
 
 
 def _unreadable(error: str, own: bool) -> str:
@@ -107,7 +111,9 @@ def _load_from(
     config, mesh = training.config, training.mesh
     folder, manifest = checkpoint.folder, checkpoint.manifest
     state = dict(manifest.state)
-    _check_state(state, manifest.step, config, folder)
+    _check_state(state, manifest.step, folder)
+    rope = config.checkpoints.accept_changed_rope
+    check_model(state["model_config"], config.model, folder, accepts_rope=rope)
     steps = int(state["optimizer_steps"])
     parameters: dict[str, Any] = dict(training.records())
     wanted: dict[str, Any] = {}
@@ -117,7 +123,7 @@ def _load_from(
         # Before its first update an optimizer has masters and no more: what a damaged checkpoint
         # left in other state is zero again.
         wanted = training.optimizer.wanted(started=steps > 0)
-        rule = config.optimizer.optimizer_factory.name
+        rule = training.optim.optimizer_factory.name
         names = [layout.name for _, layout in (parameters | wanted | averages).values()]
         dropped += check_optimizer(names, manifest.records, rule, folder, mesh)
         dropped += converted(wanted, manifest.records)
@@ -131,10 +137,11 @@ def _load_from(
         training.optimizer.reload()
     if training.averages is not None and not averages:
         training.averages.forget()
-    progress = comparable(Progress.from_state(state, config), state["reading"], config)
-    remark = _remark(progress, state, config, folder) + dropped + remark
+    reading = reading_of(training.data)
+    progress = comparable(Progress.from_state(state, _fresh(training)), state["reading"], reading)
+    remark = _remark(training, progress, state, folder) + dropped + remark
     if mesh.rank == 0:  # which prints it
-        remark += changed_rate(progress, config, folder)
+        remark += changed_rate(progress, training.schedule, config.tokens.train_steps, folder)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder
@@ -155,7 +162,7 @@ def _averages(
     return {}, "; optimizer.weight_average begins with the next update"
 
 
-def _check_state(state: dict[str, Any], step: int, config: Config, folder: Path) -> None:
+def _check_state(state: dict[str, Any], step: int, folder: Path) -> None:
     needed = (*NEEDED, "optimizer_steps", "model_config", "reading")
     missing = [key for key in needed if key not in state]
     if missing:
@@ -164,21 +171,20 @@ def _check_state(state: dict[str, Any], step: int, config: Config, folder: Path)
             "this version of apps/train?"
         )
     check_numbers(state, step, folder)
-    check_model(state["model_config"], config, folder)
 
 
-def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
+def _remark(training: Training, progress: Progress, state: dict[str, Any], folder: Path) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
-    now = order_of(reading_of(config))
+    now = order_of(reading_of(training.data))
     for name, before in order_of(state["reading"]).items():
         if now.get(name) != before:
             remark += f"; {NAMES.get(name, name)} changes from {before} to {now.get(name)}"
             if name not in ("global_batch_size", "batch_ramp"):
                 remark += ": samples may come twice or not at all"
-    sizes, before = model_of(config), state["model_config"]
+    sizes, before = model_of(training.config.model), state["model_config"]
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
-    if progress.step >= config.tokens.train_steps:
-        remark += f"; nothing is left to do: tokens.train_steps is {config.tokens.train_steps}"
+    if progress.step >= (last := training.data.tokens.train_steps):
+        remark += f"; nothing is left to do: tokens.train_steps is {last}"
     return remark

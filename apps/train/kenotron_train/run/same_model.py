@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Config
+from kenotron_config import ModelConfig, multipliers_in
 from kenotron_models import TransformersSpec, model_from_json, model_to_json
 from kenotron_models.hf import differences
 from kenotron_train.run.initial import key_of
@@ -26,12 +26,12 @@ COUNTS = ("optimizer_steps", "consumed_train_samples", "consumed_tokens", "sched
 """Numbers of a state that count something."""
 
 
-def model_of(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint of a config says of its model, as JSON has it: tuples are lists."""
-    return json.loads(json.dumps(model_to_json(config.model.model_config, config.multipliers)))
+def model_of(model: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint says of its model, as JSON has it: tuples are lists."""
+    return json.loads(json.dumps(model_to_json(model.model_config, multipliers_in(model))))
 
 
-def check_model(saved: Any, config: Config, folder: Path) -> None:
+def check_model(saved: Any, model: ModelConfig, folder: Path, *, accepts_rope: bool) -> None:
     """Refuse a checkpoint of another model than that of a config.
 
     Keys that both have are compared first, then the decoders that both mean: another family, or a
@@ -39,15 +39,18 @@ def check_model(saved: Any, config: Config, folder: Path) -> None:
 
     Args:
         saved: ``model_config`` of the checkpoint's state.
-        config: what is to be trained.
+        model: what is to be trained.
         folder: of the checkpoint.
+        accepts_rope: ``checkpoints.accept_changed_rope``.
 
     Raises:
         ValueError: naming the keys, with the values of both.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(f"{folder} cannot be resumed: its model_config is {saved!r}, no mapping")
-    changed = _changed_keys(saved, config) or _changed_decoder(saved, config, folder)
+    rope = (ROPE, ROPE_OF_A_LAYER) if accepts_rope else ((), ())
+    changed = _changed_keys(saved, model, rope[0])
+    changed = changed or _changed_decoder(saved, model, folder, rope[1])
     if changed:
         hint = (
             "; --set checkpoints.accept_changed_rope=true extends the context of the checkpoint"
@@ -85,10 +88,9 @@ def check_numbers(state: Mapping[str, Any], step: int, folder: Path) -> None:
             )
 
 
-def _changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
+def _changed_keys(saved: Mapping[str, Any], model: ModelConfig, rope: tuple[str, ...]) -> list[str]:
     """Return a line for each key of the checkpoint whose value is another one in the config."""
-    given = model_of(config)
-    rope = ROPE if config.checkpoints.accept_changed_rope else ()
+    given = model_of(model)
     return [
         f"{name} is {given.get(name)!r} in the config and {value!r} in the checkpoint"
         for name, value in {"multipliers": None, **saved}.items()
@@ -98,38 +100,39 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _changed_decoder(saved: Mapping[str, Any], config: Config, folder: Path) -> list[str]:
+def _changed_decoder(
+    saved: Mapping[str, Any], model: ModelConfig, folder: Path, rope: tuple[str, ...]
+) -> list[str]:
     """Return a line for each field in which the decoders of checkpoint and config differ."""
     try:
         theirs, multipliers = model_from_json(saved)
         before = multipliers.applied(theirs.decoder)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{folder} cannot be resumed: its model_config: {error}") from error
-    now = replace(config.decoder, mtp_weight=0.0)
+    now = replace(multipliers_in(model).applied(model.model_config.decoder), mtp_weight=0.0)
     if isinstance(now, TransformersSpec) or isinstance(before, TransformersSpec):
         if type(now) is type(before):
             return []  # their only key was compared
         return ["is_hf_config differs: one of the models is of transformers, the other is not"]
-    free = ROPE_OF_A_LAYER if config.checkpoints.accept_changed_rope else ()
-    lines = [line.partition(": ") for line in differences(now, before, (*NO_EFFECT, *free))]
+    lines = [line.partition(": ") for line in differences(now, before, (*NO_EFFECT, *rope))]
     changed = [
         f"{key_of(name)} is {values.replace(' and ', ' in the config and ', 1)} in the checkpoint"
         for name, _, values in lines
     ]
-    if changed and (new := _set_here_alone(saved, config)):
+    if changed and (new := _set_here_alone(saved, model)):
         changed.append(f"keys that the checkpoint does not have: {', '.join(new)}")
     return list(dict.fromkeys(changed))
 
 
-def _set_here_alone(saved: Mapping[str, Any], config: Config) -> list[str]:
+def _set_here_alone(saved: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """Return the keys of the config, with values, that have no default and are not saved."""
-    sizes = config.model.model_config
+    sizes = model.model_config
     defaults = {
         field.name: field.default for field in fields(sizes) if field.default is not MISSING
     }
     return [
         f"{name}: {value}"
-        for name, value in model_of(config).items()
+        for name, value in model_of(model).items()
         if name not in saved and not name.startswith("is_") and value != defaults.get(name)
     ]
 

@@ -73,7 +73,7 @@ def _program(name: str) -> str:
 
 def _sample(training: Training) -> str:
     """Return the text of a sample. Collective over the mesh."""
-    config, mesh = training.config, training.mesh
+    plan, mesh = training.plan, training.mesh
 
     def forward(tokens: Tensor, context: Any) -> Tensor | None:
         logits = training.model.pipeline.forward([tokens], [context])
@@ -84,10 +84,10 @@ def _sample(training: Training) -> str:
         forward,
         [prompt],
         mesh,
-        window=config.tokens.sequence_length,
-        vocab_size=config.decoder.vocab_size,
+        window=training.data.tokens.sequence_length,
+        vocab_size=plan.spec.vocab_size,
         max_new_tokens=SAMPLE_TOKENS,
-        sampling=Sampling(temperature=0.7, seed=config.general.seed),
+        sampling=Sampling(temperature=0.7, seed=plan.seed),
         cached=not _is_foreign(training),  # layers of transformers keep nothing here
         source=training.model.pipeline.last_rank,
     )

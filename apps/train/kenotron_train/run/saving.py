@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kenotron_ckpt import DataStatesConfig, SaveFailed, Saver, open_checkpoint
-from kenotron_config import Config, dump_config
+from kenotron_ckpt import CheckpointsConfig, DataStatesConfig, SaveFailed, Saver, open_checkpoint
+from kenotron_config import dump_config
 from kenotron_dist import TensorLayout
 from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
@@ -60,18 +60,18 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config.tokenizer),
-        "reading": reading_of(config),
+        "reading": reading_of(training.data),
     }
     with mesh.pulse.busy("saving a checkpoint"):
-        saver.save(progress.step, _records(training), state, dump_config(_as_asked(config)))
+        asked = replace(config, checkpoints=_as_asked(config.checkpoints))
+        saver.save(progress.step, _records(training), state, dump_config(asked))
 
 
-def _as_asked(config: Config) -> Config:
-    """The config without the run's own folder as what it resumed from: nothing said so."""
-    checkpoints = config.checkpoints
-    if checkpoints.resume_checkpoint_path != checkpoints.checkpoints_path:
-        return config
-    return replace(config, checkpoints=replace(checkpoints, resume_checkpoint_path=None))
+def _as_asked(section: CheckpointsConfig) -> CheckpointsConfig:
+    """The section without the run's own folder as what it resumed from: nothing said so."""
+    if section.resume_checkpoint_path != section.checkpoints_path:
+        return section
+    return replace(section, resume_checkpoint_path=None)
 
 
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:

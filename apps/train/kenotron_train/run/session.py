@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -16,16 +16,17 @@ from kenotron_config import Config
 from kenotron_dist import Mesh, Signals, all_reduce, listening, watch
 from kenotron_dist.rng import key
 from kenotron_train.assemble import OwnModel, Training, build_training
-from kenotron_train.cost.activations import mesh_sizes
+from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.data.stage_loader import Feed
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.data_plan import data_plan
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.life_cycle import LifeCycle, Together
 from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
-from kenotron_train.log.report import Report
+from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.own_folder import going_on
@@ -93,7 +94,8 @@ def open_session(
             opened.callback(mesh.close)
             opened.enter_context(watch(mesh, limit=limit))
         _check(config, loader, mesh)
-        asked, config = config, going_on(config, mesh)
+        asked = config.checkpoints
+        config = replace(config, checkpoints=going_on(asked, config.s3_upload, mesh))
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
@@ -101,8 +103,8 @@ def open_session(
         progress, remark = resume(training, asked=asked)
         training.check_replicas()
         signals = opened.enter_context(listening())
-        report = opened.enter_context(Report(config, mesh))
-        uploads = opened.enter_context(Uploads(config, mesh, report))
+        report = opened.enter_context(open_report(training))
+        uploads = opened.enter_context(Uploads(config.s3_upload, config.checkpoints, mesh, report))
         saver = opened.enter_context(open_saver(training, uploads))
         watching = opened.enter_context(Watching(training, report, progress.step + 1))
         report.begin(progress.step + 1)  # the saver has locked the folder
@@ -120,9 +122,9 @@ def open_session(
 def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:
     """Refuse what cannot be run, and ranks that were started with different configs."""
     check_hook(config.data_stages, loader)
-    check_watching(config)
+    check_watching(config.logging.trackers, config.general.benchmark_csv_path)
     check_evaluate(config.evaluate)
-    check_vocabulary(config)
+    check_vocabulary(data_plan(config))
     own = torch.tensor([key(json.dumps(asdict(config)), bits=56)], device=mesh.device)
     if all_reduce(own, mesh.world, op="max") != all_reduce(own, mesh.world, op="min"):
         raise ValueError(

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kenotron_config import Config
-from kenotron_dist import Mesh, MeshConfig, start
+from kenotron_dist import Mesh, start
 from kenotron_dist.launch import launcher
 from kenotron_train.assemble import plan_of
+from kenotron_train.cost.cost_plan import cost_plan, mesh_sizes
 from kenotron_train.data.stage_dataset import check_folders, prepare
 from kenotron_train.data.vocabulary import check_vocabulary
+from kenotron_train.data_plan import DataPlan, data_plan
 from kenotron_train.failures.device_errors import device_errors
 from kenotron_train.run.determinism import deterministic_algorithms
 
@@ -36,8 +38,9 @@ def start_ranks(
     """
     is_program = launcher() == "none"
     if is_program:  # and not one of many ranks
-        check_folders(config)
-        _prepare(config)
+        data = data_plan(config)
+        check_folders(data)
+        _prepare(data)
     general = config.general
     plan = plan_of(config)
     # Both import the compiler: here once for all local ranks.
@@ -48,7 +51,7 @@ def start_ranks(
         is_program,
         work,
         *given,
-        config=MeshConfig(**config.parallelism.grid, ep=config.parallelism.ep),
+        config=mesh_sizes(config.parallelism),
         limit=limit,
         preload=(*compiler, work.__module__),
         device=None if general.device == "auto" else general.device,
@@ -70,12 +73,12 @@ def _prepared(
 ) -> T:
     if not is_prepared:
         with mesh.pulse.busy("making tokens"):  # one of each file system does; others wait
-            _prepare(config)
+            _prepare(data_plan(config))
     strict = config.general.deterministic
-    with device_errors(config, mesh), deterministic_algorithms(strict):
+    with device_errors(cost_plan(config), mesh), deterministic_algorithms(strict):
         return work(mesh, config, *given)
 
 
-def _prepare(config: Config) -> None:
-    check_vocabulary(config)
-    prepare(config)
+def _prepare(data: DataPlan) -> None:
+    check_vocabulary(data)
+    prepare(data)

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import TracebackType
 
 from kenotron_ckpt import (
+    CheckpointsConfig,
+    S3UploadConfig,
     UploadReport,
     defect,
     fetch,
@@ -17,7 +19,6 @@ from kenotron_ckpt import (
     start_uploader,
     steps_in,
 )
-from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
@@ -29,14 +30,20 @@ class Uploads:
     Made on all ranks, as a context manager: left by an error it waits for no upload.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, report: Report) -> None:
+    def __init__(
+        self,
+        section: S3UploadConfig | None,
+        checkpoints: CheckpointsConfig,
+        mesh: Mesh,
+        report: Report,
+    ) -> None:
         """Ask the store for a listing, so that a bad URL or bad credentials end the run here.
 
         Collective over the mesh. Raises OSError or ValueError, on all ranks.
         """
-        self._config, self._mesh, self._report = config, mesh, report
-        self._uploader = None
-        if (section := config.s3_upload) and section.upload_s3_path:
+        self._section, self._checkpoints = section, checkpoints
+        self._mesh, self._report, self._uploader = mesh, report, None
+        if section and section.upload_s3_path:
             self._uploader = start_uploader(
                 section.upload_s3_path,
                 mesh,
@@ -46,8 +53,8 @@ class Uploads:
 
     def resumed(self, step: int) -> None:
         """Take up what an earlier process of this run left, up to the step that was resumed."""
-        if self._uploader is not None and _goes_on(self._config):
-            self._uploader.submit_all(self._config.checkpoints.checkpoints_path, step)
+        if self._uploader is not None and _goes_on(self._checkpoints, self._section):
+            self._uploader.submit_all(self._checkpoints.checkpoints_path, step)
 
     def submit(self, folder: Path) -> None:
         """Have a checkpoint uploaded. From any thread. Raises ValueError when it is none."""
@@ -68,7 +75,7 @@ class Uploads:
 
         Collective over the mesh.
         """
-        if (section := self._config.s3_upload) is None or not section.upload_s3_path:
+        if (section := self._section) is None or not section.upload_s3_path:
             return
         uploader = self._uploader
 
@@ -91,14 +98,14 @@ class Uploads:
             self._say(done)
 
     def _say(self, done: UploadReport) -> None:
-        url = f"{_upload_url(self._config)}/{done.step}"
+        url = f"{_upload_url(self._section)}/{done.step}"
         if done.error is None:
             size = f"{short(done.sent_bytes)} of {short(done.bytes)} bytes sent"
-            if (section := self._config.s3_upload) is not None and section.read_back:
+            if self._section is not None and self._section.read_back:
                 size += ", read back"
             self._report.say(f"Uploaded checkpoint {url} in {done.seconds:.1f} s, {size}")
             return
-        folder = self._config.checkpoints.checkpoints_path
+        folder = self._checkpoints.checkpoints_path
         self._report.say(
             f"checkpoint {done.step} has no complete copy in {url}: {done.error}; it is still in "
             f"{folder}: resume with checkpoints.resume_checkpoint_path: {folder} to send the rest",
@@ -106,21 +113,22 @@ class Uploads:
         )
 
 
-def local_copy(config: Config, mesh: Mesh) -> tuple[Path | None, str]:
+def local_copy(
+    checkpoints: CheckpointsConfig, section: S3UploadConfig | None, mesh: Mesh
+) -> tuple[Path | None, str]:
     """The local folder to resume from, and a remark about it; None for a fresh run.
 
     A URL is downloaded into ``checkpoints_path``. If the run resumes from there anyway, and the
     store that it uploads to has a newer checkpoint, that one is downloaded. Collective over the
     mesh. Raises OSError or ValueError, on all ranks.
     """
-    checkpoints = config.checkpoints
     given, folder = checkpoints.resume_checkpoint_path, Path(checkpoints.checkpoints_path)
     if given is None:
         return None, ""
-    url = given.rstrip("/") if is_url(given) else _upload_url(config)
+    url = given.rstrip("/") if is_url(given) else _upload_url(section)
     if url is None or (not is_url(given) and Path(given) != folder):
         return Path(given), ""
-    if url == _upload_url(config):
+    if url == _upload_url(section):
         newest = on_first(mesh, lambda: latest_step(url))
         if newest is None or (not is_url(given) and newest <= _newest_in(folder)):
             return folder, ""  # the store has nothing yet, or nothing that is not here
@@ -129,18 +137,17 @@ def local_copy(config: Config, mesh: Mesh) -> tuple[Path | None, str]:
     return got.folder, said + "".join(f"; passed over {reason}" for reason in got.passed_over)
 
 
-def _upload_url(config: Config) -> str | None:
-    section = config.s3_upload
+def _upload_url(section: S3UploadConfig | None) -> str | None:
     return section.upload_s3_path.rstrip("/") if section and section.upload_s3_path else None
 
 
-def _goes_on(config: Config) -> bool:
+def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> bool:
     """Whether what is in ``checkpoints_path`` is of this run: it was resumed from there."""
-    given, folder = config.checkpoints.resume_checkpoint_path, config.checkpoints.checkpoints_path
+    given, folder = checkpoints.resume_checkpoint_path, checkpoints.checkpoints_path
     if given is None:
         return False
     if is_url(given):
-        return given.rstrip("/") == _upload_url(config)
+        return given.rstrip("/") == _upload_url(section)
     return Path(folder) in (Path(given), Path(given).parent)
 
 

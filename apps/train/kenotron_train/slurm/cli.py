@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from kenotron_config import Config, Mask, credentials, dump_config, masked
+from kenotron_config import Mask, ParallelismConfig, credentials, dump_config, masked
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.log.printing import say
@@ -32,34 +33,37 @@ def slurm_main(argv: Sequence[str]) -> int:
     given = slurm_parser().parse_args(argv)
     try:
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-        _check_credentials(config)
-        job, cwd = _job(given, config), Path.cwd()
+        _check_credentials(asdict(config))
+        job, cwd = _job(given, config.general.project), Path.cwd()
+        sizes = config.parallelism
         folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())
-        script = script_of(job, config, folder, [sys.executable, _program()], cwd)
-        _warn(job, config)
+        script = script_of(job, sizes, folder, [sys.executable, _program()], cwd)
+        _warn(job, sizes)
         if given.dry_run:
             say(script.removesuffix("\n"))
             return 0
         words = [sys.executable, _program(), "slurm", *map(masked, argv)]
-        number = submit(script, config, folder, words, cwd)
+        number = submit(script, dump_config(config), folder, words, cwd)
     except (OSError, ValueError) as error:
         print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
         return 1
-    say(f"Submitted job {number}: {job.places(config)}\nScript, config and log: {folder}")
+    say(f"Submitted job {number}: {job.places(sizes.world_size)}\nScript, config and log: {folder}")
     return 0
 
 
-def _check_credentials(config: Config) -> None:
+def _check_credentials(keys: dict[str, Any]) -> None:
     """Refuse a config whose file for the job would lack what is masked in it."""
-    if found := credentials(asdict(config)):
+    if found := credentials(keys):
         raise ValueError(
             f"{', '.join(found)}: a URL with credentials was given, which the folder of the job "
             "must not keep: write !env NAME in the config, and set NAME where you submit"
         )
 
 
-def submit(script: str, config: Config, folder: Path, command: list[str], cwd: Path) -> str:
+def submit(script: str, config: str, folder: Path, command: list[str], cwd: Path) -> str:
     """Fill the folder of a job and give its script to sbatch; the number of the job.
+
+    ``config`` is the text of its config.
 
     Nothing is left of the folder when Slurm refuses the job. Raises ValueError with its reason, and
     where there is no Slurm.
@@ -72,7 +76,7 @@ def submit(script: str, config: Config, folder: Path, command: list[str], cwd: P
     folder.mkdir(parents=True)
     try:
         origin = provenance(command, cwd)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        (folder / "config.yaml").write_text(config, encoding="utf-8")
         (folder / "packages.txt").write_text(packages(), encoding="utf-8")
         (folder / "job.sbatch").write_text(script, encoding="utf-8")
         (folder / "launch.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
@@ -91,7 +95,7 @@ def submit(script: str, config: Config, folder: Path, command: list[str], cwd: P
     return number
 
 
-def _job(given: argparse.Namespace, config: Config) -> SlurmJob:
+def _job(given: argparse.Namespace, project: str) -> SlurmJob:
     options = [(name, getattr(given, name)) for name in _OPTIONS if getattr(given, name)]
     for text in given.sbatch:
         name, _, value = text.lstrip("-").partition("=")
@@ -99,7 +103,7 @@ def _job(given: argparse.Namespace, config: Config) -> SlurmJob:
     return SlurmJob(
         nodes=given.nodes,
         gpus_per_node=given.gpus_per_node,
-        name=given.job_name or config.general.project,
+        name=given.job_name or project,
         options=tuple(options),
         cpus_per_task=given.cpus_per_task,
         time=given.time,
@@ -121,8 +125,8 @@ def _program() -> str:
     return str(Path(sys.argv[0]).absolute())
 
 
-def _warn(job: SlurmJob, config: Config) -> None:
-    tasks, tp = job.tasks_per_node(config), config.parallelism.tp
+def _warn(job: SlurmJob, sizes: ParallelismConfig) -> None:
+    tasks, tp = job.tasks_per_node(sizes), sizes.tp
     if tasks % tp:
         print(
             f"Warning: with tp {tp} and {tasks} on each node, processes of one tp group are on "

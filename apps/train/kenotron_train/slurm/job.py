@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_config import Config
+from kenotron_config import ParallelismConfig
 from kenotron_train.slurm.durations import seconds_of
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")
@@ -52,10 +52,9 @@ class SlurmJob:
     stall_limit: int | None = None
     """Seconds that a rank may let others wait; None: the training's default."""
 
-    def tasks_per_node(self, config: Config) -> int:
+    def tasks_per_node(self, sizes: ParallelismConfig) -> int:
         """Processes on each node. Raises ValueError when they do not fit the config's sizes."""
-        sizes, world = config.parallelism, config.world_size
-        shown = f"{sizes.described} = {world} processes"
+        world, shown = sizes.world_size, f"{sizes.described} = {sizes.world_size} processes"
         if not self.gpus_per_node:
             if world % self.nodes:
                 known = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
@@ -77,15 +76,14 @@ class SlurmJob:
             )
         return self.gpus_per_node
 
-    def places(self, config: Config) -> str:
+    def places(self, world: int) -> str:
         """How many processes on how many nodes, in words."""
-        world = config.world_size
         processes = f"{world} process" + "es" * (world > 1)
         return f"{processes} on {self.nodes} node" + "s" * (self.nodes > 1)
 
-    def check(self, config: Config) -> None:
+    def check(self, sizes: ParallelismConfig) -> None:
         """Raise ValueError for what Slurm would refuse, or what would never train."""
-        self.tasks_per_node(config)
+        self.tasks_per_node(sizes)
         if not 0 < self.stop_before <= 65_535:
             raise ValueError(f"--stop-before {self.stop_before}: give 1 to 65535 seconds")
         limit = math.inf
@@ -120,26 +118,28 @@ def _check_path(what: str, path: str) -> None:
         )
 
 
-def script_of(job: SlurmJob, config: Config, folder: Path, command: list[str], cwd: Path) -> str:
+def script_of(
+    job: SlurmJob, sizes: ParallelismConfig, folder: Path, command: list[str], cwd: Path
+) -> str:
     """The script for sbatch.
 
-    Arguments: what is asked for; the config that is trained; the absolute folder that keeps script,
+    Arguments: what is asked for; the sizes of its mesh; the absolute folder that keeps script,
     config and log; the interpreter and the program that trains; the folder to start it in. Raises
     ValueError, see ``SlurmJob.check``, and for a path that cannot be printed.
     """
-    job.check(config)
+    job.check(sizes)
     python, program = command
     paths = {"checkpoints_path": str(folder), "the current folder": str(cwd)}
     for what, path in (paths | {"the interpreter": python, "the program": program}).items():
         _check_path(what, path)
-    tasks = job.tasks_per_node(config)
+    tasks = job.tasks_per_node(sizes)
     gpus = tasks if job.gpus_per_node is None else job.gpus_per_node
     asked = [*job.options]
     asked += [("gpus-per-node", str(gpus))] if gpus else []
     asked += [("cpus-per-task", str(job.cpus_per_task))] if job.cpus_per_task else []
     asked += [("time", job.time)] if job.time else []
     values = {
-        "title": f"{job.places(config)}: {config.parallelism.described}",
+        "title": f"{job.places(sizes.world_size)}: {sizes.described}",
         "name": shlex.quote(job.name),
         "nodes": job.nodes,
         "tasks": tasks,

@@ -9,17 +9,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_config import Config
-from kenotron_dist import RankError, spawn
+from kenotron_config import ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
-from kenotron_train.verify.comparison import Check, allowed, compare, layout_gradients, measure
+from kenotron_train.verify.comparison import allowed, compare_with_one
 from kenotron_train.verify.report import Verdict, show, write_json
-from kenotron_train.verify.shrink import changes, has_documents, on_one_process, shrink
+from kenotron_train.verify.shrink import changes, has_documents, shrink
 
-PRELOAD = ("kenotron_train.verify.comparison",)
 RANKS = 8
 STEPS = 3
 BAD_INPUT = 2
@@ -41,11 +39,14 @@ def verify_main(argv: Sequence[str]) -> int:
         target = None if given.json is None else _target(given.json)
         config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
         small = shrink(config, given.ranks, given.steps)
-        _check_ranks(config, small, given.ranks)
-        threads = given.threads or threads_of_rank(small.world_size)
-        verdict = Verdict(
-            name, config, small, changes(config, small), *_outcome(config, small, threads)
-        )
+        before, after = config.parallelism, small.parallelism
+        _check_ranks(before, after, given.ranks)
+        threads = given.threads or threads_of_rank(after.world_size)
+        layers, compiled = small.decoder.num_hidden_layers, small.model.compile
+        bound = allowed(after, layers, compiled=compiled)
+        checks, broken = compare_with_one(small, has_documents(config), threads, bound)
+        different = changes(config, small)
+        verdict = Verdict(name, before, after, small.tokens, bound, different, checks, broken)
         show(verdict, time.monotonic() - begin)
         if target is not None:
             write_json(target, verdict)
@@ -56,32 +57,10 @@ def verify_main(argv: Sequence[str]) -> int:
     return 0 if verdict.passed else 1
 
 
-def _outcome(config: Config, small: Config, threads: int) -> tuple[list[Check], str]:
-    """All checks, and why the layout did not run, if it did not."""
-    sizes, documents = small.parallelism, has_documents(config)
-    try:
-        layout = spawn(
-            measure, small, documents, pp=sizes.pp, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp,
-            ep=sizes.ep, preload=PRELOAD, threads=threads,
-        )  # fmt: skip
-    except RankError as error:
-        return [], str(error)
-    try:
-        gradients = layout_gradients(layout)
-    except ValueError as error:
-        return [], f"its gradients are not whole: {error}"
-    one = on_one_process(small)
-    try:
-        alone = spawn(measure, one, documents, gradients, preload=PRELOAD, threads=threads)[0]
-    except RankError as error:
-        raise ValueError(f"one process cannot train the small copy: {error}") from error
-    return compare(layout, alone, allowed(small)), ""
-
-
-def _check_ranks(config: Config, small: Config, ranks: int) -> None:
-    if small.world_size == 1 < config.world_size:
+def _check_ranks(before: ParallelismConfig, after: ParallelismConfig, ranks: int) -> None:
+    if after.world_size == 1 < before.world_size:
         raise ValueError(
-            f"--ranks {ranks}: nothing is left of {config.parallelism.described} to compare with "
+            f"--ranks {ranks}: nothing is left of {before.described} to compare with "
             "one process; give more"
         )
 

@@ -13,9 +13,9 @@ from datetime import timedelta
 
 import numpy as np
 
-from kenotron_config import Config
+from kenotron_config import Config, ParallelismConfig
 from kenotron_data import Batch, Corpus, Cursor
-from kenotron_dist import Mesh, named_parameters, watch
+from kenotron_dist import Mesh, RankError, named_parameters, spawn, watch
 from kenotron_engine import (
     GRADIENT_TOLERANCE,
     Piece,
@@ -32,12 +32,15 @@ from kenotron_engine import (
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.data.stage_dataset import open_loader
+from kenotron_train.data_plan import data_plan
+from kenotron_train.verify.shrink import on_one_process
 from kenotron_train.verify.synthetic_tokens import MadeUpTokens
 
 ROUNDING = 2.0**-23
 """Largest distance of two neighbouring float32 numbers, in their size."""
 DEPTH = 8
 """Decoder layers from which on roundings are allowed in proportion to them."""
+PRELOAD = (__name__,)
 LIMIT = timedelta(minutes=5)
 """How long a rank may let others wait: compiling takes a while."""
 
@@ -106,7 +109,7 @@ def measure(
     vocabulary, sequence = config.decoder.vocab_size, config.tokens.sequence_length
     seed = config.data_stages[0].data.seed
     corpus = Corpus(MadeUpTokens(vocabulary, sequence, seed, documents))
-    with watch(mesh, limit=LIMIT), open_loader(config, mesh, corpus, Cursor()) as loader:
+    with watch(mesh, limit=LIMIT), open_loader(data_plan(config), mesh, corpus, Cursor()) as loader:
         training = build_training(config, mesh)
         initial = weight_pieces(training)
         given = [None] * config.tokens.train_steps if forced is None else forced
@@ -147,15 +150,14 @@ def layout_gradients(layout: list[Measured]) -> list[Whole]:
     return found
 
 
-def allowed(small: Config) -> float:
+def allowed(sizes: ParallelismConfig, layers: int, *, compiled: bool) -> float:
     """Largest relative deviation of what is added up in another order; 0 where nothing is.
 
     A pipeline alone only places layers elsewhere.
     """
-    sizes = small.parallelism
-    if sizes.dp == sizes.cp == sizes.tp == 1 and not small.model.compile:
+    if sizes.dp == sizes.cp == sizes.tp == 1 and not compiled:
         return 0.0
-    return GRADIENT_TOLERANCE * max(1.0, small.decoder.num_hidden_layers / DEPTH)
+    return GRADIENT_TOLERANCE * max(1.0, layers / DEPTH)
 
 
 def compare(layout: list[Measured], one: Measured, relative: float) -> list[Check]:
@@ -184,6 +186,35 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
         found.append(_tensors(i + 1, "updated weights", pieces, after, bounds))
         before = after
     return found
+
+
+def compare_with_one(
+    small: Config, documents: bool, threads: int, bound: float
+) -> tuple[list[Check], str]:
+    """Return all checks, and why the layout did not run, if it did not.
+
+    The layout of ``small`` and one process are started, one after the other; ``documents``: samples
+    are of several documents; ``bound``: see ``allowed``. Raises ValueError where one process cannot
+    train it.
+    """
+    sizes = small.parallelism
+    try:
+        layout = spawn(
+            measure, small, documents, pp=sizes.pp, dp=sizes.dp, cp=sizes.cp, tp=sizes.tp,
+            ep=sizes.ep, preload=PRELOAD, threads=threads,
+        )  # fmt: skip
+    except RankError as error:
+        return [], str(error)
+    try:
+        gradients = layout_gradients(layout)
+    except ValueError as error:
+        return [], f"its gradients are not whole: {error}"
+    one = on_one_process(small)
+    try:
+        alone = spawn(measure, one, documents, gradients, preload=PRELOAD, threads=threads)[0]
+    except RankError as error:
+        raise ValueError(f"one process cannot train the small copy: {error}") from error
+    return compare(layout, alone, bound), ""
 
 
 def _check_finite(step: int, own: Step) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from kenotron_config import Config
+from kenotron_config import ParallelismConfig, TokensConfig
 from kenotron_engine import GRADIENT_FLOOR
 from kenotron_train.log.numbers import or_null
 from kenotron_train.log.printing import say
-from kenotron_train.verify.comparison import Check, allowed
+from kenotron_train.verify.comparison import Check
 
 SHOWN = 4
 """Further tensors that depart which are named."""
@@ -31,8 +31,13 @@ class Verdict:
 
     name: str
     """Of the config."""
-    config: Config
-    small: Config
+    before: ParallelismConfig
+    """Of the config."""
+    after: ParallelismConfig
+    tokens: TokensConfig
+    """Of the copy, as `after`."""
+    allowed: float
+    """Largest relative deviation."""
     changes: list[tuple[str, str, str]]
     """(key, in the config, in the copy)"""
     checks: list[Check]
@@ -42,9 +47,10 @@ class Verdict:
     @property
     def not_compared(self) -> list[str]:
         """Axes of the config that the copy has no more, for want of ranks."""
-        before, after = self.config.parallelism, self.small.parallelism
         return [
-            n for n in ("dp", "pp", "cp", "tp", "ep") if getattr(before, n) > 1 == getattr(after, n)
+            name
+            for name in ("dp", "pp", "cp", "tp", "ep")
+            if getattr(self.before, name) > 1 == getattr(self.after, name)
         ]
 
     @property
@@ -62,14 +68,13 @@ def show(verdict: Verdict, seconds: float) -> None:
 
 
 def _print(verdict: Verdict, console: Console) -> None:
-    small = verdict.small
     console.print(f"A small copy of {verdict.name}, with made-up tokens:")
     table = _table("key", "config", "copy")
     for key, old, new in verdict.changes:
         table.add_row(".".join(key.split(".")[-2:]), old, new)
     console.print(table)
     console.print("Every other key of parallelism, model and optimizer is as it is there.\n")
-    for line in [*_dropped(verdict), _runs(small)]:
+    for line in [*_dropped(verdict), _runs(verdict.after, verdict.tokens)]:
         console.print(line, soft_wrap=True)
     console.print()
     if verdict.checks:
@@ -79,23 +84,22 @@ def _print(verdict: Verdict, console: Console) -> None:
         console.print(line)
 
 
-def _runs(small: Config) -> str:
-    steps, samples = small.tokens.train_steps, small.global_batch_size
-    count = small.world_size
+def _runs(sizes: ParallelismConfig, tokens: TokensConfig) -> str:
+    steps, count = tokens.train_steps, sizes.world_size
+    samples = sizes.dp * tokens.micro_batch_size * tokens.batch_accumulation_per_replica
     return (
-        f"{count} process{'es' * (count > 1)} ({small.parallelism.described}) against one: "
-        f"{steps} step{'s' * (steps > 1)} of {samples} samples of {small.tokens.sequence_length} "
+        f"{count} process{'es' * (count > 1)} ({sizes.described}) against one: "
+        f"{steps} step{'s' * (steps > 1)} of {samples} samples of {tokens.sequence_length} "
         "tokens"
     )
 
 
 def write_json(path: Path, verdict: Verdict) -> None:
     """Write the same for programs; deviations that are not finite are null. Raises OSError."""
-    sizes = verdict.small.parallelism
     found: dict[str, Any] = {
         "config": verdict.name,
         "passed": verdict.passed,
-        "layout": sizes.grid,
+        "layout": verdict.after.grid,
         "not_compared": verdict.not_compared,
         "changes": [{"key": key, "config": old, "copy": new} for key, old, new in verdict.changes],
         "checks": [_plain(check) for check in verdict.checks],
@@ -143,14 +147,14 @@ def _checks(checks: list[Check]) -> Table:
 
 def _dropped(verdict: Verdict) -> list[str]:
     """What is not compared."""
-    if verdict.config.world_size == 1:
+    if verdict.before.world_size == 1:
         return ["The config asks for one process: nothing is cut."]
     lost = ", ".join(verdict.not_compared)
     return [f"Not compared, for want of --ranks: {lost}"] if lost else []
 
 
 def _conclusion(verdict: Verdict) -> list[str]:
-    layout = verdict.small.parallelism.described
+    layout = verdict.after.described
     if verdict.broken:
         return [f"FAIL: the layout {layout} does not run: {verdict.broken}"]
     failed = [check for check in verdict.checks if not check.passed]
@@ -159,7 +163,7 @@ def _conclusion(verdict: Verdict) -> list[str]:
         passed = f"PASS: {layout} computes what one process computes"
         return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
     tensors = next((check for check in failed if check.departures), None)
-    lines = [] if tensors is None else _departures(tensors, allowed(verdict.small))
+    lines = [] if tensors is None else _departures(tensors, verdict.allowed)
     step = f"step {failed[0].step}" if failed[0].step else "before the first step"
     said = ", ".join(f"{check.what} ({check.deviation:.1e})" for check in failed)
     return [*lines, f"FAIL: {layout} departs from one process at {step}: {said}"]

@@ -27,7 +27,7 @@ from kenotron_dist import Axis, parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig
-from kenotron_train.cost.activations import cp_mode_of
+from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.verify.shrink_layout import (
     few,
     fewer_ranks,
@@ -61,7 +61,7 @@ def shrink(config: Config, ranks: int, steps: int) -> Config:
     """
     parallelism = fewer_ranks(config.parallelism, ranks)
     if config.parallelism.cp > 1:  # what auto means depends on sizes
-        way = way_of(cp_mode_of(config), config.decoder, config.parallelism.grid)
+        way = way_of(cost_plan(config).cp_mode, config.decoder, config.parallelism.grid)
         parallelism = replace(parallelism, cp_attention=way)
     sequence = config.longest_sequence
     accumulation = small_accumulation(
@@ -159,7 +159,7 @@ def _small_length(config: Config, parallelism: ParallelismConfig, micro: int) ->
 
     The strips of cp divide them, or there is padding; tp divides those of a micro-batch, or not.
     """
-    sequence, mode = config.longest_sequence, cp_mode_of(config)
+    sequence, mode = config.longest_sequence, cost_plan(config).cp_mode
 
     def properties(tokens: int, rows: int, sizes: ParallelismConfig) -> tuple[bool, bool]:
         cut = mode.cut(tokens, sizes.cp)

@@ -1,6 +1,7 @@
 """The YAML of a training run: its sections, their checks, and errors that name the key."""
 
 from kenotron_config.availability import unavailable
+from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config
 from kenotron_config.doremi_section import DoReMiConfig
@@ -15,6 +16,7 @@ from kenotron_config.init_sections import (
 )
 from kenotron_config.masking import EnvText, Mask, credentials, masked, public
 from kenotron_config.parallelism_section import ParallelismConfig
+from kenotron_config.parametrisation import multipliers_in
 from kenotron_config.reference import config_reference, json_schema
 from kenotron_config.sections import (
     Device,
@@ -28,6 +30,7 @@ from kenotron_config.watch_sections import MetricsLoggingConfig, ProfilerConfig
 from kenotron_config.yaml_config import ConfigError, dump_config, load_config, parse_config
 
 __all__ = [
+    "BatchSizes",
     "Config",
     "ConfigError",
     "Device",
@@ -57,6 +60,7 @@ __all__ = [
     "json_schema",
     "load_config",
     "masked",
+    "multipliers_in",
     "parse_config",
     "public",
     "unavailable",

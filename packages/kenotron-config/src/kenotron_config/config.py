@@ -174,12 +174,3 @@ class Config:
     def sequence_of(self, stage: int) -> int:
         """Tokens of a sample in a stage."""
         return self.data_stages[stage].sequence_length or self.tokens.sequence_length
-
-    def ids_of(self, stage: int) -> int:
-        """Ids that the data of a stage may have: those of its token files, or the model's."""
-        named = getattr(self.data_stages[stage].data.dataset, "vocab_size", None) or -1
-        return named if named > 0 else self.model.model_config.vocab_size
-
-    def stage_at(self, step: int) -> int:
-        """Index of the data stage that a step, counted from 1, reads."""
-        return sum(stage.start_training_step <= step for stage in self.data_stages) - 1

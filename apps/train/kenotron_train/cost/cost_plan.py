@@ -1,0 +1,59 @@
+"""The part of a config that memory and transfers follow from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kenotron_config import Config, Device, ParallelismConfig
+from kenotron_dist import MeshConfig
+from kenotron_engine import CPMode
+from kenotron_models import DecoderSpec
+from kenotron_optim import OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostPlan:
+    """What memory and transfers of a run follow from."""
+
+    spec: DecoderSpec
+    dtype: torch.dtype
+    vocab_divisible_by: int
+    parallelism: ParallelismConfig
+    cp_mode: CPMode
+    """How attention runs over cp."""
+    optimizer: OptimizerConfig
+    sequence: int
+    """Tokens of the longest samples."""
+    micro_batch_size: int
+    microbatches: int
+    """Micro-batches of a data rank in the largest batch of the training."""
+    device: Device
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row on one rank of cp, padding included."""
+        return self.cp_mode.cut(self.sequence, self.parallelism.cp).local
+
+
+def cost_plan(config: Config) -> CostPlan:
+    """Return what the memory and the transfers of a config's run follow from."""
+    parallelism, model = config.parallelism, config.model
+    return CostPlan(
+        spec=config.decoder,
+        dtype=getattr(torch, model.dtype),
+        vocab_divisible_by=model.make_vocab_size_divisible_by,
+        parallelism=parallelism,
+        cp_mode=CPMode(*config.cp_way, parallelism.cp_layout, parallelism.cp_block),
+        optimizer=config.optimizer,
+        sequence=config.longest_sequence,
+        micro_batch_size=config.tokens.micro_batch_size,
+        microbatches=config.batches.most_microbatches,
+        device=config.general.device,
+    )
+
+
+def mesh_sizes(parallel: ParallelismConfig) -> MeshConfig:
+    """Return the sizes of the axes."""
+    return MeshConfig(**parallel.grid, ep=parallel.ep)
