@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import urllib.parse
+import warnings
 from itertools import count
 
 import pytest
@@ -19,6 +20,7 @@ from moto.core.responses import ActionAuthenticatorMixin
 from s3_server import BUCKET, KEY, SECRET, S3Server, flip
 
 from kenotron_ckpt import (
+    Saver,
     downloading,
     latest_step,
     load,
@@ -74,7 +76,7 @@ def scaled(mesh, factor):
 def save_scaled(folder, step, factor, mesh):
     """Two shards and a config.yaml; the same factor gives the same bytes."""
     tensors = scaled(mesh, factor)
-    return save(folder, step, tensors, mesh, {"factor": factor}, "seed: 1\n", file_bytes=1)
+    return save(folder, step, tensors, mesh, {"factor": factor}, "seed: 1\n", file_bytes=1).path
 
 
 def factor_in(step_folder, mesh):
@@ -128,10 +130,12 @@ def test_a_checkpoint_comes_back_bit_by_bit(kind, tmp_path, mesh, request):
     if kind == "s3":
         request.getfixturevalue("s3")
     url = {"s3": URL, "memory": f"memory://{tmp_path.name}"}.get(kind, f"file://{tmp_path}/remote")
-    folder = save(tmp_path / "a", 10, model(mesh), mesh, {"x": 1}, "seed: 1\n", file_bytes=1000)
+    folder = save(
+        tmp_path / "a", 10, model(mesh), mesh, {"x": 1}, "seed: 1\n", file_bytes=1000
+    ).path
     want = files_of(folder)
     report = upload(folder, url, read_back=True)
-    size = sum(len(data) for name, data in want.items() if name.startswith(("shard", "config")))
+    size = sum(len(data) for name, data in want.items() if name.startswith("shard"))
     assert (report.error, report.step, report.bytes, report.sent_bytes) == (None, 10, size, size)
     again = upload(folder, url, read_back=True)
     assert (again.error, again.sent_bytes) == (None, 0)
@@ -154,12 +158,13 @@ def test_the_remote_manifest_comes_last_and_nothing_else_is_left(s3, tmp_path, m
     folder, order = save_scaled(tmp_path, 10, 1, mesh), []
 
     def note(request):
-        if request["REQUEST_METHOD"] in ("PUT", "DELETE"):
+        if request["REQUEST_METHOD"] == "PUT":
             order.append(request["PATH_INFO"].rpartition("/")[2])
 
     s3.fault = note
     assert upload(folder).error is None
-    assert order[0] == "uploading.txt" and order[-3:] == ["manifest.json", "latest.txt", order[0]]
+    assert order[0] == "uploading.txt"
+    assert order[-3:] == ["config.yaml", "manifest.json", "latest.txt"]
     names = set(listing("10"))
     assert names == {path.name for path in folder.iterdir()}
     assert s3.get("some/run/latest.txt") == b"10"
@@ -183,7 +188,8 @@ def test_an_upload_that_ends_anywhere_is_taken_up_and_sends_nothing_twice(s3, tm
         assert committed or s3.stored["some/run/20/manifest.json"] == 0
         done = upload(new)
         assert done.error is None and cut.sent_bytes + done.sent_bytes == done.bytes
-        assert set(s3.stored.values()) == {1} and len(s3.stored) == total
+        shards = [times for path, times in s3.stored.items() if "/shard" in path]
+        assert shards == [1] * len(read_manifest(new).files) and len(s3.stored) == total
         assert factor_in(download(URL, tmp_path / f"c{number}").folder, mesh) == 20
 
 
@@ -363,7 +369,7 @@ def test_a_copy_that_is_not_whole_is_seen_without_reading_it(s3, tmp_path, mesh)
 
     s3.fault = fault
     report = upload(folder, remove_after_upload=True, read_back=False)
-    assert f"what arrived is not whole: {removed[0]} (None bytes)" in report.error
+    assert f"what arrived is not whole: {removed[0]} is missing" in report.error
     assert len(removed) == 3 and verify_files(folder) == [] and newest_step(URL) is None
     with pytest.raises(ValueError, match="can be used:\n  .*10: it is half-written: there"):
         download(URL, tmp_path / "b")
@@ -548,6 +554,32 @@ def test_a_download_never_replaces_another_checkpoint(s3, tmp_path, mesh):
     assert factor_in(other, mesh) == 2
     next(other.glob("shard-*")).unlink()  # it is none any more
     assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 1
+
+
+def test_s3_is_saved_to_without_a_local_copy(s3, tmp_path, mesh, monkeypatch):
+    store = FsspecStore(URL, options=CACHED)
+    save(store, 10, scaled(mesh, 1), mesh, {"factor": 1}, file_bytes=1)
+    s3.put("some/run/20/manifest.json", b"of another release")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Saver(store, mesh, keep=1, file_bytes=1, verify=True, on_failure="raise") as saver:
+        for step in (20, 30):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                saver.save(step, scaled(mesh, step), {"factor": step})
+                saver.finish()
+            assert [f"kept in {URL}/20.unreadable" in str(w.message) for w in said] == [True] * (
+                step == 20
+            )
+    assert [report.removed for report in saver.reports()] == [[10], [20]]
+    assert sorted(store.listing()) == ["20.unreadable", "30", "latest.txt"]
+    assert s3.get("some/run/20.unreadable/manifest.json") == b"of another release"
+    assert factor_in(store, mesh) == 30 and verify_files(store) == []
+    assert not list(tmp_path.iterdir())  # files of a rank pass through here, one by one
+    s3.fault = after(1, FORBIDDEN)
+    with pytest.raises(OSError, match=f"{URL}/40/shard-.*; check the credentials"):
+        save(store, 40, scaled(mesh, 40), mesh, {"factor": 40}, file_bytes=1)
+    assert sorted(store.listing()) == ["20.unreadable", "30", "latest.txt"]
+    assert factor_in(store, mesh) == 30
 
 
 def test_a_load_reads_ranges_of_s3_in_place(s3, tmp_path, mesh):

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kenotron_ckpt import (
+    Store,
     UploadReport,
     defect,
     fetch,
@@ -49,12 +50,12 @@ class Uploads:
         if self._uploader is not None and _goes_on(self._config):
             self._uploader.submit_all(self._config.checkpoints.checkpoints_path, step)
 
-    def submit(self, folder: Path) -> None:
+    def submit(self, folder: Store) -> None:
         """Have a checkpoint uploaded. From any thread. Raises ValueError when it is none."""
         if self._uploader is not None:
             self._uploader.submit(folder)
 
-    def holds(self, folder: Path) -> bool:
+    def holds(self, folder: Store) -> bool:
         """Whether a checkpoint must stay: it is sent, or waits for that. From any thread."""
         return self._uploader is not None and self._uploader.uploading(int(folder.name))
 

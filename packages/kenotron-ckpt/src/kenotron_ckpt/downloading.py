@@ -11,7 +11,7 @@ from typing import Any
 
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
 from kenotron_ckpt.collective_errors import on_each, on_first_at_length
-from kenotron_ckpt.committing import replace_text, sweep, sync
+from kenotron_ckpt.committing import replace_text, sweep
 from kenotron_ckpt.folder import (
     CONFIG,
     MANIFEST,
@@ -21,7 +21,7 @@ from kenotron_ckpt.folder import (
     step_names,
 )
 from kenotron_ckpt.index import FileEntry, Manifest, Piece
-from kenotron_ckpt.preparing import set_aside_unreadable
+from kenotron_ckpt.preparing import _set_aside_unreadable
 from kenotron_ckpt.remote import PAUSE, RANGE_BYTES, TRIES, FsspecStore, RemoteError, RemoteMissing
 from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.threads import in_parallel
@@ -137,12 +137,12 @@ def _receive_all(
         if lost and not error.damaged:
             raise
         with contextlib.suppress(OSError):
-            sweep(target)
+            sweep(LocalStore(target))
             target.rmdir()
         raise _Unusable(str(error)) from None
     if manifest.config is not None:
         replace_text(target / CONFIG, manifest.config)
-    sync(target)
+    LocalStore(target).sync()
     replace_text(target / MANIFEST, text)
     return sum(counts)
 
@@ -152,9 +152,9 @@ def _make_room(target: Path, text: str) -> None:
 
     A manifest that is not understood stays, in a folder that is set aside.
     """
-    set_aside_unreadable(target)
+    _set_aside_unreadable(LocalStore(target))
     target.mkdir(parents=True, exist_ok=True)
-    sync(target.parent)
+    LocalStore(target.parent).sync()
     with contextlib.suppress(FileNotFoundError):
         if (target / MANIFEST).read_text(encoding="utf-8", errors="replace") == text:
             return
@@ -164,7 +164,7 @@ def _make_room(target: Path, text: str) -> None:
                 "remote one: give another folder, or remove it"
             )
         (target / MANIFEST).unlink()
-        sync(target)
+        LocalStore(target).sync()
 
 
 def _receive(
