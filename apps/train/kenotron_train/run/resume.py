@@ -8,8 +8,11 @@ from typing import Any
 
 from kenotron_ckpt import (
     Checkpoint,
+    Location,
     NoCheckpoint,
+    Store,
     has_manifests,
+    is_url,
     on_first,
     read_preferred,
 )
@@ -26,7 +29,7 @@ from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
-from kenotron_train.run.upload import local_copy
+from kenotron_train.run.upload import place_to_resume
 
 NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
 """What parts of a reading are called, where their names say too little."""
@@ -45,11 +48,11 @@ def resume(
     pass is among the reasons.
     """
     config, mesh, checkpoints = training.config, training.mesh, training.config.checkpoints
-    given, fetched = local_copy(config, mesh)
+    given = place_to_resume(config, mesh)
     if given is None:
         return Progress.fresh(config), load_initial(training)
-    own = given == Path(checkpoints.checkpoints_path)
-    if own and not on_first(mesh, lambda: has_manifests(given)):
+    own = not is_url(given) and Path(given) == Path(checkpoints.checkpoints_path)
+    if own and not on_first(mesh, lambda: has_manifests(Path(given))):
         check_agreement(config, mesh)
         begun = load_initial(training)
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
@@ -65,7 +68,7 @@ def resume(
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
         more += without_effect(asked.checkpoints)
-    return progress, remark + fetched + more
+    return progress, remark + more
 
 
 def _unreadable(error: str, own: bool) -> str:
@@ -82,8 +85,8 @@ def _unreadable(error: str, own: bool) -> str:
 
 
 def load_run(
-    training: Training, path: Path, *, optimizer: bool = True
-) -> tuple[Progress, str, Path]:
+    training: Training, path: Location, *, optimizer: bool = True
+) -> tuple[Progress, str, Store]:
     """Load a checkpoint, the newest that is undamaged of a run folder.
 
     Bytes are verified while they are read: a damaged checkpoint may fill tensors before its damage
@@ -102,10 +105,10 @@ def load_run(
 
 def _load_from(
     training: Training, checkpoint: Checkpoint, optimizer: bool
-) -> tuple[Progress, str, Path]:
+) -> tuple[Progress, str, Store]:
     """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
     config, mesh = training.config, training.mesh
-    folder, manifest = checkpoint.folder, checkpoint.manifest
+    folder, manifest = checkpoint.store, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, manifest.step, config, folder)
     steps = int(state["optimizer_steps"])
@@ -134,7 +137,7 @@ def _load_from(
     progress = comparable(Progress.from_state(state, config), state["reading"], config)
     remark = _remark(progress, state, config, folder) + dropped + remark
     if mesh.rank == 0:  # which prints it
-        remark += changed_rate(progress, config, folder)
+        remark += changed_rate(progress, config, manifest.config)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder
@@ -155,7 +158,7 @@ def _averages(
     return {}, "; optimizer.weight_average begins with the next update"
 
 
-def _check_state(state: dict[str, Any], step: int, config: Config, folder: Path) -> None:
+def _check_state(state: dict[str, Any], step: int, config: Config, folder: Store) -> None:
     needed = (*NEEDED, "optimizer_steps", "model_config", "reading")
     missing = [key for key in needed if key not in state]
     if missing:
@@ -167,7 +170,7 @@ def _check_state(state: dict[str, Any], step: int, config: Config, folder: Path)
     check_model(state["model_config"], config, folder)
 
 
-def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Path) -> str:
+def _remark(progress: Progress, state: dict[str, Any], config: Config, folder: Store) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
     now = order_of(reading_of(config))
     for name, before in order_of(state["reading"]).items():

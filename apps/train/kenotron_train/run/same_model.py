@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import Any
 
+from kenotron_ckpt import Store
 from kenotron_config import Config
 from kenotron_models import TransformersSpec, model_from_json, model_to_json
 from kenotron_models.hf import differences
@@ -31,7 +31,7 @@ def model_of(config: Config) -> dict[str, Any]:
     return json.loads(json.dumps(model_to_json(config.model.model_config, config.multipliers)))
 
 
-def check_model(saved: Any, config: Config, folder: Path) -> None:
+def check_model(saved: Any, config: Config, folder: Store) -> None:
     """Refuse a checkpoint of another model than that of a config.
 
     Keys that both have are compared first, then the decoders that both mean: another family, or a
@@ -58,7 +58,7 @@ def check_model(saved: Any, config: Config, folder: Path) -> None:
         raise ValueError(f"{folder} is of another model: model.model_config.{problems}")
 
 
-def check_numbers(state: Mapping[str, Any], step: int, folder: Path) -> None:
+def check_numbers(state: Mapping[str, Any], step: int, folder: Store) -> None:
     """Refuse a state whose numbers cannot be those of a run.
 
     Args:
@@ -98,7 +98,7 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> list[str]:
     ]
 
 
-def _changed_decoder(saved: Mapping[str, Any], config: Config, folder: Path) -> list[str]:
+def _changed_decoder(saved: Mapping[str, Any], config: Config, folder: Store) -> list[str]:
     """Return a line for each field in which the decoders of checkpoint and config differ."""
     try:
         theirs, multipliers = model_from_json(saved)

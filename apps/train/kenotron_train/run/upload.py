@@ -10,7 +10,6 @@ from kenotron_ckpt import (
     Store,
     UploadReport,
     defect,
-    fetch,
     is_url,
     latest_step,
     on_first,
@@ -92,7 +91,7 @@ class Uploads:
             self._say(done)
 
     def _say(self, done: UploadReport) -> None:
-        url = f"{_upload_url(self._config)}/{done.step}"
+        url = f"{upload_url(self._config)}/{done.step}"
         if done.error is None:
             size = f"{short(done.sent_bytes)} of {short(done.bytes)} bytes sent"
             if (section := self._config.s3_upload) is not None and section.read_back:
@@ -107,30 +106,26 @@ class Uploads:
         )
 
 
-def local_copy(config: Config, mesh: Mesh) -> tuple[Path | None, str]:
-    """The local folder to resume from, and a remark about it; None for a fresh run.
+def place_to_resume(config: Config, mesh: Mesh) -> str | None:
+    """Return the path or URL of the checkpoints to resume from; None for a fresh run.
 
-    A URL is downloaded into ``checkpoints_path``. If the run resumes from there anyway, and the
-    store that it uploads to has a newer checkpoint, that one is downloaded. Collective over the
-    mesh. Raises OSError or ValueError, on all ranks.
+    A run that would resume from its own folder, or from the store that it uploads to, resumes from
+    the one of them with the newest checkpoint; from its folder where neither has one. Collective
+    over the mesh. Raises OSError or ValueError, on all ranks.
     """
-    checkpoints = config.checkpoints
+    checkpoints, url = config.checkpoints, upload_url(config)
     given, folder = checkpoints.resume_checkpoint_path, Path(checkpoints.checkpoints_path)
-    if given is None:
-        return None, ""
-    url = given.rstrip("/") if is_url(given) else _upload_url(config)
-    if url is None or (not is_url(given) and Path(given) != folder):
-        return Path(given), ""
-    if url == _upload_url(config):
-        newest = on_first(mesh, lambda: latest_step(url))
-        if newest is None or (not is_url(given) and newest <= _newest_in(folder)):
-            return folder, ""  # the store has nothing yet, or nothing that is not here
-    got = fetch(url, folder, mesh)
-    said = f"; downloaded from {url} ({short(got.received_bytes)} bytes)"
-    return got.folder, said + "".join(f"; passed over {reason}" for reason in got.passed_over)
+    if given is None or url is None:
+        return given
+    is_own = not is_url(given) and Path(given) == folder
+    if not is_own and given.rstrip("/") != url:
+        return given
+    newest = on_first(mesh, lambda: latest_step(url))
+    return str(folder) if newest is None or (is_own and newest <= _newest_in(folder)) else url
 
 
-def _upload_url(config: Config) -> str | None:
+def upload_url(config: Config) -> str | None:
+    """Return the URL that a run uploads to; None where it does not."""
     section = config.s3_upload
     return section.upload_s3_path.rstrip("/") if section and section.upload_s3_path else None
 
@@ -141,7 +136,7 @@ def _goes_on(config: Config) -> bool:
     if given is None:
         return False
     if is_url(given):
-        return given.rstrip("/") == _upload_url(config)
+        return given.rstrip("/") == upload_url(config)
     return Path(folder) in (Path(given), Path(given).parent)
 
 
