@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint, Record, Source, open_checkpoint, read_box
+from kenotron_ckpt import Checkpoint, Location, Record, Source, Store, open_checkpoint, read_box
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh
 from kenotron_models import model_from_json
@@ -22,7 +22,7 @@ MOVING = "optimizer.average."
 
 
 def average(
-    ckpts: Sequence[Path], folder: Path, *, ema: bool = False, overwrite: bool = False
+    ckpts: Sequence[Location], folder: Path, *, ema: bool = False, overwrite: bool = False
 ) -> Path:
     """Write ``<folder>/0/``, a checkpoint of averaged weights; returns its path.
 
@@ -47,8 +47,8 @@ def average(
             "several, or --ema for the moving average that it keeps"
         )
     opened = [open_checkpoint(each, Mesh.connect(), select=_is_read(ema)) for each in ckpts]
-    folders = [each.folder.resolve() for each in opened]
-    if twice := [folder for folder in folders if folders.count(folder) > 1]:
+    places = [Path(str(each.store)).resolve() for each in opened]
+    if twice := [e.store for e, at in zip(opened, places, strict=True) if places.count(at) > 1]:
         raise ValueError(f"--ckpt {twice[0]}: this checkpoint was given twice: give each once")
     records = [_records(each, ema) for each in opened]
     first = opened[0]
@@ -61,18 +61,18 @@ def average(
     weights = {n: r for n, r in first.manifest.records.items() if not n.startswith(OPTIMIZER)}
     sources = {}
     for name, weight in weights.items():
-        parts = [(each.folder, own[name]) for each, own in zip(opened, records, strict=True)]
+        parts = [(each.store, own[name]) for each, own in zip(opened, records, strict=True)]
         dtype = getattr(torch, weight.dtype)
         sources[name] = Source(weight.shape, dtype, partial(_mean, parts, name, dtype))
     config, _ = model_from_json(state["model_config"])
     dtype = getattr(torch, next(iter(weights.values())).dtype)
     kept = {key: state[key] for key in ("tokenizer", "sequence_length") if key in state}
-    said = {"from": [str(each.folder) for each in opened], "ema": ema}
+    said = {"from": [str(each.store) for each in opened], "ema": ema}
     whole = {**fresh_state(config, dtype, {}), **kept, "averaged": said}
     whole["model_config"] = state["model_config"]
     del whole["imported"]
     written = write_or_remove(folder, sources, whole)
-    if (words := first.folder.parent / TOKENIZER).is_dir():
+    if (words := Path(str(first.store)).parent / TOKENIZER).is_dir():
         shutil.copytree(words, folder / TOKENIZER, dirs_exist_ok=True)
     return written
 
@@ -90,7 +90,7 @@ def _records(checkpoint: Checkpoint, ema: bool) -> dict[str, Record]:
     moving = {n.removeprefix(MOVING): r for n, r in found.items() if n.startswith(MOVING)}
     if not moving:
         raise ValueError(
-            f"{checkpoint.folder} has no moving average of its weights: it was written without "
+            f"{checkpoint.store} has no moving average of its weights: it was written without "
             "optimizer.weight_average, or before its first update; leave out --ema for the mean of "
             "several checkpoints"
         )
@@ -106,7 +106,7 @@ def _check_alike(
     if different:
         there, here = (each.get(different[0], "missing") for each in (theirs, shapes))
         raise ValueError(
-            f"{other.folder} is of another model than {first.folder}: {different[0]} is {there} "
+            f"{other.store} is of another model than {first.store}: {different[0]} is {there} "
             f"there and {here} here; give checkpoints of one model"
         )
 
@@ -115,7 +115,7 @@ def _check_model(first: Checkpoint, other: Checkpoint) -> None:
     """Refuse checkpoints whose weights mean other models."""
     for each in (first, other):
         if "model_config" not in each.manifest.state:
-            raise ValueError(f"{each.folder} does not describe a model: model_config is missing")
+            raise ValueError(f"{each.store} does not describe a model: model_config is missing")
     (ours, scaled), (theirs, their_scaled) = (
         model_from_json(each.manifest.state["model_config"]) for each in (first, other)
     )
@@ -123,17 +123,17 @@ def _check_model(first: Checkpoint, other: Checkpoint) -> None:
     changed += [] if scaled == their_scaled else ["multipliers"]
     if changed:
         raise ValueError(
-            f"{other.folder} is of another model than {first.folder}: {changed[0]}; give "
+            f"{other.store} is of another model than {first.store}: {changed[0]}; give "
             "checkpoints of one model"
         )
 
 
-def _mean(parts: Sequence[tuple[Path, Record]], name: str, dtype: torch.dtype) -> Tensor:
+def _mean(parts: Sequence[tuple[Store, Record]], name: str, dtype: torch.dtype) -> Tensor:
     total: Tensor | None = None
-    for folder, record in parts:
-        values = read_box(folder, record, (0,) * len(record.shape), record.shape)
+    for store, record in parts:
+        values = read_box(store, record, (0,) * len(record.shape), record.shape)
         if not values.isfinite().all():
-            raise ValueError(f"{folder}: weights are nan or inf in {name}")
+            raise ValueError(f"{store}: weights are nan or inf in {name}")
         total = values.double() if total is None else total.add_(values)
     assert total is not None
     return (total / len(parts)).to(dtype)

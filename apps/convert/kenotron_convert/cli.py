@@ -26,6 +26,7 @@ COMMAND = "kenotron-convert"
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
 CKPT = ("--ckpt", "--ckpt-path")
+PLACE = "a step folder or a run folder; a path or URL"
 """The second as other programs have it."""
 THREADS = "of the CPU (default: OMP_NUM_THREADS, else the cores)"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -148,13 +149,13 @@ def _parser() -> argparse.ArgumentParser:
     importer.set_defaults(run=_import)
 
     exporter = commands.add_parser("kenotron-to-hf", help="a model folder from a checkpoint")
-    exporter.add_argument(*CKPT, type=Path, required=True, help="a step folder or a run folder")
+    exporter.add_argument(*CKPT, required=True, help=PLACE)
     exporter.add_argument("--out", type=Path, required=True, help="folder to make")
     exporter.add_argument("--tokenizer", type=Path, help="folder of one, or a tokenizer.json")
     exporter.add_argument("--max-shard-size", default="5GB", help="of a file, as 5GB or 500MB")
     exporter.set_defaults(run=_export)
     upcycler = commands.add_parser("upcycle", help="a checkpoint with experts from a dense one")
-    upcycler.add_argument(*CKPT, type=Path, required=True, help="a step folder or a run folder")
+    upcycler.add_argument(*CKPT, required=True, help=PLACE)
     upcycler.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
     upcycler.add_argument("--experts", type=int, required=True, help="copies of a feed-forward")
     upcycler.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
@@ -166,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     upcycler.set_defaults(run=_upcycle)
     averager = commands.add_parser("average", help="a checkpoint of the mean of several weights")
     averager.add_argument(
-        *CKPT, type=Path, required=True, nargs="+", help="step folders or run folders"
+        *CKPT, required=True, nargs="+", help="step folders or run folders; paths or URLs"
     )
     averager.add_argument("--out", type=Path, required=True, help="run folder to write step 0 to")
     averager.add_argument(

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from kenotron_ckpt import (
     Checkpoint,
+    Location,
     Record,
+    Store,
     TensorSize,
     open_checkpoint,
     read_box,
@@ -54,7 +56,7 @@ class Exported:
     """What was written."""
 
     folder: Path
-    source: Path
+    source: Store
     """Step folder that it was made from."""
     deviation: float | None
     """Of the logits, in units of the largest; None: they were not compared."""
@@ -67,7 +69,7 @@ class Exported:
 
 
 def export_hf(
-    ckpt: Path,
+    ckpt: Location,
     folder: Path,
     *,
     tokenizer: Path | None = None,
@@ -113,7 +115,7 @@ def export_hf(
         shutil.rmtree(draft, ignore_errors=True)
     return Exported(
         folder,
-        checkpoint.folder,
+        checkpoint.store,
         deviation,
         checkpoint.passed_over,
         bool(tokenizer_files(folder)),
@@ -169,7 +171,7 @@ def _config_of(checkpoint: Checkpoint) -> tuple[AnyConfig, Multipliers]:
     state = checkpoint.manifest.state
     if "model_config" not in state:
         raise ValueError(
-            f"{checkpoint.folder} does not describe a model (model_config is missing): was it "
+            f"{checkpoint.store} does not describe a model (model_config is missing): was it "
             "written by apps/train or apps/convert?"
         )
     try:
@@ -177,7 +179,7 @@ def _config_of(checkpoint: Checkpoint) -> tuple[AnyConfig, Multipliers]:
         assert config.decoder  # one of transformers is built with it
         return config, multipliers
     except (ValueError, ImportError) as error:
-        raise ValueError(f"{checkpoint.folder}: {error}") from None
+        raise ValueError(f"{checkpoint.store}: {error}") from None
 
 
 def _check_records(checkpoint: Checkpoint, ours: Mapping[str, Whole]) -> None:
@@ -192,7 +194,7 @@ def _check_records(checkpoint: Checkpoint, ours: Mapping[str, Whole]) -> None:
         if name in records and records[name].shape != whole.shape
     ]
     if lines:
-        where = f"{checkpoint.folder}: its tensors are not those of its model_config:"
+        where = f"{checkpoint.store}: its tensors are not those of its model_config:"
         raise ValueError("\n  ".join([where, *lines[:20]]))
 
 
@@ -221,7 +223,7 @@ def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dic
 def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
     """Where the tokenizer lies that the checkpoint names, or that came with it; None: nowhere."""
     named = (checkpoint.manifest.state.get("tokenizer") or {}).get("name")
-    places = [*([Path(named)] if named else []), checkpoint.folder.parent / TOKENIZER]
+    places = [*([Path(named)] if named else []), Path(str(checkpoint.store)).parent / TOKENIZER]
     return next((place for place in places if tokenizer_files(place)), None)
 
 
@@ -246,7 +248,7 @@ def _write_weights(
             (records[our], part, wanted[our], changes.get(our))
             for our, part in (places[name] for name in own)
         )
-        write_safetensors(draft / file, own, _made(checkpoint.folder, parts))
+        write_safetensors(draft / file, own, _made(checkpoint.store, parts))
     if len(files) > 1:
         total = sum(size.nbytes for _, size in sizes)
         weight_map = {name: file for file, own in files.items() for name in own}
@@ -257,16 +259,16 @@ def _write_weights(
 
 
 def _made(
-    folder: Path, parts: Iterator[tuple[Record, Part, torch.dtype | None, Fold | None]]
+    store: Store, parts: Iterator[tuple[Record, Part, torch.dtype | None, Fold | None]]
 ) -> Iterator[Tensor]:
     for record, part, dtype, change in parts:
-        values = [read_box(folder, record, part.start, part.block)]
+        values = [read_box(store, record, part.start, part.block)]
         if change is not None:
             scaled = change(values.pop().float(), part.start[0])
             values.append(scaled.to(dtype or getattr(torch, record.dtype)))
         values = [part.from_ours(values.pop())]
         if dtype is not None:
-            values[0] = cast(folder, part.name, values[0], dtype)
+            values[0] = cast(str(store), part.name, values[0], dtype)
         yield values.pop()  # it must not stay here while the next one is read
 
 

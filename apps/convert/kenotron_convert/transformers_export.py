@@ -40,15 +40,15 @@ def save_transformers(
     weights = {name for name in records if not name.startswith("optimizer.")}
     if wrong := {*names} ^ weights:
         raise ValueError(
-            f"{checkpoint.folder}: its tensors are not those of its model_config: "
+            f"{checkpoint.store}: its tensors are not those of its model_config: "
             f"{', '.join(sorted(wrong)[:20])}"
         )
     values: dict[str, Tensor] = {}
     for name, theirs in names.items():
         record = records[name]
-        whole = read_box(checkpoint.folder, record, (0,) * len(record.shape), record.shape)
+        whole = read_box(checkpoint.store, record, (0,) * len(record.shape), record.shape)
         if dtype is not None:
-            whole = cast(checkpoint.folder, name, whole, dtype)
+            whole = cast(str(checkpoint.store), name, whole, dtype)
         values |= dict.fromkeys(theirs, whole)
     keys: dict[str, Any] = json.loads(config.config_json or "")
     theirs_config = AutoConfig.for_model(**keys)

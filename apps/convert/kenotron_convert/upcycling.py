@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint, Record, Source, open_checkpoint, read_box
+from kenotron_ckpt import Checkpoint, Location, Record, Source, open_checkpoint, read_box
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh, TensorLayout
 from kenotron_dist.init import Normal, fill_
@@ -17,7 +17,7 @@ from kenotron_models import config_from_json, router_shapes, upcycled_config, up
 
 
 def upcycle(
-    ckpt: Path,
+    ckpt: Location,
     folder: Path,
     *,
     experts: int,
@@ -53,7 +53,7 @@ def upcycle(
     checkpoint = open_checkpoint(ckpt, Mesh.connect(), select=_is_weight)
     state = checkpoint.manifest.state
     if "model_config" not in state:
-        raise ValueError(f"{checkpoint.folder} does not describe a model: model_config is missing")
+        raise ValueError(f"{checkpoint.store} does not describe a model: model_config is missing")
     dense = config_from_json(state["model_config"])
     config = upcycled_config(dense, experts, top_k)
     check_free(folder, overwrite)
@@ -64,11 +64,11 @@ def upcycle(
     for name, shape in router_shapes(config).items():
         sources[name] = Source(shape, dtype, partial(made.drawn, name, shape, dtype))
     kept = {key: state[key] for key in ("tokenizer",) if key in state}
-    said = {"from": str(checkpoint.folder), "noise": noise, "seed": seed}
+    said = {"from": str(checkpoint.store), "noise": noise, "seed": seed}
     whole = {**fresh_state(config, dtype, {}), **kept, "upcycled": said}
     del whole["imported"]
     written = write_or_remove(folder, sources, whole)
-    if (words := checkpoint.folder.parent / TOKENIZER).is_dir():
+    if (words := Path(str(checkpoint.store)).parent / TOKENIZER).is_dir():
         shutil.copytree(words, folder / TOKENIZER, dirs_exist_ok=True)
     return written
 
@@ -79,7 +79,7 @@ class _Making:
     def __init__(
         self, checkpoint: Checkpoint, experts: int, noise: float, std: float, seed: int
     ) -> None:
-        self.folder, self.view = checkpoint.folder, Mesh.connect().view
+        self.store, self.view = checkpoint.store, Mesh.connect().view
         self.experts, self.noise, self.std, self.seed = experts, noise, std, seed
 
     def source(self, name: str, record: Record) -> tuple[str, Source]:
@@ -100,7 +100,7 @@ class _Making:
         return values
 
     def _read(self, record: Record) -> Tensor:
-        return read_box(self.folder, record, (0,) * len(record.shape), record.shape)
+        return read_box(self.store, record, (0,) * len(record.shape), record.shape)
 
     def _copies(self, name: str, record: Record) -> Tensor:
         whole = self._read(record)

@@ -84,6 +84,11 @@ def test_the_program_goes_both_ways(hf):
     assert files == sorted({*index["weight_map"].values()})
     assert len(files) > 2
     assert left_in(hf.parent) == ["hf", "out", "run"]
+    url = f"file://{hf.parent}/run"
+    said = start("kenotron-to-hf", "--ckpt", url, "--out", "there", "--max-shard-size", "20KB")
+    assert said.startswith(f"wrote there from {url}/0; its logits are ours to ")
+    for name in files:
+        assert (hf.parent / "there" / name).read_bytes() == (hf.parent / "out" / name).read_bytes()
 
 
 def test_an_export_says_what_a_training_alone_reads(hf, monkeypatch, capsys):
@@ -561,7 +566,7 @@ def test_an_interrupted_export_leaves_nothing(hf, monkeypatch):
 def test_a_checkpoint_is_given_as_to_the_other_programs(capsys):
     for command in ("kenotron-to-hf", "average"):
         given = _parser().parse_args([command, "--ckpt-path", "a", "--out", "b"])
-        assert given.ckpt in (Path("a"), [Path("a")])
+        assert given.ckpt in ("a", ["a"])
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("kenotron-convert ")

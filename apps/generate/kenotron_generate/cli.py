@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         request = _request(arguments)
         described = describe(arguments.ckpt_path)
-        _say_which(described, Path(arguments.ckpt_path))
+        _say_which(described, arguments.ckpt_path)
         sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
         _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
         start(
@@ -101,8 +101,8 @@ def _check_written(jsonl: str | None) -> None:
         raise ValueError(f"--jsonl {jsonl}: there is no folder {Path(jsonl).parent}; make it first")
 
 
-def _say_which(described: Description, given: Path) -> None:
-    if described.folder == given:
+def _say_which(described: Description, given: str) -> None:
+    if described.folder in (given, Path(given)):
         return
     newer = passed_over(described.folder)
     more = f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
@@ -179,7 +179,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--version", action="version", version=f"{COMMAND} {version(COMMAND)}")
-    add("--ckpt-path", required=True, help="a step folder, a run folder, or an HF model folder")
+    add(
+        "--ckpt-path",
+        required=True,
+        help="a step folder or a run folder (a path or a URL), or an HF model folder",
+    )
     add(
         "--prompt",
         action="append",

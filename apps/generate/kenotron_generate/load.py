@@ -35,8 +35,8 @@ TOKENIZER = "tokenizer"
 class Description:
     """The model of a checkpoint or of a folder of Hugging Face."""
 
-    folder: Path
-    """The step folder, or the model's."""
+    folder: Path | str
+    """The step folder, by its path or URL, or the model's."""
     model: DecoderSpec
     dtype: str
     sequence_length: int
@@ -60,11 +60,13 @@ class Description:
 def describe(path: str | Path) -> Description:
     """Read what a step folder, the newest step in a run folder, or an HF folder says of its model.
 
+    The first two may be URLs.
+
     Raises FileNotFoundError or ValueError when it is none of them, or has no model in it.
     """
     if (Path(path) / CONFIG).is_file():
         return _foreign(Path(path))
-    folder = resolve(Path(path))
+    folder = resolve(path)
     manifest = read_manifest(folder)
     state = manifest.state
     if "model_config" not in state:
@@ -145,16 +147,16 @@ def _foreign(folder: Path) -> Description:
     )
 
 
-def _tokenizer(folder: Path, state: Mapping[str, Any]) -> str | None:
+def _tokenizer(folder: Path | str, state: Mapping[str, Any]) -> str | None:
     """What a checkpoint names, or the files that a conversion has put next to its steps."""
     named = state.get("tokenizer")
     if named:
         return _named(folder, str(named["name"]))
-    tokenizer = folder.parent / TOKENIZER
+    tokenizer = Path(folder).parent / TOKENIZER  # one next to a URL is not read
     return str(tokenizer) if tokenizer.is_dir() else None
 
 
-def _dtype_of(folder: Path, manifest: Manifest) -> str:
+def _dtype_of(folder: Path | str, manifest: Manifest) -> str:
     """Dtype of the weights where the state has none: of an imported checkpoint."""
     if EMBEDDING not in manifest.records:
         raise ValueError(f"{folder} holds no model: {EMBEDDING} is missing")
@@ -168,7 +170,7 @@ def _ends(generation: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(token) for token in given if token is not None)
 
 
-def _named(folder: Path, name: str) -> str:
+def _named(folder: Path | str, name: str) -> str:
     """Look up a name that the run took from a variable of its environment (`!env NAME`)."""
     if not name.startswith(_VARIABLE):
         return name

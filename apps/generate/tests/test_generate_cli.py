@@ -40,7 +40,7 @@ def run(
     )
 
 
-def plain(model: Path, *flags: str) -> list[str]:
+def plain(model: Path | str, *flags: str) -> list[str]:
     short = ("--max-new-tokens", "6", "--temperature", "0", "--no-chat-template", "--no-check")
     return ["--ckpt-path", str(model), *short, *flags]
 
@@ -127,6 +127,9 @@ def test_a_checkpoint_that_another_program_made_is_read(model: Path, tmp_path: P
     words = ("--tokenizer", str(model), "--special-tokens", "--prompt", "abc")
     done = run(*plain(tmp_path / "run", *words))
     assert done.stdout.removesuffix("\n") == "abc" + tiny.continued(model, "abc", 6)[0], done.stderr
+    url = f"file://{tmp_path}/run"  # read in place, by both ranks
+    there = run(*plain(url, *words, "--tp", "2"))
+    assert there.stdout == done.stdout and f"reading {url}/7\n" in there.stderr
 
 
 def test_the_dtype_of_a_model_folder_is_read_in_all_spellings(model: Path, tmp_path: Path) -> None:

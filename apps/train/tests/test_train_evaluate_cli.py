@@ -61,6 +61,12 @@ def test_another_layout_finds_what_the_run_found_and_the_report_shows_it(folder)
     cut = evaluate(folder, "--ckpt-path", "checkpoints/3", "--tp", "2", "--output", "own.json")
     assert cut.returncode == 0, cut.stderr
     assert json.loads((folder / "own.json").read_text())["tasks"] == found["tasks"]
+    url = ("--ckpt-path", f"file://{folder}/checkpoints/3", "--dp", "2", "--output", "there.json")
+    there = evaluate(folder, *url, "--perplexity")
+    assert there.returncode == 0, there.stderr
+    there = json.loads((folder / "there.json").read_text())
+    assert (there["tasks"], there["sources"]) == (found["tasks"], found["sources"])
+    assert "is a URL: give --output, a file for the re" in evaluate(folder, *url[:2]).stderr
     report = runs.program("apps/train", folder, "report", "checkpoints")
     assert "house_qa: acc" in report.stdout
     assert "perplexity" in report.stdout

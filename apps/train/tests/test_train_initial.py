@@ -68,11 +68,12 @@ def begun(mesh: Mesh, config: Config) -> tuple[dict[str, torch.Tensor], str]:
     return {n: tensor.clone() for n, (tensor, _) in training.records().items()}, said
 
 
-@pytest.mark.parametrize("kind", ["run folder", "step folder", "hugging face"])
+@pytest.mark.parametrize("kind", ["run folder", "step folder", "url", "hugging face"])
 def test_weights_are_those_of_the_source(kind, folder, tmp_path):
     source = {
         "run folder": lambda: folder / "checkpoints",
         "step folder": lambda: folder / "checkpoints/1",
+        "url": lambda: f"file://{folder}/checkpoints",
         "hugging face": lambda: as_hf(folder, tmp_path / "hf"),
     }[kind]()
     config = configure(tmp_path, source, model__make_vocab_size_divisible_by=64)

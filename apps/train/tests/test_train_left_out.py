@@ -116,22 +116,23 @@ def test_a_checkpoint_that_was_written_anew_is_another(tmp_path: Path) -> None:
     def write(seal: str) -> None:
         (step / "manifest.json").write_text(f'{{\n"records": {{}},\n"checksum": "{seal}"\n}}\n')
 
-    from kenotron_ckpt import seal_of
+    from kenotron_ckpt import LocalStore, seal_of
 
     write("0123456789abcdef")
     assert seal_of((step / "manifest.json").read_text()) == "0123456789abcdef"
+    store = LocalStore(step)
     before, first, second = Progress(3), Cursor(consumed=16), Cursor(consumed=24)
-    assert left_out_since(tmp_path, step, before, mesh) == (before, "")
-    keep_left_out(tmp_path, step, (first,), mesh)
-    keep_left_out(tmp_path, step, (first, second), mesh)
-    progress, said = left_out_since(tmp_path, step, before, mesh)
+    assert left_out_since(tmp_path, store, before, mesh) == (before, "")
+    keep_left_out(tmp_path, store, (first,), mesh)
+    keep_left_out(tmp_path, store, (first, second), mesh)
+    progress, said = left_out_since(tmp_path, store, before, mesh)
     assert progress.left_out == (first, second) and said.startswith("; 2 batches are left out")
-    assert left_out_since(tmp_path, step, progress, mesh) == (progress, "")
+    assert left_out_since(tmp_path, store, progress, mesh) == (progress, "")
     write("fedcba9876543210")
-    assert left_out_since(tmp_path, step, before, mesh) == (before, "")
+    assert left_out_since(tmp_path, store, before, mesh) == (before, "")
     (tmp_path / "nonfinite/left_out.json").write_text('[{"seal": "0"}]')
     with pytest.raises(ValueError, match=r"left_out\.json is damaged .*: remove it"):
-        left_out_since(tmp_path, step, before, mesh)
+        left_out_since(tmp_path, store, before, mesh)
 
 
 def test_each_record_of_a_step_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
-"""The app with checkpoints in an S3 store: uploads beside the training, resuming from them."""
+"""The app with checkpoints in a remote store: uploads beside the training, resuming in place."""
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import urllib.request
@@ -80,7 +81,8 @@ def test_a_run_goes_on_from_its_copy_as_if_never_stopped(s3, tmp_path, capfd):
     resume = {"checkpoints__resume_checkpoint_path": f"{URL}/2"}
     rest = train_here(settings(tmp_path, URL, "remove_after_upload: false", **resume))
     said = capfd.readouterr().out
-    assert f"Resumed after step 2 from {folder}/2; downloaded from {URL}/2 (" in said
+    assert f"Resumed after step 2 from {URL}/2\n" in said
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["4"]
     assert len(whole) == 4 and rest == whole[2:]
     assert f"Uploaded checkpoint {URL}/4 in " in said  # the same step, saved once more
 
@@ -95,10 +97,54 @@ def test_the_same_command_restarts_a_job_of_two_ranks_without_its_folder(s3, tmp
     flags += ["--set", "parallelism.dp=2", "--set", "tokens.micro_batch_size=1"]
     again = runs.train(tmp_path, *flags)
     assert again.returncode == 0, again.stderr
-    assert f"Resumed after step 2 from {folder}/2; " in again.stdout
-    assert f"; downloaded from {URL} (" in again.stdout
+    assert f"Resumed after step 2 from {URL}/2; " in again.stdout
     assert f"Uploaded checkpoint {URL}/4 in " in again.stdout
     assert [step["step"] for step in runs.metrics(tmp_path)] == [3, 4]
+    train_here(flags[:-4])
+    assert f"Resumed after step 4 from {URL}/4; nothing is left to do" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("after", [{"pp": 2}, {"dp": 2, "tp": 2}], ids=["pp2", "dp2 tp2"])
+def test_a_resume_on_another_layout_is_the_same_from_a_url(after, tmp_path):
+    store, losses = f"file://{tmp_path}/store", []
+    begun = settings(tmp_path, store, "read_back: true", parallelism__dp=2)
+    done = runs.train(tmp_path, *begun, "--set", "tokens.micro_batch_size=1")
+    assert done.returncode == 0, done.stderr
+    layout = {f"parallelism__{axis}": size for axis, size in after.items()}
+    for name, place in (("a", tmp_path / "checkpoints/2"), ("b", f"{store}/2"), ("c", store)):
+        (tmp_path / name).mkdir()
+        if name == "c":  # a run folder: its newest checkpoint is damaged
+            shard = next((tmp_path / "store/4").glob("shard-*"))
+            data = shard.read_bytes()
+            shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        resume = {"checkpoints__resume_checkpoint_path": place, "tokens__micro_batch_size": 1}
+        flags = runs.arguments(tmp_path / name, **STEPS, **resume, **layout)
+        done = runs.train(tmp_path / name, *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"Resumed after step 2 from {place}" in done.stdout
+        assert ("; passed over " in done.stdout) == (name == "c")
+        losses.append([(row["step"], row["lm_loss"]) for row in runs.metrics(tmp_path / name)])
+        assert sorted(p.name for p in (tmp_path / name / "checkpoints").glob("[0-9]*")) == ["4"]
+    assert losses[0] == losses[1] == losses[2] and [step for step, _ in losses[0]] == [3, 4]
+
+
+def test_a_run_that_ended_before_its_first_own_checkpoint_resumes_from_the_store(tmp_path, capfd):
+    store, folder = f"file://{tmp_path}/store", tmp_path / "checkpoints"
+    resume = {"checkpoints__resume_checkpoint_path": folder}
+    flags = settings(tmp_path, store, "remove_after_upload: false", **resume)
+    train_here([*flags, "--set", "tokens.train_steps=2"])
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps(last | {"step": 9}) + "\n")
+    train_here(flags)
+    assert f"Resumed after step 2 from {store}/2" in capfd.readouterr().out
+    shutil.rmtree(tmp_path / "store")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(json.dumps(last | {"step": 9}) + "\n")
+    with pytest.raises(ValueError, match="metrics.jsonl ends with step 9 and there is no"):
+        train_here(flags)
 
 
 def test_a_bucket_that_is_missing_ends_the_run_before_its_first_step(s3, tmp_path):

@@ -142,7 +142,7 @@ def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads)
         jobs.append(
             Job(
                 number=1,
-                step_folder=step_folder,
+                step_folder=store_at(step_folder),
                 mesh=mesh,
                 notes=notes,
                 plan=plan,

@@ -115,7 +115,7 @@ def test_ranks_that_hold_the_same_elements_are_told(tmp_path):
 def test_a_folder_that_is_not_shared_is_suspected(tmp_path, monkeypatch):
     def write_elsewhere(folder, *arguments):
         share = original(folder, *arguments)
-        next(folder.glob("shard-*")).unlink()
+        next(folder.path.glob("shard-*")).unlink()
         return share
 
     original = kenotron_ckpt.saving.write_part

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
-import subprocess
 import sys
 import threading
 import time
 import urllib.parse
+import warnings
 from itertools import count
 
 import pytest
@@ -19,16 +20,14 @@ from moto.core.responses import ActionAuthenticatorMixin
 from s3_server import BUCKET, KEY, SECRET, S3Server, flip
 
 from kenotron_ckpt import (
-    downloading,
+    Saver,
     latest_step,
     load,
     read_manifest,
     remote,
-    resolve,
     save,
     verify_files,
 )
-from kenotron_ckpt.downloading import fetch
 from kenotron_ckpt.remote import FsspecStore, RemoteError, is_url
 from kenotron_ckpt.uploader import Uploader, start_uploader
 from kenotron_dist import Mesh, spawn
@@ -74,7 +73,7 @@ def scaled(mesh, factor):
 def save_scaled(folder, step, factor, mesh):
     """Two shards and a config.yaml; the same factor gives the same bytes."""
     tensors = scaled(mesh, factor)
-    return save(folder, step, tensors, mesh, {"factor": factor}, "seed: 1\n", file_bytes=1)
+    return save(folder, step, tensors, mesh, {"factor": factor}, "seed: 1\n", file_bytes=1).path
 
 
 def factor_in(step_folder, mesh):
@@ -91,10 +90,6 @@ def upload(folder, url=URL, **arguments):
     uploader.submit(folder)
     (report,) = uploader.close(20)
     return report
-
-
-def download(url, folder, **arguments):
-    return downloading.download(url, folder, **(QUICK | arguments))
 
 
 def newest_step(url):
@@ -128,38 +123,38 @@ def test_a_checkpoint_comes_back_bit_by_bit(kind, tmp_path, mesh, request):
     if kind == "s3":
         request.getfixturevalue("s3")
     url = {"s3": URL, "memory": f"memory://{tmp_path.name}"}.get(kind, f"file://{tmp_path}/remote")
-    folder = save(tmp_path / "a", 10, model(mesh), mesh, {"x": 1}, "seed: 1\n", file_bytes=1000)
+    folder = save(
+        tmp_path / "a", 10, model(mesh), mesh, {"x": 1}, "seed: 1\n", file_bytes=1000
+    ).path
     want = files_of(folder)
     report = upload(folder, url, read_back=True)
-    size = sum(len(data) for name, data in want.items() if name.startswith(("shard", "config")))
+    size = sum(len(data) for name, data in want.items() if name.startswith("shard"))
     assert (report.error, report.step, report.bytes, report.sent_bytes) == (None, 10, size, size)
     again = upload(folder, url, read_back=True)
     assert (again.error, again.sent_bytes) == (None, 0)
     assert files_of(folder) == want
     assert newest_step(url) == 10
 
-    whole = download(url, tmp_path / "b")
-    of_step = download(f"{url}/10/", tmp_path / "c")
-    assert whole.folder == tmp_path / "b/10" and of_step.folder == tmp_path / "c/10"
-    assert whole.passed_over == () and whole.received_bytes > 9000
-    assert files_of(whole.folder) == files_of(of_step.folder) == want
-    assert download(url, tmp_path / "b").received_bytes == 0
-
-    wanted = model(mesh, blank=True)
-    assert load(whole.folder, wanted, mesh).state == {"x": 1}
-    assert all(torch.equal(tensor, local(p, tensor.dtype, mesh)) for tensor, p in wanted.values())
+    remote = FsspecStore(f"{url}/10/", **QUICK)
+    assert {name: remote.read(name) for name in remote.listing()} == want
+    for where in (FsspecStore(url, **QUICK), remote):
+        wanted = model(mesh, blank=True)
+        loaded = load(where, wanted, mesh)
+        assert (loaded.state, loaded.passed_over) == ({"x": 1}, [])
+        assert all(torch.equal(t, local(p, t.dtype, mesh)) for t, p in wanted.values())
 
 
 def test_the_remote_manifest_comes_last_and_nothing_else_is_left(s3, tmp_path, mesh):
     folder, order = save_scaled(tmp_path, 10, 1, mesh), []
 
     def note(request):
-        if request["REQUEST_METHOD"] in ("PUT", "DELETE"):
+        if request["REQUEST_METHOD"] == "PUT":
             order.append(request["PATH_INFO"].rpartition("/")[2])
 
     s3.fault = note
     assert upload(folder).error is None
-    assert order[0] == "uploading.txt" and order[-3:] == ["manifest.json", "latest.txt", order[0]]
+    assert order[0] == "uploading.txt"
+    assert order[-3:] == ["config.yaml", "manifest.json", "latest.txt"]
     names = set(listing("10"))
     assert names == {path.name for path in folder.iterdir()}
     assert s3.get("some/run/latest.txt") == b"10"
@@ -177,14 +172,14 @@ def test_an_upload_that_ends_anywhere_is_taken_up_and_sends_nothing_twice(s3, tm
         assert f"{URL}/" in cut.error and "check the credentials" in cut.error
         assert verify_files(new) == []  # nothing is removed
         s3.fault = lambda request: None
-        there = download(URL, tmp_path / f"b{number}")
         committed = number == total - 1  # only latest.txt was refused
-        assert factor_in(there.folder, mesh) == 10
+        assert factor_in(FsspecStore(URL, **QUICK), mesh) == 10
         assert committed or s3.stored["some/run/20/manifest.json"] == 0
         done = upload(new)
         assert done.error is None and cut.sent_bytes + done.sent_bytes == done.bytes
-        assert set(s3.stored.values()) == {1} and len(s3.stored) == total
-        assert factor_in(download(URL, tmp_path / f"c{number}").folder, mesh) == 20
+        shards = [times for path, times in s3.stored.items() if "/shard" in path]
+        assert shards == [1] * len(read_manifest(new).files) and len(s3.stored) == total
+        assert factor_in(FsspecStore(URL, **QUICK), mesh) == 20
 
 
 def stop_after(number, monkeypatch):
@@ -221,11 +216,11 @@ def test_saving_a_step_again_replaces_its_copy_and_never_mixes_the_two(
         with monkeypatch.context() as patch:
             asked = stop_after(number, patch)
             error = upload(new, url, threads=1).error
-        got = download(url, tmp_path / f"b{number}")
-        results.append(factor_in(got.folder, mesh))
+        got = load(FsspecStore(url, **QUICK), small(mesh, blank=True), mesh)
+        results.append(factor_in(got.store, mesh))
         assert not any("bytes of" in reason for reason in got.passed_over)  # old text, new bytes
         assert upload(new, url).error is None
-        assert factor_in(download(url, tmp_path / f"c{number}").folder, mesh) == 2
+        assert factor_in(FsspecStore(url, **QUICK), mesh) == 2
         shards = [name for name in FsspecStore(url).listing("10") if name.startswith("shard")]
         assert sorted(shards) == sorted(read_manifest(new).files)
         if len(asked) <= number:
@@ -241,14 +236,14 @@ def test_errors_that_pass_are_outlasted(status, s3, tmp_path, mesh):
     folder, seen = save_scaled(tmp_path / "a", 10, 3, mesh), count()
     s3.fault = lambda request: status if next(seen) % 3 == 0 else None
     assert upload(folder, tries=4).error is None
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 3
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 3
     s3.fault = lambda request: status
     began = time.monotonic()
     report = upload(save_scaled(tmp_path / "a", 20, 4, mesh), remove_after_upload=True)
     assert f"{URL}/20: " in report.error and "try again" in report.error
     assert time.monotonic() - began < 15
-    with pytest.raises(RemoteError, match=f"{URL}: .*; see whether the store works"):
-        download(URL, tmp_path / "c")
+    with pytest.raises(OSError, match=f"{URL}: .*; see whether the store works"):
+        factor_in(FsspecStore(URL, **QUICK), mesh)
     assert latest_step(tmp_path / "a") == 20
 
 
@@ -307,11 +302,11 @@ def test_older_steps_can_follow_without_becoming_the_latest(s3, tmp_path, mesh):
     uploader.submit(first, latest=False)
     assert [report.error for report in uploader.close(20)] == [None, None]
     assert newest_step(URL) == 20
-    assert download(URL, tmp_path / "b", step=10).folder == tmp_path / "b/10"
+    assert factor_in(FsspecStore(f"{URL}/10", **QUICK), mesh) == 10
     s3.put("some/run/latest.txt", b"10\n")  # edited, to go back
     assert newest_step(URL) == 10
-    with pytest.raises(ValueError, match="some/run/30: it is half-written: there is no man"):
-        download(URL, tmp_path / "b", step=30)
+    with pytest.raises(ValueError, match=f"no checkpoint at {URL}/30: the path does not exist"):
+        factor_in(FsspecStore(f"{URL}/30", **QUICK), mesh)
 
 
 def test_local_files_go_only_after_their_copy_was_compared(s3, tmp_path, mesh):
@@ -336,8 +331,7 @@ def test_local_files_go_only_after_their_copy_was_compared(s3, tmp_path, mesh):
     s3.fault = lambda request: None
     assert upload(second, remove_after_upload=True).error is None
     assert list((tmp_path / "a").iterdir()) == [tmp_path / "a/latest.txt"]
-    assert factor_in(download(URL, tmp_path / "a").folder, mesh) == 20
-    assert resolve(tmp_path / "a") == tmp_path / "a/20"
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 20
 
 
 def test_what_a_flipped_bit_spoiled_is_sent_once_more(s3, tmp_path, mesh):
@@ -350,7 +344,7 @@ def test_what_a_flipped_bit_spoiled_is_sent_once_more(s3, tmp_path, mesh):
     s3.fault = fault
     report = upload(folder, read_back=True)
     assert report.error is None and report.bytes < report.sent_bytes < 2 * report.bytes
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 7
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 7
 
 
 def test_a_copy_that_is_not_whole_is_seen_without_reading_it(s3, tmp_path, mesh):
@@ -363,10 +357,10 @@ def test_a_copy_that_is_not_whole_is_seen_without_reading_it(s3, tmp_path, mesh)
 
     s3.fault = fault
     report = upload(folder, remove_after_upload=True, read_back=False)
-    assert f"what arrived is not whole: {removed[0]} (None bytes)" in report.error
+    assert f"what arrived is not whole: {removed[0]} is missing" in report.error
     assert len(removed) == 3 and verify_files(folder) == [] and newest_step(URL) is None
-    with pytest.raises(ValueError, match="can be used:\n  .*10: it is half-written: there"):
-        download(URL, tmp_path / "b")
+    with pytest.raises(ValueError, match="can be read:\n  .*10: it is half-written: there"):
+        factor_in(FsspecStore(URL, **QUICK), mesh)
 
 
 def test_a_checkpoint_that_is_saved_again_while_it_is_sent(s3, tmp_path, mesh):
@@ -380,7 +374,7 @@ def test_a_checkpoint_that_is_saved_again_while_it_is_sent(s3, tmp_path, mesh):
     s3.fault = fault
     assert upload(folder, remove_after_upload=True, threads=1).error is None
     assert not folder.exists()
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 2
 
 
 def test_a_checkpoint_that_is_saved_again_when_its_copy_is_complete_stays(s3, tmp_path, mesh):
@@ -403,7 +397,7 @@ def test_what_an_upload_of_other_values_left_is_not_taken_for_ones_own(s3, tmp_p
     s3.fault = lambda request: None
     assert len([name for name in listing("10") if name.startswith("shard")]) == 2
     assert upload(second).error is None
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 2
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 2
 
 
 def test_patience_begins_when_the_run_ends(s3, tmp_path, mesh):
@@ -466,88 +460,41 @@ def test_a_spoiled_copy_is_named_and_passed_over(what, sentence, s3, tmp_path, m
     for step in (10, 20):
         assert upload(save_scaled(tmp_path / "a", step, step, mesh)).error is None
     spoil(s3, what)
-    got = download(URL, tmp_path / "b")
-    assert got.folder == tmp_path / "b/10" and factor_in(got.folder, mesh) == 10
-    assert [path.name for path in (tmp_path / "b").iterdir()] == ["10"]
+    got = load(FsspecStore(URL, **QUICK), small(mesh, blank=True), mesh)
+    assert got.store.name == "10" and got.step == 10
     (reason,) = got.passed_over
     assert reason.startswith(f"{URL}/20: ")
-    for url in (URL, f"{URL}/20"):
-        with pytest.raises(ValueError, match=f"can be used:\n  {URL}/20: .*{sentence}"):
-            download(url, tmp_path / "c", step=20 if url == URL else None)
+    assert re.search(sentence, reason)
+    with pytest.raises(ValueError, match=sentence):
+        factor_in(FsspecStore(f"{URL}/20", **QUICK), mesh)
     assert upload(tmp_path / "a/20", read_back=True).error is None  # and it is made good
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 20
+    assert factor_in(FsspecStore(URL, **QUICK), mesh) == 20
 
 
-def test_a_download_that_ends_anywhere_goes_on_where_it_was(s3, tmp_path, mesh, monkeypatch):
-    folder = save_scaled(tmp_path / "a", 10, 3, mesh)
-    assert upload(folder).error is None
-    monkeypatch.setattr("kenotron_ckpt.remote.RANGE_BYTES", 50)
-    total = sum(entry.bytes for entry in read_manifest(folder).files.values())
-    received = []
-    monkeypatch.setattr(FsspecStore, "ranges", counted(FsspecStore.ranges, received))
-    for number in range(1, 40):
-        s3.fault = after(number, FORBIDDEN, method="GET")
-        target, received[:] = tmp_path / f"b{number}", []
-        try:
-            download(URL, target, threads=1)
-            break
-        except RemoteError as error:
-            assert "check the credentials" in str(error) and latest_step(target) is None
-        s3.fault = lambda request: None
-        assert factor_in(download(URL, target).folder, mesh) == 3
-        assert sum(received) == total
-    assert number > 10
-    assert files_of(target / "10") == files_of(folder)
-
-
-def counted(ranges, received):
-    def run(*arguments):
-        for data in ranges(*arguments):
-            received.append(len(data))
-            yield data
-
-    return run
-
-
-KILLED = """
-import os, signal, sys
-from kenotron_ckpt import remote
-from kenotron_ckpt.downloading import download
-assert not {"fsspec", "s3fs"} & set(sys.modules)  # who has no URL does not pay for them
-remote.RANGE_BYTES, ranges = 50, remote.FsspecStore.ranges
-def dying(*arguments):
-    for number, data in enumerate(ranges(*arguments)):
-        if number == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield data
-remote.FsspecStore.ranges = dying
-download(sys.argv[1], sys.argv[2], threads=1)
-"""
-
-
-def test_what_a_killed_download_left_is_used(tmp_path, mesh):
-    folder, url = save_scaled(tmp_path / "a", 10, 3, mesh), f"file://{tmp_path}/remote"
-    assert upload(folder, url).error is None
-    command = [sys.executable, "-c", KILLED, url, str(tmp_path / "b")]
-    assert subprocess.run(command, timeout=60).returncode == -9
-    assert latest_step(tmp_path / "b") is None
-    (part,) = (tmp_path / "b/10").glob("*.tmp")
-    part.write_bytes(part.read_bytes()[:-10] + bytes(30))  # and the power failed, too
-    whole = read_manifest(folder).files[part.name.removesuffix(".tmp")].bytes
-    got = download(url, tmp_path / "b")
-    assert files_of(got.folder) == files_of(folder)
-    total = sum(entry.bytes for entry in read_manifest(folder).files.values())
-    assert total < got.received_bytes < total + whole  # the damaged file twice, in part
-
-
-def test_a_download_never_replaces_another_checkpoint(s3, tmp_path, mesh):
-    assert upload(save_scaled(tmp_path / "a", 10, 1, mesh)).error is None
-    other = save_scaled(tmp_path / "b", 10, 2, mesh)
-    with pytest.raises(ValueError, match="b/10 is another checkpoint of step 10 than the remote"):
-        download(URL, tmp_path / "b")
-    assert factor_in(other, mesh) == 2
-    next(other.glob("shard-*")).unlink()  # it is none any more
-    assert factor_in(download(URL, tmp_path / "b").folder, mesh) == 1
+def test_s3_is_saved_to_without_a_local_copy(s3, tmp_path, mesh, monkeypatch):
+    store = FsspecStore(URL, options=CACHED)
+    save(store, 10, scaled(mesh, 1), mesh, {"factor": 1}, file_bytes=1)
+    s3.put("some/run/20/manifest.json", b"of another release")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with Saver(store, mesh, keep=1, file_bytes=1, verify=True, on_failure="raise") as saver:
+        for step in (20, 30):
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                saver.save(step, scaled(mesh, step), {"factor": step})
+                saver.finish()
+            assert [f"kept in {URL}/20.unreadable" in str(w.message) for w in said] == [True] * (
+                step == 20
+            )
+    assert [report.removed for report in saver.reports()] == [[10], [20]]
+    assert sorted(store.listing()) == ["20.unreadable", "30", "latest.txt"]
+    assert s3.get("some/run/20.unreadable/manifest.json") == b"of another release"
+    assert factor_in(store, mesh) == 30 and verify_files(store) == []
+    assert not list(tmp_path.iterdir())  # files of a rank pass through here, one by one
+    s3.fault = after(1, FORBIDDEN)
+    with pytest.raises(OSError, match=f"{URL}/40/shard-.*; check the credentials"):
+        save(store, 40, scaled(mesh, 40), mesh, {"factor": 40}, file_bytes=1)
+    assert sorted(store.listing()) == ["20.unreadable", "30", "latest.txt"]
+    assert factor_in(store, mesh) == 30
 
 
 def test_a_load_reads_ranges_of_s3_in_place(s3, tmp_path, mesh):
@@ -575,7 +522,7 @@ def test_a_load_reads_ranges_of_s3_in_place(s3, tmp_path, mesh):
         load(store, wanted, mesh)
 
 
-def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, monkeypatch):
+def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, mesh, monkeypatch):
     with pytest.raises(ValueError, match="'/data/run' was given; it must be a URL such as s3://"):
         Uploader("/data/run")
     with pytest.raises(ValueError, match="'s3://' was given; it must be a URL"):
@@ -583,9 +530,9 @@ def test_bad_urls_and_stores_are_named_with_the_fix(s3, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="ess3://a/b cannot be opened: Protocol not known"):
         Uploader("ess3://a/b")
     with pytest.raises(ValueError, match="no checkpoint at s3://runs/x: the path does not exist"):
-        download("s3://runs/x", tmp_path)
-    for call in (lambda url: Uploader(url).check(), lambda url: download(url, tmp_path)):
-        with pytest.raises(RemoteError, match="s3://absent/run: .*bucket does not exist; make the"):
+        load("s3://runs/x", {}, mesh)
+    for call in (lambda url: Uploader(url).check(), lambda url: load(url, {}, mesh)):
+        with pytest.raises(OSError, match="s3://absent/run: .*bucket does not exist; make the"):
             call("s3://absent/run")
     monkeypatch.setattr(settings, "INITIAL_NO_AUTH_ACTION_COUNT", 0)
     monkeypatch.setattr(ActionAuthenticatorMixin, "request_count", 0)
@@ -615,27 +562,25 @@ def test_what_is_a_url():
     assert not is_url("checkpoints/10") and not is_url("/data:1/run")
 
 
-def fetch_and_load(mesh, url, folder):
-    got = fetch(url, folder, mesh)
+def load_there(mesh, url):
+    """Read a copy on the ranks of a mesh: where it was, what was passed over, who uploads."""
     wanted = small(mesh, blank=True)
-    load(got.folder, wanted, mesh)
+    loaded = load(url, wanted, mesh)
     assert all(torch.equal(tensor, local(p, tensor.dtype, mesh)) for tensor, p in wanted.values())
     assert (wanted["w"][0] != PADDING).all()
     uploader = start_uploader(url, mesh)
-    try:
-        fetch(f"{url}/none", folder, mesh)
-    except ValueError as error:
-        return str(got.folder), list(got.passed_over), uploader is not None, str(error)
+    with pytest.raises(ValueError, match=f"no checkpoint at {url}/none: the path does not exist"):
+        load(f"{url}/none", wanted, mesh)
+    return str(loaded.store), loaded.passed_over, uploader is not None
 
 
-def test_one_rank_downloads_and_all_of_them_read_or_fail(tmp_path, mesh):
+def test_all_ranks_read_a_copy_and_the_first_one_uploads(tmp_path, mesh):
     folder = save_scaled(tmp_path / "a", 10, 1, mesh)
     url = f"file://{urllib.parse.quote(str(tmp_path))}/remote"
     assert upload(folder, url).error is None
     (tmp_path / "remote/20").mkdir()
     (tmp_path / "remote/latest.txt").unlink()
-    found = spawn(fetch_and_load, url, tmp_path / "b", tp=2)
-    assert [uploads for _, _, uploads, _ in found] == [True, False]
-    for where, reasons, _, error in found:
-        assert where == str(tmp_path / "b/10") and "20: it is half-written: there" in reasons[0]
-        assert error.startswith(f"no checkpoint at {url}/none: the path does not exist")
+    found = spawn(load_there, url, tp=2)
+    assert [uploads for _, _, uploads in found] == [True, False]
+    for where, reasons, _ in found:
+        assert where == f"{url}/10" and "20: it is half-written: there" in reasons[0]

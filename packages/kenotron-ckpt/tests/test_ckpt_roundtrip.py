@@ -139,7 +139,7 @@ def test_every_block_begins_at_a_multiple_of_its_element_size(tmp_path):
     mesh = Mesh.connect()
     dtypes = {"a": torch.bool, "b": torch.float64, "c": torch.bfloat16, "d": torch.float32}
     tensors = {k: (torch.ones(3, dtype=d), TensorLayout(k, (3,))) for k, d in dtypes.items()}
-    data = next(save(tmp_path, 0, tensors, mesh, {}).glob("shard-*")).read_bytes()
+    data = next(save(tmp_path, 0, tensors, mesh, {}).path.glob("shard-*")).read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
     assert size % 8 == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from ckpt_checks import vectors
 
-from kenotron_ckpt import SaveFailed, Saver, load, open_checkpoint, read_manifest
+from kenotron_ckpt import LocalStore, SaveFailed, Saver, load, open_checkpoint, read_manifest
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.part_files import plan_parts
@@ -182,7 +182,7 @@ def test_in_the_foreground_the_files_are_the_same_and_no_thread_is_started(tmp_p
             saver.save(step, tensors, {"step": step}, "a: 1\n", rank_state=[step])
             for tensor, _ in tensors.values():
                 tensor.add_(1)
-            assert told[-1] == tmp_path / "a" / str(step)
+            assert told[-1] == LocalStore(tmp_path / "a" / str(step))
             (report,) = saver.reports()
             assert (report.step, report.failure, report.removed) == (step, "", [1] * (step - 1))
             assert report.blocked >= report.durable > 0 and report.waited == 0

@@ -15,7 +15,7 @@ from ckpt_kills import put, put_together, state_of
 import kenotron_ckpt.job
 import kenotron_ckpt.saver
 import kenotron_dist
-from kenotron_ckpt import Saver, load
+from kenotron_ckpt import Saver, load, store_at
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.share import plan_share
@@ -117,7 +117,7 @@ def job_of(mesh, step_folder, notes):
     arena.fit(plan.parts, 10**6, pin=False)
     return Job(
         number=1,
-        step_folder=step_folder,
+        step_folder=store_at(step_folder),
         mesh=mesh,
         notes=notes,
         plan=plan,

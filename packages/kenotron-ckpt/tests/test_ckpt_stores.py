@@ -1,5 +1,6 @@
-"""One table of loads over every store: local disk, memory of the host, and what fsspec opens."""
+"""One table of saves and loads over every store: local disk, tmpfs, and what fsspec opens."""
 
+import errno
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import pytest
 import torch
 from ckpt_cases import PADDING, local, model
 from ckpt_checks import flipped, vectors
-from ckpt_kills import put, state_of
+from ckpt_kills import put, put_beside, state_of
 
 from kenotron_ckpt import (
     DamagedCheckpoint,
@@ -18,6 +19,9 @@ from kenotron_ckpt import (
     LocalStore,
     NoCheckpoint,
     RemoteError,
+    SaveFailed,
+    Saver,
+    Uploader,
     defect,
     latest_step,
     load,
@@ -40,12 +44,13 @@ SHM = Path("/dev/shm")
 
 
 def place(kind: str, folder: Path) -> str | Path:
-    """Bring a folder to a store of this kind, as seen by this process; returns where it is."""
+    """Bring a folder, if there is one, to a store of this kind; returns where it is."""
     if kind == "memory":  # of this process alone
         import fsspec
 
         url = f"memory://{uuid.uuid4().hex}"
-        fsspec.filesystem("memory").put(str(folder), url, recursive=True)
+        if folder.exists():
+            fsspec.filesystem("memory").put(str(folder), url, recursive=True)
         return url
     return f"file://{folder}" if kind == "file" else folder
 
@@ -83,8 +88,15 @@ def load_there(mesh: Mesh, kind: str, folder: Path) -> int:
     return sum(tensor.numel() for tensor, _ in wanted.values())
 
 
-def save_there(mesh: Mesh, folder: Path) -> None:
-    save(folder, 7, model(mesh), mesh, {"x": 1}, file_bytes=1000)
+def save_there(mesh: Mesh, where: str | Path, background: bool) -> None:
+    """Save on the ranks of a mesh, each of which writes its own files to the store."""
+    if not background:
+        save(where, 7, model(mesh), mesh, {"x": 1}, file_bytes=1000, verify=True)
+        return
+    with Saver(where, mesh, file_bytes=1000, keep=1, on_failure="raise") as saver:
+        for step in (6, 7):
+            saver.save(step, model(mesh), {"x": 1})
+            saver.wait()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +105,9 @@ def save_there(mesh: Mesh, folder: Path) -> None:
 def test_what_ranks_saved_other_ranks_load_from_any_store(store, before, after):
     kind, folder = store
     folder.mkdir(parents=True)
-    on_ranks(save_there, folder, preload=("kenotron_ckpt",), **before)
+    where = f"file://{folder}" if kind == "file" else folder  # memory:// is of one process
+    on_ranks(save_there, where, "pp" in before, preload=("kenotron_ckpt",), **before)
+    assert steps_in(folder) == [7] and len(list(folder.glob("7/shard-*"))) > sum(before.values())
     assert min(on_ranks(load_there, kind, folder, preload=("kenotron_ckpt",), **after)) > 0
 
 
@@ -119,23 +133,123 @@ def test_the_same_is_found_in_any_store(store):
         assert found.folder == folder / "20"
 
 
-def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint_in_any_store(store, tmp_path):
+class Copies:
+    """Copies of a store before each change of it and at the end: what crashes would leave."""
+
+    def __init__(self, where: str | Path, folder: Path) -> None:
+        self.where, self.folder, self.all = where, folder, list[Path]()
+
+    def add(self, _: object = None) -> None:
+        self.all.append(self.folder / f"copy{len(self.all)}")
+        where = str(self.where)
+        if where.startswith("memory://"):
+            import fsspec
+
+            fsspec.filesystem("memory").get(where, str(self.all[-1]), recursive=True)
+        else:
+            shutil.copytree(where.removeprefix("file://"), self.all[-1])
+
+    def __enter__(self) -> "Copies":
+        self.patch, self.stop = pytest.MonkeyPatch(), listen(self.add)
+        real = FsspecStore._call
+        self.patch.setattr(FsspecStore, "_call", lambda *args: (self.add(), real(*args))[1])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.patch.undo()
+        self.add()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_ends_anywhere_leaves_a_whole_checkpoint(store, background, tmp_path):
+    kind, folder = store
+    where = place(kind, folder)
+    put(where, 10, 1)
+    with Copies(where, tmp_path / "copies") as copies:
+        for step, factor in ((20, 2), (20, 3)):  # the second in the place of the first
+            if background:
+                put_beside(where, [step], factor, keep=1, threads=1)
+            else:
+                put(where, step, factor, verify=True)
+    found = [factor_at(place(kind, each)) for each in copies.all]
+    assert found == sorted(found) and set(found) == {1, 2, 3} and len(found) > 20
+    assert steps_in(where) == ([20] if background else [10, 20])
+    names = set(store_at(where).at("20").listing())
+    assert len(names) == (3 if background else 4) and not any("tmp" in name for name in names)
+
+
+def test_an_upload_that_ends_anywhere_leaves_a_whole_checkpoint(tmp_path):
+    url, earlier, later = f"memory://{uuid.uuid4().hex}", tmp_path / "a", tmp_path / "b"
+    put(earlier, 10, 1)
+    put(later, 20, 2)
+    upload(url, earlier / "10")
+    with Copies(url, tmp_path / "copies") as copies:
+        upload(url, later / "20")
+    found = [factor_at(each) for each in copies.all]
+    assert found == sorted(found) and set(found) == {1, 2} and len(found) > 10
+
+
+def upload(url: str, step_folder: Path) -> None:
+    uploader = Uploader(url, threads=1)
+    uploader.submit(step_folder)
+    assert [report.error for report in uploader.close()] == [None]
+
+
+def refused(*_: object, **__: object) -> None:
+    raise PermissionError("Access Denied")
+
+
+def unreachable(*_: object, **__: object) -> None:
+    raise ConnectionError("gone")
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+MEMORY = "fsspec.implementations.memory.MemoryFileSystem"
+
+
+@pytest.mark.parametrize(
+    ("target", "failing", "sentence"),
+    [
+        (f"{MEMORY}.put_file", refused, r"20/shard-\S+: PermissionError: Access Denied; check the"),
+        (f"{MEMORY}.put_file", unreachable, r"20/shard-\S+: ConnectionError: gone; the store can"),
+        (f"{MEMORY}.pipe_file", refused, "20/config.yaml: PermissionError: Access Denied; check"),
+        ("os.write", full, r"20/shard-\S+: .*No space left on device; .* make room, or set TMPDIR"),
+    ],
+)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_to_a_store_that_fails_names_the_url_and_changes_nothing(
+    target, failing, sentence, background, monkeypatch
+):
+    where = FsspecStore(f"memory://{uuid.uuid4().hex}", tries=2, pause=0.0)
+    put(where, 10, 1)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises((OSError, SaveFailed), match=f"{where}/{sentence}"),
+    ):
+        patch.setattr(target, failing)
+        if background:
+            put_beside(where, [20], 2, on_failure="raise")
+        else:
+            put(where, 20, 2)
+    assert factor_at(where) == 1 and where.read("latest.txt") == b"10"
+    assert "20" not in where.listing() or where.listing("20") == {}
+    put(where, 20, 3)
+    assert factor_at(where) == 3
+
+
+def test_what_a_store_has_and_cannot_be_read_is_kept(store):
     kind, folder = store
     put(folder, 10, 1)
-    copies: list[Path] = []
-
-    def copy(_) -> None:  # what a crash at this moment leaves
-        copies.append(tmp_path / f"copy{len(copies)}")
-        shutil.copytree(folder, copies[-1])
-
-    stop = listen(copy)
-    try:
-        put(folder, 20, 2)
-        put(folder, 20, 3)  # in the place of the other one
-    finally:
-        stop()
-    found = [factor_at(place(kind, each)) for each in copies]
-    assert found == sorted(found) and set(found) == {1, 2, 3} and len(found) > 20
+    put(folder, 20, 2)
+    (folder / "20/manifest.json").write_text('{"format": "another"}')
+    where, kept = place(kind, folder), set(os.listdir(folder / "20"))
+    with pytest.warns(UserWarning, match=r"cannot be read \(.*\): it is kept in .*/20.unreadable"):
+        put(where, 20, 3)
+    assert factor_at(where) == 3 and kept == set(store_at(where).at("20.unreadable").listing())
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,12 @@ def write_reference_losses(mesh: Mesh, config: Config) -> None:
     training = build_training(config, mesh)
     path = Path(str(config.doremi.ref_model_resume_checkpoint_path))
     try:
-        _, _, folder = load_run(training, path, optimizer=False)
+        _, _, found = load_run(training, path, optimizer=False)
     except (NoCheckpoint, ValueError) as error:
         raise ValueError(f"{REFERENCE}: {error}") from error
     for stage in range(len(data.stages)):
         if data.batches.steps[stage]:
-            _write_stage(training, stage, folder)
+            _write_stage(training, stage, Path(str(found)))
 
 
 def _write_stage(training: Training, stage: int, folder: Path) -> None:

@@ -6,19 +6,20 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kenotron_ckpt import open_checkpoint, read_manifest, resolve
-from kenotron_config import EvaluateConfig, Mask, unavailable
+from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve, store_at
+from kenotron_config import Config, EvaluateConfig, Mask, unavailable
 from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
 from kenotron_train.called import called
-from kenotron_train.config_file import load_config
+from kenotron_train.config_file import load_config, parse_config
 from kenotron_train.counts import count
 from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data_plan import DataPlan, data_plan
@@ -28,6 +29,7 @@ from kenotron_train.evaluate.text_tokens import libraries
 from kenotron_train.evaluate.validation import validate_model
 from kenotron_train.log.printing import say
 
+CONFIG = "config.yaml"
 AXES = ("pp", "dp", "cp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError)
 INTERRUPTED = 130
@@ -38,8 +40,8 @@ INTERRUPTED = 130
 class Request:
     """What is evaluated; the same on every rank."""
 
-    folder: Path
-    """The step folder."""
+    folder: Path | str
+    """The step folder, by its path or URL."""
     section: EvaluateConfig
     data: DataPlan | None
     """What was read; None: the checkpoint has no config, and held-out samples are not known."""
@@ -80,16 +82,17 @@ def evaluate_main(argv: Sequence[str]) -> int:
 
 def _request(given: argparse.Namespace) -> Request:
     """What the flags ask for, above what the checkpoint's config does. Raises ValueError."""
-    folder = resolve(Path(given.ckpt_path))
+    folder = resolve(given.ckpt_path)
     manifest = read_manifest(folder)
     if "model_config" not in manifest.state:
         raise ValueError(
             f"--ckpt-path {folder} does not describe a model (model_config is missing): was it "
             "written by apps/train?"
         )
-    file = Path(given.config_file) if given.config_file else folder / "config.yaml"
-    config = load_config(file) if given.config_file or file.is_file() else None
-    output = Path(given.output) if given.output else folder.parent / FOLDER / f"{folder.name}.json"
+    config = load_config(given.config_file) if given.config_file else _config_of(folder)
+    if isinstance(folder, str) and not given.output:
+        raise ValueError(f"--ckpt-path {folder} is a URL: give --output, a file for the result")
+    output = Path(given.output or Path(folder).parent / FOLDER / f"{Path(folder).name}.json")
     data = None if config is None else data_plan(config)
     base = None if config is None else config.evaluation
     section = _section(given, base, [] if config is None else unavailable(config))
@@ -97,6 +100,14 @@ def _request(given: argparse.Namespace) -> Request:
         _check_held_out(data, folder)
     tokenizer = _tokenizer(given.tokenizer, manifest.state, folder)
     return Request(folder, section, data, tokenizer, output)
+
+
+def _config_of(folder: Path | str) -> Config | None:
+    """Config that lies in a step folder; None where there is none."""
+    step = store_at(folder)
+    with suppress(FileNotFoundError):
+        return parse_config(step.read(CONFIG).decode(), f"{step.at(CONFIG)}")
+    return None
 
 
 def _section(
@@ -136,7 +147,7 @@ def _section(
     return replace(base, **changes)
 
 
-def _check_held_out(data: DataPlan | None, folder: Path) -> None:
+def _check_held_out(data: DataPlan | None, folder: Path | str) -> None:
     """Raise ValueError where a checkpoint does not know its held-out samples."""
     if data is None:
         raise ValueError(
@@ -156,7 +167,7 @@ def _check_held_out(data: DataPlan | None, folder: Path) -> None:
 
 
 def _tokenizer(
-    given: str | None, state: Mapping[str, Any], folder: Path
+    given: str | None, state: Mapping[str, Any], folder: Path | str
 ) -> tuple[str | None, str | None]:
     """The tokenizer that is asked for, or else the checkpoint's; None: bytes."""
     if given is not None:
@@ -164,11 +175,11 @@ def _tokenizer(
     named = state.get("tokenizer")
     if named:
         return str(named["name"]), named.get("revision")
-    converted = folder.parent / "tokenizer"
+    converted = Path(folder).parent / "tokenizer"  # one next to a URL is not read
     return (str(converted) if converted.is_dir() else None), None
 
 
-def _sizes(given: argparse.Namespace, folder: Path) -> dict[str, int]:
+def _sizes(given: argparse.Namespace, folder: Path | str) -> dict[str, int]:
     """Ranks along each axis; 0 stands for the size of the training."""
     trained = read_manifest(folder).mesh
     return {name: getattr(given, name) or int(trained.get(name, 1)) for name in AXES}
@@ -180,7 +191,8 @@ def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
     evaluator = Evaluator(model, request.section, request.tokenizer)
     for note in evaluator.notes if mesh.rank == 0 else ():
         say(note)
-    step = int(request.folder.name) if request.folder.name.isdecimal() else 0
+    name = store_at(request.folder).name
+    step = int(name) if name.isdecimal() else 0
     found = evaluator.evaluate(step, lambda: _held_out(model, request, step))
     if mesh.rank == 0:
         if not found.failure:
@@ -189,7 +201,7 @@ def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
     return {"failure": found.failure}
 
 
-def read_model(folder: Path, mesh: Mesh) -> ModelOnMesh:
+def read_model(folder: Location, mesh: Mesh) -> ModelOnMesh:
     """Build the model of a checkpoint on a mesh, and read its weights. Collective over the mesh.
 
     Raises ValueError when the mesh does not fit the model, or a file is damaged.
@@ -241,7 +253,12 @@ def evaluate_parser() -> argparse.ArgumentParser:
         "the step folders, from where a run that continues, and report, take it.",
     )
     add = parser.add_argument
-    add("--ckpt-path", required=True, metavar="FOLDER", help="a step folder, or a run folder")
+    add(
+        "--ckpt-path",
+        required=True,
+        metavar="FOLDER",
+        help="a step or run folder; path or URL",
+    )
     add("--config-file", metavar="YAML", help="default: config.yaml of the checkpoint")
     add("--tasks", metavar="NAME,...", help="tasks, groups or tags of lm-eval, or of task folders")
     add(

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_ckpt import MANIFEST, on_first, replace_text, seal_of
+from kenotron_ckpt import MANIFEST, Store, on_first, replace_text, seal_of
 from kenotron_data import Cursor
 from kenotron_dist import Mesh
 from kenotron_train.failures.records import FOLDER
@@ -23,7 +23,7 @@ from kenotron_train.progress import Progress
 FILE = "left_out.json"
 
 
-def keep_left_out(run: Path, checkpoint: Path, left_out: Sequence[Cursor], mesh: Mesh) -> None:
+def keep_left_out(run: Path, checkpoint: Store, left_out: Sequence[Cursor], mesh: Mesh) -> None:
     """Write down what a run leaves out from now on, after it went back to a checkpoint.
 
     Arguments: the run's folder; the step folder that was loaded. Collective over the mesh. Raises
@@ -43,7 +43,7 @@ def keep_left_out(run: Path, checkpoint: Path, left_out: Sequence[Cursor], mesh:
 
 
 def left_out_since(
-    run: Path, checkpoint: Path, progress: Progress, mesh: Mesh
+    run: Path, checkpoint: Store, progress: Progress, mesh: Mesh
 ) -> tuple[Progress, str]:
     """Progress of a checkpoint with all that the run left out when it last went back to it.
 
@@ -66,8 +66,8 @@ def left_out_since(
     return replace(progress, left_out=left_out), f"; {many} left out since, as {path} says"
 
 
-def _seal(checkpoint: Path) -> str:
-    return seal_of((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+def _seal(checkpoint: Store) -> str:
+    return seal_of(checkpoint.read(MANIFEST).decode())
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:

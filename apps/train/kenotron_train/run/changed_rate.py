@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from kenotron_config import load_config
+from kenotron_config import parse_config
 from kenotron_optim import LRSchedule, learning_rate
 from kenotron_train.progress import Progress
 
 
-def changed_rate(progress: Progress, schedule: LRSchedule, train_steps: int, folder: Path) -> str:
+def changed_rate(
+    progress: Progress, schedule: LRSchedule, train_steps: int, saved: str | None
+) -> str:
     """Say what becomes of the learning rate of the next step; nothing where it stays.
 
     Args:
         progress: of the checkpoint.
         schedule: of the run that resumes it.
         train_steps: its last step.
-        folder: its step folder, whose config.yaml says what was trained; without one: nothing.
+        saved: text of the config that the checkpoint was trained with; without one: nothing.
     """
     try:
-        before = load_config(folder / "config.yaml", warn=lambda _: None)
+        before = parse_config(saved or "", "config.yaml", warn=lambda _: None)
     except (OSError, ValueError):  # of another release, or with variables that are not here
         return ""
     step, steps = progress.step + 1, (before.tokens.train_steps, train_steps)

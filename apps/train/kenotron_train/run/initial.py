@@ -77,7 +77,7 @@ def load_initial(training: Training) -> str:
     try:
         with mesh.pulse.busy("reading the first weights"):
             if not (path / CONFIG).is_file():
-                source = _read_checkpoint(path, spec, wanted, mesh, free)
+                source = _read_checkpoint(method.path, spec, wanted, mesh, free)
             elif isinstance(spec, TransformersSpec):
                 source = _read_transformers(path, spec, wanted, mesh)
             else:
@@ -164,7 +164,7 @@ def _read_transformers(path: Path, spec: DecoderSpec, wanted: Records, mesh: Mes
 
 
 def _read_checkpoint(
-    path: Path, spec: DecoderSpec, wanted: Records, mesh: Mesh, free: tuple[str, ...]
+    path: str, spec: DecoderSpec, wanted: Records, mesh: Mesh, free: tuple[str, ...]
 ) -> str:
     """Fill from a checkpoint of any layout; the step that was read."""
 
@@ -172,13 +172,13 @@ def _read_checkpoint(
         state = checkpoint.manifest.state
         if "model_config" not in state:
             raise ValueError(
-                f"{checkpoint.folder} does not describe a model: model_config is missing"
+                f"{checkpoint.store} does not describe a model: model_config is missing"
             )
         theirs = config_from_json(state["model_config"]).decoder
-        _check_same(spec, theirs, checkpoint.folder, free)
+        _check_same(spec, theirs, checkpoint.store, free)
         checkpoint.load(_untied(wanted) if theirs.tie_word_embeddings else wanted)
         passed = "".join(f"; passed over {reason}" for reason in checkpoint.passed_over)
-        return f"{checkpoint.folder}{passed}"
+        return f"{checkpoint.store}{passed}"
 
     return read_preferred(path, mesh, read)
 
@@ -191,7 +191,9 @@ def _untied(wanted: Records) -> Records:
     }
 
 
-def _check_same(ours: DecoderSpec, theirs: DecoderSpec, where: Path, free: tuple[str, ...]) -> None:
+def _check_same(
+    ours: DecoderSpec, theirs: DecoderSpec, where: object, free: tuple[str, ...]
+) -> None:
     if isinstance(ours, TransformersSpec) != isinstance(theirs, TransformersSpec):
         raise ValueError(
             f"{where} is of another model than model.model_config: one of them is of transformers "

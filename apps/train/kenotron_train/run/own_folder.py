@@ -20,6 +20,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.launch import restarts
 from kenotron_nanotron import is_nanotron
 from kenotron_train.log.metrics_file import last_step
+from kenotron_train.run.upload import upload_url
 
 METRICS = "metrics.jsonl"
 
@@ -52,7 +53,7 @@ def going_on(
 
     begun = on_first(mesh, has_begun)
     if not sent:
-        check_agreement(checkpoints, mesh)
+        check_agreement(checkpoints, mesh, metrics=upload_url(upload) is None)
     if inside or not begun:
         return checkpoints
     return replace(
@@ -83,11 +84,12 @@ def without_effect(checkpoints: CheckpointsConfig) -> str:
     )
 
 
-def check_agreement(checkpoints: CheckpointsConfig, mesh: Mesh) -> None:
+def check_agreement(checkpoints: CheckpointsConfig, mesh: Mesh, *, metrics: bool = True) -> None:
     """Refuse a run folder whose parts contradict one another. Collective over the mesh.
 
     A run that was killed in its first save leaves no ``latest.txt``, the shards of one step, and
-    metrics up to that step: it starts afresh. A download that was cut off is continued.
+    metrics up to that step: it starts afresh. ``metrics``: compare them with the checkpoints, too;
+    a run that resumed in place from the store that it uploads to has metrics before checkpoints.
 
     Raises:
         ValueError: naming what the folder says of itself and what it does not have.
@@ -100,7 +102,8 @@ def check_agreement(checkpoints: CheckpointsConfig, mesh: Mesh) -> None:
         if found := contradiction(folder):
             return found
         interval = checkpoints.checkpoint_interval
-        return "" if has_manifests(folder) else _metrics_ahead(interval, folder)
+        ahead = metrics and not has_manifests(folder)
+        return _metrics_ahead(interval, folder) if ahead else ""
 
     if found := on_first(mesh, find):
         raise ValueError(

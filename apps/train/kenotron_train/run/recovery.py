@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from kenotron_ckpt import NoCheckpoint, Saver, on_first, steps_in
+from kenotron_ckpt import NoCheckpoint, Saver, Store, on_first, steps_in, store_at
 from kenotron_engine import StepResult
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import Training
@@ -16,6 +17,7 @@ from kenotron_train.failures.records import write_record
 from kenotron_train.failures.skipped_batches import keep_left_out
 from kenotron_train.progress import Progress
 from kenotron_train.run.resume import load_run
+from kenotron_train.run.upload import upload_url
 
 
 @contextmanager
@@ -79,17 +81,29 @@ def go_back(
 
 def _load_before(
     training: Training, folder: Path, step: int, found: NonFinite
-) -> tuple[Progress, str, Path]:
-    """Load the newest checkpoint before a step: the folder may hold later ones, of another try."""
-    given = training.config.checkpoints.resume_checkpoint_path
+) -> tuple[Progress, str, Store]:
+    """Load the newest checkpoint before a step: the folder may hold later ones, of another try.
 
-    def earlier() -> list[int]:
-        return [each for each in steps_in(folder) if each < step] if folder.is_dir() else []
+    Those of the run's folder come first, then those of the store that it uploads to.
+    """
+    given, url = (
+        training.config.checkpoints.resume_checkpoint_path,
+        upload_url(training.config.s3_upload),
+    )
+    runs = [store_at(place) for place in (folder, url) if place is not None]
 
-    names = [folder / str(each) for each in sorted(on_first(training.mesh, earlier), reverse=True)]
-    for path in (*names, *([Path(given)] if given is not None and Path(given).exists() else [])):
-        with suppress(NoCheckpoint):
-            return load_run(training, path)
+    def earlier(run: Store) -> list[int]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return sorted((each for each in steps_in(run) if each < step), reverse=True)
+        return []
+
+    for run in runs:
+        for each in on_first(training.mesh, partial(earlier, run)):
+            with suppress(NoCheckpoint):
+                return load_run(training, run.at(str(each)))
+    with suppress(NoCheckpoint):
+        if given is not None:
+            return load_run(training, given)
     raise FloatingPointError(
         f"step {step}: {found}; there is no checkpoint in {folder} to go back to: set "
         "checkpoints.save_initial_state: true, or a shorter checkpoint_interval"

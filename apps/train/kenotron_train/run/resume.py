@@ -9,8 +9,11 @@ from typing import Any
 from kenotron_ckpt import (
     Checkpoint,
     CheckpointsConfig,
+    Location,
     NoCheckpoint,
+    Store,
     has_manifests,
+    is_url,
     on_first,
     read_preferred,
 )
@@ -26,7 +29,7 @@ from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
-from kenotron_train.run.upload import local_copy
+from kenotron_train.run.upload import place_to_resume
 
 NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
 """What parts of a reading are called, where their names say too little."""
@@ -45,11 +48,11 @@ def resume(
     pass is among the reasons.
     """
     mesh, checkpoints = training.mesh, training.config.checkpoints
-    given, fetched = local_copy(checkpoints, training.config.s3_upload, mesh)
+    given = place_to_resume(checkpoints, training.config.s3_upload, mesh)
     if given is None:
         return Progress(state=_fresh(training)), load_initial(training)
-    own = given == Path(checkpoints.checkpoints_path)
-    if own and not on_first(mesh, lambda: has_manifests(given)):
+    own = not is_url(given) and Path(given) == Path(checkpoints.checkpoints_path)
+    if own and not on_first(mesh, lambda: has_manifests(Path(given))):
         check_agreement(checkpoints, mesh)
         begun = load_initial(training)
         afresh = f"No checkpoint in {given} yet: the run starts afresh"
@@ -65,7 +68,7 @@ def resume(
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
         more += without_effect(asked)
-    return progress, remark + fetched + more
+    return progress, remark + more
 
 
 def _fresh(training: Training) -> StepState:
@@ -86,8 +89,8 @@ def _unreadable(error: str, own: bool) -> str:
 
 
 def load_run(
-    training: Training, path: Path, *, optimizer: bool = True
-) -> tuple[Progress, str, Path]:
+    training: Training, path: Location, *, optimizer: bool = True
+) -> tuple[Progress, str, Store]:
     """Load a checkpoint, the newest that is undamaged of a run folder.
 
     Bytes are verified while they are read: a damaged checkpoint may fill tensors before its damage
@@ -106,10 +109,10 @@ def load_run(
 
 def _load_from(
     training: Training, checkpoint: Checkpoint, optimizer: bool
-) -> tuple[Progress, str, Path]:
+) -> tuple[Progress, str, Store]:
     """``load_run`` of one checkpoint. Raises DamagedCheckpoint, perhaps after tensors changed."""
     config, mesh = training.config, training.mesh
-    folder, manifest = checkpoint.folder, checkpoint.manifest
+    folder, manifest = checkpoint.store, checkpoint.manifest
     state = dict(manifest.state)
     _check_state(state, manifest.step, folder)
     rope = config.checkpoints.accept_changed_rope
@@ -141,7 +144,8 @@ def _load_from(
     progress = comparable(Progress.from_state(state, _fresh(training)), state["reading"], reading)
     remark = _remark(training, progress, state, folder) + dropped + remark
     if mesh.rank == 0:  # which prints it
-        remark += changed_rate(progress, training.schedule, config.tokens.train_steps, folder)
+        steps = training.config.tokens.train_steps
+        remark += changed_rate(progress, training.schedule, steps, manifest.config)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder
@@ -162,7 +166,7 @@ def _averages(
     return {}, "; optimizer.weight_average begins with the next update"
 
 
-def _check_state(state: dict[str, Any], step: int, folder: Path) -> None:
+def _check_state(state: dict[str, Any], step: int, folder: Store) -> None:
     needed = (*NEEDED, "optimizer_steps", "model_config", "reading")
     missing = [key for key in needed if key not in state]
     if missing:
@@ -173,7 +177,7 @@ def _check_state(state: dict[str, Any], step: int, folder: Path) -> None:
     check_numbers(state, step, folder)
 
 
-def _remark(training: Training, progress: Progress, state: dict[str, Any], folder: Path) -> str:
+def _remark(training: Training, progress: Progress, state: dict[str, Any], folder: Store) -> str:
     remark = f"Resumed after step {progress.step} from {folder}"
     now = order_of(reading_of(training.data))
     for name, before in order_of(state["reading"]).items():

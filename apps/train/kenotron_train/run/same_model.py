@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from pathlib import Path
 from typing import Any
 
+from kenotron_ckpt import Store
 from kenotron_config import ModelConfig, multipliers_in
 from kenotron_models import TransformersSpec, model_from_json, model_to_json
 from kenotron_models.hf import differences
@@ -31,7 +31,7 @@ def model_of(model: ModelConfig) -> dict[str, Any]:
     return json.loads(json.dumps(model_to_json(model.model_config, multipliers_in(model))))
 
 
-def check_model(saved: Any, model: ModelConfig, folder: Path, *, accepts_rope: bool) -> None:
+def check_model(saved: Any, model: ModelConfig, folder: Store, *, accepts_rope: bool) -> None:
     """Refuse a checkpoint of another model than that of a config.
 
     Keys that both have are compared first, then the decoders that both mean: another family, or a
@@ -61,7 +61,7 @@ def check_model(saved: Any, model: ModelConfig, folder: Path, *, accepts_rope: b
         raise ValueError(f"{folder} is of another model: model.model_config.{problems}")
 
 
-def check_numbers(state: Mapping[str, Any], step: int, folder: Path) -> None:
+def check_numbers(state: Mapping[str, Any], step: int, folder: Store) -> None:
     """Refuse a state whose numbers cannot be those of a run.
 
     Args:
@@ -101,7 +101,7 @@ def _changed_keys(saved: Mapping[str, Any], model: ModelConfig, rope: tuple[str,
 
 
 def _changed_decoder(
-    saved: Mapping[str, Any], model: ModelConfig, folder: Path, rope: tuple[str, ...]
+    saved: Mapping[str, Any], model: ModelConfig, folder: Store, rope: tuple[str, ...]
 ) -> list[str]:
     """Return a line for each field in which the decoders of checkpoint and config differ."""
     try:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 
-from kenotron_ckpt import Record
+from kenotron_ckpt import Record, Store
 from kenotron_dist import Mesh, gather_objects
 from kenotron_engine import Records
 
 
 def check_optimizer(
-    wanted: Iterable[str], saved: Iterable[str], rule: str, folder: Path, mesh: Mesh
+    wanted: Iterable[str], saved: Iterable[str], rule: str, folder: Store, mesh: Mesh
 ) -> str:
     """Refuse a checkpoint of an optimizer that did not keep what the configured one does.
 
@@ -34,7 +33,7 @@ def check_optimizer(
     return f"; {extra} of another optimizer is left behind" if extra else ""
 
 
-def check_module(wanted: bool, folder: Path, saved: Iterable[str]) -> str:
+def check_module(wanted: bool, folder: Store, saved: Iterable[str]) -> str:
     """Refuse a checkpoint without the module of `model.mtp`; a remark on one that is not read."""
     there = any(name.startswith("mtp.") for name in saved)
     if wanted and not there:

@@ -9,9 +9,9 @@ from types import TracebackType
 from kenotron_ckpt import (
     CheckpointsConfig,
     S3UploadConfig,
+    Store,
     UploadReport,
     defect,
-    fetch,
     is_url,
     latest_step,
     on_first,
@@ -56,12 +56,12 @@ class Uploads:
         if self._uploader is not None and _goes_on(self._checkpoints, self._section):
             self._uploader.submit_all(self._checkpoints.checkpoints_path, step)
 
-    def submit(self, folder: Path) -> None:
+    def submit(self, folder: Store) -> None:
         """Have a checkpoint uploaded. From any thread. Raises ValueError when it is none."""
         if self._uploader is not None:
             self._uploader.submit(folder)
 
-    def holds(self, folder: Path) -> bool:
+    def holds(self, folder: Store) -> bool:
         """Whether a checkpoint must stay: it is sent, or waits for that. From any thread."""
         return self._uploader is not None and self._uploader.uploading(int(folder.name))
 
@@ -98,7 +98,7 @@ class Uploads:
             self._say(done)
 
     def _say(self, done: UploadReport) -> None:
-        url = f"{_upload_url(self._section)}/{done.step}"
+        url = f"{upload_url(self._section)}/{done.step}"
         if done.error is None:
             size = f"{short(done.sent_bytes)} of {short(done.bytes)} bytes sent"
             if self._section is not None and self._section.read_back:
@@ -113,31 +113,28 @@ class Uploads:
         )
 
 
-def local_copy(
+def place_to_resume(
     checkpoints: CheckpointsConfig, section: S3UploadConfig | None, mesh: Mesh
-) -> tuple[Path | None, str]:
-    """The local folder to resume from, and a remark about it; None for a fresh run.
+) -> str | None:
+    """Return the path or URL of the checkpoints to resume from; None for a fresh run.
 
-    A URL is downloaded into ``checkpoints_path``. If the run resumes from there anyway, and the
-    store that it uploads to has a newer checkpoint, that one is downloaded. Collective over the
-    mesh. Raises OSError or ValueError, on all ranks.
+    A run that would resume from its own folder, or from the store that it uploads to, resumes from
+    the one of them with the newest checkpoint; from its folder where neither has one. Collective
+    over the mesh. Raises OSError or ValueError, on all ranks.
     """
+    url = upload_url(section)
     given, folder = checkpoints.resume_checkpoint_path, Path(checkpoints.checkpoints_path)
-    if given is None:
-        return None, ""
-    url = given.rstrip("/") if is_url(given) else _upload_url(section)
-    if url is None or (not is_url(given) and Path(given) != folder):
-        return Path(given), ""
-    if url == _upload_url(section):
-        newest = on_first(mesh, lambda: latest_step(url))
-        if newest is None or (not is_url(given) and newest <= _newest_in(folder)):
-            return folder, ""  # the store has nothing yet, or nothing that is not here
-    got = fetch(url, folder, mesh)
-    said = f"; downloaded from {url} ({short(got.received_bytes)} bytes)"
-    return got.folder, said + "".join(f"; passed over {reason}" for reason in got.passed_over)
+    if given is None or url is None:
+        return given
+    is_own = not is_url(given) and Path(given) == folder
+    if not is_own and given.rstrip("/") != url:
+        return given
+    newest = on_first(mesh, lambda: latest_step(url))
+    return str(folder) if newest is None or (is_own and newest <= _newest_in(folder)) else url
 
 
-def _upload_url(section: S3UploadConfig | None) -> str | None:
+def upload_url(section: S3UploadConfig | None) -> str | None:
+    """Return the URL that a run uploads to; None where it does not."""
     return section.upload_s3_path.rstrip("/") if section and section.upload_s3_path else None
 
 
@@ -147,7 +144,7 @@ def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> 
     if given is None:
         return False
     if is_url(given):
-        return given.rstrip("/") == _upload_url(section)
+        return given.rstrip("/") == upload_url(section)
     return Path(folder) in (Path(given), Path(given).parent)
 
 

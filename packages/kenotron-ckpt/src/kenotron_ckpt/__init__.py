@@ -5,7 +5,6 @@ from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.collective_errors import on_first, on_first_at_length
 from kenotron_ckpt.committing import replace_text
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
-from kenotron_ckpt.downloading import Download, download, fetch
 from kenotron_ckpt.folder import (
     MANIFEST,
     defect,
@@ -47,7 +46,6 @@ __all__ = [
     "CheckpointsConfig",
     "DamagedCheckpoint",
     "DataStatesConfig",
-    "Download",
     "FileEntry",
     "FolderLock",
     "FsspecStore",
@@ -75,8 +73,6 @@ __all__ = [
     "Uploader",
     "contradiction",
     "defect",
-    "download",
-    "fetch",
     "has_manifests",
     "is_url",
     "latest_step",

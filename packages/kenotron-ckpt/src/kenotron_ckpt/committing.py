@@ -1,4 +1,4 @@
-"""Writing to a run folder: the order of a commit, and files that change at one stroke.
+"""The commit: the order of writes that makes what lies in a step folder of any store a checkpoint.
 
 ``<step>/manifest.json`` makes a checkpoint; ``latest.txt`` names the step to resume from.
 """
@@ -6,54 +6,76 @@
 from __future__ import annotations
 
 import contextlib
-import os
+from fnmatch import fnmatch
 from pathlib import Path
 
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS, VERIFIED, manifest_at, seal_at
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.store import LocalStore, Store
+from kenotron_ckpt.threads import in_parallel
+
+INTENT = "uploading.txt"
+"""Holds the checksum of the manifest whose files are being uploaded, until they are committed."""
 
 
-def make(folder: Path) -> None:
-    """Have a folder, and those above it, on the disk: each is an entry of the one above."""
-    make(folder.parent) if not folder.parent.exists() else None
-    folder.mkdir(exist_ok=True)
-    sync(folder.parent)
-    passed(Step.FOLDER_MADE)
-
-
-def commit(step_folder: Path, manifest: Manifest, verified: bool = False) -> None:
+def commit(
+    step_folder: Store,
+    manifest: Manifest,
+    *,
+    verified: bool = False,
+    latest: bool = True,
+    text: str = "",
+) -> None:
     """Make what lies in a step folder a checkpoint, and the latest one.
 
-    The rename of ``manifest.json`` is the commit: before it the former checkpoint stands, if there
-    was one, after it the new. ``verified``: every file was read back. Raises ValueError
-    when a file is not there as written.
+    Writing ``manifest.json`` at one stroke is the commit: before it the former checkpoint stands,
+    if there was one, after it the new.
+
+    Args:
+        step_folder: where the files of ``manifest`` are.
+        manifest: of the checkpoint.
+        verified: every file was read back.
+        latest: let ``latest.txt`` name it.
+        text: of ``manifest.json``, where the manifest was read from one.
+
+    Raises:
+        ValueError: a file is not there as written.
+        OSError: the store cannot be written.
     """
-    for name, entry in manifest.files.items():
-        path = step_folder / name
-        if not path.exists() or path.stat().st_size != entry.bytes:
-            raise ValueError(
-                f"{path} was written by some rank, but rank 0 does not see it whole: "
-                "checkpoints need a folder that all nodes share"
-            )
+    in_parallel(lambda name: _check(step_folder, manifest, name), manifest.files, 8)
     if manifest.config is not None:
-        replace_text(step_folder / CONFIG, manifest.config)
-    sync(step_folder)
+        step_folder.write_text(CONFIG, manifest.config)
+    step_folder.sync()
     passed(Step.FOLDER_SYNCED)
-    replace_text(step_folder / MANIFEST, manifest.to_json())
+    step_folder.write_text(MANIFEST, text or manifest.to_json())
     passed(Step.COMMITTED)
     if verified:
         mark_verified(step_folder)
     else:  # what is there was said of the former checkpoint
-        remove(step_folder / VERIFIED)
+        step_folder.remove(VERIFIED)
     if manifest.config is None:
-        remove(step_folder / CONFIG)
-    replace_text(step_folder.parent / LATEST, str(manifest.step))
-    passed(Step.POINTED)
-    sweep(step_folder)
+        step_folder.remove(CONFIG)
+    if latest:
+        step_folder.parent.write_text(LATEST, str(manifest.step))
+        passed(Step.POINTED)
+    with contextlib.suppress(OSError):  # the next save to this folder removes what is left
+        sweep(step_folder)
 
 
-def sweep(step_folder: Path) -> None:
+def _check(step_folder: Store, manifest: Manifest, name: str) -> None:
+    """Raise ValueError unless a file has its length. A listing may be old on a shared folder."""
+    length, size = manifest.files[name].bytes, -1
+    with contextlib.suppress(FileNotFoundError):
+        size = step_folder.size(name)
+    if size != length:
+        raise ValueError(
+            f"{step_folder.at(name)} was written by some rank, but rank 0 does not see it whole: "
+            "checkpoints need a folder that all nodes share"
+        )
+
+
+def sweep(step_folder: Store) -> None:
     """Remove shard files that no manifest names, and temporary files.
 
     Nothing is removed next to a manifest that is not understood. Raises OSError when there is a
@@ -65,42 +87,25 @@ def sweep(step_folder: Path) -> None:
         kept = set()
     except ValueError:
         return
-    for path in [*step_folder.glob(SHARDS), *step_folder.glob("*.tmp")]:
-        if path.name not in kept:
-            remove(path)
+    found = [name for name in files_in(step_folder) if name not in kept]
+    shards = [name for name in found if fnmatch(name, SHARDS)]
+    for name in [*shards, *(name for name in found if name.endswith((".tmp", INTENT)))]:
+        step_folder.remove(name)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, if it is there."""
+def files_in(step_folder: Store) -> dict[str, int | None]:
+    """Names and lengths of what is in a step folder; empty where there is no folder."""
     with contextlib.suppress(FileNotFoundError):
-        path.unlink()
-        passed(Step.LEFTOVER_REMOVED)
+        return step_folder.listing()
+    return {}
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Give a file new text at one stroke: readers see the old text or the new, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        passed(Step.TEXT_OPENED)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    passed(Step.TEXT_WRITTEN)
-    temporary.replace(path)
-    passed(Step.TEXT_RENAMED)
-    sync(path.parent)
+    """Give a local file new text at one stroke: readers see the old text or the new."""
+    LocalStore(path.parent).write_text(path.name, text)
 
 
-def mark_verified(step_folder: Path) -> None:
+def mark_verified(step_folder: Store) -> None:
     """Note that every byte of a checkpoint was read and found right."""
-    replace_text(step_folder / VERIFIED, seal_at(step_folder))
+    step_folder.write_text(VERIFIED, seal_at(step_folder))
     passed(Step.MARKED)
-
-
-def sync(folder: Path) -> None:
-    """Put a folder's entries on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

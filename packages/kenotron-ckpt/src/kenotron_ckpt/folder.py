@@ -15,9 +15,9 @@ from kenotron_ckpt.remote import RemoteError, RemoteMissing
 from kenotron_ckpt.store import (
     ABSENT,
     LINK,
+    LocalStore,
     Location,
     Store,
-    local_path,
     store_at,
 )
 
@@ -56,9 +56,10 @@ def manifest_text(store: Store) -> str:
         raise ValueError(f"{MANIFEST} is damaged: it is not text ({error})") from None
 
 
-def resolve(path: str | Path) -> Path:
-    """The local step folder that ``preferred`` finds, whose ValueError it raises."""
-    return local_path(preferred(path))
+def resolve(path: Location) -> Path | str:
+    """Path or URL of the step folder that ``preferred`` finds, whose ValueError it raises."""
+    store = preferred(path)
+    return store.path if isinstance(store, LocalStore) else str(store)
 
 
 def preferred(path: Location) -> Store:
@@ -119,9 +120,9 @@ def points_nowhere(store: Store, found: Sequence[str]) -> bool:
     return str(latest_named(store)) not in found
 
 
-def passed_over(step_folder: str | Path) -> list[int]:
+def passed_over(step_folder: Location) -> list[int]:
     """Newer steps next to a step folder, ascending: damaged, unfinished, or not asked for."""
-    chosen = Path(step_folder)
+    chosen = store_at(step_folder)
     if not chosen.name.isdecimal():
         return []
     return [step for step in steps_in(chosen.parent) if step > int(chosen.name)]

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.preparing import prepare
@@ -19,6 +18,7 @@ from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.store import Store
 from kenotron_ckpt.threads import set_device, together
 from kenotron_ckpt.writer import Share, write_part
 from kenotron_dist import Mesh, MessageRefused, Notes
@@ -33,7 +33,7 @@ class Job:
 
     number: int
     """Sequence number of this save; part of the key of its store messages."""
-    step_folder: Path
+    step_folder: Store
     mesh: Mesh
     notes: Notes
     plan: Plan
@@ -43,7 +43,7 @@ class Job:
     config_text: str | None
     threads: int
     verify: bool
-    after: Callable[[Path], tuple[Sequence[int], str]]
+    after: Callable[[Store], tuple[Sequence[int], str]]
     """Called on rank 0 once the checkpoint stands; returns ``removed`` and ``trouble``."""
     begin_thread: Callable[[], None] = lambda: None
     """Called first by every thread that writes (``set_device``)."""
@@ -76,7 +76,7 @@ class Job:
         """How it went, once it is done; the numbers are those of ``SaveReport``."""
         return SaveReport(
             step=int(self.step_folder.name),
-            folder=self.step_folder,
+            store=self.step_folder,
             failure=self.failure,
             nbytes=self.total,
             blocked=blocked,

@@ -9,8 +9,8 @@ import socket
 import warnings
 from pathlib import Path
 
-from kenotron_ckpt.committing import make
 from kenotron_ckpt.owner_file import TAKEN, OwnerFile
+from kenotron_ckpt.store import LocalStore
 
 LOCK = "writer.lock"
 """Name of the file that the program which writes to a folder of checkpoints has locked."""
@@ -29,7 +29,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        make(folder)
+        LocalStore(folder).make()
         self._owner: OwnerFile | None = None
         self._handle: int | None = _opened(folder / LOCK)
         try:

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
+from functools import partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
+
+from kenotron_ckpt.protocol import Step, passed
 
 T = TypeVar("T")
 
@@ -39,8 +43,9 @@ _LASTING += (TypeError, ValueError, AttributeError)
 class RemoteError(OSError):
     """What a store answered in the end, with the URL and what to do about it."""
 
-    def __init__(self, text: str, *, damaged: bool = False) -> None:
+    def __init__(self, text: str, *, damaged: bool = False, errno: int | None = None) -> None:
         super().__init__(text)
+        self.errno = errno
         self.damaged = damaged
         """Whether the store works, and its own checksum shows that the bytes have changed."""
 
@@ -55,7 +60,7 @@ def is_url(path: str | Path) -> bool:
 
 
 class FsspecStore:
-    """A folder at a URL that fsspec supports (``Store``); its files are written and removed, too.
+    """A folder at a URL that fsspec supports (``Store``).
 
     May be used by several threads at once.
     """
@@ -91,6 +96,13 @@ class FsspecStore:
     def name(self) -> str:
         """Last part of the URL."""
         return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> FsspecStore:
+        """The folder above this one."""
+        found = copy(self)
+        found.url, found._root = self.url.rpartition("/")[0], self._root.rpartition("/")[0]
+        return found
 
     def at(self, path: str) -> FsspecStore:
         """The folder at a path below this one; the empty path is this one."""
@@ -130,9 +142,23 @@ class FsspecStore:
         full = self._full(path)
         if "file" not in _protocols(self._store):
             self._call(path, lambda: self._store.pipe_file(full, text.encode()))
-            return
-        self._call(path, lambda: self._store.pipe_file(f"{full}.tmp", text.encode()))
-        self._call(path, lambda: self._store.mv(f"{full}.tmp", full))
+        else:
+            self._call(path, lambda: self._store.pipe_file(f"{full}.tmp", text.encode()))
+            self._call(path, lambda: self._store.mv(f"{full}.tmp", full))
+        passed(Step.TEXT_RENAMED)
+
+    @contextmanager
+    def create(self, path: str) -> Iterator[int]:
+        """Write a file, in the folder for temporary files; it is sent when the block ends."""
+        try:
+            with NamedTemporaryFile(buffering=0) as file:
+                yield file.fileno()
+                self.send(path, Path(file.name))
+        except RemoteError:
+            raise
+        except OSError as error:
+            fix = "it is written to the folder for temporary files first: make room, or set TMPDIR"
+            raise RemoteError(f"{self._url(path)}: {error}; {fix}", errno=error.errno) from error
 
     def send(self, path: str, file: Path, moved: Callable[[], None] = lambda: None) -> None:
         """Copy a local file; ``moved`` is called whenever some of it has arrived."""
@@ -165,6 +191,24 @@ class FsspecStore:
         """Remove a file, if it is there."""
         with suppress(RemoteMissing):
             self._call(path, lambda: self._store.rm_file(self._full(path)))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder right below this one; an object store copies and removes it."""
+        for name in self.listing(old) or [""]:
+            start, end = (f"{self._full(path)}/{name}".rstrip("/") for path in (old, new))
+            self._call(old, partial(self._store.mv, start, end))
+        self.at(old).remove_folder()
+
+    def make(self) -> None:
+        """Do nothing: a folder is there once a file is in it."""
+
+    def remove_folder(self) -> None:
+        """Remove this folder, if nothing is in it and the store has folders."""
+        with suppress(Exception):
+            self._store.rmdir(self._root)
+
+    def sync(self) -> None:
+        """Do nothing: what a store has received stays."""
 
     def _url(self, path: str) -> str:
         return f"{self.url}/{path}" if path else self.url

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kenotron_ckpt.store import Store, local_path
+
 _USUAL = 50
 """So many of the latest steps without a save say how long a step takes."""
 
@@ -22,7 +24,7 @@ class SaveReport:
     """How a save went. Times in seconds."""
 
     step: int
-    folder: Path
+    store: Store
     """The step folder."""
     failure: str = ""
     """Why there is no such checkpoint; empty when there is one."""
@@ -42,6 +44,11 @@ class SaveReport:
     """What went wrong after the checkpoint stood (known on rank 0); empty when nothing did."""
 
     @property
+    def folder(self) -> Path:
+        """The local step folder. Raises ValueError when it is in a remote store."""
+        return local_path(self.store)
+
+    @property
     def gb_per_s(self) -> float:
         """Gigabytes (1e9 bytes) a second from the call until the checkpoint stood."""
         return self.nbytes / max(self.durable, 1e-9) / 1e9
@@ -51,7 +58,7 @@ class SaveReport:
             return f"step {self.step} was not saved: {self.failure}"
         slower = "" if self.slow_down is None else f", steps meanwhile x{self.slow_down:.2f}"
         return (
-            f"{self.folder}: {self.nbytes / 1e9:.3g} GB, blocked {self.blocked * 1e3:.0f} ms, "
+            f"{self.store}: {self.nbytes / 1e9:.3g} GB, blocked {self.blocked * 1e3:.0f} ms, "
             f"durable after {self.durable:.2f} s ({self.gb_per_s:.2f} GB/s){slower}"
         )
 

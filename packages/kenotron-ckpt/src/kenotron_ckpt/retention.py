@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
-from kenotron_ckpt.committing import remove, sweep, sync
+from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import (
     CONFIG,
     MANIFEST,
@@ -17,17 +15,18 @@ from kenotron_ckpt.folder import (
     steps_in,
 )
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.store import LocalStore, Location, Store, store_at
 
 _UNMADE = f"{MANIFEST}.old.tmp"
 """What was the manifest while a checkpoint is being removed: a temporary file to all others."""
 
 
 def prune(
-    folder: str | Path,
+    folder: Location,
     keep: int,
     keep_every: int | None = None,
     *,
-    busy: Callable[[Path], bool] = lambda _: False,
+    busy: Callable[[Store], bool] = lambda _: False,
 ) -> list[int]:
     """Remove old checkpoints; returns the steps removed, ascending. To be called on one rank.
 
@@ -43,21 +42,21 @@ def prune(
     ValueError unless both numbers are positive.
     """
     check_kept(keep, keep_every)
-    folder = Path(folder)
-    steps = steps_in(folder)
+    run = store_at(folder)
+    steps = steps_in(run)
     # Asked first: what is held now may be gone, by him who holds it, when it no longer is.
-    held = {step for step in steps if busy(folder / str(step))}
-    whole = [step for step in steps if defect(folder / str(step)) is None]
-    verified = [step for step in whole if is_verified(folder / str(step))]
-    stay = {*whole[-keep:], latest_step(folder), *verified[-1:]}
+    held = {step for step in steps if busy(run.at(str(step)))}
+    whole = [step for step in steps if defect(run.at(str(step))) is None]
+    verified = [step for step in whole if is_verified(run.at(str(step)))]
+    stay = {*whole[-keep:], latest_step(run), *verified[-1:]}
     if keep_every is not None:
         stay |= {step for step in whole if step % keep_every == 0}
-    rest = [folder / str(step) for step in whole if step not in stay | held]
-    doomed = [path for path in rest if not path.is_symlink()]
-    begun = [folder / str(step) for step in steps if _begun(folder / str(step))]
-    for path in [*begun, *doomed]:
-        remove_checkpoint(path)
-    return sorted(int(path.name) for path in [*begun, *doomed])
+    rest = [run.at(str(step)) for step in whole if step not in stay | held]
+    doomed = [s for s in rest if not (isinstance(s, LocalStore) and s.path.is_symlink())]
+    begun = [found for step in steps if _begun(found := run.at(str(step)))]
+    for found in [*begun, *doomed]:
+        remove_checkpoint(found)
+    return sorted(int(found.name) for found in [*begun, *doomed])
 
 
 def check_kept(keep: int | None, keep_every: int | None) -> None:
@@ -68,20 +67,19 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
         raise ValueError(f"keep_every = {keep_every}: it is a number of steps, at least 1")
 
 
-def _begun(step_folder: Path) -> bool:
+def _begun(step_folder: Store) -> bool:
     """Whether a removal was cut off: what is left has no owner, unlike a half-written folder."""
-    return (step_folder / _UNMADE).exists() and not (step_folder / MANIFEST).exists()
+    there = files_in(step_folder)
+    return _UNMADE in there and MANIFEST not in there
 
 
-def remove_checkpoint(step_folder: Path) -> None:
+def remove_checkpoint(step_folder: Store) -> None:
     """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
     if not _begun(step_folder):
-        (step_folder / MANIFEST).replace(step_folder / _UNMADE)  # from here on it is no checkpoint
-        sync(step_folder)
+        step_folder.rename(MANIFEST, _UNMADE)  # from here on it is no checkpoint
         passed(Step.UNMADE)
     for name in (CONFIG, VERIFIED):
-        remove(step_folder / name)
+        step_folder.remove(name)
     sweep(step_folder)  # the shards, and last the mark that they may go
-    with contextlib.suppress(OSError):  # files of others
-        step_folder.rmdir()
+    step_folder.remove_folder()  # unless there are files of others
     passed(Step.OLD_REMOVED)

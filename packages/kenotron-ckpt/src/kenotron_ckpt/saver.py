@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.blocks import Tensors, places_of
-from kenotron_ckpt.collective_errors import on_first
+from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job, JobThread, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
@@ -19,6 +19,7 @@ from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.saving import save_and_report
 from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
+from kenotron_ckpt.store import LocalStore, Location, Store, local_path, store_at
 from kenotron_dist import Handle, Mesh
 
 POOL_BYTES = 16 << 30
@@ -33,13 +34,13 @@ class Saver:
     Make and call it on all ranks, in the same order. A ``with`` statement ends with ``close``.
 
     Arguments:
-        folder: the run folder, shared by all nodes; held against other writers until ``close``.
+        folder: the run folder: a URL, a store, or a path that all nodes share, which is held
+            against other writers until ``close``.
         mesh: the ranks that save.
         background: False: ``save`` returns when the checkpoint stands, is collective over the mesh,
             and copies one block at a time to the host: no pool, no threads.
         every: ``maybe_save`` saves at multiples of this many steps; None: never by itself.
-        keep, keep_every: how many of the newest checkpoints stay, and which others (``prune``);
-            None keeps all.
+        keep, keep_every: which old checkpoints stay (``prune``); None keeps all.
         pool_bytes: host memory for the snapshot, on each rank. What does not fit is copied as
             files reach the disk; ``wait`` then waits for the disk.
         pin: page-locked memory, so that an accelerator copies while it computes.
@@ -49,8 +50,8 @@ class Saver:
         on_failure: ``"warn"``: a save that failed is a warning, and training continues;
             ``"report"``: it is only in ``reports()``; ``"raise"``: it is a SaveFailed, on all ranks
             at the next save, or at ``close`` (in one process at the next call).
-        on_commit: called on rank 0, in the thread that writes, with the folder of each checkpoint
-            that stands; what it raises is in the report.
+        on_commit: called on rank 0, in the thread that writes, with each checkpoint that stands;
+            what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
 
     Raises ValueError on all ranks for a number that makes no sense, or when another run writes to
@@ -59,7 +60,7 @@ class Saver:
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: Location,
         mesh: Mesh,
         *,
         background: bool = True,
@@ -72,14 +73,14 @@ class Saver:
         file_bytes: int = FILE_BYTES,
         verify: bool = False,
         on_failure: str = "warn",
-        on_commit: Callable[[Path], None] = lambda _: None,
-        busy: Callable[[Path], bool] = lambda _: False,
+        on_commit: Callable[[Store], None] = lambda _: None,
+        busy: Callable[[Store], bool] = lambda _: False,
     ) -> None:
         check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
         if on_failure not in ("warn", "report", "raise"):
             raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
-        self.folder, self.mesh, self.every = Path(folder), mesh, every
+        self.store, self.mesh, self.every = on_all(mesh, lambda: store_at(folder)), mesh, every
         self._keep, self._keep_every, self._busy = keep, keep_every, busy
         self._threads, self._verify = threads, verify
         self._pool_bytes, self._file_bytes = pool_bytes, file_bytes
@@ -88,13 +89,17 @@ class Saver:
         self._arena, self._pace = Arena(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
         self._job: Job | None = None
-        self._count, self._closed = 0, False
+        self._count, self._closed, self._failure = 0, False, ""
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
-        self._failure = ""
         self._lock: FolderLock | None = None
         on_first(mesh, self._take_lock)
         self._thread = JobThread(mesh) if background else None
+
+    @property
+    def folder(self) -> Path:
+        """The local run folder. Raises ValueError when it is in a remote store."""
+        return local_path(self.store)
 
     def due(self, step: int) -> bool:
         """Whether ``maybe_save`` would save after this step."""
@@ -142,11 +147,11 @@ class Saver:
         """
         begun = time.perf_counter()
         if self._closed:
-            raise RuntimeError(f"save of step {step}: this Saver of {self.folder} is closed")
+            raise RuntimeError(f"save of step {step}: this Saver of {self.store} is closed")
         if self._thread is None:
             for handle in pending:
                 handle.wait()
-            what = (self.folder, step, tensors, self.mesh, state, config_text)
+            what = (self.store, step, tensors, self.mesh, state, config_text)
             options = {"file_bytes": self._file_bytes, "verify": self._verify}
             self._note(save_and_report(*what, self._follow_up, begun, rank_state, **options))
             self._raise_failure()
@@ -219,22 +224,17 @@ class Saver:
             self._lock.release()
 
     def _take_lock(self) -> None:
-        with self.mesh.pulse.busy("taking the run folder"):
-            self._lock = FolderLock(self.folder)
+        if isinstance(self.store, LocalStore):
+            with self.mesh.pulse.busy("taking the run folder"):
+                self._lock = FolderLock(self.store.path)
 
     def _planned(self, tensors: Tensors, volatile: Collection[str]) -> Plan:
         """The plan for these tensors: made again only when one of them moved."""
         volatile = {*volatile, *getattr(tensors, "volatile", ())}
         places = [sorted(volatile), *places_of(tensors, self.mesh.view)]
         if self._plan is None or self._plan[0] != places:
-            plan = plan_share(
-                tensors,
-                self.mesh,
-                self._file_bytes,
-                volatile,
-                pool_bytes=self._pool_bytes,
-                threads=self._threads,
-            )
+            options = {"pool_bytes": self._pool_bytes, "threads": self._threads}
+            plan = plan_share(tensors, self.mesh, self._file_bytes, volatile, **options)
             self._plan = places, plan
         return self._plan[1]
 
@@ -252,7 +252,7 @@ class Saver:
         self._arena.fit(plan.parts, self._pool_bytes, self._pin)
         self._job = Job(
             number=self._count,
-            step_folder=self.folder / str(step),
+            step_folder=self.store.at(str(step)),
             mesh=self.mesh,
             notes=thread.notes,
             plan=plan,
@@ -278,7 +278,7 @@ class Saver:
         """Keep a report; say what went wrong, or keep it to be raised."""
         self._reports.append(report)
         if report.follow_up and self._on_failure == "warn":
-            warnings.warn(f"{report.folder} stands, but then: {report.follow_up}", stacklevel=4)
+            warnings.warn(f"{report.store} stands, but then: {report.follow_up}", stacklevel=4)
         if report.failure and self._on_failure == "raise":
             self._failure = str(report)
         if report.failure and self._on_failure == "warn":
@@ -289,12 +289,12 @@ class Saver:
         if failure:
             raise SaveFailed(failure)
 
-    def _follow_up(self, step_folder: Path) -> tuple[list[int], str]:
+    def _follow_up(self, step_folder: Store) -> tuple[list[int], str]:
         """On rank 0, after a commit: tell who asked, remove old ones; their steps, and troubles."""
         keep, removed = self._keep, []
         trouble = failure_of(lambda: self._on_commit(step_folder))
         if keep is not None:
             options = {"keep_every": self._keep_every, "busy": self._busy}
-            then = failure_of(lambda: removed.extend(prune(self.folder, keep, **options)))
+            then = failure_of(lambda: removed.extend(prune(self.store, keep, **options)))
             trouble = "\n".join(filter(None, (trouble, then)))
         return removed, trouble

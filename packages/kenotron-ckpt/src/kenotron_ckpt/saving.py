@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_each, on_first
-from kenotron_ckpt.committing import remove, sweep
+from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import Step, passed
@@ -24,12 +23,13 @@ from kenotron_ckpt.share import (
     share_as_json,
     stem_of,
 )
+from kenotron_ckpt.store import Location, Store, store_at
 from kenotron_ckpt.writer import streamed, write_part
 from kenotron_dist import Mesh
 
 
 def save(
-    folder: str | Path,
+    folder: Location,
     step: int,
     tensors: Tensors,
     mesh: Mesh,
@@ -39,14 +39,15 @@ def save(
     rank_state: Any = None,
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
-) -> Path:
-    """Write the checkpoint ``<folder>/<step>/`` and make it the latest; returns its path.
+) -> Store:
+    """Write the checkpoint ``<folder>/<step>/`` and make it the latest; returns its store.
 
-    Collective over the mesh. ``folder`` must be shared by all nodes. One block at a time is copied
-    to the host.
+    Collective over the mesh. A local ``folder`` must be shared by all nodes. One block at a time is
+    copied to the host.
 
     Arguments:
-        folder: the run folder; made if need be.
+        folder: the run folder, a path, URL or store; made if need be. To a URL each rank sends its
+            own files, one at a time, from a copy in the folder for temporary files (``TMPDIR``).
         step: training steps done, from 0.
         tensors: this rank's (local tensor, layout), by any unique key; ``layout.name`` names the
             record. With a ``FlatSlice`` in the layout the tensor is that slice, 1-D. The union
@@ -64,7 +65,7 @@ def save(
     Raises on every rank: ValueError for a bad argument, a tensor that contradicts its layout, or a
     record that is not covered exactly once; OSError when a rank cannot write.
     """
-    step_folder = Path(folder) / str(step)
+    step_folder = on_all(mesh, lambda: store_at(folder).at(str(step)))
     on_each(mesh, lambda: check_state(step, state, rank_state))
     plan = on_all(mesh, lambda: plan_share(tensors, mesh, file_bytes))
     try:
@@ -84,13 +85,13 @@ def save(
 
 
 def save_and_report(
-    folder: Path,
+    folder: Store,
     step: int,
     tensors: Tensors,
     mesh: Mesh,
     state: Mapping[str, Any],
     config_text: str | None,
-    after: Callable[[Path], tuple[Sequence[int], str]],
+    after: Callable[[Store], tuple[Sequence[int], str]],
     begun: float,
     rank_state: Any,
     **options: Any,
@@ -100,7 +101,7 @@ def save_and_report(
     Arguments: those of ``save``; ``after`` is called on rank 0 once the checkpoint stands, and
     returns ``removed`` and ``follow_up``; when the caller began (``time.perf_counter``).
     """
-    step_folder, failure = folder / str(step), ""
+    step_folder, failure = folder.at(str(step)), ""
     nbytes, removed, trouble = 0, [], ""
     try:
         save(folder, step, tensors, mesh, state, config_text, rank_state=rank_state, **options)
@@ -116,7 +117,7 @@ def save_and_report(
         nbytes, removed, trouble = on_first(mesh, follow_up)
     return SaveReport(
         step=step,
-        folder=step_folder,
+        store=step_folder,
         failure=failure,
         nbytes=nbytes,
         blocked=time.perf_counter() - begun,
@@ -126,18 +127,18 @@ def save_and_report(
     )
 
 
-def discard(step_folder: Path) -> None:
+def discard(step_folder: Store) -> None:
     """After a failed save: give the space back. What cannot be removed now, the next save will."""
     with contextlib.suppress(OSError):
         sweep(step_folder)
-        if not (step_folder / MANIFEST).exists():
-            remove(step_folder / CONFIG)
-        step_folder.rmdir()  # only when there is nothing else in it
+        if MANIFEST not in files_in(step_folder):
+            step_folder.remove(CONFIG)
+        step_folder.remove_folder()
         passed(Step.DISCARDED)
 
 
 def _write(
-    step_folder: Path, stem: str, plan: Plan, rank_state: Any, verify: bool
+    step_folder: Store, stem: str, plan: Plan, rank_state: Any, verify: bool
 ) -> dict[str, Any]:
     """Write this rank's share; returns it as JSON."""
     shares = (

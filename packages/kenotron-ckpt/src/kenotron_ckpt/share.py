@@ -6,7 +6,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.blocks import (
@@ -22,6 +21,7 @@ from kenotron_ckpt.coverage import merge_records
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
 from kenotron_ckpt.part_files import Part, plan_parts, unstorable
 from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.store import Store
 from kenotron_ckpt.writer import Share
 from kenotron_dist import Mesh
 
@@ -121,7 +121,7 @@ def _add_records(records: dict[str, Record], found: Mapping[str, Record]) -> Non
 
 
 def commit_shares(
-    step_folder: Path,
+    step_folder: Store,
     shares: Sequence[dict[str, Any]],
     mesh: Mesh,
     state: Mapping[str, Any],
@@ -144,7 +144,7 @@ def commit_shares(
         config=config_text,
         libraries={name: _version(name) for name in _LIBRARIES},
     )
-    commit(step_folder, manifest, verified)
+    commit(step_folder, manifest, verified=verified)
 
 
 def check_state(step: int, state: Mapping[str, Any], rank_state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Stores: a run folder, wherever it lies, as reading sees it: names, lengths, ranges of files."""
+"""Stores: a run folder, wherever it lies: files read by ranges, written whole, renamed, removed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.remote import FsspecStore, is_url
 
 LINK = "is a link to nothing"
@@ -57,6 +58,11 @@ class Store(Protocol):
         """Files, or parts of one, that are read at a time."""
         ...
 
+    @property
+    def parent(self) -> Store:
+        """The folder above this one."""
+        ...
+
     def at(self, path: str) -> Store:
         """The folder at a path below this one; the empty path is this one."""
         ...
@@ -79,6 +85,38 @@ class Store(Protocol):
 
     def read(self, path: str) -> bytes:
         """All bytes of a small file. Raises FileNotFoundError, OSError."""
+        ...
+
+    def make(self) -> None:
+        """Make the folder and those above it, where the store has folders. Raises OSError."""
+        ...
+
+    def create(self, path: str) -> AbstractContextManager[int]:
+        """Write a file from its beginning to the descriptor that is given.
+
+        When the block ends, the file is in the store, and stays there if the machine stops. Raises
+        OSError.
+        """
+        ...
+
+    def write_text(self, path: str, text: str) -> None:
+        """Give a file a text at one stroke: readers see the old text or the new, never a part."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder right below this one. Raises OSError."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        ...
+
+    def remove_folder(self) -> None:
+        """Remove this folder, if nothing is in it."""
+        ...
+
+    def sync(self) -> None:
+        """Return when the names of the files in this folder are in the store for good."""
         ...
 
 
@@ -121,6 +159,11 @@ class LocalStore:
         """Name of the folder."""
         return self.path.name
 
+    @property
+    def parent(self) -> LocalStore:
+        """The folder above this one."""
+        return LocalStore(self.path.parent, self.threads)
+
     def at(self, path: str) -> LocalStore:
         """The folder at a path below this one."""
         return LocalStore(self.path / path, self.threads)
@@ -158,6 +201,58 @@ class LocalStore:
         """All bytes of a small file. See ``Store``."""
         return (self.path / path).read_bytes()
 
+    def make(self) -> None:
+        """Have the folder, and those above it, on the disk: each is an entry of the one above."""
+        if not self.path.parent.exists():
+            self.parent.make()
+        self.path.mkdir(exist_ok=True)
+        self.parent.sync()
+        passed(Step.FOLDER_MADE)
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[int]:
+        """Write a file; it is on the disk when the block ends. See `Store`."""
+        with (self.path / path).open("wb", buffering=0) as file:
+            yield file.fileno()
+            os.fsync(file.fileno())
+
+    def write_text(self, path: str, text: str) -> None:
+        """Give a file a text at one stroke; it is on the disk on return."""
+        temporary = self.path / f"{path}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            passed(Step.TEXT_OPENED)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        passed(Step.TEXT_WRITTEN)
+        temporary.replace(self.path / path)
+        passed(Step.TEXT_RENAMED)
+        self.sync()
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename a file or folder right below this one."""
+        (self.path / old).rename(self.path / new)
+        self.sync()
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / path).unlink()
+            passed(Step.LEFTOVER_REMOVED)
+
+    def remove_folder(self) -> None:
+        """Remove this folder, if nothing is in it."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
+
+    def sync(self) -> None:
+        """Put the folder's entries on the disk. On tmpfs this, and fsync, does nothing."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
 
 def store_at(place: Location) -> Store:
     """Return the store at a path or URL. Raises ValueError for a URL that cannot be opened."""
@@ -172,4 +267,4 @@ def local_path(store: Store) -> Path:
     """Return the path of a local folder. Raises ValueError for a remote one."""
     if isinstance(store, LocalStore):
         return store.path
-    raise ValueError(f"{store} is in a remote store; a local folder is needed: download it first")
+    raise ValueError(f"{store} is in a remote store; a local folder is needed: copy it first")

@@ -16,6 +16,7 @@ from kenotron_ckpt.part_files import plan_parts, unstorable
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import FILE_BYTES, check_state, commit_shares, share_as_json, stem_of
+from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.writer import write_part
 from kenotron_dist import Mesh, TensorLayout
 
@@ -59,8 +60,9 @@ def save_streamed(
     if problems := unstorable(planned):
         raise ValueError("\n".join(problems))
     blocks = share_of(blocks_of(planned, mesh.view), mesh.view)
-    step_folder = Path(folder) / str(step)
-    lock = FolderLock(Path(folder))
+    path = Path(folder) / str(step)
+    step_folder = LocalStore(path)
+    lock = FolderLock(path.parent)
     try:
         stem = stem_of(mesh, prepare(step_folder))
         written = (
@@ -73,7 +75,7 @@ def save_streamed(
         raise
     finally:
         lock.release()
-    return step_folder
+    return path
 
 
 def _made(blocks: Sequence[Block], sources: Mapping[str, Source]) -> Iterator[Tensor]:

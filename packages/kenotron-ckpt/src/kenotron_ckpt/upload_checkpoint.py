@@ -1,28 +1,26 @@
 """One checkpoint to a remote folder, by steps that may end at any moment and be taken up again.
 
 The remote step folder is written in this order: ``uploading.txt``, which names the manifest of the
-files that follow; the shards and ``config.yaml``; ``manifest.json``, which makes it a checkpoint.
-A remote file of the right length is not sent again if ``uploading.txt`` names the same manifest,
-or if the remote manifest has the same checksum for it.
+files that follow; the shards; what every ``commit`` writes. A remote file of the right length is
+not sent again if ``uploading.txt`` names the same manifest, or if the remote manifest has the same
+checksum for it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatch
 from pathlib import Path
 
 from kenotron_ckpt.checksums import file_faults, pieces_by_file
-from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS
+from kenotron_ckpt.committing import INTENT, commit, files_in
+from kenotron_ckpt.folder import MANIFEST, defect
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, seal_of
-from kenotron_ckpt.remote import FsspecStore, RemoteError, RemoteMissing
+from kenotron_ckpt.remote import FsspecStore, RemoteError
 from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.threads import in_parallel
 from kenotron_ckpt.verify_stream import Received
 
-INTENT = "uploading.txt"
-"""Holds the checksum of the manifest whose files are being sent."""
 _TRIES = 3
 
 
@@ -52,7 +50,7 @@ class Sending:
         name it; whether to compare remote bytes; how many files are sent at a time; called
         whenever something has arrived; asked before each file whether to end the upload.
         """
-        self._remote, self._folder, self._step = remote, step_folder, step_folder.name
+        self._remote, self._folder = remote.at(step_folder.name), step_folder
         self._latest, self._read_back, self._threads = latest, read_back, threads
         self._moved, self._stopped = moved, stopped
         self._text = ""
@@ -75,7 +73,7 @@ class Sending:
                 return
             except _Again as reason:
                 if not left:
-                    raise OSError(f"{self._remote.at(self._step)}: {reason}") from None
+                    raise OSError(f"{self._remote}: {reason}") from None
             except (OSError, ValueError) as error:
                 if not left or not self.changed():
                     raise
@@ -88,11 +86,9 @@ class Sending:
         return False
 
     def _send(self, manifest: Manifest) -> None:
-        there = self._there()
-        standing = self._remote.read_text(self._at(MANIFEST)) if MANIFEST in there else None
+        there = files_in(self._remote)
+        standing = self._remote.read_text(MANIFEST) if MANIFEST in there else None
         due = {name: entry.bytes for name, entry in manifest.files.items()}
-        if manifest.config is not None:
-            due[CONFIG] = (self._folder / CONFIG).stat().st_size
         self.bytes = sum(due.values())
         if standing != self._text:
             there = self._begin(manifest, there, standing)
@@ -102,9 +98,8 @@ class Sending:
 
         def send(name: str) -> None:
             self._go_on()
-            if name in pieces:
-                self._check(name, manifest.files[name], pieces[name])
-            self._remote.send(self._at(name), self._folder / name, self._moved)
+            self._check(name, manifest.files[name], pieces[name])
+            self._remote.send(name, self._folder / name, self._moved)
             self.sent.append(due[name])
 
         in_parallel(send, missing, self._threads)
@@ -112,11 +107,7 @@ class Sending:
             self._compare_bytes(manifest, pieces)
         if self.changed():
             raise _Again("the checkpoint was saved once more while it was uploaded")
-        if standing != self._text:
-            self._remote.write_text(self._at(MANIFEST), self._text)
-        self._compare(due)
-        self._point()
-        self._sweep(manifest)
+        self._commit(manifest)
 
     def _begin(
         self, manifest: Manifest, there: Mapping[str, int | None], standing: str | None
@@ -126,7 +117,7 @@ class Sending:
         The checkpoint that stands there remains one unless a file of its own must be replaced.
         """
         seal = seal_of(self._text)
-        if INTENT in there and self._remote.read_text(self._at(INTENT)) == seal:
+        if INTENT in there and self._remote.read_text(INTENT) == seal:
             return dict(there)
         old = _readable(standing)
         known = _contents(old) if old else {}
@@ -137,10 +128,10 @@ class Sending:
         }
         in_the_way = [name for name in manifest.files if name in there and name not in same]
         if standing is not None and (not old or not set(old.files).isdisjoint(in_the_way)):
-            self._remote.remove(self._at(MANIFEST))
+            self._remote.remove(MANIFEST)
         for name in in_the_way:
-            self._remote.remove(self._at(name))
-        self._remote.write_text(self._at(INTENT), seal)
+            self._remote.remove(name)
+        self._remote.write_text(INTENT, seal)
         return same
 
     def _check(self, name: str, entry: FileEntry, pieces: list[Piece]) -> None:
@@ -158,7 +149,7 @@ class Sending:
             entry = manifest.files[name]
             received = Received(name, entry, pieces[name])
             try:
-                for data in self._remote.ranges(self._at(name), 0, entry.bytes):
+                for data in self._remote.ranges(name, 0, entry.bytes):
                     self._go_on()
                     received.feed(data)
                 faults = received.faults()
@@ -168,50 +159,31 @@ class Sending:
                 faults = [str(error)]
             if faults:
                 found.extend(faults)
-                self._remote.remove(self._at(MANIFEST))
-                self._remote.remove(self._at(name))
+                self._remote.remove(MANIFEST)
+                self._remote.remove(name)
 
         in_parallel(read, manifest.files, self._threads)
         if found:
             raise _Again(f"what arrived is not what was sent: {'; '.join(sorted(found)[:3])}")
 
-    def _compare(self, due: Mapping[str, int]) -> None:
-        """Whether a reader would find the checkpoint, with every file of its length."""
-        if self._remote.read_text(self._at(MANIFEST)) != self._text:
-            raise _Again(f"{MANIFEST} does not read back as it was written")
-        there = self._there()
-        wrong = [f"{n} ({there.get(n)} bytes)" for n, size in due.items() if there.get(n) != size]
-        if wrong:
-            self._remote.remove(self._at(MANIFEST))
-            raise _Again(f"what arrived is not whole: {', '.join(wrong[:3])}")
-
-    def _point(self) -> None:
-        if self._latest and self._remote.read_text(LATEST) != self._step:
-            self._remote.write_text(LATEST, self._step)
-
-    def _sweep(self, manifest: Manifest) -> None:
-        """Remove what is left of other uploads. Nothing depends on it, so nothing is raised."""
-        with contextlib.suppress(OSError):
-            for name in self._there():
-                if name == INTENT or (fnmatch(name, SHARDS) and name not in manifest.files):
-                    self._remote.remove(self._at(name))
+    def _commit(self, manifest: Manifest) -> None:
+        """Commit, and look whether a reader would find every file of its length."""
+        try:
+            commit(self._remote, manifest, latest=self._latest, text=self._text)
+            fault = defect(self._remote)
+        except ValueError as error:
+            fault = str(error)
+        if fault:
+            self._remote.remove(MANIFEST)
+            raise _Again(f"what arrived is not whole: {fault}")
 
     def _go_on(self) -> None:
         self._moved()
         if self._stopped():
             raise Stopped
 
-    def _there(self) -> dict[str, int | None]:
-        """Names and lengths of the remote files, none where there is no folder yet."""
-        with contextlib.suppress(RemoteMissing):
-            return self._remote.listing(self._step)
-        return {}
-
     def _local_text(self) -> str:
         return (self._folder / MANIFEST).read_text(encoding="utf-8")
-
-    def _at(self, name: str) -> str:
-        return f"{self._step}/{name}"
 
 
 def _readable(text: str | None) -> Manifest | None:

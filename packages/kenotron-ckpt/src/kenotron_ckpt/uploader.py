@@ -15,6 +15,7 @@ from kenotron_ckpt.collective_errors import on_first
 from kenotron_ckpt.folder import defect, steps_in
 from kenotron_ckpt.remote import PAUSE, TRIES, FsspecStore, RemoteMissing
 from kenotron_ckpt.retention import remove_checkpoint
+from kenotron_ckpt.store import LocalStore, Location, local_path, store_at
 from kenotron_ckpt.upload_checkpoint import Sending
 from kenotron_dist import Mesh
 
@@ -94,13 +95,13 @@ class Uploader:
         with contextlib.suppress(RemoteMissing):
             self._remote.listing()
 
-    def submit(self, step_folder: str | Path, *, latest: bool = True) -> None:
+    def submit(self, step_folder: Location, *, latest: bool = True) -> None:
         """Have a checkpoint uploaded; returns at once. Those submitted before it come first.
 
         ``latest``: whether the remote ``latest.txt`` shall name it afterwards. Raises
         ValueError when the folder is no complete checkpoint, or after ``close``.
         """
-        folder = Path(step_folder)
+        folder = local_path(store_at(step_folder))
         fault = defect(folder) if folder.name.isdecimal() else "its name is not a step"
         if fault:
             raise ValueError(f"{folder} is not uploaded: {fault}")
@@ -198,7 +199,7 @@ class Uploader:
         try:
             sending.run()
             if self._remove and not sending.changed():
-                remove_checkpoint(job.folder)
+                remove_checkpoint(LocalStore(job.folder))
         except Exception as failure:  # of any class: training continues
             known = isinstance(failure, OSError | ValueError)
             error = str(failure) if known else f"{type(failure).__name__}: {failure}"

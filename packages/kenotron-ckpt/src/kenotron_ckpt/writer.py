@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
@@ -18,7 +17,7 @@ from kenotron_ckpt.checksums import file_faults
 from kenotron_ckpt.index import FileEntry, Record
 from kenotron_ckpt.part_files import Part
 from kenotron_ckpt.protocol import Step, passed
-from kenotron_ckpt.store import LocalStore
+from kenotron_ckpt.store import LocalStore, Store
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]
 """What one rank wrote: its pieces of the records, and its files."""
@@ -27,7 +26,9 @@ _CHUNK = 1 << 24
 """Bytes that are summed and written while they are in the processor's cache, or nearly."""
 
 
-def write_part(folder: Path, stem: str, part: Part, hosts: Iterable[Tensor], verify: bool) -> Share:
+def write_part(
+    folder: Store, stem: str, part: Part, hosts: Iterable[Tensor], verify: bool
+) -> Share:
     """Write one part to ``<stem><suffix>.safetensors``.
 
     Arguments: the step folder; how the names of this rank's files begin; the part; the values of
@@ -37,21 +38,19 @@ def write_part(folder: Path, stem: str, part: Part, hosts: Iterable[Tensor], ver
     Raises OSError, also when what is read back is not what was written.
     """
     name = f"{stem}{part.suffix}.safetensors"
-    path = folder / name
     checksums = []
-    with path.open("wb", buffering=0) as file:
+    with folder.create(name) as handle:
         passed(Step.SHARD_OPENED)
-        _write(file.fileno(), memoryview(part.header))
+        _write(handle, memoryview(part.header))
         passed(Step.HEADER_WRITTEN)
         for host in hosts:
             checksums.append(xxh3_64_hexdigest(view := as_bytes(host)))
-            _write(file.fileno(), view)
+            _write(handle, view)
             passed(Step.BLOCK_WRITTEN)
-        os.fsync(file.fileno())
     passed(Step.SHARD_SYNCED)
     records, files = part.records(name, checksums), {name: part.entry()}
     if verify:
-        _read_back(path, records, files[name])
+        _read_back(folder, name, records, files[name])
     return records, files
 
 
@@ -74,13 +73,13 @@ def _write(handle: int, view: memoryview) -> None:
             rest = rest[os.write(handle, rest) :]
 
 
-def _read_back(path: Path, records: dict[str, Record], entry: FileEntry) -> None:
-    """Compare the disk with what was to be saved. The system is asked to forget its copy first."""
-    if hasattr(os, "posix_fadvise"):  # Linux
-        with path.open("rb") as file:
+def _read_back(folder: Store, name: str, records: dict[str, Record], entry: FileEntry) -> None:
+    """Compare the store with what was to be saved. The system is asked to forget its copy first."""
+    if isinstance(folder, LocalStore) and hasattr(os, "posix_fadvise"):  # Linux
+        with (folder.path / name).open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     pieces = [piece for record in records.values() for piece in record.pieces]
-    found = file_faults(LocalStore(path.parent), path.name, entry, pieces)
+    found = file_faults(folder, name, entry, pieces)
     if found:
-        raise OSError(f"{path} does not read back as it was written: {found[0]}")
+        raise OSError(f"{folder.at(name)} does not read back as it was written: {found[0]}")
     passed(Step.SHARD_VERIFIED)

@@ -122,8 +122,8 @@ class ExistingCheckpointInitConfig:
     """Weights of a model that is there; nothing else of it counts, and the run begins at step 0."""
 
     path: str
-    """A model folder of Hugging Face (config.json and safetensors), a step folder or a run folder;
-    model_config must be what the weights were trained with."""
+    """A model folder of Hugging Face (config.json and safetensors), a step folder or a run folder,
+    or a URL of one of the last two; model_config must be what the weights were trained with."""
     accept_changed_rope: bool = False
     """True: rope_theta and rope_scaling may differ from those of the weights, to extend the context
     (theta of a longer base, or YaRN)."""

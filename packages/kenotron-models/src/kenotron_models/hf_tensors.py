@@ -261,7 +261,7 @@ def stays_fp32(name: str) -> bool:
     return name.endswith(".choice_bias")
 
 
-def cast(folder: Path, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+def cast(folder: str | Path, name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in another dtype.
 
     Args:
