@@ -98,7 +98,6 @@ FAMILIES = {
             "first_k_dense_replace": 1,
             "router_aux_loss_coef": 0.02,
             "router_bias_rate": 0.01,
-            "num_key_value_heads": 8,  # latent attention has as many as heads
         },
     ),
     "qwen3": (Qwen3Config, {"head_dim": 16, "rope_interleaved": True, "rope_scaling": YARN}),
@@ -156,8 +155,8 @@ def model_of(row: Row) -> AnyConfig:
     if kind is Qwen2Config:
         extra = extra | {"no_rope_layer": 3 if row.layers == 6 else 5}
         extra = extra | {"use_doc_masking": row.documents == "separate"}
-    heads = {"num_key_value_heads": 2, "attn_implementation": row.attention}
-    return kind(**sizes, **heads | extra)
+    heads = {} if kind is DeepseekV3Config else {"num_key_value_heads": 2}
+    return kind(**sizes, attn_implementation=row.attention, **heads | extra)
 
 
 def recurrent_of(row: Row) -> AnyConfig:

@@ -363,3 +363,15 @@ def test_nanotrons_expert_parallelism_is_a_part_of_a_stages_ranks():
 def test_experts_that_do_not_fit_are_named(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         parse(changes)
+
+
+def test_a_key_that_a_family_does_not_read_is_refused_by_name():
+    """Llama's files have them in Nanotron, and load; other families would ignore them."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300, "use_cache": True}
+    assert parse({"model.model_config": sizes}).model.model_config.use_cache
+    for marker in ("is_mistral_config", "is_jamba_config"):
+        with pytest.raises(ConfigError) as caught:
+            parse({"model.model_config": sizes | {marker: True, "rope_thet": 1.0}})
+        said = str(caught.value)
+        assert "model.model_config.use_cache: is not a key of this family" in said
+        assert "leave it out" in said and "model.model_config.rope_thet: is not a known key" in said

@@ -3,7 +3,7 @@
 import pytest
 
 from kenotron_models import LlamaConfig
-from kenotron_models.families.fields import check
+from kenotron_models.families.keys import key_problems
 from kenotron_models.rope_scaling import RopeScaling
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
@@ -12,7 +12,7 @@ SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
 def test_defaults_are_a_valid_model():
     config = LlamaConfig()
     assert (config.kv_heads, config.decoder.blocks[0].mixer.head_dim) == (32, 128)
-    assert check(config) == []
+    assert key_problems(config) == config.problems() == []
 
 
 def test_grouped_heads():

@@ -12,7 +12,6 @@ from kenotron_models import (
     DeepseekV3Config,
     ExpertsSpec,
     Glm4MoEConfig,
-    LlaMoEConfig,
     MixtralConfig,
     MLPSpec,
     MoEConfig,
@@ -52,9 +51,6 @@ YARN = RopeScaling(
 @pytest.mark.parametrize(
     ("kind", "sizes", "keys", "said"),
     [
-        (DeepseekV3Config, LATENT, {"attention_bias": True}, "attention_bias: true"),
-        (DeepseekV3Config, LATENT, {"num_key_value_heads": 2}, "as many as num_attention_heads"),
-        (DeepseekV3Config, LATENT, {"head_dim": 8}, "head_dim: 8"),
         (DeepseekV3Config, LATENT, {"hidden_act": "gelu"}, "it must be 'silu'"),
         (DeepseekV3Config, LATENT, {"n_group": 3}, "must divide n_routed_experts"),
         (DeepseekV3Config, LATENT, {"topk_group": 3}, "must not be above n_group"),
@@ -81,7 +77,6 @@ YARN = RopeScaling(
         (Glm4MoEConfig, GLM, {"n_group": 3}, "must divide n_routed_experts"),
         (Glm4MoEConfig, GLM, {"first_k_dense_replace": 3}, "some layer must have experts"),
         (Glm4MoEConfig, GLM, {"num_key_value_heads": 3}, "it must divide num_attention_heads"),
-        (LlaMoEConfig, SIZES, {"rope_theta": 5e5}, "the base of this family is 10000"),
     ],
     ids=str,
 )

@@ -16,7 +16,7 @@ from kenotron_models import (
     RopeScaling,
     Starcoder2Config,
 )
-from kenotron_models.families.mamba_config import SSMConfig
+from kenotron_models.families.mamba import SSMConfig
 from kenotron_models.hf import (
     config_from_hf,
     config_to_hf,
@@ -344,5 +344,5 @@ def test_a_mamba_may_have_other_channels_than_expand_says():
     assert usual.ssm_cfg.channels is None and usual.channels == 64
     with pytest.raises(ValueError, match="intermediate_size: 'x' was given; it must be a whole"):
         config_from_hf({"model_type": "mamba", **keys, "intermediate_size": "x"})
-    with pytest.raises(ValueError, match="ssm_cfg.channels: 0 was given; it must be at least 1"):
+    with pytest.raises(ValueError, match="channels: 0 was given; it must be at least 1"):
         SSMConfig(channels=0)

@@ -24,8 +24,9 @@ from kenotron_models import (
     Rope,
     RouterSpec,
     build_decoder,
+    cut_sizes,
 )
-from kenotron_models.families.nemotron_h import LEAST_STEP, NEMOTRON_H
+from kenotron_models.families.nemotron_h import LEAST_STEP
 from kenotron_models.hf import config_from_hf, config_to_hf, exported_tensors
 from kenotron_models.small import SmallSizes
 
@@ -114,17 +115,16 @@ def test_a_small_copy_has_every_letter() -> None:
     )  # fmt: skip
     small = NemotronHConfig(layers="MMME*-MME").small(sizes)
     assert small.layers == "ME*-MM" and small.n_routed_experts % 2 == 0
-    assert small.cut_sizes == {
+    assert cut_sizes(small) == {
         "num_attention_heads": 4, "mamba_num_heads": 4, "intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 16,
     }  # fmt: skip
-    assert replace(SMALL, layers="M").cut_sizes == {"mamba_num_heads": 4}
+    assert cut_sizes(replace(SMALL, layers="M")) == {"mamba_num_heads": 4}
 
 
 def test_old_and_unknown_words_for_layers() -> None:
-    assert NEMOTRON_H.hf is not None
-    values = {**NEMOTRON_H.hf.defaults, "hidden_size": 32, "vocab_size": 61}
-    read = NEMOTRON_H.hf.read
+    values = {"model_type": "nemotron_h", "hidden_size": 32, "vocab_size": 61}
+    read = config_from_hf
     assert read({**values, "hybrid_override_pattern": "M-"}).decoder.num_hidden_layers == 2
     old = read({**values, "layers_block_type": ["mamba", "attention", "mlp", "moe"]})
     assert isinstance(old, NemotronHConfig) and old.layers == "M*-E"
@@ -137,8 +137,7 @@ def decoder(part: BlockSpec) -> DecoderSpec:
 
 
 def test_what_their_config_cannot_say_is_named() -> None:
-    assert NEMOTRON_H.hf is not None
-    write = NEMOTRON_H.hf.write
+    write = NemotronHConfig.write_hf
     attention = AttentionSpec(heads=4, kv_heads=4, head_dim=8, rope=Rope())
     mlp = MLPSpec(features=16)
     experts = ExpertsSpec(router=RouterSpec(experts=4, top_k=2), features=8)

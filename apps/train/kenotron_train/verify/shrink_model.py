@@ -48,7 +48,9 @@ def small_model(sizes: SizedConfig, cut: Cut, padding: int, small_padding: int) 
     heads, kv_heads = small_heads(
         sizes.num_attention_heads, sizes.kv_heads, cut.heads_over, cut.small_heads_over
     )
-    wide = sizes.rope_scaling is not None or heads < MANY_HEADS
+    ropes = (getattr(block.mixer, "rope", None) for block in sizes.decoder.blocks)
+    stretched = any(rope is not None and rope.scaling is not None for rope in ropes)
+    wide = stretched or heads < MANY_HEADS
     vocabulary = small_vocabulary(
         sizes.vocab_size,
         (cut.tp, padding * cut.tp),

@@ -20,11 +20,10 @@ from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import AnyConfig, ExpertsSpec, MLPSpec, TransformersConfig
+from kenotron_models import AnyConfig, TransformersConfig, cut_sizes
 from kenotron_optim import OptimizerConfig, shard_ranks_problems
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")
-SHARED_EXPERTS = "n_shared_experts * moe_intermediate_size"
 NANOTRON_WAYS: dict[str, CPAttention] = {
     "ring": "ring",
     "ring_flash_triton": "ring",
@@ -99,7 +98,7 @@ def _model_over_ranks(model: ModelConfig, parallelism: ParallelismConfig) -> lis
     found = [
         f"parallelism.tp: {tp} was given; it must divide model.model_config.{name} "
         f"({size}); {advice} or change {name}"
-        for name, size in _cut_sizes(sizes).items()
+        for name, size in cut_sizes(sizes).items()
         if size % tp
     ]
     kv_heads = getattr(sizes, "kv_heads", tp)
@@ -213,24 +212,9 @@ def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
     ]
 
 
-def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
-    """What tp cuts, by its key: heads, and the feed-forwards that every token goes through."""
-    if (own := getattr(sizes, "cut_sizes", None)) is not None:
-        return own
-    parts = [block.feed_forward for block in sizes.decoder.blocks]
-    plain = any(isinstance(part, MLPSpec) for part in parts)
-    shared = [p.shared_features for p in parts if isinstance(p, ExpertsSpec) and p.shared_features]
-    found = {"num_attention_heads": getattr(sizes, "num_attention_heads", 0)}
-    if plain and (inner := getattr(sizes, "intermediate_size", None)):
-        found["intermediate_size"] = inner
-    has_section = getattr(sizes, "moe_config", None) is not None
-    key = "moe_config.shared_expert_intermediate_size" if has_section else SHARED_EXPERTS
-    return found | ({key: shared[0]} if shared else {})
-
-
 def _largest_tp(sizes: AnyConfig, most: int) -> int:
     """The largest tp, up to `most`, that divides the model's sizes."""
-    shared = math.gcd(*_cut_sizes(sizes).values())
+    shared = math.gcd(*cut_sizes(sizes).values())
     kv_heads = getattr(sizes, "kv_heads", 0)
     return next(
         tp

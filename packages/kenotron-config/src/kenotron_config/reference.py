@@ -103,12 +103,22 @@ def _table(path: str, form: type, base: type | None) -> str:
     own = vars(form).get("__annotations__", {}) if base else {each.name for each in fields(form)}
     rows = [
         f"| `{each.name}` | {_type_text(hints[each.name])} | {_default(each)} | "
-        f"{docs[each.name].replace('|', chr(92) + '|')} |"
+        f"{docs[each.name].replace('|', chr(92) + '|')}{_rules(each)} |"
         for each in fields(form)
         if each.name in own
     ]
     more = f"The keys of {_called(base)}, and:\n\n" if base else ""
     return f"{more}| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+def _rules(each: Field) -> str:
+    """The rules of a key of a model and its name in config.json, where that is another one."""
+    if (key := each.metadata.get("key")) is None:
+        return ""
+    said = [f"At least {key.least}."] if key.least is not None else []
+    said += [f"Divides `{key.divides}`."] if key.divides else []
+    said += [f"In config.json: `{key.hf}`."] if key.hf not in ("", "=", each.name) else []
+    return "".join(f" {sentence}" for sentence in said)
 
 
 def _about(form: type) -> str:

@@ -117,7 +117,10 @@ def _fields(kind: type, value: dict[str, Any], path: str, report: Report) -> Any
 def _built_fields(kind: type, value: dict[str, Any], path: str, report: Report) -> dict[str, Any]:
     hints, known = get_type_hints(kind), {each.name: each for each in fields(kind)}
     value = _renamed(value, known)
-    _report_unknown(value, list(known), path, report)
+    former = [name for name in value if name not in known and name in getattr(kind, "former", ())]
+    for name in former:
+        report(join(path, name), "is not a key of this family: it would not be read; leave it out")
+    _report_unknown({k: v for k, v in value.items() if k not in former}, list(known), path, report)
     built = {}
     for name, each in known.items():
         given, optional = value.get(name), _without_none(hints[name])[1]

@@ -12,24 +12,25 @@ from kenotron_models.device_flops import peak_bf16_flops
 from kenotron_models.embedding import Embedding
 from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import Experts, ExpertsSpec
-from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
-from kenotron_models.families.fields import ATTENTIONS
+from kenotron_models.families.decoder_keys import ATTENTIONS
+from kenotron_models.families.deepseek_v3 import DeepseekV3Config
 from kenotron_models.families.gemma import Gemma2Config, Gemma3Config
 from kenotron_models.families.glm4_moe import Glm4MoEConfig
 from kenotron_models.families.gpt_oss import GptOssConfig
-from kenotron_models.families.granite_hybrid_config import GraniteHybridConfig
-from kenotron_models.families.jamba_config import JambaConfig
+from kenotron_models.families.granite_hybrid import GraniteHybridConfig
+from kenotron_models.families.jamba import JambaConfig
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.llamoe import LlaMoEConfig
+from kenotron_models.families.mamba import MambaModelConfig
 from kenotron_models.families.mamba2 import Mamba2ModelConfig
-from kenotron_models.families.mamba_config import MambaModelConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
 from kenotron_models.families.moe_config import MoEConfig
-from kenotron_models.families.nemotron_h_config import NemotronHConfig
+from kenotron_models.families.nemotron_h import NemotronHConfig
 from kenotron_models.families.olmo2 import OLMo2Config, OLMo3Config
 from kenotron_models.families.olmoe import OLMoEConfig
 from kenotron_models.families.phi3 import Phi3Config
+from kenotron_models.families.places import cut_sizes
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
@@ -178,6 +179,7 @@ __all__ = [
     "component_of",
     "components",
     "config_from_json",
+    "cut_sizes",
     "describe",
     "expert_layers",
     "expert_parameters",

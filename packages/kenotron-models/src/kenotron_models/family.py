@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, Self
 
 from kenotron_models.hf_tensors import LLAMA_NAMES, Names, Outside
-from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
@@ -54,11 +53,6 @@ class SizedConfig(FamilyConfig, Protocol):
         """Key and value heads of each layer."""
         ...
 
-    @property
-    def rope_scaling(self) -> RopeScaling | None:
-        """Stretching of rotary positions; None: none."""
-        ...
-
     def small(self, sizes: SmallSizes) -> Self:
         """Return a narrow copy of the same structure."""
         ...
@@ -72,20 +66,19 @@ class HuggingFace:
     """``model_type`` of its config.json."""
     architecture: str
     """Its class in transformers, of ``architectures``."""
-    defaults: Values
-    """Keys that a config.json may leave out, and what they are then."""
-    only: Mapping[str, Sequence[Any]]
-    """Keys that change what is computed, and the values that can be said here."""
-    read: Callable[[Values], FamilyConfig]
-    """Our config from all keys, defaults filled in and ``only`` checked."""
-    write: Callable[[DecoderSpec], dict[str, Any]]
-    """Its own keys, next to those that all have. Raises ValueError for other parts than it has."""
+    defaults: Values = field(default_factory=dict)
+    """Keys that a config.json may leave out where its default is not that of our key."""
+    only: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    """Keys that change what is computed and are none of ours, and the values that can be said."""
+    read: Callable[[Values], FamilyConfig] | None = None
+    """Our config from all keys, defaults filled in and ``only`` checked; None: as the table of keys
+    says."""
+    write: Callable[[DecoderSpec], dict[str, Any]] | None = None
+    """Keys next to those of the table. Raises ValueError for other parts than it has."""
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     """Modules of a block, and those of Hugging Face's that each is made of."""
     outside: Outside = Outside()
     """What their tensors outside of blocks are called."""
-    shared: Callable[[HuggingFace, FamilyConfig], dict[str, Any]] | None = None
-    """The keys of config.json next to its own; None: those of ``hf_keys.shared_to_hf``."""
     ties: bool = True
     """False: transformers has a head of its own whatever ``tie_word_embeddings`` is."""
     further_layers: bool = False

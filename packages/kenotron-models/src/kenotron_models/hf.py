@@ -12,7 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_models import registry
-from kenotron_models.families.hf_keys import shared_to_hf
+from kenotron_models.families.hf_keys import (
+    allowed_values,
+    keys_to_hf,
+    read_config,
+    table_defaults,
+)
 from kenotron_models.family import HuggingFace
 from kenotron_models.hf_comparison import Wanted, compare, load_theirs
 from kenotron_models.hf_config_file import hf_dtype, kind_problems, read_json, size_problems
@@ -72,30 +77,31 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
 
     Raises ValueError, a line for each key that cannot be said here: key, value, what is needed.
     """
-    kind, known = values.get("model_type"), {each.model_type: each for each in _known()}
-    if not isinstance(kind, str) or kind not in known:
-        given = "nothing" if kind is None else repr(kind)
+    name, known = values.get("model_type"), {each.model_type: (each, of) for each, of in _known()}
+    if not isinstance(name, str) or name not in known:
+        given = "nothing" if name is None else repr(name)
         raise ValueError(
             f"model_type: {given} was given; it must be one of {', '.join(known)}; others train "
             "with is_hf_config: true, without an import"
         )
-    family = known[kind]
+    family, kind = known[name]
     if values.get("quantization_config"):
         raise ValueError(
             "quantization_config: quantised weights were given; only bfloat16, float16 and "
             "float32 can be read: take the model that they were made from"
         )
-    filled = {**family.defaults, **values}
-    if wrong := size_problems(filled) or kind_problems(family, filled):
+    defaults, only = {**table_defaults(kind), **family.defaults}, allowed_values(kind, family)
+    filled = {**defaults, **values}
+    if wrong := size_problems(filled) or kind_problems(defaults, only, filled):
         raise ValueError("\n".join(wrong))
     wrong = [
-        f"{key}: {filled[key]!r} was given; a {kind} must have {_words(allowed)} here"
-        for key, allowed in family.only.items()
+        f"{key}: {filled[key]!r} was given; a {name} must have {_words(allowed)} here"
+        for key, allowed in only.items()
         if key in filled and filled[key] not in allowed
     ]
     if wrong:
         raise ValueError("\n".join(wrong))
-    return family.read(filled)
+    return read_config(kind, filled) if family.read is None else family.read(filled)
 
 
 def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
@@ -133,10 +139,10 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     spellings. Raises ValueError, naming the fields, when none computes the same.
     """
     own, others = _names_of(config), family_of(config).others
-    reasons = []
-    for family in (own, *others, *_known()):
+    reasons, mine = [], [(each, type(config)) for each in (own, *others)]
+    for family, kind in (*mine, *_known()):
         try:
-            values = (family.shared or shared_to_hf)(family, config) | family.write(config.decoder)
+            values = keys_to_hf(kind, family, config)
         except ValueError as error:  # other parts than the family's
             reasons.append(str(error).splitlines())
             continue
@@ -154,10 +160,10 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
     )
 
 
-def _known() -> list[HuggingFace]:
-    """What Hugging Face calls the families that it has."""
-    own = [family.hf for family in registry.FAMILIES if family.hf is not None]
-    return [*own, *(each for family in registry.FAMILIES for each in family.others)]
+def _known() -> list[tuple[HuggingFace, type[Any]]]:
+    """What Hugging Face calls the families that it has, and the classes of their configs."""
+    own = [(each.hf, each.config) for each in registry.FAMILIES if each.hf is not None]
+    return [*own, *((other, each.config) for each in registry.FAMILIES for other in each.others)]
 
 
 def _names_of(config: AnyConfig) -> HuggingFace:
@@ -186,7 +192,7 @@ def exported_tensors(config: AnyConfig, values: Mapping[str, Any]) -> dict[str, 
         values: the keys of the config.json that is written with it.
     """
     found = hf_tensors(config)
-    family = next(each for each in _known() if each.model_type == values["model_type"])
+    family = next(each for each, _ in _known() if each.model_type == values["model_type"])
     if not config.decoder.tie_word_embeddings or family.ties:
         return found
     whole = found[EMBEDDING]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kenotron_models.family import HuggingFace, Values
+from kenotron_models.family import Values
 from kenotron_models.spec import MOST_LAYERS
 
 MOST_EXPERTS = 1_000_000
@@ -23,7 +23,9 @@ _WEIGHTS = ("bfloat16", "float16", "float32")
 _ENDS = "_token_id"
 _MAY_BE_NULL = (
     "sliding_window", "q_lora_rank", "attn_logit_softcapping", "final_logit_softcapping",
-    "num_key_value_heads", "head_dim", "rope_theta",
+    "num_key_value_heads", "head_dim", "rope_theta", "tie_word_embeddings", "attention_bias",
+    "initializer_range", "router_jitter_noise", "partial_rotary_factor", "resid_pdrop",
+    "attention_dropout", "embedding_dropout", "residual_dropout", "intermediate_size",
 )  # fmt: skip
 
 
@@ -60,14 +62,20 @@ def size_problems(values: Values) -> list[str]:
     ]
 
 
-def kind_problems(family: HuggingFace, values: Values) -> list[str]:
-    """Name values that are no number, or no truth value, where the family's default is one."""
+def kind_problems(defaults: Values, only: Values, values: Values) -> list[str]:
+    """Name values that are no number, or no truth value, where the default is one.
+
+    Args:
+        defaults: values of the keys that may be left out.
+        only: keys whose values are checked one by one.
+        values: those given, with the defaults filled in.
+    """
     found = []
-    for name, usual in family.defaults.items():
+    for name, usual in defaults.items():
         value = values[name]
-        if name in family.only or name.endswith(_ENDS) or usual is None:
+        if name in only or name.endswith(_ENDS) or usual is None:
             continue
-        if value is None and name in _MAY_BE_NULL:
+        if value is None and name in _MAY_BE_NULL and usual is not True:
             continue
         if isinstance(usual, bool):
             wrong, needed = not isinstance(value, bool), "true or false"

@@ -120,7 +120,8 @@ def config_from_json(values: Mapping[str, Any]) -> FamilyConfig:
     others = {marker for marker in markers if marker != family.marker and not values.get(marker)}
     whole = _with_tuples({name: value for name, value in values.items() if name not in others})
     config = family.config
-    hints = get_type_hints(config)
+    hints, former = get_type_hints(config), {*getattr(config, "former", ())}
+    whole = {name: value for name, value in whole.items() if name in hints or name not in former}
     for name, given in whole.items():
         kind = _dataclass_in(hints.get(name))
         if kind is not None and isinstance(given, Mapping):

@@ -1,23 +1,114 @@
-"""DeepSeek-V3 in Hugging Face: keys of its config.json, and names of its tensors."""
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and experts chosen by biased sigmoid scores."""
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from kenotron_models.families.deepseek_v3_config import DeepseekV3Config
-from kenotron_models.families.hf_keys import shared_from_hf, sparse_to_hf
-from kenotron_models.families.sigmoid_experts import (
-    SIGMOID_EXPERTS,
-    routing_from_hf,
-    routing_to_hf,
-)
-from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.families.keys import Rule, key, marker
+from kenotron_models.families.places import placed
+from kenotron_models.families.rope_keys import RopeKeys
+from kenotron_models.families.sigmoid_experts import SIGMOID_EXPERTS, SigmoidExpertsKeys
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import rope_to_hf
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
 from kenotron_models.latent_attention import LatentAttentionSpec
+from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
+EVEN = Rule(lambda n: n >= 1 and n % 2 == 0, "it must be an even number")
 
-def _scale(values: Values) -> float | None:
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(SigmoidExpertsKeys, RopeKeys):
+    """Sizes and constants of a DeepSeek-V3 decoder, under Hugging Face's names."""
+
+    former: ClassVar = (*RopeKeys.former, "attention_bias", "num_key_value_heads", "head_dim")
+    is_deepseek_v3_config: bool = marker()
+    """Marks a YAML mapping as this class; always true."""
+    rope_interleaved: bool = key(True, hf="rope_interleave")
+    q_lora_rank: int | None = key(1536, least=1, hf=True, at="attention.q_rank")
+    """Features of the latent of queries; None: they are made of the token itself."""
+    kv_lora_rank: int = key(512, least=1, hf=True, at="attention.kv_rank")
+    """Features of the latent of keys and values."""
+    qk_nope_head_dim: int = key(128, least=0, hf=True)
+    """Features of a head that positions do not turn."""
+    qk_rope_head_dim: int = key(64, least=1, rule=EVEN, hf=True, at="attention.turned")
+    """Features of a head that positions turn."""
+    v_head_dim: int = key(128, least=1, hf=True, at="attention.value_features")
+    """Features of a value; not above those of a head."""
+    attention_scale: float | None = key(None, at="attention.scale")
+    """What scores are multiplied with; None: one over the root of a head's features."""
+
+    def problems(self) -> list[str]:
+        """Name values that are wider than heads."""
+        found, width = super().problems(), self.features_of_head
+        if self.v_head_dim > width:
+            found.append(
+                f"v_head_dim: {self.v_head_dim} was given; it must not be above qk_nope_head_dim + "
+                f"qk_rope_head_dim ({width})"
+            )
+        return found
+
+    @property
+    def kv_heads(self) -> int:
+        """As many key and value heads as query heads."""
+        return self.num_attention_heads
+
+    @property
+    def features_of_head(self) -> int:
+        """Features of a head that scores are made of."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the widths of a narrow copy."""
+        half = max(2, min(sizes.head_dim, self.qk_rope_head_dim) // 2 * 2)
+        hidden = sizes.heads * half
+        return super().small_keys(sizes) | {
+            "hidden_size": hidden,
+            "intermediate_size": sizes.inner(self.intermediate_size, self.hidden_size, hidden),
+            "q_lora_rank": None if self.q_lora_rank is None else hidden // 2,
+            "kv_lora_rank": hidden // 2,
+            "qk_nope_head_dim": half if self.qk_nope_head_dim else 0,
+            "qk_rope_head_dim": half,
+            "v_head_dim": half,
+            "moe_intermediate_size": 2 * half,
+        }
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean."""
+        mixer = LatentAttentionSpec(
+            **placed(self, "attention"),
+            kv_heads=self.kv_heads,
+            head_dim=self.features_of_head,
+            rope=self.rope(),
+            backend=self.backend,
+        )
+        return self.decoder_of([mixer] * self.num_hidden_layers, self.experts())
+
+    @classmethod
+    def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the scale of scores."""
+        return super().read_hf(values) | {"attention_scale": _scale(values)}
+
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the keys of latent attention. Raises ValueError for another one."""
+        mixer = spec.blocks[0].mixer
+        if not isinstance(mixer, LatentAttentionSpec):
+            raise ValueError("a deepseek_v3 has latent attention")
+        return {
+            **super().write_hf(spec),
+            **_rope_keys(mixer),
+            "num_key_value_heads": mixer.kv_heads,
+            "qk_nope_head_dim": mixer.head_dim - mixer.turned,
+            "rope_interleave": mixer.rope is not None and mixer.rope.interleaved,
+            "attention_bias": False,
+        }
+
+
+def _scale(values: Mapping[str, Any]) -> float | None:
     """What yarn multiplies scores with in this family."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     share, factor = given.get("mscale_all_dim"), given.get("factor")
@@ -26,23 +117,6 @@ def _scale(values: Values) -> float | None:
     width = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
     more = 0.1 * share * math.log(factor) + 1.0
     return float(width**-0.5 * more * more)
-
-
-_SAME = (
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
-)  # fmt: skip
-
-
-def _read(values: Values) -> DeepseekV3Config:
-    return DeepseekV3Config(
-        **shared_from_hf(values),
-        **{name: values[name] for name in _SAME},
-        **routing_from_hf(values),
-        rms_norm_eps=float(values["rms_norm_eps"]),
-        rope_interleaved=bool(values["rope_interleave"]),
-        attention_scale=_scale(values),
-        router_aux_loss_coef=values.get("aux_loss_alpha") or 0.0,
-    )
 
 
 def _rope_keys(mixer: LatentAttentionSpec) -> dict[str, Any]:
@@ -55,30 +129,10 @@ def _rope_keys(mixer: LatentAttentionSpec) -> dict[str, Any]:
     below = round((math.sqrt(mixer.scale * math.sqrt(mixer.head_dim)) - 1) / log, 9)
     above = round(((scaling.attention_factor or 1 + log) * (below * log + 1) - 1) / log, 9)
     shares = {"mscale": above, "mscale_all_dim": below}
-    for key in ("rope_parameters", "rope_scaling"):
-        own = {name: value for name, value in found[key].items() if name != "attention_factor"}
-        found[key] = own | shares
+    for name in ("rope_parameters", "rope_scaling"):
+        own = {part: value for part, value in found[name].items() if part != "attention_factor"}
+        found[name] = own | shares
     return found
-
-
-def _write(spec: DecoderSpec) -> dict[str, Any]:
-    routing, mixer = routing_to_hf(spec), spec.blocks[0].mixer
-    if not isinstance(mixer, LatentAttentionSpec):
-        raise ValueError("a deepseek_v3 has latent attention")
-    keys = sparse_to_hf(spec)
-    del keys["head_dim"]
-    return {
-        **keys,
-        **_rope_keys(mixer),
-        "q_lora_rank": mixer.q_rank,
-        "kv_lora_rank": mixer.kv_rank,
-        "qk_nope_head_dim": mixer.head_dim - mixer.turned,
-        "qk_rope_head_dim": mixer.turned,
-        "v_head_dim": mixer.value_features,
-        "rope_interleave": mixer.rope is not None and mixer.rope.interleaved,
-        **routing,
-        "attention_bias": False,
-    }
 
 
 DEEPSEEK_V3 = Family(
@@ -87,34 +141,8 @@ DEEPSEEK_V3 = Family(
     hf=HuggingFace(
         model_type="deepseek_v3",
         architecture="DeepseekV3ForCausalLM",
-        defaults={
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-6,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_nope_head_dim": 128,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-            "n_routed_experts": 256,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "topk_group": 4,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 3,
-            "rope_interleave": True,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        },
-        only={
-            "hidden_act": ("silu",),
-            "attention_bias": (False, None),
-            "attention_dropout": (0, None),
-        },
-        read=_read,
-        write=_write,
+        defaults={"max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1},
+        only={"attention_bias": (False, None)},
         names={
             **LLAMA_NAMES,
             **SIGMOID_EXPERTS,

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from kenotron_models.attention import AttentionSpec
-from kenotron_models.families.fields import check, marker_problems, raise_all
-from kenotron_models.families.hf_keys import first_mixer, first_mlp, llama_from_hf, sparse_to_hf
-from kenotron_models.families.layer_types import (
-    LayerTypeFields,
-    positive_problems,
-    ropes_to_hf,
-    types_from_hf,
-    types_to_hf,
-)
-from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.families.decoder_keys import DecoderKeys, HeadKeys
+from kenotron_models.families.keys import OF_CONFIG, POSITIVE, key, marker, one_of, with_default
+from kenotron_models.families.places import in_spec
+from kenotron_models.families.rope_keys import OutputBiasKeys
+from kenotron_models.families.window_keys import LayerTypeKeys, ropes_to_hf
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import ropes_by_type
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
 from kenotron_models.mlp import MLPSpec
@@ -27,41 +23,42 @@ GLOBAL, LOCAL = 1000000.0, 10000.0
 """Bases of the rotary wave lengths of a Gemma-3 where a config.json says none."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GemmaFields(LayerTypeFields):
-    """What Gemma-2 and Gemma-3 share, under Hugging Face's names but for hidden_act."""
+def _scalar(scale: float | None) -> float | None:
+    """Return query_pre_attn_scalar, a whole number where one has this scale, as there."""
+    if scale is None:
+        return None
+    scalar = scale**-2
+    whole = round(scalar)
+    return whole if whole and whole**-0.5 == scale else scalar
 
-    activation: ClassVar[str] = GELU
-    hidden_act: str = GELU
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaKeys(OutputBiasKeys, LayerTypeKeys):
+    """Keys of Gemma-2 and Gemma-3, under Hugging Face's names but for hidden_act."""
+
+    hidden_act: str = key(
+        GELU, hf="hidden_activation", at=OF_CONFIG, rule=one_of(GELU), only=(GELU,)
+    )
     """Activation of the gated feed-forward, hidden_activation of Hugging Face; only
     `gelu_pytorch_tanh` is known."""
-    head_dim: int | None = 256
-    """Features of one head; None: hidden_size over num_attention_heads."""
-    attention_bias: bool = False
-    """True: queries, keys, values and the output have a bias."""
-    query_pre_attn_scalar: float = 256
+    head_dim: int | None = with_default(HeadKeys, "head_dim", 256)
+    query_pre_attn_scalar: float = key(
+        256, rule=POSITIVE, hf=True, at="attention.scale", write=_scalar
+    )
     """Scores are divided by its root."""
-    final_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = key(None, rule=POSITIVE, hf=True, at="logit_cap")
     """Logits l become this times tanh(l / this); None: they stay."""
-    tie_word_embeddings: bool = True
-    """True: the head is the embedding's own matrix."""
+    tie_word_embeddings: bool = with_default(DecoderKeys, "tie_word_embeddings", True)
 
-    def problems(self) -> list[str]:
-        """Name everything that is wrong with the keys that both families have."""
-        names = ("query_pre_attn_scalar", "final_logit_softcapping")
-        found = positive_problems({name: getattr(self, name) for name in names})
-        return [*check(self), *self.type_problems(), *found]
-
-    def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
-        """Return the keys of windows and scores of a narrow copy."""
+    def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the scale of scores of a narrow copy."""
         share = min(sizes.head_dim, self.features_of_head) / self.features_of_head
         scalar = {"query_pre_attn_scalar": self.query_pre_attn_scalar * share}
-        return LayerTypeFields.small_layers(self, sizes) | scalar
+        return super().small_keys(sizes) | scalar
 
-    def mixer(self) -> AttentionSpec:
+    def mixer(self, **changes: Any) -> AttentionSpec:
         """Return what these keys say of attention in layers without a window."""
-        scale = self.query_pre_attn_scalar**-0.5
-        return replace(self.attention(), scale=scale, out_bias=self.attention_bias)
+        return self.attention(scale=self.query_pre_attn_scalar**-0.5, **changes)
 
     def normed_twice(self, mixers: Sequence[AttentionSpec]) -> DecoderSpec:
         """Return the decoder of these mixers, with norms before and after each part."""
@@ -76,60 +73,46 @@ class GemmaFields(LayerTypeFields):
             logit_cap=self.final_logit_softcapping,
         )
 
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Check the parts that no key names. Raises ValueError for other ones."""
+        if in_spec(spec, "attention.scale") is None:
+            raise ValueError("a Gemma has query_pre_attn_scalar, and scores a scale of their own")
+        return super().write_hf(spec)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma2Config(GemmaFields):
-    """Sizes and constants of a Gemma-2 decoder.
+class Gemma2Config(GemmaKeys):
+    """Sizes and constants of a Gemma-2 decoder."""
 
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    is_gemma2_config: bool = True
+    is_gemma2_config: bool = marker()
     """Marks a YAML mapping as this class; always true."""
-    final_logit_softcapping: float | None = 30.0
-    """Logits l become this times tanh(l / this); None: they stay."""
-    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = with_default(GemmaKeys, "final_logit_softcapping", 30.0)
+    attn_logit_softcapping: float | None = key(50.0, rule=POSITIVE, hf=True, at="attention.cap")
     """Scores s become this times tanh(s / this); None: they stay."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        cap = {"attn_logit_softcapping": self.attn_logit_softcapping}
-        found = [*self.problems(), *positive_problems(cap)]
-        raise_all([*found, *marker_problems(self, "is_gemma2_config")])
 
     @property
     def decoder(self) -> DecoderSpec:
         """What the names above mean."""
-        mixer = replace(self.mixer(), cap=self.attn_logit_softcapping)
+        mixer = self.mixer(cap=self.attn_logit_softcapping)
         return self.normed_twice(self.by_type(mixer))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(GemmaFields):
+class Gemma3Config(GemmaKeys):
     """Sizes and constants of the text model of a Gemma-3.
 
     Queries and keys are normed head by head; layers with a window have a rotary base of their own.
-
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
     """
 
-    is_gemma3_config: bool = True
+    is_gemma3_config: bool = marker()
     """Marks a YAML mapping as this class; always true."""
-    rope_theta: float = GLOBAL
+    rope_theta: float = key(GLOBAL, rule=POSITIVE)
     """Base of the rotary wave lengths of full layers; rope_scaling stretches theirs only."""
-    rope_local_base_freq: float = LOCAL
+    rope_local_base_freq: float = key(LOCAL, rule=POSITIVE)
     """The base in sliding layers."""
-    sliding_window_pattern: int = 6
+    sliding_window_pattern: int = key(6, least=1, hf=True)
     """Every n-th layer is full where layer_types is null."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        names = ("rope_local_base_freq", "sliding_window_pattern")
-        found = positive_problems({name: getattr(self, name) for name in names})
-        found = [*self.problems(), *found, *marker_problems(self, "is_gemma3_config")]
-        raise_all(found)
 
     def pattern(self) -> tuple[str, ...]:
         """Return the types of all layers where the config does not say them."""
@@ -139,77 +122,35 @@ class Gemma3Config(GemmaFields):
     def decoder(self) -> DecoderSpec:
         """What the names above mean."""
         norm = NormSpec(kind="offset_rms_norm", eps=self.rms_norm_eps)
-        mixer = replace(self.mixer(), qk_norm=norm)
+        mixer = self.mixer(qk_norm=norm)
         assert mixer.rope is not None  # all layers have positions
         rope = replace(mixer.rope, theta=self.rope_local_base_freq, scaling=None)
         return self.normed_twice(self.by_type(mixer, replace(mixer, rope=rope)))
 
+    @classmethod
+    def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the positions of each type of layers."""
+        known = ropes_by_type(values, GLOBAL, LOCAL)
+        local = {"rope_local_base_freq": known["rope_local_base_freq"]}
+        return super().read_hf(known) | local
 
-def _shared(values: Values, ropes: Values) -> dict[str, Any]:
-    return {
-        **llama_from_hf(ropes),
-        **types_from_hf(values),
-        "attention_bias": bool(values["attention_bias"]),
-        "query_pre_attn_scalar": values["query_pre_attn_scalar"],
-        "final_logit_softcapping": values["final_logit_softcapping"],
-    }
-
-
-def _read2(values: Values) -> Gemma2Config:
-    return Gemma2Config(
-        **_shared(values, values), attn_logit_softcapping=values["attn_logit_softcapping"]
-    )
-
-
-def _read3(values: Values) -> Gemma3Config:
-    known = ropes_by_type(values, GLOBAL, LOCAL)
-    return Gemma3Config(
-        **_shared(values, known),
-        rope_local_base_freq=known["rope_local_base_freq"],
-        sliding_window_pattern=values["sliding_window_pattern"],
-    )
-
-
-def _write2(spec: DecoderSpec) -> dict[str, Any]:
-    mixer, keys = first_mixer(spec), sparse_to_hf(spec)
-    if mixer.scale is None or first_mlp(spec).activation != "gelu_tanh":
-        raise ValueError("a Gemma has query_pre_attn_scalar and the activation gelu_pytorch_tanh")
-    del keys["hidden_act"]
-    scalar = mixer.scale**-2
-    whole = round(scalar)  # config.json has whole numbers only
-    return {
-        **keys,
-        **types_to_hf(spec),
-        "hidden_activation": GELU,
-        "attention_bias": mixer.qkv_bias,
-        "query_pre_attn_scalar": whole if whole and whole**-0.5 == mixer.scale else scalar,
-        "final_logit_softcapping": spec.logit_cap,
-        "attn_logit_softcapping": mixer.cap,
-    }
-
-
-def _write3(spec: DecoderSpec) -> dict[str, Any]:
-    return {**_write2(spec), **ropes_to_hf(spec, GLOBAL, LOCAL), "sliding_window_pattern": 6}
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the positions of each type of layers; the cap of scores is Gemma-2's."""
+        own = {
+            "sliding_window_pattern": 6,
+            "attn_logit_softcapping": in_spec(spec, "attention.cap"),
+        }
+        return super().write_hf(spec) | ropes_to_hf(spec, GLOBAL, LOCAL) | own
 
 
 _DEFAULTS: Mapping[str, Any] = {
     "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": GELU,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
     "bos_token_id": 2,
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-_ONLY = {
-    "hidden_activation": (GELU,),
-    "attention_dropout": (0, None),
-    "use_bidirectional_attention": (False, None),
-}
+_ONLY = {"use_bidirectional_attention": (False, None)}
 _NAMES = {
     **LLAMA_NAMES,
     "attention_post_norm": Fused("post_attention_layernorm"),
@@ -222,15 +163,8 @@ GEMMA2 = Family(
     hf=HuggingFace(
         model_type="gemma2",
         architecture="Gemma2ForCausalLM",
-        defaults={
-            **_DEFAULTS,
-            "max_position_embeddings": 8192,
-            "final_logit_softcapping": 30.0,
-            "attn_logit_softcapping": 50.0,
-        },
+        defaults={**_DEFAULTS, "max_position_embeddings": 8192},
         only=_ONLY,
-        read=_read2,
-        write=_write2,
         names=_NAMES,
     ),
 )
@@ -240,15 +174,8 @@ GEMMA3 = Family(
     hf=HuggingFace(
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        defaults={
-            **_DEFAULTS,
-            "max_position_embeddings": 131072,
-            "final_logit_softcapping": None,
-            "sliding_window_pattern": 6,
-        },
+        defaults={**_DEFAULTS, "max_position_embeddings": 131072},
         only={**_ONLY, "attn_logit_softcapping": (None,)},
-        read=_read3,
-        write=_write3,
         names=_NAMES,
     ),
 )

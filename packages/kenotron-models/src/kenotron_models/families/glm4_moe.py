@@ -1,20 +1,15 @@
 """GLM-4-MoE (GLM-4.5, arXiv 2508.06471): DeepSeek-V3's experts behind grouped-query attention."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from kenotron_models.families.fields import check, marker_problems, raise_all
-from kenotron_models.families.hf_keys import first_mixer, llama_from_hf, sparse_to_hf
-from kenotron_models.families.partial_rope import share_problems, small_share
-from kenotron_models.families.sigmoid_experts import (
-    SIGMOID_EXPERTS,
-    SigmoidExpertsFields,
-    routing_from_hf,
-    routing_to_hf,
-    sigmoid_problems,
-)
-from kenotron_models.family import Family, HuggingFace, Values
-from kenotron_models.hf_rope import share_from_hf
+from kenotron_models.families.keys import key, marker, with_default
+from kenotron_models.families.places import in_spec
+from kenotron_models.families.rope_keys import PartialRopeKeys
+from kenotron_models.families.routing_keys import SigmoidRoutingKeys, experts_key
+from kenotron_models.families.sigmoid_experts import SIGMOID_EXPERTS, SigmoidExpertsKeys
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_tensors import LLAMA_NAMES
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -22,79 +17,43 @@ from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoEConfig(SigmoidExpertsFields):
-    """Sizes and constants of a GLM-4-MoE decoder, under Hugging Face's names.
+class Glm4MoEConfig(SigmoidExpertsKeys, PartialRopeKeys):
+    """Sizes and constants of a GLM-4-MoE decoder, under Hugging Face's names."""
 
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    is_glm4_moe_config: bool = True
+    is_glm4_moe_config: bool = marker()
     """Marks a YAML mapping as this class; always true."""
-    partial_rotary_factor: float = 0.5
-    """Share of a head's features that positions turn, its first ones."""
-    use_qk_norm: bool = False
+    attention_bias: bool = key(False, hf=True, at="attention.qkv_bias")
+    partial_rotary_factor: float = with_default(PartialRopeKeys, "partial_rotary_factor", 0.5)
+    use_qk_norm: bool = key(False, hf=True)
     """True: queries and keys are normed head by head."""
-    n_routed_experts: int = 128
-    """Experts of a layer."""
-    moe_intermediate_size: int = 1408
-    """Width of an expert, in features; ``intermediate_size`` is that of layers without experts."""
-    n_group: int = 1
-    """Groups of neighbouring experts."""
-    topk_group: int = 1
-    """Groups that the experts of a token are chosen from."""
-    routed_scaling_factor: float = 1.0
-    """What weights are multiplied with."""
-    first_k_dense_replace: int = 1
-    """Layers without experts, at the beginning."""
+    n_routed_experts: int = experts_key(128)
+    moe_intermediate_size: int = with_default(SigmoidRoutingKeys, "moe_intermediate_size", 1408)
+    n_group: int = with_default(SigmoidRoutingKeys, "n_group", 1)
+    topk_group: int = with_default(SigmoidRoutingKeys, "topk_group", 1)
+    routed_scaling_factor: float = with_default(SigmoidRoutingKeys, "routed_scaling_factor", 1.0)
+    first_k_dense_replace: int = with_default(SigmoidExpertsKeys, "first_k_dense_replace", 1)
 
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = [*check(self), *marker_problems(self, "is_glm4_moe_config")]
-        share, width = self.partial_rotary_factor, self.features_of_head
-        whole = [] if found else share_problems(share, width)
-        raise_all([*found, *sigmoid_problems(self), *whole])
-
-    def small_layers(self, sizes: SmallSizes) -> dict[str, Any]:
-        """Return the keys of experts and positions of a narrow copy."""
-        width = min(sizes.head_dim, self.features_of_head)
-        share = {"partial_rotary_factor": small_share(self.partial_rotary_factor, width)}
-        return self.small_routing(sizes, 2 * sizes.head_dim) | share
+    def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the width of an expert of a narrow copy."""
+        return super().small_keys(sizes) | {"moe_intermediate_size": 2 * sizes.head_dim}
 
     @property
     def decoder(self) -> DecoderSpec:
         """What the names above mean."""
-        mixer = self.attention()
-        assert mixer.rope is not None  # all layers have positions
-        mixer = replace(
-            mixer,
-            rope=replace(mixer.rope, share=self.partial_rotary_factor),
-            qk_norm=NormSpec(eps=self.rms_norm_eps) if self.use_qk_norm else None,
-        )
-        return self.decoder_of([mixer] * self.num_hidden_layers, self.experts())
+        norm = NormSpec(eps=self.rms_norm_eps) if self.use_qk_norm else None
+        mixers = [self.attention(qk_norm=norm)] * self.num_hidden_layers
+        return self.decoder_of(mixers, self.experts())
 
+    @classmethod
+    def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the weight of the balance loss, of which a config.json says nothing."""
+        return super().read_hf(values) | {"router_aux_loss_coef": 0.0}
 
-def _read(values: Values) -> Glm4MoEConfig:
-    return Glm4MoEConfig(
-        **llama_from_hf(values, partial=True),
-        **routing_from_hf(values),
-        partial_rotary_factor=share_from_hf(values),
-        use_qk_norm=bool(values["use_qk_norm"]),
-        attention_bias=bool(values["attention_bias"]),
-        router_aux_loss_coef=0.0,
-    )
-
-
-def _write(spec: DecoderSpec) -> dict[str, Any]:
-    mixer = first_mixer(spec)
-    return {
-        **sparse_to_hf(spec),
-        **routing_to_hf(spec),
-        "partial_rotary_factor": 1.0 if mixer.rope is None else mixer.rope.share,
-        "use_qk_norm": mixer.qk_norm is not None,
-        "attention_bias": mixer.qkv_bias,
-        "num_nextn_predict_layers": 0,  # layers that predict further tokens are left out
-    }
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the norm of queries; layers that predict further tokens are left out."""
+        normed = in_spec(spec, "attention.qk_norm") is not None
+        return super().write_hf(spec) | {"use_qk_norm": normed, "num_nextn_predict_layers": 0}
 
 
 GLM4_MOE = Family(
@@ -107,24 +66,9 @@ GLM4_MOE = Family(
             "max_position_embeddings": 131072,
             "num_key_value_heads": 8,
             "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "use_qk_norm": False,
-            "attention_bias": False,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 8,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 1408,
-            "n_group": 1,
-            "topk_group": 1,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
-            "first_k_dense_replace": 1,
             "bos_token_id": None,
             "eos_token_id": None,
         },
-        only={"hidden_act": ("silu",), "attention_dropout": (0, None)},
-        read=_read,
-        write=_write,
         names={**LLAMA_NAMES, **SIGMOID_EXPERTS},
         further_layers=True,
     ),

@@ -1,70 +1,153 @@
-"""Jamba, and Hugging Face's names for it."""
+"""Jamba (arXiv 2403.19887): Mamba with inner norms, some attention, experts."""
 
-from typing import Any
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from kenotron_models.attention import AttentionSpec
 from kenotron_models.expert_layers import expert_layers
-from kenotron_models.families.expert_fields import only_experts
-from kenotron_models.families.hf_keys import (
-    first_of,
-    llama_from_hf,
-    shared_to_hf,
-    without_rope,
-)
-from kenotron_models.families.hybrid_layers import layer_words
-from kenotron_models.families.jamba_config import PLACES, SIZES, JambaConfig, periodic
-from kenotron_models.family import Family, FamilyConfig, HuggingFace, Values
+from kenotron_models.families.decoder_keys import EVEN, HeadKeys
+from kenotron_models.families.hybrid_layers import HybridKeys, layer_words
+from kenotron_models.families.keys import key, marker
+from kenotron_models.families.places import MISSING, in_spec, placed
+from kenotron_models.families.routing_keys import RoutingKeys, balance_key, experts_key, top_k_key
+from kenotron_models.families.state_space_keys import few
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import FULL, LINEAR
 from kenotron_models.hf_tensors import Fused, Names, Outside, Stacked
 from kenotron_models.mamba import MambaSpec
+from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
 _WORDS = {MambaSpec: LINEAR, AttentionSpec: FULL}
+PLACES = (
+    "attn_layer_period", "attn_layer_offset", "expert_layer_period", "expert_layer_offset",
+)  # fmt: skip
 
 
-def _read(values: Values) -> JambaConfig:
-    rank = values["mamba_dt_rank"]
-    names = (*SIZES, *PLACES, "mamba_conv_bias", "mamba_proj_bias", "router_aux_loss_coef")
-    return JambaConfig(
-        **without_rope(llama_from_hf(values)),
-        **{name: values[name] for name in names},
-        mamba_dt_rank=None if rank == "auto" else rank,
-    )
+@dataclass(frozen=True, kw_only=True)
+class JambaConfig(RoutingKeys, HybridKeys, HeadKeys):
+    """Sizes and constants of a Jamba decoder, under Hugging Face's names. It has no positions."""
+
+    words: ClassVar = {"M": LINEAR, "*": FULL}
+    products: ClassVar = {"mamba.channels": "mamba_expand * hidden_size"}
+    former: ClassVar = (*HeadKeys.former, "rope_theta", "rope_interleaved", "rope_scaling")
+    is_jamba_config: bool = marker()
+    """Marks a YAML mapping as this class; always true."""
+    layers: str | None = key(None)
+    """A letter for each layer: M Mamba, * attention; | between the stages of a pipeline. None:
+    layer_types."""
+    layer_types: tuple[str, ...] | None = key(None)
+    """`linear_attention` (Mamba) or `full_attention` for each layer; None: layers says it, or
+    attn_layer_period."""
+    head_dim: int | None = key(None, rule=EVEN)
+    attn_layer_period: int = key(8, least=1, hf=True)
+    """Every n-th layer has attention where neither layers nor layer_types is given."""
+    attn_layer_offset: int = key(4, least=0, hf=True)
+    """The first one that has, counted from 0."""
+    expert_layer_period: int = key(2, least=1, hf=True)
+    """Every n-th layer has experts."""
+    expert_layer_offset: int = key(1, least=0, hf=True)
+    """The first one that has, counted from 0."""
+    num_experts: int = experts_key(16)
+    """Experts of a layer, each as wide as a feed-forward; 1: no layer has experts."""
+    num_experts_per_tok: int = top_k_key(2)
+    """Experts that each token is sent to."""
+    router_aux_loss_coef: float = balance_key(0.001)
+    """Weight of the loss that spreads tokens over experts; router_aux_loss_type says which
+    tokens."""
+    mamba_d_state: int = key(16, least=1, hf=True, at="mamba.state", small=few)
+    """Features of the state, for each channel."""
+    mamba_d_conv: int = key(4, least=1, hf=True, at="mamba.width")
+    """Width of the convolution, in tokens."""
+    mamba_expand: int = key(2, least=1, hf=True)
+    """Channels over width of the residual stream."""
+    mamba_dt_rank: int | None = key(
+        None, least=1, hf=True, at="mamba.step_rank", small=few,
+        read=lambda rank: None if rank == "auto" else rank,
+    )  # fmt: skip
+    """Rank of the step's projection; None: a sixteenth of the width, rounded up."""
+    mamba_conv_bias: bool = key(True, hf=True, at="mamba.conv_bias")
+    """True: the convolution has a bias."""
+    mamba_proj_bias: bool = key(False, hf=True, at="mamba.bias")
+    """True: input and output projection of a Mamba have one."""
+
+    def problems(self) -> list[str]:
+        """Name first layers that are beyond their period."""
+        return super().problems() + [
+            f"{offset}: {getattr(self, offset)} was given; it must be from 0 to below "
+            f"{period} ({getattr(self, period)})"
+            for period, offset in (PLACES[:2], PLACES[2:])
+            if getattr(self, offset) >= getattr(self, period)
+        ]
+
+    def pattern(self) -> str:
+        """Return the letters of all layers where the config does not say them."""
+        period, offset = self.attn_layer_period, self.attn_layer_offset
+        return "".join("*" if i % period == offset else "M" for i in range(self.num_hidden_layers))
+
+    @property
+    def has_experts(self) -> bool:
+        """True where a layer may have experts."""
+        return self.num_experts > 1
+
+    @property
+    def layers_with_experts(self) -> list[int]:
+        """Layers with experts, counted from 0."""
+        period, offset = self.expert_layer_period, self.expert_layer_offset
+        return [*range(offset, self.num_hidden_layers, period)] if self.has_experts else []
+
+    def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the layers with experts of a narrow copy."""
+        kept = sizes.some_layers(self.layers_with_experts, self.num_hidden_layers)
+        if len(kept) > 1 and kept != tuple(range(kept[0], sizes.layers, kept[1] - kept[0])):
+            kept = tuple(range(1, sizes.layers, 2))  # some have experts, and not all
+        return super().small_keys(sizes) | dict(
+            zip(PLACES[2:], periodic(kept, sizes.layers), strict=True)
+        )
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean."""
+        attention = self.attention(separate_documents=self.use_doc_masking)
+        own: dict[str, Any] = {"step_rank": self.mamba_dt_rank or -(-self.hidden_size // 16)}
+        mamba = MambaSpec(
+            **placed(self, "mamba") | own,
+            channels=self.mamba_expand * self.hidden_size,
+            inner_norm=self.decoder_of([attention]).norm,
+        )
+        mixers = self.by_letter({"M": mamba, "*": attention})
+        spec = self.decoder_of(mixers, self.routed(self.layers_with_experts))
+        return replace(spec, stage_starts=self.stage_starts)
+
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the periods of layers. Raises ValueError for other mixers, or without periods."""
+        words, routed = layer_words(spec, _WORDS), expert_layers(spec)
+        attention = [i for i, word in enumerate(words) if word == FULL]
+        places = (*periodic(attention, len(words)), *periodic(routed, len(words)))
+        own = dict(zip(PLACES, places, strict=True)) | ({} if routed else {"num_experts": 1})
+        if (channels := in_spec(spec, "mamba.channels")) is not MISSING:
+            own["mamba_expand"] = channels // spec.hidden_size
+        return super().write_hf(spec) | own
 
 
-def _shared(hf: HuggingFace, config: FamilyConfig) -> dict[str, Any]:
-    return without_rope(shared_to_hf(hf, config))
+def periodic(layers: Collection[int], depth: int) -> tuple[int, int]:
+    """Return the least period with which some layers of so many come, and the first of them.
 
-
-def _write(spec: DecoderSpec) -> dict[str, Any]:
-    """Keys of the parts; of a kind that no layer has, the defaults of theirs."""
-    words, routed = layer_words(spec, _WORDS), expert_layers(spec)
-    attention = [i for i, word in enumerate(words) if word == FULL]
-    places = (*periodic(attention, len(words)), *periodic(routed, len(words)))
-    found = {
-        "hidden_act": "silu",
-        "rms_norm_eps": spec.norm.eps,
-        "num_experts": 1,
-        **dict(zip(PLACES, places, strict=True)),
-    }
-    if routed:
-        experts = only_experts(spec, routed)
-        found |= {
-            "intermediate_size": experts.features,
-            "num_experts": experts.router.experts,
-            "num_experts_per_tok": experts.router.top_k,
-            "router_aux_loss_coef": experts.router.balance_loss,
-        }
-    if (mixer := first_of(spec, MambaSpec)) is not None:
-        found |= {
-            "mamba_d_state": mixer.state,
-            "mamba_d_conv": mixer.width,
-            "mamba_expand": mixer.channels // spec.hidden_size,
-            "mamba_dt_rank": mixer.step_rank,
-            "mamba_conv_bias": mixer.conv_bias,
-            "mamba_proj_bias": mixer.bias,
-        }
-    return found
+    Raises ValueError where they come with none.
+    """
+    found = sorted(layers)
+    if not found:
+        return depth + 1, depth
+    first = found[0]
+    period = max(first + 1, depth - first) if len(found) == 1 else found[1] - first
+    if first >= period or found != [*range(first, depth, period)]:
+        raise ValueError(
+            f"layers {found}, counted from 0, are not every n-th one, as Hugging Face's jamba has "
+            "its layers with attention or experts"
+        )
+    return period, first
 
 
 _NAMES: Names = {
@@ -100,28 +183,9 @@ JAMBA = Family(
         defaults={
             "max_position_embeddings": 262144,
             "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-6,
-            "attn_layer_period": 8,
-            "attn_layer_offset": 4,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 16,
-            "num_experts_per_tok": 2,
-            "router_aux_loss_coef": 0.001,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
             "mamba_dt_rank": "auto",
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
             "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
         },
-        only={"hidden_act": ("silu",), "attention_dropout": (0, None)},
-        read=_read,
-        write=_write,
-        shared=_shared,
         names=_NAMES,
         outside=Outside(norm="model.final_layernorm"),
     ),

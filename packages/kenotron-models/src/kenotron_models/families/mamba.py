@@ -1,21 +1,196 @@
-"""Mamba, and Hugging Face's names for it."""
+"""Mamba (Gu and Dao, arXiv 2312.00752): Nanotron's keys, and Hugging Face's names."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-from kenotron_models.families.fields import raise_all
-from kenotron_models.families.mamba_config import MambaModelConfig, SSMConfig, step_problems
-from kenotron_models.family import Family, FamilyConfig, HuggingFace, Values
+from kenotron_models.block import BlockSpec
+from kenotron_models.families.hf_keys import keys_from_hf, part_to_hf, table_defaults
+from kenotron_models.families.keys import POSITIVE, KeyTable, Rule, key, marker, with_default
+from kenotron_models.families.places import in_spec, placed
+from kenotron_models.families.state_space_keys import (
+    LONGEST,
+    SMALL_STATE,
+    StateSpaceKeys,
+    few,
+    first_step_problems,
+)
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_tensors import Fused, Names, Outside
 from kenotron_models.mamba import MambaSpec
+from kenotron_models.norm import NormSpec
+from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
+from kenotron_models.state_init import FirstSteps
 
 BACKBONE = Outside(
     blocks="backbone.layers", embedding="backbone.embeddings.weight", norm="backbone.norm_f"
 )
 """What Hugging Face's state-space models call their tensors outside of blocks."""
+RANK = Rule(lambda n: n == "auto" or n >= 1, "it must be at least 1, or auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSMConfig(KeyTable):
+    """The selective state space of a Mamba block."""
+
+    d_state: int = key(16, least=1, hf="state_size", at="mamba.state", small=few)
+    """Features of the state, for each channel."""
+    d_conv: int = key(4, least=1, hf="conv_kernel", at="mamba.width")
+    """Width of the convolution, in tokens."""
+    expand: int = key(2, least=1, hf=True)
+    """Channels over width of the residual stream."""
+    channels: int | None = key(None, least=1, hf="intermediate_size", at="mamba.channels")
+    """Channels of a mixer, where they are no multiple of the width; None: expand times width."""
+    dt_rank: int | Literal["auto"] = key(
+        "auto", rule=RANK, hf="time_step_rank", at="mamba.step_rank",
+        small=lambda _, rank: rank if rank == "auto" else min(rank, SMALL_STATE),
+    )  # fmt: skip
+    """Rank of the step's projection; auto: a sixteenth of the width, rounded up."""
+    dt_min: float = key(0.001, hf="time_step_min", at="mamba.steps.low")
+    """Smallest first step."""
+    dt_max: float = key(0.1, hf="time_step_max", at="mamba.steps.high")
+    """Largest first step."""
+    dt_init: Literal["random", "constant"] = key(
+        "random",
+        rule=Rule(lambda x: x in ("random", "constant"), "it must be random or constant"),
+        hf="time_step_init_scheme",
+        at="mamba.step_init",
+    )
+    """How the step's projection is drawn: evenly, or all weights the same."""
+    dt_scale: float = key(1.0, rule=POSITIVE, hf="time_step_scale", at="mamba.step_scale")
+    """Factor of those draws, next to 1/sqrt(dt_rank)."""
+    dt_init_floor: float = key(1e-4, rule=POSITIVE, hf="time_step_floor", at="mamba.steps.floor")
+    """No first step is below this."""
+    conv_bias: bool = key(True, hf="use_conv_bias", at="mamba.conv_bias")
+    """True: the convolution has a bias."""
+    bias: bool = key(False, hf="use_bias", at="mamba.bias")
+    """True: input and output projection have one."""
+    use_fast_path: bool = key(True)
+    """No effect: a choice of kernels."""
+
+    def problems(self) -> list[str]:
+        """Name bounds of steps that are none."""
+        return first_step_problems(self.dt_min, self.dt_max, ("dt_min", "dt_max"))
+
+    @classmethod
+    def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the channels where they are no multiple of the width."""
+        given = values.get("intermediate_size")
+        usual = values["expand"] * values["hidden_size"]
+        return {"channels": None if given == usual else given}
+
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the channels over width. Raises ValueError for other mixers."""
+        channels = in_spec(spec, "mamba.channels")
+        if not isinstance(channels, int):
+            raise ValueError("a mamba of Hugging Face has a selective state space in each block")
+        return {"expand": max(channels // spec.hidden_size, 1)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaModelConfig(StateSpaceKeys):
+    """Sizes and constants of a Mamba model, under the names that Nanotron gives them."""
+
+    products: ClassVar = {"mamba.channels": "d_model * ssm_cfg.expand"}
+    is_mamba_config: bool = marker()
+    """Marks a YAML mapping as this class; always true."""
+    d_model: int = key(2560, least=1, hf="hidden_size", needed=True, at="hidden_size")
+    """Width of the residual stream, in features."""
+    num_hidden_layers: int = key(
+        64, least=1, hf=True, needed=True, at="num_hidden_layers", small="layers"
+    )
+    """Blocks."""
+    vocab_size: int = with_default(StateSpaceKeys, "vocab_size", 50277)
+    ssm_cfg: SSMConfig | None = key(None)
+    """The state space of each block; None: all its defaults."""
+    rms_norm: bool = key(True)
+    """True: RMSNorm before each mixer; False: LayerNorm. The last norm is an RMSNorm."""
+    fused_add_norm: bool = key(True)
+    """No effect: a choice of kernels."""
+    pad_vocab_size_multiple: int = key(8, least=1)
+    """No effect, as in Nanotron: `model.make_vocab_size_divisible_by` pads the vocabulary."""
+    dtype: str = key("float32")
+    """No effect: `model.dtype` is the number format of parameters."""
+    rms_norm_eps: float = key(1e-5, rule=POSITIVE, hf="layer_norm_epsilon", at="norm.eps")
+    """Added to the mean square inside every norm."""
+    tie_word_embeddings: bool = with_default(StateSpaceKeys, "tie_word_embeddings", True)
+
+    @property
+    def ssm(self) -> SSMConfig:
+        """The state space, with None filled in."""
+        return self.ssm_cfg or SSMConfig()
+
+    @property
+    def channels(self) -> int:
+        """Channels of each mixer."""
+        return self.ssm.channels or self.ssm.expand * self.d_model
+
+    @property
+    def step_rank(self) -> int:
+        """Rank of the step's projection, with auto filled in."""
+        rank = self.ssm.dt_rank
+        return -(-self.d_model // 16) if rank == "auto" else rank
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual stream, in features."""
+        return self.d_model
+
+    @property
+    def num_attention_heads(self) -> int:
+        """What tp cuts: channels."""
+        return self.channels
+
+    @property
+    def kv_heads(self) -> int:
+        """The same."""
+        return self.channels
+
+    def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
+        """Return the widths of a narrow copy."""
+        ssm, width = self.ssm, sizes.heads * sizes.head_dim
+        channels = None if ssm.channels is None else ssm.expand * width
+        return {"d_model": width, "ssm_cfg": replace(ssm.small(sizes), channels=channels)}
+
+    @property
+    def decoder(self) -> DecoderSpec:
+        """What the names above mean."""
+        ssm = self.ssm
+        own: dict[str, Any] = {"channels": self.channels, "step_rank": self.step_rank}
+        mixer = MambaSpec(
+            **placed(ssm, "mamba") | placed(self, "mamba") | own,
+            steps=FirstSteps(ssm.dt_min, ssm.dt_max, ssm.dt_init_floor),
+        )
+        kind: Any = "rms_norm" if self.rms_norm else "layer_norm"
+        norm = NormSpec(kind=kind, eps=self.rms_norm_eps)
+        block = BlockSpec(mixer=mixer, feed_forward=None, norm=norm)
+        return DecoderSpec(
+            hidden_size=self.d_model,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=LONGEST,
+            blocks=(block,) * self.num_hidden_layers,
+            norm=NormSpec(eps=self.rms_norm_eps),
+            tie_word_embeddings=self.tie_word_embeddings,
+            residual_in_fp32=self.residual_in_fp32,
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_id,
+        )
+
+    @classmethod
+    def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state space."""
+        return {"ssm_cfg": SSMConfig(**keys_from_hf(SSMConfig, values))}
+
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the keys of the state space."""
+        return {"hidden_act": "silu", **part_to_hf(SSMConfig, spec)}
+
+
 _NAMES: Names = {
     "mamba_norm": Fused("norm"),
     "mamba": Fused("mixer"),
@@ -25,107 +200,6 @@ _NAMES: Names = {
     "mamba.dt_proj": Fused("mixer.dt_proj"),
     "mamba.out_proj": Fused("mixer.out_proj"),
 }
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
-
-
-def sizes_problems(values: Values, names: tuple[str, ...]) -> None:
-    """Raise ValueError for sizes of a config.json that are no whole numbers from 1."""
-    wrong = [
-        f"{name}: {values.get(name)!r} was given; it must be a whole number from 1"
-        for name in names
-        if type(values.get(name)) is not int or values[name] < 1
-    ]
-    if wrong:
-        raise ValueError("\n".join(wrong))
-
-
-def tokens_from_hf(values: Values) -> dict[str, Any]:
-    """Return the numbers of special tokens; of several ends the first."""
-    found = {name: values[name] for name in _TOKENS}
-    ends = found["eos_token_id"]
-    found["eos_token_id"] = ends[0] if isinstance(ends, list | tuple) and ends else ends
-    return found
-
-
-def backbone_to_hf(hf: HuggingFace, config: FamilyConfig) -> dict[str, Any]:
-    """The keys of config.json that Hugging Face's state-space models share."""
-    spec = config.decoder
-    return {
-        "architectures": [hf.architecture],
-        "model_type": hf.model_type,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.num_hidden_layers,
-        "vocab_size": spec.vocab_size,
-        "layer_norm_epsilon": spec.norm.eps,
-        "residual_in_fp32": spec.residual_in_fp32,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "hidden_act": "silu",
-        "use_cache": True,
-        "pad_token_id": getattr(config, "pad_token_id", None),
-        "bos_token_id": spec.bos_token_id,
-        "eos_token_id": spec.eos_token_id,
-    }
-
-
-def _read(values: Values) -> MambaModelConfig:
-    names = (
-        "hidden_size",
-        "num_hidden_layers",
-        "vocab_size",
-        "state_size",
-        "conv_kernel",
-        "expand",
-    )
-    given = values.get("intermediate_size")
-    sizes_problems(values, names if given is None else (*names, "intermediate_size"))
-    low, high, floor = (float(values[f"time_step_{each}"]) for each in ("min", "max", "floor"))
-    raise_all(step_problems(low, high, floor, (0.0, math.inf)))
-    usual = values["expand"] * values["hidden_size"]
-    return MambaModelConfig(
-        d_model=values["hidden_size"],
-        num_hidden_layers=values["num_hidden_layers"],
-        vocab_size=values["vocab_size"],
-        rms_norm_eps=float(values["layer_norm_epsilon"]),
-        residual_in_fp32=values["residual_in_fp32"],
-        tie_word_embeddings=values["tie_word_embeddings"],
-        **tokens_from_hf(values),
-        ssm_cfg=SSMConfig(
-            d_state=values["state_size"],
-            d_conv=values["conv_kernel"],
-            expand=values["expand"],
-            channels=None if given == usual else given,
-            bias=values["use_bias"],
-            conv_bias=values["use_conv_bias"],
-            dt_rank=values["time_step_rank"],
-            dt_scale=values["time_step_scale"],
-            dt_min=values["time_step_min"],
-            dt_max=values["time_step_max"],
-            dt_init=values["time_step_init_scheme"],
-            dt_init_floor=values["time_step_floor"],
-        ),
-    )
-
-
-def _write(spec: DecoderSpec) -> dict[str, Any]:
-    mixer = spec.blocks[0].mixer
-    if not isinstance(mixer, MambaSpec):
-        raise ValueError("a mamba of Hugging Face has a selective state space in each block")
-    return {
-        "state_size": mixer.state,
-        "conv_kernel": mixer.width,
-        "expand": max(mixer.channels // spec.hidden_size, 1),
-        "intermediate_size": mixer.channels,
-        "use_bias": mixer.bias,
-        "use_conv_bias": mixer.conv_bias,
-        "time_step_rank": mixer.step_rank,
-        "time_step_scale": mixer.step_scale,
-        "time_step_min": mixer.steps.low,
-        "time_step_max": mixer.steps.high,
-        "time_step_init_scheme": mixer.step_init,
-        "time_step_floor": mixer.steps.floor,
-    }
-
-
 MAMBA = Family(
     marker="is_mamba_config",
     config=MambaModelConfig,
@@ -133,28 +207,12 @@ MAMBA = Family(
         model_type="mamba",
         architecture="MambaForCausalLM",
         defaults={
-            "state_size": 16,
-            "conv_kernel": 4,
-            "expand": 2,
-            "layer_norm_epsilon": 1e-5,
-            "residual_in_fp32": True,
-            "tie_word_embeddings": True,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "time_step_rank": "auto",
-            "time_step_scale": 1.0,
-            "time_step_min": 0.001,
-            "time_step_max": 0.1,
-            "time_step_init_scheme": "random",
-            "time_step_floor": 1e-4,
+            **table_defaults(SSMConfig),
             "pad_token_id": 0,
             "bos_token_id": 0,
             "eos_token_id": 0,
         },
         only={"hidden_act": ("silu",)},
-        read=_read,
-        write=_write,
-        shared=backbone_to_hf,
         names=_NAMES,
         outside=BACKBONE,
     ),

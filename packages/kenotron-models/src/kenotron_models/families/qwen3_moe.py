@@ -1,55 +1,37 @@
 """Qwen3 with experts (arXiv 2505.09388), in all layers or in some."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from kenotron_models.experts import ExpertsSpec
-from kenotron_models.families.expert_fields import QWEN_EXPERTS
-from kenotron_models.families.fields import check, marker_problems, raise_all
-from kenotron_models.families.hf_keys import llama_from_hf, sparse_to_hf
-from kenotron_models.families.moe_config import qwen_experts_to_hf
-from kenotron_models.families.qwen_experts import QwenExpertFields, expert_fields_from_hf
-from kenotron_models.family import Family, HuggingFace, Values
+from kenotron_models.families.decoder_keys import HeadKeys
+from kenotron_models.families.keys import marker, with_default
+from kenotron_models.families.qwen_experts import QwenExpertKeys
+from kenotron_models.families.routing_keys import QWEN_EXPERTS
+from kenotron_models.family import Family, HuggingFace
 from kenotron_models.norm import NormSpec
 from kenotron_models.spec import DecoderSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEConfig(QwenExpertFields):
-    """Sizes and constants of a Qwen3 decoder with experts.
+class Qwen3MoEConfig(QwenExpertKeys):
+    """Sizes and constants of a Qwen3 decoder with experts."""
 
-    Raises:
-        ValueError: one line for each problem: field, value given, what is needed.
-    """
-
-    is_qwen3_moe_config: bool = True
+    is_qwen3_moe_config: bool = marker()
     """Marks a YAML mapping as this class; always true."""
-    head_dim: int | None = 128
-    """Features of one head; None: hidden_size over num_attention_heads."""
-
-    def __post_init__(self) -> None:
-        """Check all fields at once."""
-        found = [*check(self), *self.expert_field_problems("qwen3")]
-        raise_all([*found, *marker_problems(self, "is_qwen3_moe_config")])
+    head_dim: int | None = with_default(HeadKeys, "head_dim", 128)
 
     @property
     def decoder(self) -> DecoderSpec:
         """What the names above mean."""
-        mixer = replace(self.attention(), qk_norm=NormSpec(eps=self.rms_norm_eps))
-        experts = ExpertsSpec(router=self.router, features=self.moe_intermediate_size)
+        mixer = self.attention(qk_norm=NormSpec(eps=self.rms_norm_eps))
         mixers = [mixer] * self.num_hidden_layers
-        return self.decoder_of(mixers, self.routed(experts, self.layers_with_experts))
+        return self.decoder_of(mixers, self.routed(self.layers_with_experts))
 
-
-def _read(values: Values) -> Qwen3MoEConfig:
-    return Qwen3MoEConfig(**llama_from_hf(values), **expert_fields_from_hf(values))
-
-
-def _write(spec: DecoderSpec) -> dict[str, Any]:
-    return {
-        **sparse_to_hf(spec), **qwen_experts_to_hf(spec), "attention_bias": False,
-        "use_sliding_window": False, "sliding_window": None,
-    }  # fmt: skip
+    @classmethod
+    def write_hf(cls, spec: DecoderSpec) -> dict[str, Any]:
+        """Return the keys of biases and windows, of which there are none."""
+        none = {"attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+        return super().write_hf(spec) | none
 
 
 QWEN3_MOE = Family(
@@ -61,24 +43,12 @@ QWEN3_MOE = Family(
         defaults={
             "max_position_embeddings": 32768,
             "num_key_value_heads": 4,
-            "rms_norm_eps": 1e-6,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
+            "head_dim": None,
             "norm_topk_prob": False,
-            "decoder_sparse_step": 1,
-            "router_aux_loss_coef": 0.001,
             "bos_token_id": None,
             "eos_token_id": None,
         },
-        only={
-            "hidden_act": ("silu",),
-            "attention_bias": (False, None),
-            "attention_dropout": (0, None),
-            "use_sliding_window": (False, None),
-        },
-        read=_read,
-        write=_write,
+        only={"attention_bias": (False, None), "use_sliding_window": (False, None)},
         names=QWEN_EXPERTS,
     ),
 )

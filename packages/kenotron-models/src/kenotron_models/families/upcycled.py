@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from kenotron_models.families.fields import SharedFields
 from kenotron_models.families.llama import LlamaConfig
 from kenotron_models.families.mistral import MistralConfig
 from kenotron_models.families.mixtral import MixtralConfig
@@ -13,6 +12,7 @@ from kenotron_models.families.moe_config import MoEConfig
 from kenotron_models.families.qwen2 import Qwen2Config
 from kenotron_models.families.qwen3 import Qwen3Config
 from kenotron_models.families.qwen3_moe import Qwen3MoEConfig
+from kenotron_models.families.rope_keys import LlamaKeys
 from kenotron_models.family import FamilyConfig
 from kenotron_models.shapes import decoder_layouts
 
@@ -82,6 +82,6 @@ def upcycled_config(config: FamilyConfig, experts: int, top_k: int) -> FamilyCon
     )
 
 
-def _shared(config: SharedFields) -> dict[str, Any]:
+def _shared(config: LlamaKeys) -> dict[str, Any]:
     """The keys that all these families have."""
-    return {each.name: getattr(config, each.name) for each in fields(SharedFields)}
+    return {each.name: getattr(config, each.name) for each in fields(LlamaKeys)}
