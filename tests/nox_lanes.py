@@ -25,7 +25,9 @@ TEST_ENV = {
 }
 
 OVER_NCCL = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
-OPTIONS = ("-n", "2", "--dist", "loadgroup", "--max-worker-restart=0", "-p", "by_turns")
+OPTIONS = ("--dist", "loadgroup", "--max-worker-restart=0", "--durations=15", "-p", "by_turns")
+WORKERS = {"programs": 3, "packages/kenotron-dist": 4}
+"""Of lanes whose tests wait more than they compute; the others have two."""
 
 
 def lanes(*options: str) -> dict[str, dict[str, Any]]:
@@ -39,10 +41,22 @@ def lanes(*options: str) -> dict[str, dict[str, Any]]:
     folders["apps/train"] += [f"--ignore={file}" for file in programs]
     environment = {"PYTHONPATH": str(ROOT / "tests")}
     found = {
-        name: {"arguments": [*OPTIONS, *options, *paths], "environment": environment}
+        name: {
+            "arguments": ["-n", str(WORKERS.get(name, 2)), *OPTIONS, *options, *paths],
+            "environment": environment,
+        }
         for name, paths in folders.items()
     }
-    over_nccl = [*OPTIONS, *options, "--most=2", "-m", "not gloo", *_files_that_communicate()]
+    over_nccl = [
+        "-n",
+        "2",
+        *OPTIONS,
+        *options,
+        "--most=2",
+        "-m",
+        "not gloo",
+        *_files_that_communicate(),
+    ]
     fake = environment | {"KENOTRON_DEBUG": "fake_nccl"}
     return found | {"over NCCL": {"arguments": over_nccl, "environment": fake}}
 
