@@ -23,13 +23,14 @@ from test_rooms import ROOT, imported_modules, module_name, python_files, reposi
 PLACES = {"packages", "apps", "tests"}
 TOP_LEVEL = PLACES | {"noxfile.py", "pyproject.toml", "LICENSE"}  # and names that begin with a dot
 TOP_LEVEL |= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
-GROUND = {"kenotron-dist", "kenotron-data"}
+GROUND = {"kenotron-dist", "kenotron-data", "kenotron-command"}
 FIRST_FLOOR = {f"kenotron-{room}" for room in ("tp", "pp", "cp", "ep", "optim", "ckpt")}
 SECOND_FLOOR = {"kenotron-models", "kenotron-nanotron"}
 COMPOSED = {f"kenotron-{room}" for room in ("tp", "pp", "optim", "ckpt", "data", "models")}
 ENGINE = {*COMPOSED, "kenotron-dist", "kenotron-cp", "kenotron-ep"} - {"kenotron-ckpt"}
 THIRD_FLOOR = {"kenotron-config": COMPOSED, "kenotron-engine": ENGINE}
-RUNNING = {f"kenotron-{room}" for room in ("dist", "tp", "pp", "models", "ckpt", "data")}
+RUNNING = {"dist", "tp", "pp", "models", "ckpt", "data", "command"}
+RUNNING = {f"kenotron-{room}" for room in RUNNING}
 FLOORS = {  # who may import whom: always something lower in the house
     **dict.fromkeys(GROUND, frozenset()),
     **dict.fromkeys(FIRST_FLOOR, {"kenotron-dist"}),

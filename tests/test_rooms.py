@@ -22,7 +22,7 @@ from seams import SPECIMENS, config_takers, named_in, sources
 ROOT = Path(__file__).parent.parent
 Rule = Callable[[str, str], list[str]]
 
-PROGRAMS = ["apps/*", "*/__main__.py"]
+PROGRAMS = ["apps/*", "*/__main__.py", "kenotron_command/*"]
 HUGGING_FACE = [
     "kenotron_data/hub.py",
     "kenotron_data/hub_reach.py",

@@ -16,6 +16,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +44,8 @@ class Row:
     def versions(self) -> dict[str, str]:
         """Versions of all that the package declares, by name."""
         pairs = (pair.split() for pair in self.others.split(", ") if pair)
-        return {"torch": self.torch, **dict(pairs)}
+        torch = {} if self.torch == "-" else {"torch": self.torch}
+        return torch | dict(pairs)
 
 
 def declared(package: str) -> list[str]:
@@ -88,7 +90,7 @@ def measured(package: str, result: Path) -> Row:
     return Row(
         package=_project(package)["name"],
         python=platform.python_version(),
-        torch=version("torch"),
+        torch=version("torch") if find_spec("torch") else "-",
         others=", ".join(f"{name} {version(name)}" for name in names),
         **counts(result),
         date=f"{datetime.now(UTC):%Y-%m-%d}",

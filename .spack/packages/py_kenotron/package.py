@@ -1,5 +1,5 @@
 # Copyright of Kénotron's contributors; licence: Apache-2.0
-"""Spack recipe of Kénotron: its three programs and the twelve packages that they are made of.
+"""Spack recipe of Kénotron: its three programs and the thirteen packages that they are made of.
 
 spack repo add kenotron/.spack
 spack install py-kenotron +nanosets +s3
@@ -13,8 +13,8 @@ from spack_repo.builtin.build_systems.python import PythonPackage, PythonPipBuil
 
 NEEDED = ("build", "run")
 ORDER = (
-    "dist", "tp", "pp", "cp", "ep", "optim", "ckpt", "nanotron", "data", "models", "config",
-    "engine",
+    "command", "dist", "tp", "pp", "cp", "ep", "optim", "ckpt", "nanotron", "data", "models",
+    "config", "engine",
 )  # fmt: skip
 """Packages, each after those that it needs."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from kenotron_command import called
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import compare_hf, import_hf, model_config
@@ -34,7 +35,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a model; the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = convert_parser().parse_args(argv)
     try:
         torch.set_num_threads(_threads(arguments.threads))
         print(arguments.run(arguments), flush=True)
@@ -135,9 +136,10 @@ def _average(arguments: argparse.Namespace) -> str:
     return f"wrote {written}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def convert_parser() -> argparse.ArgumentParser:
+    """Return the flags of the program."""
     parser = argparse.ArgumentParser(
-        prog=COMMAND if Path(sys.argv[0]).name == COMMAND else "python apps/convert",
+        prog=called("python apps/convert", name=COMMAND),
         description="Models between Hugging Face's folders and training checkpoints.",
     )
     parser.add_argument("--version", action="version", version=f"{COMMAND} {version(COMMAND)}")

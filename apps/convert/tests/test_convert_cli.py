@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Starc
 
 from kenotron_ckpt import read_box, read_manifest, read_record
 from kenotron_convert import exporting, importing
-from kenotron_convert.cli import _parser, main
+from kenotron_convert.cli import convert_parser, main
 from kenotron_convert.shards import deal, parse_size
 from kenotron_dist.launch import threads_of_rank
 from kenotron_models import config_from_json, hf_comparison, hf_import
@@ -565,7 +565,7 @@ def test_an_interrupted_export_leaves_nothing(hf, monkeypatch):
 
 def test_a_checkpoint_is_given_as_to_the_other_programs(capsys):
     for command in ("kenotron-to-hf", "average"):
-        given = _parser().parse_args([command, "--ckpt-path", "a", "--out", "b"])
+        given = convert_parser().parse_args([command, "--ckpt-path", "a", "--out", "b"])
         assert given.ckpt in ("a", ["a"])
     with pytest.raises(SystemExit):
         main(["--version"])

@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
+from kenotron_command import called
 from kenotron_data import printable
 from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_dist.launch import launcher
@@ -31,7 +32,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a model adds to prompts; the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
-    arguments = _parser().parse_args(argv)
+    arguments = generate_parser().parse_args(argv)
     try:
         request = _request(arguments)
         described = describe(arguments.ckpt_path)
@@ -172,9 +173,10 @@ def _add_drawing(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def generate_parser() -> argparse.ArgumentParser:
+    """Return the flags of the program."""
     parser = argparse.ArgumentParser(
-        prog=COMMAND if Path(sys.argv[0]).name == COMMAND else "python apps/generate",
+        prog=called("python apps/generate", name=COMMAND),
         description="Continue prompts from a checkpoint or a model folder of Hugging Face.",
     )
     add = parser.add_argument
@@ -192,12 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompt-file", metavar="FILE", help="a prompt a line, or JSON lines (.jsonl)")
     _add_drawing(parser)
-    add(
-        "--batch-size",
-        type=int,
-        default=8,
-        help="prompts that are continued together (default: 8)",
-    )
+    add("--batch-size", type=int, default=8, help="prompts continued together (default: 8)")
     add("--jsonl", metavar="FILE", help="write results as JSON lines; -: to standard output")
     add(
         "--tokenizer",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from importlib.metadata import version
-from pathlib import Path
+
+from kenotron_command import called as command_called
 
 
 def called(*words: str) -> str:
-    """The command that started this process, and words behind it."""
-    own = Path(sys.argv[0]).name
-    return " ".join([own if own == "kenotron-train" else "python apps/train", *words])
+    """Return the command that started this process, and words behind it."""
+    return command_called("python apps/train", words, name="kenotron-train")
 
 
 def add_version(parser: argparse.ArgumentParser) -> None:

@@ -71,7 +71,7 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     if words and not words[0].startswith("-"):
         return _subcommand(words[0], words[1:])
-    arguments = _parser().parse_args(words)
+    arguments = train_parser().parse_args(words)
     deadline = time.monotonic() + arguments.time_limit
     if arguments.json_schema:
         return _show(json_schema())
@@ -88,7 +88,7 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
         flag_reference(
-            [_parser(), new_parser(), slurm_parser(), verify_parser(), evaluate_parser()]
+            [train_parser(), new_parser(), slurm_parser(), verify_parser(), evaluate_parser()]
             + [doremi_parser(), report_parser()]
         )
     ),
@@ -105,7 +105,7 @@ def _subcommand(name: str, words: list[str]) -> int:
     else:
         near = difflib.get_close_matches(name, SUBCOMMANDS, n=1)
         advice = f"; did you mean {near[0]}?" if near else ""
-    _parser().error(
+    train_parser().error(
         f"there is no subcommand {name!r}{advice} (subcommands: {', '.join(SUBCOMMANDS)}; training "
         "needs none)"
     )
@@ -231,7 +231,8 @@ def _duration(text: str) -> float:
     return seconds
 
 
-def _parser() -> argparse.ArgumentParser:
+def train_parser() -> argparse.ArgumentParser:
+    """Return the flags of a training."""
     parser = argparse.ArgumentParser(
         prog=called(),
         description="Train a language model. Without a config file: a small model on the Python "

@@ -13,6 +13,7 @@ import pytest
 import runs
 
 from kenotron_ckpt import SaveFailed, on_first
+from kenotron_config import Mask
 from kenotron_dist import STALLED, Mesh, RankError
 from kenotron_train import cli
 from kenotron_train.failures.passing_errors import PassingError, as_passing
@@ -161,7 +162,7 @@ def test_a_last_checkpoint_that_does_not_fit_asks_for_another_start(tmp_path: Pa
 def test_the_status_says_whether_another_start_helps(
     error: Exception, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli._failed(error, "", None) == status
+    assert cli._failed(error, "", Mask()) == status
     assert str(error) in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 from kenotron_ckpt.compare import differences
@@ -21,7 +22,7 @@ from kenotron_ckpt.verification import verify_steps
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    chosen = _parser().parse_args(arguments)
+    chosen = command_parser().parse_args(arguments)
     try:
         return chosen.run(chosen)
     except BrokenPipeError:  # the reader, head say, has seen enough
@@ -69,9 +70,10 @@ def diff(chosen: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m kenotron_ckpt",
+        prog="kenotron" if Path(sys.argv[0]).name == "kenotron" else "python -m kenotron_ckpt",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -25,7 +25,7 @@ _MEGABYTE = 1_000_000
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    chosen = _parser().parse_args(arguments)
+    chosen = command_parser().parse_args(arguments)
     try:
         return chosen.run(chosen)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -140,9 +140,10 @@ def _lines() -> Callable[[PartMade, int], None]:
     return show
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m kenotron_data",
+        prog="kenotron" if Path(sys.argv[0]).name == "kenotron" else "python -m kenotron_data",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -16,15 +16,7 @@ from kenotron_nanotron.conversion import import_nanotron
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import a checkpoint, and print what was not taken over; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m kenotron_nanotron",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("source", type=Path, help="its step folder, or its run folder")
-    parser.add_argument("folder", type=Path, help="the run folder to write the step to")
-    parser.add_argument("--optimizer", action="store_true", help="also Adam's state, from pickles")
-    chosen = parser.parse_args(arguments)
+    chosen = command_parser().parse_args(arguments)
     try:
         folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
         manifest = read_manifest(folder)
@@ -35,6 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for note in manifest.state["imported"]["notes"]:
         print(_shown(f"  {note}"))
     return 0
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return the flags of the command."""
+    is_word = Path(sys.argv[0]).name == "kenotron"
+    parser = argparse.ArgumentParser(
+        prog="kenotron import-nanotron" if is_word else "python -m kenotron_nanotron",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, help="its step folder, or its run folder")
+    parser.add_argument("folder", type=Path, help="the run folder to write the step to")
+    parser.add_argument("--optimizer", action="store_true", help="also Adam's state, from pickles")
+    return parser
 
 
 def _shown(text: str) -> str:
