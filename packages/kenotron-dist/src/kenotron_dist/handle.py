@@ -199,7 +199,7 @@ def _nothing() -> None:
 
 
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
-    """Whether there is nothing to send: tensors on meta, and no group, or one without ranks."""
+    """Return whether there is nothing to send: tensors on meta, no group, or one without ranks."""
     tensors = [x] if isinstance(x, Tensor) else x
     return (axis.group is None or axis.backend == FAKE) and all(
         each.device.type == "meta" for each in tensors

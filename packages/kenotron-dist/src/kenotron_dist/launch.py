@@ -158,7 +158,7 @@ def _answering(world: World, limit: timedelta | None) -> Iterator[None]:
 
 
 def launcher() -> str:
-    """Who started this process: ``torchrun``, ``slurm``, ``mpi``, or ``none``.
+    """Return the launcher of this process: ``torchrun``, ``slurm``, ``mpi``, or ``none``.
 
     Raises ValueError for variables that contradict one another.
     """
@@ -176,7 +176,7 @@ def check_own_interfaces() -> None:
 
 
 def local_ranks(world_size: int) -> int:
-    """How many of ``world_size`` ranks are on this host; all of them where no launcher is at work.
+    """Count those of ``world_size`` ranks that are on this host: all where no launcher is at work.
 
     Raises ValueError for variables that contradict one another.
     """
@@ -202,7 +202,7 @@ def threads_of_rank(ranks: int, environ: Mapping[str, str] | None = None) -> int
 
 
 def restarts() -> int:
-    """How often the launcher has started this program again; 0 at the first start.
+    """Return how often the launcher has started this program again; 0 at the first start.
 
     torchrun counts restarts after failures, Slurm those of a job that was put back into the queue.
     """
@@ -210,7 +210,7 @@ def restarts() -> int:
 
 
 def debugging(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """What ``KENOTRON_DEBUG`` asks for, ``collectives`` or ``fake_nccl``, with commas between.
+    """Return what ``KENOTRON_DEBUG`` asks for: ``collectives``, ``fake_nccl``, commas between.
 
     Raises ValueError for another word.
     """

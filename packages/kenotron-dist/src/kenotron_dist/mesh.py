@@ -136,7 +136,7 @@ class Mesh:
 
     @property
     def is_fake(self) -> bool:
-        """Whether there are no other ranks (``connect(backend="fake")``)."""
+        """True where there are no other ranks (``connect(backend="fake")``)."""
         return self.backend == FAKE
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:

@@ -30,7 +30,7 @@ class ParentLine:
 
     def __init__(self, pipe: Connection) -> None:
         self.pulse: Pulse | None = None
-        """What this rank waits for; None until it is connected."""
+        """Communications that this rank waits for; None until it is connected."""
         self._pipe, self._lock, self._told = pipe, threading.Lock(), False
         threading.Thread(target=self._listen, daemon=True).start()
 

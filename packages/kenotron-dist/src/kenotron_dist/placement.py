@@ -1,4 +1,4 @@
-"""Where the elements of a logical tensor live: what tp writes and optim and ckpt read.
+"""Places of the elements of a logical tensor: tp writes them, optim and ckpt read them.
 
 A *logical tensor* has a name, a global shape and a dtype; a rank holds a *local* tensor. A
 placement describes, axis by axis, how one becomes the other. Placements stand on the module that
@@ -42,7 +42,7 @@ class TensorLayout:
     owner_stages: tuple[int, ...] = ()
     """The pp coordinate of each owner."""
     role: Role = "other"
-    """What the tensor is, as the modules that own it declare (``kenotron_dist.roles``)."""
+    """Role of the tensor, as the modules that own it declare it (``kenotron_dist.roles``)."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:

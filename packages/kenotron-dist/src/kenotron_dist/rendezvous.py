@@ -1,4 +1,4 @@
-"""How ranks meet: one that does not come, or stops on the way, is named within a limit.
+"""Rendezvous of ranks: one that does not come, or stops on the way, is named within a limit.
 
 Before there is a mesh there is no watchdog. Until all are connected a thread of each rank writes to
 the store that it has come, and answers when another rank asks who is alive.
@@ -124,7 +124,7 @@ class Meeting:
             self._over.set()
 
     def _time(self) -> None:
-        """When the limit is over, ask; give all time to answer; then judge, and let all read it."""
+        """Ask once the limit is over, give all time to answer, then judge, and let all read it."""
         if not self._over.wait(self._limit):
             self._late.set()
         if self._late.is_set() and not self._over.wait(self._patience):
@@ -140,7 +140,7 @@ class Meeting:
         self._on_late(f"{about}: {found}")
 
     def _look(self) -> str:
-        """Who has not come, and who came but does not answer."""
+        """Return the ranks that have not come, and those that came but do not answer."""
         come = self._said("come", range(self._size))
         missing = [rank for rank in range(self._size) if rank not in come]
         answering = {*self._said("alive", come), *self._said("joined", come), self._rank}

@@ -68,7 +68,7 @@ def keep_mask(
     first_feature: int,
     features: int,
 ) -> Tensor:
-    """Which elements a dropout with probability ``p`` keeps: bool (B, S, features).
+    """Return the elements that a dropout with probability ``p`` keeps: bool (B, S, features).
 
     Arguments: p in [0, 1); a ``counter_key`` of seed, step and layer name; global sample numbers
     (B,) and positions (B, S), int64; the first global feature (or head) held here and how many.

@@ -26,7 +26,7 @@ from kenotron_dist.rank_error import RankError
 from kenotron_dist.spawn import spawn
 
 _BACKSTOP = timedelta(hours=1)
-"""How much later the backend's own timeout comes; saving may keep others waiting that long."""
+"""Delay of the backend's own timeout; saving may keep others waiting that long."""
 
 _LEAST_MEETING = timedelta(seconds=30)
 """Ranks may need so long to meet on a busy machine, however short the limit is."""
@@ -94,7 +94,7 @@ def start(
 
 
 def first_to_say(text: str) -> bool:
-    """Whether no other rank of a launched world has said ``text``: errors of all are said once."""
+    """Return True on the first rank that reports ``text``, so that each error is printed once."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     try:
@@ -105,7 +105,7 @@ def first_to_say(text: str) -> bool:
 
 
 def first_cause(error: BaseException) -> str:
-    """Which rank failed first, and of what: the same sentence from every rank, and their parent."""
+    """Name the rank that failed first, and its error: one text on all ranks and their parent."""
     if isinstance(error, RankError):
         kind, rank, reason = error.kind, error.rank, error.reason
     elif isinstance(error, PeerLost):

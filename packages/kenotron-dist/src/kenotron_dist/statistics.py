@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of the elements of a tensor; nan where an element is not finite."""
+    """Statistics of the elements of a tensor; nan where an element is not finite."""
 
     mean: float
     std: float

@@ -28,7 +28,7 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 class WeightPart:
-    """What is left of a backward: ``run`` delivers each parameter's gradient once, to its leaf."""
+    """Rest of a backward: ``run`` delivers each parameter's gradient once, to its leaf."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What becomes of a step when one rank fails: it ends on all of them, with the same first cause."""
+"""Failure of one rank in a step: the step ends on all of them, with the same first cause."""
 
 from __future__ import annotations
 

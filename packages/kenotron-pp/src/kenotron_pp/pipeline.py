@@ -89,17 +89,17 @@ class Pipeline:
 
     @property
     def broken(self) -> str:
-        """Why no step can run any more: the cause of a failure. Empty while all is well."""
+        """Reason why no step can run any more: the cause of a failure. Empty while all is well."""
         return self._alarm.broken
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first layer."""
+        """True where this rank has the first layer."""
         return self.schedule.place(0, self.axis.size)[0] == self.axis.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last layer, and so the loss and the outputs."""
+        """True where this rank has the last layer, and so the loss and the outputs."""
         return self.last_rank == self.axis.rank
 
     def run(
@@ -269,7 +269,7 @@ def _layer(given: Any, schedule: Schedule) -> nn.Module:
 
 
 def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
-    """Where the parameters are; without any, where the axis' backend wants its tensors."""
+    """Return the parameters' device; without any, that on which the axis' backend wants tensors."""
     parameters = (each for layer in layers for each in layer.parameters())
     first = next(parameters, None)
     return axis.control_device if first is None else first.device

@@ -17,7 +17,7 @@ NamedLayers = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Stages:
-    """Which stage has which layer, and which rank has which stages."""
+    """Stage of each layer, and stages of each rank."""
 
     names: tuple[str, ...]
     """All layers in order."""

@@ -157,5 +157,5 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _on_host(ids: Tensor) -> bool:
-    """Whether reading the ids waits for no device."""
+    """Return whether reading the ids waits for no device."""
     return ids.device.type == "cpu"

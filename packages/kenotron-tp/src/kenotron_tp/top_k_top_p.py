@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: top-k and top-p over logits cut over the vocabulary, ungathered.
+"""Tokens that may be drawn: top-k and top-p over logits cut over the vocabulary, ungathered.
 
 Both ask the same thing of a row: the largest logit at which what stands at or above it first
 amounts to enough. A radix select answers exactly. Logits become integers of the same order, and

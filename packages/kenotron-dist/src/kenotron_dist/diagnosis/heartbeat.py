@@ -35,13 +35,13 @@ class Heartbeat:
     ) -> None:
         self._store, self._rank, self._interval, self._beat = store, rank, interval, beat
         self.seen: dict[int, Seen] = {}
-        """What is known of other ranks. Read it; only the heartbeat writes."""
+        """Last known state of other ranks. Read it; only the heartbeat writes."""
         self.cause: Cause | None = None
         """The first cause that some rank found, as far as this one has read."""
         self.broken = ""
         """The store's error once it has failed."""
         self.answered = time.monotonic()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         self._asked: frozenset[int] = frozenset()
         self._changes: deque[tuple[str, str]] = deque()
         self._lock = threading.Lock()

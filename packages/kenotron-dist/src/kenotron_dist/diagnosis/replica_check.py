@@ -79,7 +79,7 @@ def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
 
 
 def _odd(own: Tensor, axis: Axis) -> str:
-    """Which ranks have another value than most, where there is a most. Collective."""
+    """Return the ranks that have another value than most, where there is a most. Collective."""
     rows = [tuple(row) for row in all_gather(own[None], axis).view(axis.size, -1).tolist()]
     most = max(rows, key=rows.count)
     odd = [rank for rank, row in zip(axis.ranks, rows, strict=True) if row != most]
