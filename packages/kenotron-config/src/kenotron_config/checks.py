@@ -30,7 +30,7 @@ NANOTRON_WAYS: dict[str, CPAttention] = {
     "ring_flash_triton": "ring",
     "llama3_ring_attention": "gather",
 }
-"""What values of `attn_implementation` say of attention over cp."""
+"""Meaning of values of `attn_implementation` for attention over cp."""
 
 
 class Sections(TypedDict, total=False):
@@ -145,7 +145,7 @@ def _heads_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> list[s
 
 
 def way_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> CPAttention:
-    """How attention runs over cp: what `cp_attention` leaves open, `attn_implementation` names."""
+    """Return the method over cp: `attn_implementation` names it where `cp_attention` is open."""
     way = parallelism.cp_attention
     if way != "auto":
         return way
@@ -214,7 +214,7 @@ def _profile(tokens: TokensConfig, profiler: ProfilerConfig) -> list[str]:
 
 
 def _cut_sizes(sizes: AnyConfig) -> dict[str, int]:
-    """What tp cuts, by its key: heads, and the feed-forwards that every token goes through."""
+    """Return sizes that tp cuts, by key: heads, and feed-forwards that every token goes through."""
     if (own := getattr(sizes, "cut_sizes", None)) is not None:
         return own
     parts = [block.feed_forward for block in sizes.decoder.blocks]

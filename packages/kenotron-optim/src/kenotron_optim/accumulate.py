@@ -117,7 +117,7 @@ class GradAccumulator:
         self._owned = {name: self._owned_view(name) for name in self.logical}
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         self._blocks: dict[str, list[Place]] = {}
-        """Where the gradient of each parameter is added up."""
+        """Parts of buckets in which the gradient of each parameter is added up."""
         self._matrices: dict[str, list[Place]] = {}
         self._taken_in: dict[str, int] = {}
         self._open = False
@@ -199,7 +199,7 @@ class GradAccumulator:
         return data_axes(self.mesh, axes, self.shard_ranks).slices
 
     def _owned_view(self, name: str) -> Tensor:
-        """What this data rank owns of a logical tensor, in its row of the buffer."""
+        """Return this data rank's part of a logical tensor, in its row of the buffer."""
         if name in self._sums:
             return self._sums.owned(name)
         (buffer, span), own = self._places[name], self.axis_of(name).rank
@@ -270,7 +270,7 @@ class GradAccumulator:
         self._counted(path, count)
 
     def _count(self, path: str) -> int:
-        """How many gradients a parameter has got. Raises RuntimeError where one more is wrong."""
+        """Count a parameter's gradients so far. Raises RuntimeError where one more is wrong."""
         count, backward = self._counts[path], current_backward()
         taken = backward >= 0 and self._taken_in.get(path) == backward
         check_count(path, count, self._backwards, is_open=self._open, taken=taken)

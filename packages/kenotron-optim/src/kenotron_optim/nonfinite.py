@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is not finite: an error, or it is left out.
+"""Reaction to a step whose loss or gradient is not finite: an error, or it is left out.
 
 The decision follows from numbers that are equal on all ranks, and so is equal on all ranks.
 """
@@ -62,7 +62,7 @@ class NonFinite:
 def find_nonfinite(
     norm: GlobalNorm, slices: Slices, value: Tensor | float, loss: float
 ) -> NonFinite | None:
-    """What is not finite in a step; None when all is.
+    """Find what is not finite in a step; None when all is.
 
     Arguments: ``value`` is ``norm(slices)``, a scalar; ``loss`` must be the same on every rank.
     Collective over the mesh when there is something to find, and then the same on every rank.
@@ -79,10 +79,10 @@ def find_nonfinite(
 
 
 def allows_update(found: NonFinite | None, policy: NonFinitePolicy, step: int) -> bool:
-    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone, and
-    so does ``rollback``: going back is up to the caller.
+    """Return whether parameters are updated in this step.
 
-    Raises NonFiniteStep naming step, parameter and rank when something was found and the
+    ``skip`` leaves them and all state alone, and so does ``rollback``: going back is up to the
+    caller. Raises NonFiniteStep naming step, parameter and rank when something was found and the
     policy is ``error``, ValueError for an unknown policy.
     """
     if policy not in get_args(NonFinitePolicy):

@@ -68,7 +68,7 @@ class Reduction:
         self._started += 1
 
     def _room(self, buffer: Tensor, axis: Axis) -> Tensor | None:
-        """Where others' rows arrive: the same memory for every second bucket."""
+        """Return the memory in which others' rows arrive: the same for every second bucket."""
         if axis.backend != "gloo" or axis.size == 1:
             return None
         shape = (axis.size - 1, buffer.shape[1])
