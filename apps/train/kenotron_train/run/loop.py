@@ -32,12 +32,12 @@ from kenotron_train.run.session import Session, open_session
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; the same on every rank."""
+    """End of a run; the same on every rank."""
 
     results: list[StepResult]
-    """What the last steps reported, ``HISTORY`` at most; those that were undone are not in it."""
+    """Results of the last steps, ``HISTORY`` at most; those that were undone are not in it."""
     stopped: str = ""
-    """Why it ended before its last step; empty when it did not."""
+    """Reason why it ended before its last step; empty when it did not."""
 
 
 def train(
@@ -252,6 +252,6 @@ def _say_saved(run: Session) -> None:
 
 
 def _is_due(checkpoints: CheckpointsConfig, step: int, last: int) -> bool:
-    """Whether a checkpoint is written after this step."""
+    """Return whether a checkpoint is written after this step."""
     final = step == last and checkpoints.save_final_state
     return final or step % checkpoints.checkpoint_interval == 0
