@@ -91,8 +91,10 @@ class Handle:
 
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
 
-    Arguments: what is awaited; then the result (any shape), or what makes it or the handle of a
-    next round; how many communications follow one another.
+    Args:
+        flight: the operation that is awaited; None: nothing is.
+        result: (any shape), or a function that returns it, or the handle of a next round.
+        rounds: number of communications that follow one another.
     """
 
     def __init__(

@@ -25,7 +25,8 @@ Counts = dict[str, int]
 class ParentLine:
     """A pipe to the parent. One outcome goes through it, the first that is sent.
 
-    Arguments: the rank's end of the pipe.
+    Args:
+        pipe: the rank's end of it.
     """
 
     def __init__(self, pipe: Connection) -> None:

@@ -45,11 +45,15 @@ def leave_late(text: str) -> None:
 class Meeting:
     """Around what connects all ranks: a context manager, used on every rank.
 
-    Arguments: the name of this meeting, unique among those of the same ranks; a store
-    that all ranks share (a clone is used; a FileStore needs a file of its own); this rank, and how
-    many there are; how long all of it may take; what is done with the message that names who is
-    missing, called in a thread of its own: nothing interrupts a rank that waits to be connected;
-    what signs messages (``launch.signing_key``).
+    Args:
+        name: of this meeting, unique among those of the same ranks.
+        store: shared by all ranks (a clone is used; a FileStore needs a file of its own).
+        rank: this rank.
+        size: number of ranks.
+        limit: of all of it.
+        on_late: called with the message that names who is missing, in a thread of its own: nothing
+            interrupts a rank that waits to be connected.
+        key: signs messages (``launch.signing_key``).
     """
 
     def __init__(

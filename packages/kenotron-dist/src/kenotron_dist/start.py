@@ -50,18 +50,19 @@ def start(
     ``config.world_size`` local processes are spawned, on GPUs if there are enough, and this one
     waits for them, returns the first one's result, and passes signals on (``signals``).
 
-    Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
-    rank may wait in one communication before the one that keeps it waiting is reported and the
-    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` may take longer; the backend
-    itself gives up an hour later), and how long the ranks may take to meet (30 s at least); further
-    modules that local ranks need: they are loaded once for all; ``cpu``, ``cuda``, or
-    None (cuda when there are GPUs enough); whether cuBLAS must give the same bits every time;
-    whether this process ends afterwards, so that signals are ignored once spawned ranks are done;
-    torch threads of each rank on the CPU (None: see ``threads_of_rank``); where launched ranks get
-    the secret of the job (``from_env``).
+    Args:
+        fn, args, config: an importable function and picklable arguments; the sizes of the mesh.
+        limit: of a wait in one communication: then the rank that causes it is reported and the
+            process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` may take longer; the
+            backend gives up an hour later). Also of the rendezvous (30 s at least).
+        preload: further modules that local ranks need: they are loaded once for all.
+        device: ``cpu``, ``cuda``, or None (cuda when there are GPUs enough).
+        deterministic: cuBLAS must give the same bits every time.
+        leaves: this process ends afterwards: signals are ignored once spawned ranks are done.
+        threads: torch threads of each rank on the CPU (None: see ``threads_of_rank``).
+        secret_file: see ``from_env``.
 
     On the CPU gloo's threads become batch threads (``let_gloo_threads_wait``), in ``spawn`` too.
-
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError for
     another number of launched processes or too many threads, RankError when a spawned rank failed.
     """

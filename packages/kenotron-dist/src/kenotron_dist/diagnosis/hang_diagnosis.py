@@ -139,9 +139,12 @@ class _Step(NamedTuple):
 class Inquiry:
     """Follows waits from one rank to the next until it meets a rank that waits for none.
 
-    Arguments: what is known of each rank; now; the silence, in seconds, that counts as death;
-    the moment before which beats prove nothing; whether the communication has failed already, so
-    that a rank may have left after it joined.
+    Args:
+        seen: last known state of each rank.
+        now: the time.
+        patience: seconds of silence that count as death.
+        fresh: time before which beats prove nothing.
+        failed: the communication has failed already: a rank may have left after it joined.
     """
 
     def __init__(

@@ -21,8 +21,12 @@ from kenotron_dist.signed_store import SignedStore
 class Heartbeat:
     """Writes this rank's beat every ``interval`` seconds; reads those of the ranks asked for.
 
-    Arguments: a store of which this is the only user, the same on all ranks; this rank; what makes
-    a beat of a number (called in the heartbeat's thread); the device whose queue a beat looks at.
+    Args:
+        store: the same on all ranks; this is its only user.
+        rank: this rank.
+        interval: seconds from one beat to the next.
+        beat: makes a beat of its number; called in the heartbeat's thread.
+        device: whose queue a beat looks at.
     """
 
     def __init__(
