@@ -31,7 +31,10 @@ Layer = nn.Module | tuple[str, nn.Module]
 class Pipeline:
     """This rank's layers as one or several stages of a pipeline.
 
-    Arguments:
+    Collective over the axis: where a backend makes communicators at their first use, they are made
+    here.
+
+    Args:
         layers: this rank's layers in order; where the schedule has several chunks a rank, one
             collection of layers for each. What ``Stages.own`` and ``Stages.chunks`` return, layers
             with their names, will do, too. A layer is called with the activation, or with the
@@ -52,9 +55,8 @@ class Pipeline:
             where no rank is there to send its form (``Mesh.connect(backend="fake")``).
         adds: whether a layer of any rank adds a loss of its own; None: ranks ask one another.
 
-    Collective over the axis: where a backend makes communicators at their first use, they are made
-    here. Raises ValueError when the chunks do not fit the schedule, or ``pairs`` is missing on a
-    backend that needs it.
+    Raises:
+        ValueError: the chunks do not fit the schedule, or a backend needs ``pairs``.
     """
 
     def __init__(
@@ -110,11 +112,16 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients land on the parameters.
 
-        Arguments: what enters the first layer, per micro-batch; the loss of each, already scaled
-        so that their sum is the loss of the batch; what the layers may read next to it. Returns the
-        sum of the losses, auxiliary ones included, the same detached scalar on every rank.
+        Args:
+            inputs: of the first layer, per micro-batch: a tensor, or a tuple or dict of them.
+            loss_fn: loss of each, already scaled so that their sum is the loss of the batch.
+            contexts: values that the layers may read next to it, per micro-batch.
 
-        Raises PipelineError on all ranks when one of them fails (with one rank: its exception).
+        Returns:
+            The sum of the losses, auxiliary ones included, the same detached scalar on every rank.
+
+        Raises:
+            PipelineError: on all ranks, when one of them fails (with one rank: its exception).
         """
         return self._guarded(inputs, contexts, loss_fn, self._train, training=True)
 
