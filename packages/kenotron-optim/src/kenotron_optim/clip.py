@@ -33,9 +33,6 @@ _ROW, _LARGE = 256, 1 << 18
 class GlobalNorm:
     """The norm of the gradient of a whole model.
 
-    Arguments: the accumulator whose slices are measured; the exponent, 1, 2 or ``inf`` (the
-    largest element). Raises ValueError for another one.
-
     What each rank counts follows from placements and is worked out once, here. Every call is one
     pass over this rank's slices and two collectives of T numbers or fewer from each rank: a
     reduce-scatter over dp, cp and tp, whose ranks then hold the sums of K tensors each, and an
@@ -45,6 +42,13 @@ class GlobalNorm:
     the backend (on gloo in a fixed tree), and the tensors in the order of their names. Other
     stages add exact zeros, so where the pipeline cuts the model changes no bit. One rank adds the
     powers of a tensor, so all ranks compute the same result from the same numbers.
+
+    Args:
+        accumulator: its slices are measured.
+        norm_type: the exponent, 1, 2 or ``inf`` (the largest element).
+
+    Raises:
+        ValueError: another exponent.
     """
 
     def __init__(self, accumulator: GradAccumulator, norm_type: float = 2.0) -> None:

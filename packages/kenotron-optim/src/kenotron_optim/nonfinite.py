@@ -64,8 +64,13 @@ def find_nonfinite(
 ) -> NonFinite | None:
     """Find what is not finite in a step; None when all is.
 
-    Arguments: ``value`` is ``norm(slices)``, a scalar; ``loss`` must be the same on every rank.
     Collective over the mesh when there is something to find, and then the same on every rank.
+
+    Args:
+        norm: measures the gradient.
+        slices: this rank's slices of the gradient.
+        value: ``norm(slices)``, a scalar.
+        loss: the same on every rank.
     """
     if math.isfinite(float(value)):
         return None if math.isfinite(loss) else NonFinite(loss, None)
