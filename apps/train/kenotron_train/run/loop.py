@@ -65,21 +65,27 @@ def run(
     leaves: bool = False,
     then: tuple[Config, ...] = (),
 ) -> Outcome:
-    """Train by the config, until the last step or a signal, whichever comes first.
+    """Train by the config, until the last step or a signal, whichever comes first. Collective.
 
     It resumes where its folder has checkpoints (``going_on``). A signal ends it with a checkpoint.
     The run is a loop over sessions (``open_session``): its steps, and its results, continue from
     one to the next, which has a mesh of its own over the same processes.
 
-    Arguments: the mesh, of the sizes that the config names (None: the session makes one); the
-    config; whether to end with a generated sample; data of one's own for stages with
-    ``dataset: null`` (see ``own_data.Hook``); a mask of targets for tests; when the time is over
-    (of ``time.monotonic``): the run ends early enough to save; layers of one's own; what is called
-    at moments of the run; whether the process ends afterwards, so that signals that come later do
-    not change its status; configs of further sessions, each with a later last step and perhaps
-    another layout.
-    Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the last
-    checkpoint is not whole.
+    Args:
+        mesh: of the sizes that the config names (None: the session makes one).
+        config: the config.
+        sample: end with a generated sample.
+        loader: data of one's own for stages with ``dataset: null`` (see ``own_data.Hook``).
+        target_mask: a mask of targets, for tests.
+        deadline: of ``time.monotonic``: the run ends early enough to save.
+        model: layers of one's own.
+        hooks: called at moments of the run.
+        leaves: the process ends afterwards: signals that come later do not change its status.
+        then: configs of further sessions, each with a later last step and perhaps another layout.
+
+    Raises:
+        ValueError, FileNotFoundError: bad input.
+        SaveFailed: the last checkpoint is not whole.
     """
     results: deque[StepResult] = deque(maxlen=HISTORY)
     stopped, progress = "", Progress()

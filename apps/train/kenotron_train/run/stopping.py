@@ -32,9 +32,12 @@ _MARGIN = 1.5
 class Stopper:
     """Decision whether the run ends after this step.
 
-    Arguments: the signals of this rank; when the time is over (of ``time.monotonic``, which all
-    processes of a host share and that is never set; inf: never);
-    bytes that this rank writes in a save; how many ranks do.
+    Args:
+        signals: of this rank.
+        deadline: of ``time.monotonic``, which all processes of a host share and that is never set;
+            inf: never.
+        nbytes: that this rank writes in a save.
+        ranks: number of those that do.
     """
 
     def __init__(self, signals: Signals, deadline: float, nbytes: int, ranks: int = 1) -> None:

@@ -123,9 +123,15 @@ def script_of(
 ) -> str:
     """The script for sbatch.
 
-    Arguments: what is asked for; the sizes of its mesh; the absolute folder that keeps script,
-    config and log; the interpreter and the program that trains; the folder to start it in. Raises
-    ValueError, see ``SlurmJob.check``, and for a path that cannot be printed.
+    Args:
+        job: what is asked for.
+        sizes: of its mesh.
+        folder: absolute; it keeps script, config and log.
+        command: the interpreter and the program that trains.
+        cwd: the folder to start it in.
+
+    Raises:
+        ValueError: see ``SlurmJob.check``; also for a path that cannot be printed.
     """
     job.check(sizes)
     python, program = command
