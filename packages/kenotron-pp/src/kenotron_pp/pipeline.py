@@ -153,9 +153,10 @@ class Pipeline:
         loss_fn: LossFn,
         contexts: Sequence[Any] | None = None,
     ) -> Tensor:
-        """Sum of the losses without gradients or auxiliary losses, the same on every rank.
+        """Return the sum of the losses, a scalar, without auxiliary ones; equal on all ranks.
 
-        Each output is freed when its loss is known. Raises as ``run`` does.
+        No gradients. Each output is freed when its loss is known. Arguments and errors are those of
+        ``run``.
         """
         return self._guarded(inputs, contexts, loss_fn, lambda run: run.shared.arrive(run.loss))
 
