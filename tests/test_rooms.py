@@ -120,6 +120,18 @@ PLAIN_WORDS = {
     "strange": "unknown, or unexpected",
     "whoever": "what does it",
 }
+QUESTION = re.compile(r"(?:What|Whether|How|Where|Which|Who|When|Why)\b")
+STILL_ASK = (  # rooms whose docstrings are not rewritten yet
+    "packages/kenotron-ckpt/*",
+    "packages/kenotron-models/*",
+    "apps/convert/*",
+    "apps/generate/*",
+    "apps/train/kenotron_train/verify/*",
+    "apps/train/kenotron_train/run/initial.py",
+    "apps/train/kenotron_train/run/own_folder.py",
+    "apps/train/kenotron_train/run/resume.py",
+    "apps/train/kenotron_train/run/upload.py",
+)
 FILE_LINES = 300
 FUNCTION_LINES = 60
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".txt", ".sh", ""}
@@ -253,6 +265,18 @@ def words(path: str, source: str) -> list[str]:
         f"{path}:{number}: write {PLAIN_WORDS[found.group().lower()]} instead of {found.group()!r}"
         for number, line in enumerate(source.splitlines(), 1)
         for found in re.finditer(rf"\b(?:{'|'.join(PLAIN_WORDS)})\b", line, re.IGNORECASE)
+    ]
+
+
+def openings(path: str, source: str) -> list[str]:
+    """Complain of a docstring that begins with a question instead of a verb or a noun."""
+    if any(fnmatch(path, room) for room in STILL_ASK):
+        return []
+    return [
+        f"{path}:{node.body[0].lineno}: begin with a verb or a noun instead of {found.group()!r}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (*DEFINITIONS, ast.ClassDef, ast.Module))
+        and (found := QUESTION.match(ast.get_docstring(node) or ""))
     ]
 
 
@@ -418,7 +442,7 @@ def deep_imports(path: str, source: str, public: Public) -> list[str]:
 
 
 HOUSE_RULES: list[Rule] = [  # packages and apps
-    rooms, sizes, naming, words, global_state, anatomy, weight_products,
+    rooms, sizes, naming, words, openings, global_state, anatomy, weight_products,
 ]  # fmt: skip
 WIDE_RULES: list[Rule] = [unfinished, silenced]  # every Python file
 
@@ -526,6 +550,10 @@ OFFENDERS: list[tuple[Rule, str, str, str]] = [
     (rooms, f"{TP}/a.py", "import rich", "rich belongs in"),
     (rooms, f"{TP}/a.py", "import logging\nlogging.basicConfig()", "logging.basicConfig belongs"),
     (words, f"{TP}/a.py", "x = 1\n# Made Anew", "a.py:2: write again, or from scratch instead"),
+    (openings, f"{TP}/a.py", "'''What a plan says.'''", "a.py:1: begin with a verb or a noun"),
+    (openings, f"{TP}/a.py", "class A:\n    ''' Where it is.'''", "a.py:2: begin with a verb"),
+    (openings, f"{TP}/a.py", "def f():\n    '''\n    Whether so.'''", "instead of 'Whether'"),
+    (openings, f"{TP}/a.py", "async def f():\n    'How it is.'", "instead of 'How'"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 301, "the file has 301 lines, more than 300"),
     (sizes, f"{TP}/a.py", LONG_FUNCTION, "long has 61 lines, more than 60"),
     (naming, f"{TP}/utils.py", "", "utils does not say"),
@@ -562,6 +590,7 @@ LAWFUL: list[tuple[Rule, str, str]] = [
     (weight_products, f"{TP}/products.py", "F.linear(x, weight)"),
     (weight_products, f"{TP}/a.py", "y = matmul(x, self.weight) + q @ k"),
     (words, f"{TP}/a.py", "besides = 1  # a strangeness, going on"),
+    (openings, f"{TP}/a.py", "'Whatever is read. What is not.'\nx = 'What is it?'  # Why not"),
     (sizes, f"{TP}/a.py", "x = 1\n" * 300),
     (sizes, f"{TP}/a.py", LONG_FUNCTION.removesuffix("    x = 1\n")),
     (naming, f"{TP}/commonplace.py", "class Management: ..."),

@@ -1,4 +1,4 @@
-"""What the program is called: by its help and errors, and by ``--version``."""
+"""Names of the program: for its help and errors, and for ``--version``."""
 
 from __future__ import annotations
 

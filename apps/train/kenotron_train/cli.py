@@ -93,7 +93,7 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
         )
     ),
 }
-"""What the program does besides training, by its first word."""
+"""Commands of the program besides training, by its first word."""
 
 
 def _subcommand(name: str, words: list[str]) -> int:
@@ -155,7 +155,7 @@ def _train(
     replayed: int | Path | None,
     leaves: bool,
 ) -> str:
-    """What every rank does; why it stopped before the last step, if it did."""
+    """Train, or replay a step, on a rank; return why it ended before the last step, if it did."""
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""

@@ -11,7 +11,7 @@ from kenotron_data.config import DatasetStageConfig
 
 @dataclass(frozen=True, kw_only=True)
 class DataPlan:
-    """What the stages of a run read, and in which batches."""
+    """Data of the stages of a run, and their batches."""
 
     stages: tuple[DatasetStageConfig, ...]
     sequences: tuple[int, ...]

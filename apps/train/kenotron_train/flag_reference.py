@@ -39,7 +39,7 @@ def _shown(action: argparse.Action) -> str:
 
 
 def _more(action: argparse.Action) -> str:
-    """What argparse checks, so that the help need not repeat it."""
+    """Return what argparse checks, so that the help need not repeat it."""
     remarks = []
     if action.choices:
         remarks.append(f"one of {', '.join(f'`{choice}`' for choice in action.choices)}")

@@ -35,11 +35,15 @@ def train(
 ) -> Outcome:
     """Train as ``python apps/train`` does; what its last steps reported, and why it stopped, if so.
 
-    Arguments: a config or the path of a YAML file; the model's layers, see ``OwnModel`` (default:
-    those of ``model.model_config``); data for stages with ``dataset: null``, see ``own_data.Hook``;
-    what is called at seven moments of the run, see ``LifeCycle``; how long a rank may let others
-    wait; how long the run may take: before that it saves and stops, as it does on a signal; CPU
-    threads of each rank (default: ``OMP_NUM_THREADS``, else an equal share of the cores).
+    Args:
+        config: a config or the path of a YAML file.
+        model: the model's layers, see ``OwnModel`` (default: those of ``model.model_config``).
+        loader: data for stages with ``dataset: null``, see ``own_data.Hook``.
+        hooks: called at seven moments of the run, see ``LifeCycle``.
+        stall_limit: how long a rank may let others wait.
+        time_limit: of the run: before that it saves and stops, as it does on a signal.
+        threads: CPU threads of each rank (default: ``OMP_NUM_THREADS``, else an equal share of the
+            cores).
 
     Without a launcher local processes are started: then all of it must be picklable, the hooks are
     copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end
@@ -63,9 +67,11 @@ def replay_step(
 ) -> dict[str, Any]:
     """Make a step of a run of ``train`` again, as ``--replay-step`` does; what was found.
 
-    Arguments: as for ``train``, and the number of the step, or the path of a record in
-    ``nonfinite``. Raises what the replay raises, see ``replay``; RankError where processes were
-    started.
+    Args:
+        config, model, loader, stall_limit: as for ``train``.
+        what: the number of the step, or the path of a record in ``nonfinite``.
+
+    Raises what the replay raises, see ``replay``; RankError where processes were started.
     """
     return _start(replay, config, loader, stall_limit, what, loader, model)
 

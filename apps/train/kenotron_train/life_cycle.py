@@ -1,4 +1,4 @@
-"""Where a program that trains with this package may look in, or change something."""
+"""Hooks of a program that trains with this package: to look at a run, or change it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LifeCycle:
         """Before a checkpoint is taken."""
 
     def post_save_checkpoint(self, training: Training, saved: SaveReport) -> None:
-        """When a rank has found that a save ended: some ranks may find so a step later."""
+        """After a save, on each rank that has found its end: some ranks find it a step later."""
 
     def post_training(self, training: Training, progress: Progress) -> None:
         """After the last step, or the one at which the run was stopped; all is saved."""

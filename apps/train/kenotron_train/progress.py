@@ -1,4 +1,4 @@
-"""How far a run has come: everything but tensors that a checkpoint must hold."""
+"""Progress of a run: everything but tensors that a checkpoint must hold."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kenotron_engine import DomainWeights, StepResult
 from kenotron_optim import LossScale, OptimizerConfig, Policy, SpikeGuard, StepState
 
 NEEDED = ("step", "cursor", "consumed_train_samples", "consumed_tokens")
-"""What no checkpoint of a run lacks."""
+"""Keys that no checkpoint of a run lacks."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come; the same on every rank."""
+    """Progress of a run; the same on every rank."""
 
     step: int = 0
     cursor: Cursor = field(default_factory=Cursor)
@@ -32,9 +32,9 @@ class Progress:
     schedule_start: int = 0
     """The step after which the learning-rate schedule began."""
     state: StepState = field(default_factory=StepState)
-    """What decides about the next step, and how losses of its domains are weighed."""
+    """Values that decide about the next step, and weights of the losses of its domains."""
     left_out: tuple[Cursor, ...] = ()
-    """Where the batches begin that are not trained on: a rollback for each."""
+    """Beginnings of the batches that are not trained on: a rollback for each."""
     data: Mapping[int, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the data of stages that were read, by the stage's number."""
 
@@ -63,7 +63,7 @@ class Progress:
         return replace(self, data={**self.data, stage: found})
 
     def to_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         return {
             "step": self.step,
             "schedule_start": self.schedule_start,
@@ -100,7 +100,7 @@ class Progress:
 def fresh_state(
     optim: OptimizerConfig, dtype: torch.dtype, doremi: DoReMiConfig | None
 ) -> StepState:
-    """What decides about the first step of a run."""
+    """Return the state that decides about the first step of a run."""
     found: list[Policy] = []
     if dtype == torch.float16:
         found.append(LossScale.start(optim.loss_scale))

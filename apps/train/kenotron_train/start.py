@@ -9,7 +9,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_R
 """Variables of which a launcher sets one: this process is then a rank and starts none."""
 
 PRELOAD = ["torch", "kenotron_dist", "kenotron_train.cli"]
-"""What ranks need and the forkserver imports, while this process imports it too."""
+"""Modules that ranks need and the forkserver imports, while this process imports them too."""
 
 ALONE = ("--check", "--json-schema", "--help", "-h", "--version")
 """Flags with which no rank is started."""
@@ -19,13 +19,13 @@ STARTED: list[int] = []
 
 
 def starts_ranks(words: list[str]) -> bool:
-    """Whether ranks will be started as processes, as far as the words of the command tell."""
+    """Return whether ranks will be started as processes, as far as the command's words tell."""
     is_run = not words or words[0].startswith("-") or words[0] in ("verify", "evaluate")
     return is_run and not any(word in ALONE for word in words) and not is_launched()
 
 
 def is_launched() -> bool:
-    """Whether a launcher has started this process, as ``kenotron_dist.environment`` finds it."""
+    """Return whether a launcher has started this process, as ``kenotron_dist.environment`` does."""
     return any(name in os.environ for name in LAUNCHED)
 
 

@@ -1,4 +1,4 @@
-"""What decoder layers keep for the backward, and which of them compute it again.
+"""Activations that decoder layers keep for the backward, and layers that compute them again.
 
 Nothing is allocated: layers are built on torch's meta device.
 """
@@ -109,7 +109,7 @@ def recomputed(plan: CostPlan) -> tuple[Recompute, ...]:
 
 
 def _fuses_norms(device: str, dtype: torch.dtype) -> bool:
-    """Whether RMSNorm is one kernel: on an accelerator, for which half precision is meant."""
+    """Return whether RMSNorm is one kernel: on accelerators, for which half precision is meant."""
     if device == "cpu":
         return False
     return torch.accelerator.is_available() or dtype != torch.float32

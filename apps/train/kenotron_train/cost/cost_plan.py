@@ -15,14 +15,14 @@ from kenotron_optim import OptimizerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CostPlan:
-    """What memory and transfers of a run follow from."""
+    """Values that memory and transfers of a run follow from."""
 
     spec: DecoderSpec
     dtype: torch.dtype
     vocab_divisible_by: int
     parallelism: ParallelismConfig
     cp_mode: CPMode
-    """How attention runs over cp."""
+    """Attention over cp."""
     optimizer: OptimizerConfig
     sequence: int
     """Tokens of the longest samples."""

@@ -1,4 +1,4 @@
-"""Whether this machine is large enough for a run: its memory, its cores, and its GPUs."""
+"""Checks that this machine is large enough for a run: its memory, its cores, and its GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ALWAYS_ALLOWED = 64
 LARGEST = 64e12
 """Bytes of memory that no machine gives to one process."""
 OFFLOADED = ("fp32 masters", "optimizer", "weight averages")
-"""What `optimizer.offload` keeps in host memory."""
+"""Parts that `optimizer.offload` keeps in host memory."""
 Place = Literal["all", "device", "host"]
 _ROOT = Path("/")
 
@@ -208,7 +208,7 @@ def _too_many(sizes: ParallelismConfig, stages: Sequence[DatasetStageConfig]) ->
 
 
 def _on_gpus(plan: CostPlan) -> bool:
-    """Whether each rank of this host has a GPU, and may use it."""
+    """Return whether each rank of this host has a GPU, and may use it."""
     gpus = visible_gpus() if plan.device != "cpu" else 0
     return gpus > 0 and gpus >= local_ranks(plan.parallelism.world_size)
 

@@ -21,7 +21,7 @@ from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_byt
 
 @dataclass(frozen=True)
 class StageSize:
-    """What one rank of a pipeline stage holds."""
+    """Sizes of what one rank of a pipeline stage holds."""
 
     layers: list[str]
     parameters: int
@@ -33,7 +33,7 @@ class StageSize:
 
 
 def stage_sizes(plan: CostPlan) -> list[StageSize]:
-    """What each pipeline rank holds in one of its tp and dp ranks."""
+    """Return what each pipeline rank holds in one of its tp and dp ranks."""
     sizes = mesh_sizes(plan.parallelism)
     found, foreign = [], isinstance(plan.spec, TransformersSpec)
     again, stages = recomputed(plan), layers_by_rank(plan)

@@ -1,1 +1,1 @@
-"""What the stages of a run read, and how a checkpoint names it."""
+"""Data of the stages of a run, and their names in a checkpoint."""

@@ -1,4 +1,4 @@
-"""Whether the data of a stage are those that a checkpoint was trained with.
+"""Comparison of a stage's data with those that a checkpoint was trained with.
 
 Checkpoints hold a fingerprint of each stage that was read. Other data under the same keys of the
 config are an error, which ``checkpoints.accept_changed_data`` accepts; where the keys changed, the

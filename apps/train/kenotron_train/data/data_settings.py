@@ -16,7 +16,7 @@ HOW_IT_IS_MADE = ("dataset_processing_num_proc_per_process", "dataset_overwrite_
 
 
 def reading_of(data: DataPlan) -> dict[str, Any]:
-    """What the place in the data refers to: with other values samples are skipped or repeated."""
+    """Return what places in the data refer to: other values would skip or repeat samples."""
     reading = {
         "global_batch_size": data.global_batch_size,
         "sequence_length": data.tokens.sequence_length,

@@ -43,7 +43,7 @@ def check_hook(stages: Sequence[DatasetStageConfig], hook: Hook | None) -> None:
 
 
 def own_data(hook: Hook | None, stage: str) -> Dataset | Iterable[Any] | None:
-    """What the hook gives for a stage: samples with an index, or an iterable; None: nothing.
+    """Return the hook's data of a stage: samples with an index, or an iterable; None: none.
 
     Raises ValueError where a source is neither, or its number of samples is unknown.
     """

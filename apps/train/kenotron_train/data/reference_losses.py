@@ -71,7 +71,7 @@ def losses_path(data: DataPlan, stage: int) -> Path:
 
 
 def read_by(data: DataPlan, stage: int, found: Fingerprint) -> dict[str, Any]:
-    """What samples of a stage and their order follow from, as the file describes it."""
+    """Return what fixes samples of a stage and their order, as the file describes it."""
     assert data.doremi is not None
     return {
         "data": found.to_dict(),

@@ -1,4 +1,4 @@
-"""What a stage of training reads: text, folders of tokens, data of one's own, or random tokens."""
+"""Data of a stage of training: text, folders of tokens, one's own, or random tokens."""
 
 from __future__ import annotations
 

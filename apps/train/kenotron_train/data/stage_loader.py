@@ -1,4 +1,4 @@
-"""What the steps read: the corpus and the loader of the stage that a run is in."""
+"""Loader of the steps: the corpus and the loader of the stage that a run is in."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OpenStage:
     """Losses of the reference, in a proxy run of DoReMi."""
 
     def objective(self, progress: Progress) -> DomainObjective | None:
-        """What weighs the batch that begins where ``progress`` stands; None in ordinary runs."""
+        """Return what weighs the batch that begins at ``progress``; None in ordinary runs."""
         weights = progress.state.find(DomainWeights)
         if self.reference is None or weights is None:
             return None
@@ -117,7 +117,7 @@ class OpenStage:
         return batch
 
     def origins(self, samples: list[int]) -> list[dict[str, Any]]:
-        """Where samples are read, given their places in the order of training.
+        """Return where samples are read, given their places in the order of training.
 
         Data without an index are read in their order: the place is enough, and the list is empty.
         """

@@ -17,13 +17,13 @@ END_OF_BYTES = 256
 
 
 def reads_text(stages: Sequence[DatasetStageConfig]) -> bool:
-    """Whether any stage reads text, so that something must make tokens of it."""
+    """Return whether any stage reads text, so that something must make tokens of it."""
     kinds = (PretrainDatasetsConfig, SFTDatasetsConfig)
     return any(isinstance(stage.data.dataset, kinds) for stage in stages)
 
 
 def text_tokenizer(section: TokenizerConfig, vocab_size: int) -> TextTokenizer:
-    """What makes tokens of documents: the configured tokenizer, or bytes.
+    """Return what makes tokens of documents: the configured tokenizer, or bytes.
 
     A document ends where the tokenizer names a token for that; bytes end with 256 where the
     vocabulary has it. ``tokenizer_max_length`` cuts documents.
@@ -38,7 +38,7 @@ def text_tokenizer(section: TokenizerConfig, vocab_size: int) -> TextTokenizer:
 
 
 def answer_tokenizer(section: TokenizerConfig, vocab_size: int) -> Any:
-    """What makes tokens of prompts and chats: one of transformers where it has a name.
+    """Return the tokenizer of prompts and chats: one of transformers where it has a name.
 
     Raises ValueError naming the key, also where it names no token that ends an answer.
     """

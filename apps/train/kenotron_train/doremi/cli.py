@@ -25,14 +25,14 @@ EXAMPLE = Path(__file__).with_name("doremi.yaml")
 COMMANDS = ("reference", "losses", "proxy", "weights", "final")
 """The commands in their order; `all` does one after the other."""
 LIMIT = timedelta(minutes=5)
-"""How long a rank may keep others waiting while losses are written."""
+"""Time that a rank may keep others waiting while losses are written."""
 Train = Callable[[Sequence[str], bool], int]
 """The command line of a training, and whether the process ends afterwards, to its exit status."""
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """Where the runs of a config are, and the flags with which each is trained."""
+    """Folders of the runs of a config, and the flags with which each is trained."""
 
     file: str
     overrides: tuple[str, ...]
@@ -51,7 +51,7 @@ class _Walk:
         return str(self.folder / "reference") if given is None else given
 
     def changes(self, command: str) -> list[str]:
-        """What differs from the config in the run of a command."""
+        """List what differs from the config in the run of a command."""
         run = "proxy" if command == "losses" else command
         found = [f"checkpoints.checkpoints_path={json.dumps(str(self.folder / run))}"]
         named = json.dumps(self.reference) if run == "proxy" else "null"

@@ -102,12 +102,12 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _left_out(optimizer: OptimizerConfig) -> int:
-    """How many batches a run may leave out, and read others instead."""
+    """Return how many batches a run may leave out, and read others instead."""
     return optimizer.max_rollbacks if optimizer.nonfinite == "rollback" else 0
 
 
 def _kept(path: Path, about: dict[str, object], sequence: int) -> int:
-    """How many samples the file has that are right."""
+    """Count the samples of the file that are right."""
     try:
         stored = StoredLosses(path)
     except (FileNotFoundError, ValueError):

@@ -38,13 +38,13 @@ INTERRUPTED = 130
 
 @dataclass(frozen=True)
 class Request:
-    """What is evaluated; the same on every rank."""
+    """Request of an evaluation; the same on every rank."""
 
     folder: Path | str
     """The step folder, by its path or URL."""
     section: EvaluateConfig
     data: DataPlan | None
-    """What was read; None: the checkpoint has no config, and held-out samples are not known."""
+    """Data of the training; None: the checkpoint has no config, held-out samples are not known."""
     tokenizer: tuple[str | None, str | None]
     """Name (None: bytes) and revision."""
     output: Path
@@ -81,7 +81,7 @@ def evaluate_main(argv: Sequence[str]) -> int:
 
 
 def _request(given: argparse.Namespace) -> Request:
-    """What the flags ask for, above what the checkpoint's config does. Raises ValueError."""
+    """Read what the flags ask for, above the checkpoint's config. Raises ValueError."""
     folder = resolve(given.ckpt_path)
     manifest = read_manifest(folder)
     if "model_config" not in manifest.state:

@@ -29,7 +29,7 @@ _OPTIONS = ("partition", "account", "qos", "reservation", "time")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationJob:
-    """What the jobs of a training ask of Slurm, and what they take from the training."""
+    """Request of a training's jobs to Slurm, and what they take from the training."""
 
     asked: EvaluationJobConfig
     trained: ParallelismConfig

@@ -70,7 +70,7 @@ class LedPasses:
 
     @property
     def broken(self) -> bool:
-        """Whether the passes themselves have failed, so that no further ones can be made."""
+        """True where the passes themselves have failed, so that no further ones can be made."""
         return self._broken
 
     def score(self, rows: Sequence[Row]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""What an evaluation found: for metrics.jsonl, trackers, the log, and a file of its own."""
+"""Results of an evaluation: for metrics.jsonl, trackers, the log, and a file of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FOLDER = "evaluations"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation of one step found; the same on every rank."""
+    """Result of an evaluation of one step; the same on every rank."""
 
     step: int
     """The step whose weights were evaluated."""
@@ -27,9 +27,9 @@ class Evaluation:
     losses: dict[str, float] = field(default_factory=dict)
     """Mean cross entropy of the held-out samples of each source, in nats a token."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration of the evaluation."""
     failure: str = ""
-    """Why there are no metrics of tasks; empty: there are, or none were asked for."""
+    """Reason why there are no metrics of tasks; empty: there are, or none were asked for."""
 
     def to_metrics(self) -> dict[str, Any]:
         """Return the object that metrics.jsonl has, as JSON: nan and infinity are null."""

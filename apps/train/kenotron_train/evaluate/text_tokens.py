@@ -21,7 +21,7 @@ BYTES = "bytes"
 
 @dataclass(frozen=True)
 class TextTokens:
-    """How texts become tokens, and back."""
+    """Conversion of texts to tokens, and back."""
 
     to_ids: Callable[[str, bool | None], list[int]]
     """Tokens of a text; with or without special tokens; None: as the tokenizer does by itself."""

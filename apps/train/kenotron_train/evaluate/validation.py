@@ -75,7 +75,7 @@ def validate_model(
 
 
 def _shares(sizes: list[int], most: int) -> list[int]:
-    """How many samples of each source: in proportion, at least one while there is room."""
+    """Return the samples of each source: in proportion, at least one while there is room."""
     if sum(sizes) <= most:
         return sizes
     if most <= len(sizes):

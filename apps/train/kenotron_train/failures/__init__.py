@@ -1,1 +1,1 @@
-"""What is recorded or explained when a step, a device or a file fails."""
+"""Records and explanations of a step, a device or a file that fails."""

@@ -1,4 +1,4 @@
-"""What a device cannot do, said once and with what helps: too little memory, no bfloat16."""
+"""Limits of a device, said once and with what helps: too little memory, no bfloat16."""
 
 from __future__ import annotations
 

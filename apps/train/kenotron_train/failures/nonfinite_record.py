@@ -1,4 +1,4 @@
-"""What is written down of a step whose loss or gradient is not finite, so that it can be replayed.
+"""Record of a step whose loss or gradient is not finite, so that it can be replayed.
 
 Shapes: T = B * S rows of a micro-batch.
 """
@@ -30,11 +30,11 @@ class Blame:
     cursor: Cursor
     """Place in the data where the batch begins."""
     left_out: tuple[Cursor, ...]
-    """Where the batches begin that the run had left out before it."""
+    """Beginnings of the batches that the run had left out before it."""
     samples: list[int]
     """Places of the global batch's samples in the order of training, sorted."""
     data: list[dict[str, Any]]
-    """Where each of them was read, see ``kenotron_data.origins``."""
+    """Place in which each of them was read, see ``kenotron_data.origins``."""
     module: str
     """The first module with a value that is not finite; with a gradient, if all values are."""
     found: NonFinite
@@ -63,7 +63,7 @@ class Taken:
     batch: Batch
     stage: OpenStage
     progress: Progress
-    """How far the run is; its cursor is where the batch begins."""
+    """Progress of the run; its cursor is where the batch begins."""
 
     def blame(self, training: Training, found: NonFinite) -> Blame:
         """Look for the cause of a step that is not finite. Parameters must be as before it.
@@ -74,7 +74,7 @@ class Taken:
         return self.about(training, _module(training, self.batch, step) or _owner(found), found)
 
     def about(self, training: Training, module: str, found: NonFinite) -> Blame:
-        """What is known of the step without looking at it. Collective over the mesh."""
+        """Return what is known of the step without looking at it. Collective over the mesh."""
         progress, samples = self.progress, samples_of(self.batch, training.mesh)
         with training.mesh.pulse.busy("looking for samples in their files"):
             data = on_first(training.mesh, lambda: _origins(self.stage, samples))
@@ -83,7 +83,7 @@ class Taken:
 
 
 def _origins(stage: OpenStage, samples: list[int]) -> list[dict[str, Any]]:
-    """Where samples were read; a data set without places hides no cause."""
+    """Return where samples were read; a data set without places hides no cause."""
     try:
         return stage.origins(samples)
     except Exception as error:

@@ -20,7 +20,7 @@ class PassingError(OSError):
 
 
 def names_passing(text: str) -> bool:
-    """Whether a message quotes an error of ``PASSING``, as str() of an OSError writes it.
+    """Return whether a message quotes an error of ``PASSING``, as str() of an OSError writes it.
 
     Ranks report unreadable files to each other as text.
     """

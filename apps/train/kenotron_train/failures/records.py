@@ -26,7 +26,7 @@ def write_record(run: Path, record: dict[str, Any]) -> Path:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What ``write_record`` wrote. Raises ValueError where it is no record."""
+    """Read what ``write_record`` wrote. Raises ValueError where it is no record."""
     try:
         record = json.loads(path.read_text())
         missing = [key for key in _NEEDED if key not in record]

@@ -26,8 +26,16 @@ FILE = "left_out.json"
 def keep_left_out(run: Path, checkpoint: Store, left_out: Sequence[Cursor], mesh: Mesh) -> None:
     """Write down what a run leaves out from now on, after it went back to a checkpoint.
 
-    Arguments: the run's folder; the step folder that was loaded. Collective over the mesh. Raises
-    OSError or ValueError on all ranks.
+    Collective over the mesh.
+
+    Args:
+        run: the run's folder.
+        checkpoint: the step folder that was loaded.
+        left_out: beginnings of the batches.
+        mesh: the mesh.
+
+    Raises:
+        OSError, ValueError: on all ranks.
     """
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""What the log begins with: machine, model, plan, and keys without effect."""
+"""First lines of the log: machine, model, plan, and keys without effect."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _of_gpus(general: GeneralConfig, own: DataStatesConfig | None, mesh: Mesh) -
 
 
 def _why_cpu(mesh: Mesh, device: Device) -> tuple[str, str]:
-    """Why ranks compute on CPUs, with the level of the message."""
+    """Return why ranks compute on CPUs, with the level of the message."""
     gpus, ranks = visible_gpus(), local_ranks(mesh.world.size)
     seen = f"{gpus} GPU{'s' * (gpus != 1)} can be seen on this host, which has "
     seen += f"{ranks} rank{'s' * (ranks != 1)}: all ranks compute on CPUs"

@@ -1,4 +1,4 @@
-"""What is measured of a step: the numbers behind console lines, metrics.jsonl and trackers."""
+"""Measurements of a step: the numbers behind console lines, metrics.jsonl and trackers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Memory:
     reserved: float | None = None
     """Most that torch took from its accelerator; None on a CPU."""
     device: float | None = None
-    """What is in use on its accelerator, buffers of NCCL, contexts and other processes included;
+    """Memory in use on its accelerator, buffers of NCCL, contexts and other processes included;
     None on a CPU."""
 
     @staticmethod
@@ -74,13 +74,13 @@ class StepFigures:
     """Of this rank."""
     validation: Validation | None = None
     evaluation: dict[str, Any] | None = None
-    """What evaluations found, as metrics.jsonl has it; None in most steps."""
+    """Results of evaluations, as metrics.jsonl has them; None in most steps."""
     layers: dict[str, float] = field(default_factory=dict)
     """Statistics of layers by name; empty in most steps."""
     sent: dict[str, int] | None = None
     """Bytes that left this rank in the step, by mesh axis; None where they are not counted."""
     state: dict[str, Any] = field(default_factory=dict)
-    """What decides about the next step, as ``StepState.figures``."""
+    """Values that decide about the next step, as ``StepState.figures``."""
 
 
 class Meter:

@@ -26,7 +26,7 @@ HISTORY = 10_000
 """Steps whose figures are kept in memory, on each rank: the last ones."""
 
 Look = Callable[[Slices], None]
-"""What a step calls with the whole gradient."""
+"""Function that a step calls with the whole gradient."""
 
 
 def check_watching(trackers: Sequence[str] | None, table: str | None) -> None:
@@ -38,7 +38,7 @@ def check_watching(trackers: Sequence[str] | None, table: str | None) -> None:
 
 
 def is_detailed(section: MetricsLoggingConfig | None, step: int) -> bool:
-    """Whether layers are looked at in this step."""
+    """Return whether layers are looked at in this step."""
     return bool(section and section.log_level and step % section.log_detail_interval == 0)
 
 
@@ -89,7 +89,7 @@ class Watching:
 
     @property
     def is_over(self) -> bool:
-        """Whether a run that only measures has made its steps."""
+        """True where a run that only measures has made its steps."""
         return self._benchmark and self._count >= STEPS
 
     @contextmanager

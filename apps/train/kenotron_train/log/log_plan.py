@@ -11,7 +11,7 @@ from kenotron_config import Config, LoggingConfig, Mask, dump_config, public
 
 @dataclass(frozen=True, kw_only=True)
 class LogPlan:
-    """What a run is called, and what of it is written where."""
+    """Names of a run, and what of it is written where."""
 
     folder: Path
     project: str

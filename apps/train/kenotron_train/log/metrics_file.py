@@ -35,7 +35,7 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._path, self._complain = folder / "metrics.jsonl", complain
             self.aside = _set_aside(self._path) if first_step == 1 else None
-            """Where the file of an earlier run is now; None when there was none."""
+            """Present path of an earlier run's file; None when there was none."""
             cut_journal(self._path, first_step)
         self._lines = LineWriter(self._path, complain)
 

@@ -1,4 +1,4 @@
-"""How figures are written: short in lines, and as JSON has them."""
+"""Formats of figures: short in lines, and as JSON has them."""
 
 from __future__ import annotations
 

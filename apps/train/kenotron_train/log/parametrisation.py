@@ -1,4 +1,4 @@
-"""What a parametrisation by widths makes of each parameter, as text."""
+"""Effect of a parametrisation by widths on each parameter, as text."""
 
 from __future__ import annotations
 

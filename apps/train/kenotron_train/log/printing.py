@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def on_screen() -> bool:
-    """Whether standard output is a terminal in the foreground.
+    """Return whether standard output is a terminal in the foreground.
 
     Open MPI gives each rank a terminal of its own and copies what is written there: into a file
     too, so colours and cursor movements would be in it.

@@ -19,7 +19,7 @@ HISTORY = 100_000
 
 
 def trace_folder(section: ProfilerConfig | None, run: str) -> Path | None:
-    """Where traces go; None without the section."""
+    """Return the folder of traces; None without the section."""
     if section is None:
         return None
     named = section.profiler_export_path

@@ -33,11 +33,11 @@ COLUMNS = (
 LAYOUT = ("dp", "pp", "tp", "cp", "ep", "pp_engine", "tp_mode", "recompute_layer")
 """Columns that are keys of ``parallelism``."""
 GIB = 1.024**3
-"""What Nanotron's GB are in GB."""
+"""Nanotron's GB (a GiB) in GB."""
 
 
 def is_benchmark(mesh: Mesh) -> bool:
-    """Whether this run ends after ``STEPS`` steps; as rank 0's environment asks. Collective."""
+    """Return whether rank 0's environment asks to end after ``STEPS`` steps. Collective."""
     return bool(broadcast_object(os.environ.get("NANOTRON_BENCHMARK") == "1", mesh.world))
 
 

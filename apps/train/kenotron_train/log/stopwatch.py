@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Parts of the time of a step."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def replay(
 
 
 def step_or_record(text: str) -> int | Path:
-    """What ``--replay-step`` names: the number of a step, or the file of a record."""
+    """Read what ``--replay-step`` names: the number of a step, or the file of a record."""
     try:
         return int(text)
     except ValueError:

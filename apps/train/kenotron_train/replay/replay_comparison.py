@@ -1,4 +1,4 @@
-"""Whether a step that was made again is as it was: bit for bit, or within a tolerance."""
+"""Comparison of a replayed step with the first one: bit for bit, or within a tolerance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORM_TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class Comparison:
-    """How numbers of a replay are compared with those of the run."""
+    """Tolerances in the comparison of a replay with the run."""
 
     loss: float
     """Largest relative deviation; 0: bit for bit."""
@@ -49,7 +49,7 @@ def comparison(device: str, deterministic: bool) -> Comparison:
 
 
 def compared(found: dict[str, Any], run: Path, how: Comparison) -> list[str]:
-    """What is as the run had it, and what is not: lines of the log.
+    """Return what is as the run had it, and what is not: lines of the log.
 
     A step that was not finite is compared with its record, another one with ``metrics.jsonl``.
 
@@ -107,7 +107,7 @@ def _with_metrics(
 
 
 def _near(found: str, before: str | float, tolerance: float) -> bool:
-    """Whether two numbers deviate by at most ``tolerance``, as a share of the earlier one."""
+    """Return whether two numbers differ by at most ``tolerance``, as a share of the earlier one."""
     new, old = float(found), float(before)
     if not (math.isfinite(new) and math.isfinite(old)):
         return str(new) == str(old)

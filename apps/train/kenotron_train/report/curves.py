@@ -1,4 +1,4 @@
-"""What runs left in metrics.jsonl, as curves and as a table that compares them."""
+"""Figures of runs from metrics.jsonl, as curves and as a table that compares them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Panel:
     keys: tuple[str, ...]
     """Figures drawn in it; the second and later ones dashed."""
     dashed: str = ""
-    """What the dashed ones are."""
+    """Name of the dashed ones."""
     from_zero: bool = False
-    """Whether the axis begins at 0, so that small changes look small."""
+    """True where the axis begins at 0, so that small changes look small."""
 
     def headline(self, runs: Sequence[Run]) -> str:
         """The title, with what is dashed where any run has it."""

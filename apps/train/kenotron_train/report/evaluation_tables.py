@@ -1,4 +1,4 @@
-"""What evaluations of runs found, for a report: the last figures, and a chart of each."""
+"""Evaluations of runs, for a report: the last figures, and a chart of each."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, Run, summ
 from kenotron_train.report.evaluation_tables import evaluation_charts
 
 AXES = {"step": "step", "tokens": "consumed_tokens"}
-"""What is drawn along x, and the figure that has it."""
+"""Quantities drawn along x, and the figure that has each."""
 MOST_SHADES = 120
 """Points along x of a heat map."""
 STYLE = """
@@ -101,7 +101,7 @@ def _table(runs: Sequence[Run]) -> str:
 
 
 def _about(runs: Sequence[Run]) -> str:
-    """What is known of each run besides its figures, and its config to unfold."""
+    """Write what is known of each run besides its figures, and its config to unfold."""
     return "".join(
         f"<p>{_key(n)}{html.escape(run.name)}: {html.escape(run.about.words)}</p>\n"
         f"<details><summary>Its config</summary><pre>{html.escape(run.about.config)}</pre>"
@@ -116,7 +116,7 @@ def _key(number: int) -> str:
 
 
 def can_draw_png() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 

@@ -1,4 +1,4 @@
-"""What a report says of a run besides its figures: layout, model, seed, dates, and the config."""
+"""Description of a run besides its figures: layout, model, seed, dates, and the config."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ from kenotron_train.run.session import Session, open_session
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended; the same on every rank."""
+    """End of a run; the same on every rank."""
 
     results: list[StepResult]
-    """What the last steps reported, ``HISTORY`` at most; those that were undone are not in it."""
+    """Results of the last steps, ``HISTORY`` at most; those that were undone are not in it."""
     stopped: str = ""
-    """Why it ended before its last step; empty when it did not."""
+    """Reason why it ended before its last step; empty when it did not."""
 
 
 def train(
@@ -65,21 +65,27 @@ def run(
     leaves: bool = False,
     then: tuple[Config, ...] = (),
 ) -> Outcome:
-    """Train by the config, until the last step or a signal, whichever comes first.
+    """Train by the config, until the last step or a signal, whichever comes first. Collective.
 
     It resumes where its folder has checkpoints (``going_on``). A signal ends it with a checkpoint.
     The run is a loop over sessions (``open_session``): its steps, and its results, continue from
     one to the next, which has a mesh of its own over the same processes.
 
-    Arguments: the mesh, of the sizes that the config names (None: the session makes one); the
-    config; whether to end with a generated sample; data of one's own for stages with
-    ``dataset: null`` (see ``own_data.Hook``); a mask of targets for tests; when the time is over
-    (of ``time.monotonic``): the run ends early enough to save; layers of one's own; what is called
-    at moments of the run; whether the process ends afterwards, so that signals that come later do
-    not change its status; configs of further sessions, each with a later last step and perhaps
-    another layout.
-    Collective. Raises ValueError or FileNotFoundError for bad input, SaveFailed when the last
-    checkpoint is not whole.
+    Args:
+        mesh: of the sizes that the config names (None: the session makes one).
+        config: the config.
+        sample: end with a generated sample.
+        loader: data of one's own for stages with ``dataset: null`` (see ``own_data.Hook``).
+        target_mask: a mask of targets, for tests.
+        deadline: of ``time.monotonic``: the run ends early enough to save.
+        model: layers of one's own.
+        hooks: called at moments of the run.
+        leaves: the process ends afterwards: signals that come later do not change its status.
+        then: configs of further sessions, each with a later last step and perhaps another layout.
+
+    Raises:
+        ValueError, FileNotFoundError: bad input.
+        SaveFailed: the last checkpoint is not whole.
     """
     results: deque[StepResult] = deque(maxlen=HISTORY)
     stopped, progress = "", Progress()
@@ -252,6 +258,6 @@ def _say_saved(run: Session) -> None:
 
 
 def _is_due(checkpoints: CheckpointsConfig, step: int, last: int) -> bool:
-    """Whether a checkpoint is written after this step."""
+    """Return whether a checkpoint is written after this step."""
     final = step == last and checkpoints.save_final_state
     return final or step % checkpoints.checkpoint_interval == 0

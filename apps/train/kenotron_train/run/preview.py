@@ -1,4 +1,4 @@
-"""What a config means, without training: layout, sizes and memory of every pipeline rank.
+"""Preview of a config without training: layout, sizes and memory of every pipeline rank.
 
 Nothing is started and nothing is allocated: layers are built on torch's meta device.
 """
@@ -74,7 +74,7 @@ def cannot_run(config: Config) -> list[str]:
 
 
 def _groups(plan: CostPlan) -> list[str]:
-    """What is wrong with rules that name parameters."""
+    """Find what is wrong with rules that name parameters."""
     optim, layouts = plan.optimizer, layers_by_rank(plan).layouts
     names = sorted({layout.name for layout in layouts.values()})
     try:
@@ -119,7 +119,7 @@ def missing_paths(config: Config) -> list[str]:
 
 
 def _is_path(name: str) -> bool:
-    """Whether a name is that of a file or folder rather than one of the hub."""
+    """Return whether a name is that of a file or folder rather than one of the hub."""
     built_in = name.partition("/")[0] == EMBEDDED_CORPUS
     return not built_in and ("/" in name or "." in name)
 
@@ -166,7 +166,7 @@ def _attention_over_cp(plan: CostPlan) -> str:
 
 
 def _rank_of(sizes: ParallelismConfig) -> str:
-    """How ranks are numbered."""
+    """Return the formula that numbers ranks."""
     outer = f"(pp * {sizes.dp} + dp) * "
     if sizes.cp > 1:
         outer = f"({outer}{sizes.cp} + cp) * "

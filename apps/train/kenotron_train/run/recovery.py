@@ -1,4 +1,4 @@
-"""What follows a step that is not finite: a record of its batch, and perhaps the way back."""
+"""Reaction to a step that is not finite: a record of its batch, and perhaps a rollback."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _written(run: Path, cause: Blame) -> tuple[str, str]:
 
 
 def goes_back(training: Training, result: StepResult) -> bool:
-    """Whether this step is undone together with those since the newest checkpoint."""
+    """Return whether this step is undone together with those since the newest checkpoint."""
     policy = training.optim.nonfinite
     return result.nonfinite is not None and not result.overflow and policy == "rollback"
 

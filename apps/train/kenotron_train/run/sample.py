@@ -1,4 +1,4 @@
-"""What a run without a config file ends with: a text of the model, and what to try next."""
+"""End of a run without a config file: a text of the model, and what to try next."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _is_foreign(training: Training) -> bool:
 
 
 def _program(name: str) -> str:
-    """How a shell calls one of our programs: its folder in a checkout, else the installed one."""
+    """Return a shell's call of one of our programs: its folder in a checkout, else its command."""
     apps = Path(__file__).resolve().parents[3]
     if not (apps / name / "__main__.py").is_file():
         return f"kenotron-{name}"

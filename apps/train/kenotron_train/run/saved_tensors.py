@@ -1,4 +1,4 @@
-"""Whether a checkpoint has the tensors that a run resumes with."""
+"""Check that a checkpoint has the tensors that a run resumes with."""
 
 from __future__ import annotations
 

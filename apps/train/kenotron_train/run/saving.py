@@ -75,7 +75,7 @@ def _as_asked(section: CheckpointsConfig) -> CheckpointsConfig:
 
 
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
-    """What a checkpoint holds: parameters, and this rank's slices of the optimizer's state."""
+    """Return what a checkpoint holds: parameters, this rank's slices of the optimizer's state."""
     averages = training.averages.state() if training.averages else {}
     return {**training.records(), **training.optimizer.state(), **averages}
 

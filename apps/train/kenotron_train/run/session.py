@@ -38,12 +38,12 @@ from kenotron_train.run.upload import Uploads
 
 @dataclass(frozen=True)
 class Session:
-    """What the steps of a session work with; every rank has one."""
+    """Objects that the steps of a session work with; every rank has one of each."""
 
     training: Training
     """Model and optimizer on their mesh."""
     progress: Progress
-    """How far the run is when the session begins."""
+    """Progress of the run when the session begins."""
     feed: Feed
     saver: Saver
     uploads: Uploads
@@ -54,7 +54,7 @@ class Session:
     life: LifeCycle
     evaluations: Evaluations
     failed: dict[int, str] = field(default_factory=dict)
-    """Why the last save that failed did, by its step."""
+    """Reason why the last failed save failed, by its step."""
 
 
 @contextmanager

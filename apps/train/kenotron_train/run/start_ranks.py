@@ -63,7 +63,7 @@ def start_ranks(
 
 
 def _secret_file(run: Path) -> Path | None:
-    """Where launched ranks get the secret of the job, unless the run's folder is read-only."""
+    """Return the path of the secret of launched ranks; None where the run's folder is read-only."""
     there = next(folder for folder in (run.absolute(), *run.absolute().parents) if folder.exists())
     return run / ".job-secret" if os.access(there, os.W_OK) else None
 

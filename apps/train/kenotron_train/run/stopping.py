@@ -1,4 +1,4 @@
-"""What ends a run before its last step, or asks it for a checkpoint: signals, and a time limit.
+"""Ends of a run before its last step, and requests for a checkpoint: signals, a time limit.
 
 Each rank votes at every step, in an all-gather over the mesh; all ranks get the same votes.
 """
@@ -30,11 +30,14 @@ _MARGIN = 1.5
 
 
 class Stopper:
-    """Whether the run ends after this step.
+    """Decision whether the run ends after this step.
 
-    Arguments: the signals of this rank; when the time is over (of ``time.monotonic``, which all
-    processes of a host share and that is never set; inf: never);
-    bytes that this rank writes in a save; how many ranks do.
+    Args:
+        signals: of this rank.
+        deadline: of ``time.monotonic``, which all processes of a host share and that is never set;
+            inf: never.
+        nbytes: that this rank writes in a save.
+        ranks: number of those that do.
     """
 
     def __init__(self, signals: Signals, deadline: float, nbytes: int, ranks: int = 1) -> None:
@@ -45,9 +48,9 @@ class Stopper:
         self._began = time.monotonic()
         self._votes: DeviceRead | None = None
         self.reason = ""
-        """Why the run ends after this step; empty while it does not."""
+        """Reason why the run ends after this step; empty while it does not."""
         self.save = False
-        """Whether a checkpoint was asked for."""
+        """True where a checkpoint was asked for."""
 
     def vote(self, mesh: Mesh) -> None:
         """Send this rank's vote in this step to all ranks. Collective over the mesh.
@@ -86,12 +89,12 @@ class Stopper:
             self.reason = f"rank {first} received {signal.Signals(stops[first]).name}"
 
     def saved(self, seconds: float) -> None:
-        """How long a save took until it was on the disk."""
+        """Record how long a save took until it was on the disk."""
         self._save = max(self._save, seconds) if self._known else seconds
         self._known = True
 
     def _is_late(self) -> bool:
-        """Whether one more step might leave too little time to end the run.
+        """Return whether one more step might leave too little time to end the run.
 
         A save that is under way is waited for, one more is made, and it is read back.
         """

@@ -31,7 +31,7 @@ _ENDLESS = ("UNLIMITED", "INFINITE")
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """What a job asks of Slurm."""
+    """Request of a job to Slurm."""
 
     nodes: int
     """Nodes that train together."""
@@ -44,11 +44,11 @@ class SlurmJob:
     cpus_per_task: int | None = None
     """CPUs of each process; None: what Slurm gives."""
     time: str | None = None
-    """How long the job may run, as sbatch takes it; None: as long as the partition allows."""
+    """Time that the job may run, as sbatch takes it; None: as long as the partition allows."""
     stop_before: int = 300
     """Seconds before the end of the time at which the ranks are asked to save and end."""
     retries: int = 2
-    """How many failures in a row may be followed by a new start."""
+    """Number of failures in a row that a new start may follow."""
     stall_limit: int | None = None
     """Seconds that a rank may let others wait; None: the training's default."""
 
@@ -77,7 +77,7 @@ class SlurmJob:
         return self.gpus_per_node
 
     def places(self, world: int) -> str:
-        """How many processes on how many nodes, in words."""
+        """Return how many processes run on how many nodes, in words."""
         processes = f"{world} process" + "es" * (world > 1)
         return f"{processes} on {self.nodes} node" + "s" * (self.nodes > 1)
 
@@ -123,9 +123,15 @@ def script_of(
 ) -> str:
     """The script for sbatch.
 
-    Arguments: what is asked for; the sizes of its mesh; the absolute folder that keeps script,
-    config and log; the interpreter and the program that trains; the folder to start it in. Raises
-    ValueError, see ``SlurmJob.check``, and for a path that cannot be printed.
+    Args:
+        job: what is asked for.
+        sizes: of its mesh.
+        folder: absolute; it keeps script, config and log.
+        command: the interpreter and the program that trains.
+        cwd: the folder to start it in.
+
+    Raises:
+        ValueError: see ``SlurmJob.check``; also for a path that cannot be printed.
     """
     job.check(sizes)
     python, program = command

@@ -1,4 +1,4 @@
-"""What a run was started with, so that it can be made again: code, packages, interpreter."""
+"""Origin of a run, so that it can be made again: code, packages, interpreter."""
 
 from __future__ import annotations
 

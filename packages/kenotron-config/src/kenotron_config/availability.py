@@ -1,4 +1,4 @@
-"""What a config asks for next to its training that cannot be done, and is left out."""
+"""Requests of a config next to its training that cannot be met, and are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many samples a global batch has: the same number, by stage, or growing with samples read."""
+"""Samples of a global batch: the same number, by stage, or growing with samples read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be run and is likely a mistake: lengths, schedules, rules, tokens of a tokenizer."""
+"""Likely mistakes that can be run: lengths, schedules, rules, tokens of a tokenizer."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ NANOTRON_WAYS: dict[str, CPAttention] = {
     "ring_flash_triton": "ring",
     "llama3_ring_attention": "gather",
 }
-"""What values of `attn_implementation` say of attention over cp."""
+"""Meaning of values of `attn_implementation` for attention over cp."""
 
 
 class Sections(TypedDict, total=False):
@@ -144,7 +144,7 @@ def _heads_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> list[s
 
 
 def way_over_cp(model: ModelConfig, parallelism: ParallelismConfig) -> CPAttention:
-    """How attention runs over cp: what `cp_attention` leaves open, `attn_implementation` names."""
+    """Return the method over cp: `attn_implementation` names it where `cp_attention` is open."""
     way = parallelism.cp_attention
     if way != "auto":
         return way

@@ -46,7 +46,7 @@ class Config:
     general: GeneralConfig
     """Names and seed of the run."""
     parallelism: ParallelismConfig
-    """How ranks share the work."""
+    """Layout of the ranks that share the work."""
     model: ModelConfig
     """The model."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
@@ -58,9 +58,9 @@ class Config:
     checkpoints: CheckpointsConfig
     """Saving and resuming."""
     logging: LoggingConfig = field(default_factory=LoggingConfig)
-    """What is printed."""
+    """Console output."""
     data_stages: tuple[DatasetStageConfig, ...]
-    """What is read, in the order of the training."""
+    """Data that are read, in the order of the training."""
     profiler: ProfilerConfig | None = None
     """torch's profiler over some steps."""
     evaluate: EvaluateConfig | None = None
@@ -91,14 +91,14 @@ class Config:
 
     @cached_property
     def decoder(self) -> DecoderSpec:
-        """What the model is made of, with `mtp` and the multipliers of its parametrisation."""
+        """Parts of the model, with `mtp` and the multipliers of its parametrisation."""
         spec = self.multipliers.applied(self.model.model_config.decoder)
         mtp = self.model.mtp
         return spec if mtp is None else replace(spec, mtp_weight=mtp.weight)
 
     @cached_property
     def multipliers(self) -> Multipliers:
-        """What `model.init_method` multiplies in the model that `model_config` describes."""
+        """Multipliers that `model.init_method` sets in the model that `model_config` describes."""
         return multipliers_in(self.model)
 
     @cached_property
@@ -121,7 +121,7 @@ class Config:
 
     @property
     def cp_way(self) -> tuple[CPAttention, int]:
-        """How attention runs over cp, and how many key heads are gathered at a time.
+        """Method of attention over cp, and number of key heads gathered at a time.
 
         What `parallelism.cp_attention` leaves open is what `attn_implementation` names.
         """
@@ -165,7 +165,7 @@ class Config:
     def section_of(
         self, stage: int
     ) -> PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig | None:
-        """What a stage reads: its section, with a data set for each domain where there are some."""
+        """Return the section that a stage reads; with domains, a data set for each of them."""
         section = self.data_stages[stage].data.dataset
         if section is None or self.doremi is None:
             return section

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 SUM_TOLERANCE = 1e-3
-"""How far from 1 the sum of domain weights may be."""
+"""Largest deviation of the sum of domain weights from 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class DoReMiConfig:
 
     @property
     def is_proxy(self) -> bool:
-        """Whether the run learns weights."""
+        """True where the run learns weights."""
         return self.ref_model_resume_checkpoint_path is not None
 
     @property

@@ -83,7 +83,7 @@ class LightEvalConfig:
     batch_size: int | None = None
     """Samples at a time."""
     tasks: EvalTasksConfig | None = None
-    """What is asked."""
+    """Tasks to evaluate."""
     slurm: EvalSlurmConfig | None = None
     """The job."""
     eval_interval: int | None = None

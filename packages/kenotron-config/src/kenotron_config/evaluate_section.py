@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 from kenotron_data.config import NanosetDatasetsConfig
 
 Where = Literal["training", "job"]
-"""Which ranks evaluate."""
+"""Ranks that evaluate."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is wrong with single fields of a section: one line each."""
+"""Problems of single fields of a section: one line each."""
 
 
 def below(name: str, given: int, least: int) -> list[str]:

@@ -41,7 +41,7 @@ MODEL_REASONS = {
     **dict.fromkeys(("fused_add_norm", "fused_rms_norm", "fused_rotary_emb"), KERNEL),
     **dict.fromkeys(("use_fast_path", "use_qkv_packed"), KERNEL),
 }
-"""Why a model does not read a key, where there is more to say than that."""
+"""Reason why a model does not read a key, where there is more to say than that."""
 ORDERED = ("sdpa", "flash_attn", "blocked")
 """Values of `attn_implementation` that are orders on whole samples, and none over cp."""
 
@@ -152,7 +152,7 @@ def _others(value: Any, hint: Any) -> list[Any]:
 
 
 def _decoder(model: Any, path: tuple[str, ...] = (), value: Any = None) -> DecoderSpec | None:
-    """What a model is with another value of a key; None where that is refused."""
+    """Return the model with another value of a key; None where that is refused."""
     try:
         return (_with(model, path, value) if path else model).decoder
     except (ValueError, TypeError, ImportError):

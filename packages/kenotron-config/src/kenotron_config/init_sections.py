@@ -1,4 +1,4 @@
-"""How the weights of a model begin: the ways that `model.init_method` may name."""
+"""Initial weights of a model: the ways that `model.init_method` may name."""
 
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
@@ -16,8 +16,8 @@ class RandomInitConfig:
     std: float
     """Standard deviation of the draws."""
     scaling_method: Literal["NONE", "NUM_LAYERS", "LAYER_INDEX", "MODEL_SCALE"] = "NUM_LAYERS"
-    """What the draws of layers that add to the residual stream are divided by: nothing, the root of
-    twice the number of layers, or the root of twice the layer's own number."""
+    """Divisor of the draws of layers that add to the residual stream: nothing, the root of twice
+    the number of layers, or the root of twice the layer's own number."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -58,16 +58,16 @@ class SpectralMupInitConfig:
     scaling_method: Literal["NONE", "NUM_LAYERS", "LAYER_INDEX"] = "NUM_LAYERS"
     """As with `std` alone."""
     embedding_multiplier: float = 1.0
-    """What embedded tokens are multiplied with, at every width."""
+    """Factor of embedded tokens, at every width."""
     output_multiplier: float = 1.0
-    """What logits are multiplied with at base width; at others they are divided by the growth of
-    the width, too."""
+    """Factor of logits at base width; at others they are divided by the growth of the width,
+    too."""
     attention_scale: AttentionScale = "inverse"
     """`inverse`: scores are divided by the features of a head, such that base width has the usual
     root; `inverse_sqrt`: by the root at every width."""
     depth_rule: DepthRule = "none"
-    """What a block adds is divided by the growth of the depth (`inverse`), its root
-    (`inverse_sqrt`), or nothing."""
+    """Divisor of what a block adds: the growth of the depth (`inverse`), its root (`inverse_sqrt`),
+    or nothing."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -100,7 +100,7 @@ class SpectralMupInitConfig:
 
     @property
     def is_nanotron(self) -> bool:
-        """Whether the factors are those of Nanotron's table."""
+        """True where the factors are those of Nanotron's table."""
         return self.rule == "nanotron" or (self.rule is None and not self._unread())
 
     def _unread(self) -> list[str]:

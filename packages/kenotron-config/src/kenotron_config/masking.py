@@ -1,4 +1,4 @@
-"""What a run writes of a config: variables by their name, passwords masked, nothing for terminals.
+"""Config as a run writes it: variables by name, passwords masked, nothing for terminals.
 
 A value that `!env` reads is an `EnvText`, which remembers how it was written. Files of a run,
 its trackers and its log get the tag, and `***` for credentials in URLs.
@@ -68,7 +68,7 @@ def _masked_user(match: re.Match[str]) -> str:
 
 
 def _without(match: re.Match[str]) -> str:
-    """Who it is, without a password."""
+    """Return the user of an address, without a password."""
     user, colon, _ = match["who"].partition(":")
     return f"{user + ':' if colon else ''}***@"
 

@@ -10,12 +10,12 @@ from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
 CPAttention = Literal["auto", "ring", "gather", "ulysses"]
-"""How attention runs over ranks that share the tokens of a sample."""
+"""Method of attention over ranks that share the tokens of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismConfig:
-    """How many ranks share the work, and how; there are pp x dp x cp x tp of them."""
+    """Ranks that share the work, and the ways they do; there are pp x dp x cp x tp of them."""
 
     dp: int
     """Ranks that share the samples (data parallel)."""
@@ -35,11 +35,11 @@ class ParallelismConfig:
     recompute_layer: bool = False
     """True: activations are computed again in the backward instead of being kept."""
     recompute: Recompute | None = None
-    """What decoder layers compute again: none; full, all but their input; selective, what is cheap
-    between matrix products; mixer (attention) or feed_forward, that part of each. None: full with
-    recompute_layer, else none."""
+    """Parts that decoder layers compute again: none; full, all but their input; selective, what is
+    cheap between matrix products; mixer (attention) or feed_forward, that part of each. None: full
+    with recompute_layer, else none."""
     recompute_layers: int | None = None
-    """How many decoder layers do so, from the first one on; None: all."""
+    """Number of decoder layers that do so, from the first one on; None: all."""
     recompute_memory_gb: float | None = None
     """Instead of both: GB of a rank for what decoder layers keep for the backward. They compute as
     little again as fits: selective in the first layers, then in all, then full."""
@@ -56,12 +56,12 @@ class ParallelismConfig:
     """Ranks that share the tokens of each sample (context parallel). Nanotron's name for it,
     context_parallel_size, is understood."""
     cp_attention: CPAttention = "auto"
-    """How attention runs over cp: keys travel round a ring, keys are gathered, or heads are
+    """Method of attention over cp: keys travel round a ring, keys are gathered, or heads are
     exchanged for tokens (ulysses). auto: what model_config.attn_implementation names (ring,
     ring_flash_triton; llama3_ring_attention gathers); else ulysses where it sends less than the
     ring, or the ring."""
     cp_layout: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which tokens a cp rank has: an early and a late piece, which balances the work, or one."""
+    """Tokens of a cp rank: an early and a late piece, which balances the work, or one."""
     cp_stride: int | None = None
     """Key heads that are gathered at a time; only where keys are gathered. None: what
     model_config.ring_attn_heads_k_stride says, or 1."""
@@ -110,7 +110,7 @@ class ParallelismConfig:
         return schedule_named(self.pp_engine, self.pp_chunks)
 
     def recompute_of(self, layer: int) -> Recompute:
-        """What a decoder layer computes again in the backward."""
+        """Return what a decoder layer computes again in the backward."""
         if self.recompute_layers is not None and layer >= self.recompute_layers:
             return "none"
         return self.recompute or ("full" if self.recompute_layer else "none")
@@ -134,7 +134,7 @@ class ParallelismConfig:
 
     @property
     def mode(self) -> TPMode:
-        """How the layers communicate over tp."""
+        """Communication of the layers over tp."""
         return TPMode(
             sequence_parallel=self.tp_mode == "REDUCE_SCATTER" and self.tp > 1,
             overlap=self.tp_linear_async_communication,

@@ -1,4 +1,4 @@
-"""What `model.init_method` with `use_mup` makes of a model: multipliers, draws, learning rates."""
+"""Effects of `model.init_method` with `use_mup`: multipliers, draws, learning rates."""
 
 from __future__ import annotations
 

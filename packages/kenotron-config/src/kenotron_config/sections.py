@@ -11,7 +11,7 @@ from kenotron_models import AnyConfig
 DType = Literal["float32", "bfloat16", "float16"]
 TrackerName = Literal["tensorboard", "wandb"]
 Device = Literal["auto", "cpu", "cuda"]
-"""What ranks compute on."""
+"""Device that ranks compute on."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical", "passive"]
 
 
@@ -38,8 +38,8 @@ class GeneralConfig:
     """True: the same run gives the same bits every time on an accelerator, too; slower. An
     operation without deterministic version ends the run."""
     device: Device = "auto"
-    """What ranks compute on: `cuda`, a GPU for every rank; `cpu`; `auto`: cuda where there are GPUs
-    enough."""
+    """Device that ranks compute on: `cuda`, a GPU for every rank; `cpu`; `auto`: cuda where there
+    are GPUs enough."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -57,7 +57,7 @@ class MTPConfig:
     layers: int = 1
     """Number of modules, each of which predicts one token further; 1 is what there is."""
     weight: float = 0.3
-    """What their cross entropy is multiplied with in the objective; `lm_loss` is without it."""
+    """Factor of their cross entropy in the objective; `lm_loss` is without it."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -82,7 +82,7 @@ class ModelConfig:
     model_config: AnyConfig
     """Sizes of the model; its `is_*_config` names the family."""
     init_method: InitMethod
-    """How weights begin: drawn, or read."""
+    """Initial weights: drawn, or read."""
     mtp: MTPConfig | None = None
     """A module that predicts the token after the next, as an auxiliary objective; None: none."""
     dtype: DType = "bfloat16"
@@ -108,7 +108,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """What makes tokens of text; without a name text is read as bytes."""
+    """Tokenizer of text; without a name text is read as bytes."""
 
     tokenizer_name_or_path: str | None = None
     """Folder or name of a tokenizer that transformers loads, a tokenizer.json, or `bytes`; None:
@@ -131,7 +131,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensConfig:
-    """How many tokens are read, and in which portions."""
+    """Number of tokens that are read, and their portions."""
 
     sequence_length: int
     """Tokens of one sample."""
@@ -171,7 +171,7 @@ class TokensConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
-    """What is printed while training."""
+    """Console output while training."""
 
     log_level: LogLevel = "info"
     """Least severity that is printed."""
@@ -180,10 +180,10 @@ class LoggingConfig:
     iteration_step_info_interval: int = 1
     """Training steps from one printed line to the next."""
     trackers: tuple[TrackerName, ...] | None = None
-    """Where figures go in addition to the log: tensorboard, wandb; None: wandb where WANDB_MODE,
-    WANDB_PROJECT or WANDB_API_KEY is set in the environment."""
+    """Trackers that get figures in addition to the log: tensorboard, wandb; None: wandb where
+    WANDB_MODE, WANDB_PROJECT or WANDB_API_KEY is set in the environment."""
     communication: bool = False
-    """Whether metrics.jsonl has the bytes that left the first rank in each step, by axis."""
+    """True: metrics.jsonl has the bytes that left the first rank in each step, by axis."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

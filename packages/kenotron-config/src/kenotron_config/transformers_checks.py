@@ -57,7 +57,7 @@ def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
 def _layers(
     model: ModelConfig, spec: TransformersSpec, parallelism: ParallelismConfig
 ) -> Iterator[str]:
-    """What is seen when the layers are made."""
+    """Yield the problems that show when the layers are made."""
     tp, pp = parallelism.tp, parallelism.pp
     try:
         layers = layers_on_meta(spec)

@@ -24,11 +24,11 @@ class ProfilerConfig:
     skip_first: int = 3
     """Steps before the first round."""
     record_shapes: bool = False
-    """Whether shapes are kept."""
+    """True: shapes are kept."""
     profile_memory: bool = False
-    """Whether memory is followed; on CUDA a snapshot is written, too."""
+    """True: memory is followed; on CUDA a snapshot is written, too."""
     with_stack: bool = True
-    """Whether lines of code are kept."""
+    """True: lines of code are kept."""
     export_chrome_trace: bool = False
     """No effect: every trace can be opened in a browser."""
 

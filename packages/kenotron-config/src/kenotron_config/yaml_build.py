@@ -185,7 +185,7 @@ def _chosen(
 
 
 def _fitness(member: type, value: dict[str, Any]) -> tuple[int, bool]:
-    """How many of the keys the class has, and whether nothing that it needs is missing then."""
+    """Count the keys that the class has, and say whether they are all that it needs."""
     known = {each.name: each for each in fields(member)}
     needed = {name for name, each in known.items() if not _has_default(each)}
     count = len(set(_renamed(value, known)) & set(known))

@@ -27,16 +27,16 @@ from kenotron_cp.visibility import Sight
 from kenotron_dist import Axis
 
 Way = Literal["ring", "gather", "ulysses"]
-"""What travels. ``ring``: keys, one all-to-all a step, hidden behind the products; in backward
-again, and their gradients return in fp32. ``gather``: keys are gathered, some heads at a time, and
-again in backward. ``ulysses``: each rank has the whole sequence of H / c heads, between two
-all-to-alls; c divides H, and K or K divides c: key heads fewer than ranks are repeated."""
+"""Method of the exchange. ``ring``: keys, one all-to-all a step, hidden behind the products; in
+backward again, and their gradients return in fp32. ``gather``: keys are gathered, some heads at a
+time, and again in backward. ``ulysses``: each rank has the whole sequence of H / c heads, between
+two all-to-alls; c divides H, and K or K divides c: key heads fewer than ranks are repeated."""
 AROUND_KERNELS = frozenset({"sinks"})
 """Fields of ``Scoring`` that are applied to the result of any kernel."""
 
 
 class _Run(NamedTuple):
-    """How an attention is computed once heads are where they shall be."""
+    """Options of an attention once each rank has the heads that it computes."""
 
     p: Problem
     axis: Axis

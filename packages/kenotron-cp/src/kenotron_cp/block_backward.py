@@ -31,7 +31,7 @@ def add(left: Tensor, right: Tensor) -> Tensor:
 
 
 def is_part(x: Tensor) -> bool:
-    """Whether the memory of a tensor holds more than its elements, which it keeps alive."""
+    """Return whether the memory of a tensor holds more than its elements, which it keeps alive."""
     return x.untyped_storage().nbytes() > x.numel() * x.element_size()
 
 

@@ -20,7 +20,7 @@ from kenotron_cp.scoring import Scoring
 
 
 class Tile(NamedTuple):
-    """What a kernel has to know of a pair of blocks besides its tensors."""
+    """Properties of a pair of blocks that a kernel needs besides its tensors."""
 
     scoring: Scoring
     causal: bool = False

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each rank holds, and the fixed grid of blocks that attention uses.
+"""Tokens of a sequence on each rank, and the fixed grid of blocks that attention uses.
 
 The sequence (S tokens, padded to whole strips) is divided into T strips of equal length. A chunk is
 a run of strips that one rank holds, and a strip is divided into blocks of at most ``block`` tokens.
@@ -35,7 +35,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """How a sequence is cut over the ranks of an axis; the same value on all of them.
+    """Cut of a sequence over the ranks of an axis; the same value on all of them.
 
     Raises ValueError for an unknown order, and for sizes below 1.
     """

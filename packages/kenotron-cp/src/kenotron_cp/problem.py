@@ -1,4 +1,4 @@
-"""What is attended to, as forward and backward see it: blocks, masks, dropout, keys of a strip.
+"""Inputs of attention for forward and backward: blocks, masks, dropout, keys of a strip.
 
 B rows, H query heads, K key heads, G = H / K, D features of a query or key, V of a value. Tensors
 have heads first: (B, heads, tokens, features).
@@ -20,11 +20,11 @@ from kenotron_cp.visibility import BlockTable
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is the same in forward and backward."""
+    """Inputs that are the same in forward and backward."""
 
     table: BlockTable
     rank: int
-    """Whose tokens the queries are."""
+    """Rank whose tokens the queries are."""
     kernel: Kernel
     scoring: Scoring
     """Of the query heads here."""
@@ -33,7 +33,7 @@ class Problem:
 
     @property
     def cut(self) -> Cut:
-        """How the sequence lies on ranks."""
+        """Layout of the sequence on ranks."""
         return self.table.cut
 
     def strips(self) -> list[int]:
@@ -41,7 +41,7 @@ class Problem:
         return [strip for x in self.cut.held(self.rank) for strip in strips_of(self, x)]
 
     def place(self, block: Block) -> slice:
-        """Where a block of queries lies among this rank's tokens."""
+        """Return the position of a block of queries among this rank's tokens."""
         length = self.cut.chunk_length
         index = self.cut.held(self.rank).index(block.begin // length)
         begin = index * length + block.begin % length

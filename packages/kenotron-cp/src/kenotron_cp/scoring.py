@@ -1,4 +1,4 @@
-"""What changes the scores of attention: one value that every kernel takes whole.
+"""Options that change the scores of attention: one value that every kernel takes whole.
 
 B rows, H query heads, Q queries, K keys.
 """

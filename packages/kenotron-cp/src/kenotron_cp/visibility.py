@@ -1,4 +1,4 @@
-"""Which tokens see which, by global positions, and what follows for blocks, strips and chunks.
+"""Visibility of tokens by global positions, and what follows for blocks, strips and chunks.
 
 A query at position p sees the keys from its first visible position to p itself. The first visible
 position does not decrease along a row, so the ends of two blocks say whether one sees the other.
@@ -33,7 +33,7 @@ class Sight:
     sees its own document only, which is a run of equal numbers. A token with a negative number
     sees nothing, is seen by none, and its output is 0."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
-    """What has been derived so far."""
+    """Tables derived so far."""
 
     def __post_init__(self) -> None:
         for name, value in (("sequence", self.sequence), ("window", self.window)):
@@ -110,7 +110,7 @@ class Sight:
         return self.mask(whole, whole, self.sequence, torch.device("cpu"))
 
     def over(self, cut: Cut) -> BlockTable:
-        """What is visible on the grid of a cut. Raises ValueError when S differs."""
+        """Return what is visible on the grid of a cut. Raises ValueError when S differs."""
         if cut.sequence != self.sequence:
             raise ValueError(
                 f"Sight: it describes {self.sequence} tokens and the cut {cut.sequence}: both are "
@@ -122,7 +122,7 @@ class Sight:
 
 
 class BlockTable:
-    """Which blocks, strips and chunks of a cut sequence see which."""
+    """Visibility among blocks, strips and chunks of a cut sequence."""
 
     def __init__(self, sight: Sight, cut: Cut) -> None:
         self.sight, self.cut = sight, cut
@@ -153,7 +153,7 @@ class BlockTable:
         self._chunks = {(u // count, w // count) for u, w in self._strips}
 
     def sees(self, queries: Block, keys: Block) -> bool:
-        """Whether a query of one block may see a key of another."""
+        """Return whether a query of one block may see a key of another."""
         sequence = self.sight.sequence
         return (
             queries.begin < sequence
@@ -162,19 +162,19 @@ class BlockTable:
         )
 
     def whole(self, queries: Block, keys: Block) -> bool:
-        """Whether every query sees every key."""
+        """Return whether every query sees every key."""
         return keys.end <= queries.begin + 1 and keys.begin >= self._high[queries]
 
     def causal(self, queries: Block, keys: Block) -> bool:
-        """Whether the block is its own keys, and nothing but the future is hidden."""
+        """Return whether the block is its own keys, and nothing but the future is hidden."""
         return queries == keys and queries.begin >= self._high[queries]
 
     def strip_sees(self, queries: int, keys: int) -> bool:
-        """Whether a query of one strip may see a key of another."""
+        """Return whether a query of one strip may see a key of another."""
         return (queries, keys) in self._strips
 
     def chunk_sees(self, queries: int, keys: int) -> bool:
-        """Whether a query of one chunk may see a key of another."""
+        """Return whether a query of one chunk may see a key of another."""
         return (queries, keys) in self._chunks
 
     def sent(self, source: int, to: int) -> list[int]:

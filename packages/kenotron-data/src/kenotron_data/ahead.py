@@ -12,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 Task = TypeVar("Task")
 Item = TypeVar("Item")
 WorkerKind = Literal["thread", "process"]
-"""What works ahead. Threads share memory; processes help where samples are made in Python."""
+"""Kind of workers. Threads share memory; processes help where samples are made in Python."""
 
 _IN_WORKER: dict[str, Callable[[Any], Any]] = {}
 """The work of this process, where it is a worker."""

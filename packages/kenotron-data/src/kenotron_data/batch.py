@@ -1,4 +1,4 @@
-"""What a step trains on: rows of samples as tensors, and which rows a rank reads.
+"""Global batches: rows of samples as tensors, and the rows that a rank reads.
 
 M micro-batches, B rows of a micro-batch, S sequence; R = M * B rows of one rank in one batch.
 """
@@ -141,7 +141,7 @@ def _pinned(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSplit:
-    """How a global batch is cut: ranks own consecutive rows, and so do micro-batches.
+    """Cut of a global batch: ranks own consecutive rows, and so do micro-batches.
 
     Args:
         micro_batch_size: B.

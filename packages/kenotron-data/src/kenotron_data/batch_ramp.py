@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRampConfig:
-    """How the global batch grows: from ``start`` in equal parts of ``samples``."""
+    """Growth of the global batch: from ``start`` in equal parts of ``samples``."""
 
     start: int
     """Samples of the first global batches."""

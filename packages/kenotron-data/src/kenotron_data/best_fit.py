@@ -1,4 +1,4 @@
-"""Which documents share a sample: best-fit packing, computed once and kept next to the tokens.
+"""Documents that share a sample: best-fit packing, computed once and kept next to the tokens.
 
 The longest document is placed first, each in the sample where it leaves the least room (best-fit
 decreasing). Nothing is cut but documents longer than a sample. W = S + 1 tokens of a sample.

@@ -32,7 +32,7 @@ _PROMPT = (
 )
 
 _OTHER = "x"
-"""What makes another text of a content."""
+"""Text that makes another one of a content."""
 
 Ids = NDArray[np.integer]
 Example = tuple[Ids, NDArray[np.bool_]]

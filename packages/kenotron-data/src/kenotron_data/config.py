@@ -31,7 +31,7 @@ HUB_FIELD = "hf_dataset_or_datasets"
 
 @dataclass(frozen=True, kw_only=True)
 class HubDatasetsConfig:
-    """Which rows are read, of which data sets: what both kinds of text have."""
+    """Rows that are read, and their data sets: the fields that both kinds of text have."""
 
     hf_dataset_or_datasets: str | list[str] | dict[str, float]
     """Name or path of a data set, several, or the fraction that is used of each."""
@@ -42,7 +42,7 @@ class HubDatasetsConfig:
     dataset_processing_num_proc_per_process: int = 1
     """Processes that tokenise."""
     dataset_overwrite_cache: bool = False
-    """Whether to tokenise again what is in the cache."""
+    """True: what is in the cache is tokenised again."""
 
     @property
     def fractions(self) -> dict[str, float]:
@@ -107,7 +107,7 @@ class NanosetDatasetsConfig:
     dataset_weights: list[float] | None = None
     """One weight for each folder, in any unit; None: in proportion to their samples."""
     dataset_read_path: str | list[str] | None = None
-    """Where to read instead of each folder, if it is there: a local copy."""
+    """Local copy of each folder, read instead of it if it is there."""
     tokenizer_name: str | None = None
     """The tokenizer of the files; None takes what their metadata say."""
     vocab_size: int | None = None
@@ -115,7 +115,7 @@ class NanosetDatasetsConfig:
     token_size_in_bytes: int | None = None
     """Bytes of a token, 2 or 4; None takes what the files' metadata say."""
     return_positions: bool = True
-    """Whether positions start again at 0 with each document."""
+    """True: positions start again at 0 with each document."""
     skip_in_stream: bool = False
     """No effect: any sample is found at once."""
     pad_samples_to_global_batch_size: bool = False
@@ -123,7 +123,7 @@ class NanosetDatasetsConfig:
     dataset_max_tokens: list[int] | None = None
     """Read this many tokens of each folder at most; None: all."""
     shuffle_files: bool = False
-    """Whether files are read in a shuffled order; samples always are."""
+    """True: files are read in a shuffled order; samples always are."""
     use_old_brrr_dataloader: bool = False
     """No effect: there is one loader."""
 
@@ -157,7 +157,7 @@ class NanosetDatasetsConfig:
 
     @property
     def read_paths(self) -> tuple[str, ...] | None:
-        """Where to read instead of each folder; None: in the folders."""
+        """Paths to read instead of each folder; None: the folders are read."""
         return None if self.dataset_read_path is None else _several(self.dataset_read_path)
 
     def _lists(self) -> Iterator[str]:
@@ -203,7 +203,7 @@ def domain_section(section: Section, names: Sequence[str]) -> Section:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What one stage of training reads, and in which order."""
+    """Data that one stage of training reads, and their order."""
 
     dataset: PretrainDatasetsConfig | NanosetDatasetsConfig | SFTDatasetsConfig | None
     """The data; None: random tokens, or a loader of one's own."""
@@ -227,11 +227,11 @@ class DatasetStageConfig:
     """A stretch of training on one set of data; it lasts until the next one starts."""
 
     name: str
-    """What the log calls the stage."""
+    """Name of the stage in the log."""
     start_training_step: int
     """First training step of the stage, from 1."""
     data: DataConfig
-    """What the stage reads."""
+    """Data that the stage reads."""
     sequence_length: int | None = None
     """Tokens of a sample in this stage; None: that of the tokens' section."""
     batch_accumulation_per_replica: int | None = None

@@ -1,4 +1,4 @@
-"""What a stage of training reads: the data sets of a section, one after the other or mixed."""
+"""Data of a stage of training: the data sets of a section, one after the other or mixed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Corpus:
     training: Dataset | Iterable[Any]
     """An iterable has no index: it is read once, in its order."""
     validation: Mapping[str, Dataset] = field(default_factory=dict)
-    """What is held out, by the name of its source."""
+    """Held-out samples, by the name of their source."""
     about: str = ""
     """Its line in the log."""
 
 
 def has_index(data: Dataset | Iterable[Any]) -> TypeGuard[Dataset]:
-    """Whether samples are found by their number."""
+    """Return whether samples are found by their number."""
     return hasattr(data, "sample")
 
 

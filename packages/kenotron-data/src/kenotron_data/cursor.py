@@ -1,4 +1,4 @@
-"""Where a run stands in its data: three integers."""
+"""Position of a run in its data: three integers."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a run stands in its data; the same on every rank and for every layout.
+    """Position of a run in its data; the same on every rank and for every layout.
 
     Args:
         stage: number of the data stage.

@@ -140,7 +140,7 @@ class IterableLoader(Iterator[Batch]):
 
     @property
     def cursor(self) -> Cursor:
-        """Where the user stands: batches prepared ahead do not count."""
+        """Position of the user: batches prepared ahead do not count."""
         return Cursor(self._stage, 0, self._consumed)
 
     @property

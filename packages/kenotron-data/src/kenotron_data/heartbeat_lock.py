@@ -74,7 +74,7 @@ def _owns(own: str, found: bytes | None) -> bool:
 
 
 def _created(path: Path, own: str) -> bool:
-    """Whether there was no file, so that this process has made it."""
+    """Return whether there was no file, so that this process has made it."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
     except FileExistsError:
@@ -90,7 +90,7 @@ def _created(path: Path, own: str) -> bool:
 
 
 def _replaced(path: Path, own: str) -> bool:
-    """Whether the file was a leftover, and this process the one that has replaced it."""
+    """Return whether the file was a leftover, and this process the one that has replaced it."""
     left, end = _read(path), time.monotonic() + PATIENCE
     while time.monotonic() < end:
         time.sleep(min(0.5, PATIENCE / 10))

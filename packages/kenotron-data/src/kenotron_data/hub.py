@@ -185,7 +185,7 @@ def data_pieces(
 
 
 def _is_path(path: Path, name: str) -> bool:
-    """Whether a name can be no name of the hub."""
+    """Return whether a name can be no name of the hub."""
     suffixes = (".parquet", *TEXT_SUFFIXES)
     a_file = is_json_lines(path) or is_csv(path) or path.suffix.lower() in suffixes
     return path.is_absolute() or name.startswith(".") or name.count("/") > 1 or a_file

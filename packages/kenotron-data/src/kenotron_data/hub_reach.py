@@ -1,4 +1,4 @@
-"""Whether the hub can be asked for something: one request, instead of retries for a minute."""
+"""Check that the hub can be asked: one request, instead of retries for a minute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

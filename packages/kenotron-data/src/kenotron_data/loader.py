@@ -127,7 +127,7 @@ class Loader(Iterator[Batch]):
 
     @property
     def cursor(self) -> Cursor:
-        """Where the user stands: batches prepared ahead do not count."""
+        """Position of the user: batches prepared ahead do not count."""
         epoch = self._consumed // len(self._making.reader.dataset)
         return Cursor(self._making.stage, epoch, self._consumed)
 

@@ -43,7 +43,7 @@ class Mixture(Concatenated):
         super().__init__(sources)
         given = dict(zip(self.sources, self.sizes.tolist(), strict=True))
         self.quanta = round_shares(given if weights is None else weights, self.sources)
-        """How often each source comes in a period: integers whose sum is 65,536."""
+        """Samples of each source in a period: integers whose sum is 65,536."""
         self._picks = chairman(self.quanta)
         self._before = np.empty(PERIOD, dtype=np.int64)  # earlier picks of the same source
         for source, count in enumerate(self.quanta):

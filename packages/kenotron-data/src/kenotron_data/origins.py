@@ -1,4 +1,4 @@
-"""Where the samples of a batch were read: for people who look for the cause of a step."""
+"""Places in which the samples of a batch were read, to find the cause of a step."""
 
 from collections.abc import Sequence
 from typing import Any

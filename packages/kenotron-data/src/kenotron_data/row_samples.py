@@ -92,7 +92,7 @@ def segments(
 
 
 class Dataset(Protocol):
-    """What a loader reads: a number of samples, each a pure function of its index.
+    """Data set of a loader: a number of samples, each a pure function of its index.
 
     A data set may also have some of these methods, which `read_rows` and the loaders then use:
 

@@ -40,7 +40,7 @@ FILE_ORDER = 42
 
 @dataclass(frozen=True, kw_only=True)
 class SectionOptions:
-    """What data sets need to know of the run that reads them."""
+    """Properties of a run that the data sets it reads depend on."""
 
     text_tokenizer: Callable[[], TextTokenizer]
     """Opens what makes tokens of documents."""
@@ -51,14 +51,14 @@ class SectionOptions:
     vocab_size: int
     """Ids of the model: bytes that it has no id for are left out."""
     plain_bytes: bool
-    """Whether text becomes bytes, without a limit of a document's length."""
+    """True where text becomes bytes, without a limit of a document's length."""
     longest: int | None = None
     """Most tokens of a prompt or chat; None: those of a sample."""
     validates: bool = True
-    """Whether samples are held out."""
+    """True where samples are held out."""
     separate_documents: bool = False
-    """Whether the model keeps documents apart; samples then tell them apart, and several examples
-    may share one."""
+    """True where the model keeps documents apart; samples then tell them apart, and several
+    examples may share one."""
     domains: Mapping[str, float] | None = None
     """Names of a section's data sets, in order, and the weights with which they are mixed."""
 
@@ -209,7 +209,7 @@ def _held_out(options: SectionOptions, sources: dict[str, Dataset]) -> SectionDa
 
 
 def _has_validation(section: HubDatasetsConfig, options: SectionOptions) -> bool:
-    """Whether a split is named to validate on, and validation is asked for."""
+    """Return whether a split is named to validate on, and validation is asked for."""
     if not options.validates or len(section.splits) == 1:
         return False
     training = chosen_splits(section.splits, validation=False)
@@ -228,7 +228,7 @@ def _cached(
 
 
 def _is_in_memory(section: PretrainDatasetsConfig, options: SectionOptions) -> bool:
-    """Whether a section is one corpus of plain text that is read as bytes.
+    """Return whether a section is one corpus of plain text that is read as bytes.
 
     Files of tokens know where documents begin, bytes in memory do not.
     """
@@ -241,7 +241,7 @@ def _is_in_memory(section: PretrainDatasetsConfig, options: SectionOptions) -> b
 
 
 def _is_text(path: Path) -> bool:
-    """Whether there are files of text, which have no columns."""
+    """Return whether there are files of text, which have no columns."""
     if not path.exists() or any((path / file).is_file() for file in SAVED):
         return False
     return all(isinstance(piece, TextFile) for piece in file_pieces(path))

@@ -1,4 +1,4 @@
-"""Which files a path stands for: JSON lines, CSV, parquet, or text."""
+"""Files that a path stands for: JSON lines, CSV, parquet, or text."""
 
 import fnmatch
 import os

@@ -41,7 +41,7 @@ class StoredLosses:
         found = _read_description(self.path)
         self.samples, self.sequence = int(found["samples"]), int(found["sequence"])
         self.about: dict[str, Any] = found["about"]
-        """What the losses are of, as the writer was told."""
+        """Model and data of the losses, as given to the writer."""
         size, needed = self.path.stat().st_size, self.samples * self.sequence * LOSSES.itemsize
         if size < needed:
             raise ValueError(

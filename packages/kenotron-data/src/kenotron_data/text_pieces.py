@@ -1,4 +1,4 @@
-"""What is tokenised: pieces of files or tables that are read alone, in the order of the source.
+"""Pieces of files or tables to tokenise: each is read alone, in the order of the source.
 
 A piece yields rows: where the row is (a number that only the piece understands) and the values of
 the columns that were asked for. A file is cut in pieces so that several processes can share it.
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeAlias
 from kenotron_data.text import read_utf8
 
 Row: TypeAlias = tuple[int, tuple[Any, ...]]
-"""Where a row is, and the values of its columns."""
+"""Place of a row, and the values of its columns."""
 
 
 class Piece(Protocol):

@@ -1,4 +1,4 @@
-"""Whether a finished folder of token files may be trusted: its files' checksums, and its owner."""
+"""Trust in a finished folder of token files: its files' checksums, and its owner."""
 
 import hashlib
 import os

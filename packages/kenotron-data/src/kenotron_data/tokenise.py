@@ -32,7 +32,7 @@ _MOST_SOURCES, _MOST_PARTS = 1000, 100_000
 
 @dataclass(frozen=True)
 class Tokenised:
-    """What became of the sources.
+    """Result of tokenising the sources.
 
     Args:
         folder: the folder of the token files.

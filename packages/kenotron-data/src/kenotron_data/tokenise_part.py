@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartMade:
-    """What became of a part: bytes of its pieces, documents and tokens of its file."""
+    """Result for a part: bytes of its pieces, documents and tokens of its file."""
 
     size: int
     documents: int

@@ -23,11 +23,11 @@ _USUAL_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 class TextTokenizer(Protocol):
-    """What turns documents into ids; it can be pickled."""
+    """Tokenizer that turns documents into ids; it can be pickled."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Name that people call it by."""
         ...
 
     @property

@@ -30,7 +30,7 @@ class Axis:
     backend: str = "gloo"
     """``gloo`` or ``nccl``: decides how sums are computed."""
     pulse: Pulse | None = None
-    """Where communications are noted for the watchdog."""
+    """Log in which communications are noted for the watchdog."""
 
     @cached_property
     def size(self) -> int:
@@ -58,7 +58,7 @@ class Axis:
 
     @cached_property
     def on_device(self) -> bool:
-        """Whether communications run on a device's queue (NCCL): waiting does not block a process.
+        """True where communications run on a device's queue (NCCL): waiting blocks no process.
 
         There two waits order the device, transfers of two ranks have no tags, and a communicator
         is made by its first operation.
@@ -67,7 +67,7 @@ class Axis:
 
     @property
     def counts_transfers(self) -> bool:
-        """Whether all ranks must do equally many sends and receives between two collectives.
+        """True where all ranks must do equally many sends and receives between two collectives.
 
         With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` torch compares at each collective how many
         operations of the group each rank has done; gloo counts every send and every receive.
@@ -76,7 +76,7 @@ class Axis:
 
     @cached_property
     def control_device(self) -> torch.device:
-        """Where the backend needs the tensors of a message that belongs to no device."""
+        """Device on which the backend needs the tensors of a message that belongs to no device."""
         if self.backend != "nccl":
             return torch.device("cpu")
         return torch.device("cuda", torch.accelerator.current_device_index())

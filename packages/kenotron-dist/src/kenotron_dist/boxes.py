@@ -115,7 +115,7 @@ def local_boxes(layout: TensorLayout, view: GridView) -> list[Box]:
 
 
 def replicas(layout: TensorLayout, view: GridView, box: Box) -> int:
-    """How many ranks of the grid hold the block (an element of it)."""
+    """Return the number of ranks of the grid that hold the block (an element of it)."""
     different = dict(box.parts)
     copies = math.prod(
         size // different.get(axis, 1) for axis, size in view.sizes.items() if axis != "pp"
@@ -124,7 +124,7 @@ def replicas(layout: TensorLayout, view: GridView, box: Box) -> int:
 
 
 def replica_index(layout: TensorLayout, view: GridView, box: Box) -> int:
-    """Which of the block's ``replicas`` the rank of the view is, from 0."""
+    """Return the number of the view's rank among the block's ``replicas``, from 0."""
     different, flat = dict(box.parts), layout.flat
     repeated = flat.axes[:1] if flat is not None and flat.block is not None else ()
     index = layout.stages.index(view.coords["pp"]) if "pp" in view.sizes else 0

@@ -1,4 +1,4 @@
-"""How many cores this process may compute on."""
+"""Number of cores that this process may compute on."""
 
 from __future__ import annotations
 

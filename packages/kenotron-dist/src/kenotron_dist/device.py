@@ -82,9 +82,15 @@ def choose_device(
 ) -> tuple[str, str]:
     """Device type and backend: cuda and nccl when there are GPUs enough, else cpu and gloo. Pure.
 
-    Arguments: what was asked for, or None; visible GPUs; GPUs that the local ranks need; why there
-    is none (``gpu_problem``). Raises
-    ValueError for an unknown name, a combination that cannot work, or too few GPUs.
+    Args:
+        device: type that was asked for, or None.
+        backend: backend that was asked for, or None.
+        gpus: number of visible GPUs.
+        needed: GPUs that the local ranks need.
+        problem: reason why there is no GPU (``gpu_problem``).
+
+    Raises:
+        ValueError: an unknown name, a combination that cannot work, or too few GPUs.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device {device!r} is neither 'cpu' nor 'cuda'")

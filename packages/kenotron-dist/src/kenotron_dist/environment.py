@@ -1,4 +1,4 @@
-"""Which rank this process is, from the variables that its launcher set. Pure.
+"""Rank of this process, from the variables that its launcher set. Pure.
 
 torchrun (and variables set by hand) come first, then Open MPI, a Slurm step, and MPICH-like
 launchers: torchrun may run inside the others, and mpirun inside Slurm. Variables that contradict
@@ -29,18 +29,18 @@ class World:
     """Index among the processes on this host."""
     local_world_size: int
     master_address: str
-    """Where rank 0, or the launcher's agent, hosts the store."""
+    """Host of the store: that of rank 0, or of the launcher's agent."""
     master_port: int
     launcher: Literal["torchrun", "slurm", "mpi", "none"]
     """``torchrun`` also stands for RANK and WORLD_SIZE set by hand."""
     restart_count: int = 0
-    """How often the launcher has started all of them again."""
+    """Number of times that the launcher has started all of them again."""
     agent_store: bool = False
-    """Whether the launcher hosts the store."""
+    """True where the launcher hosts the store."""
 
     @property
     def is_local(self) -> bool:
-        """Whether all ranks are on this host."""
+        """True where all ranks are on this host."""
         return self.local_world_size == self.world_size
 
 
@@ -209,7 +209,7 @@ def _mpi(env: _Variables, prefix: str, names: tuple[str, str, str, str]) -> Worl
 
 
 def _in_step(env: _Variables) -> bool:
-    """Whether srun started this process."""
+    """Return whether srun started this process."""
     step = env.first("SLURM_STEP_ID", "SLURM_STEPID")
     return step is not None and env.all[step] not in _OUTSIDE_SRUN
 
@@ -250,7 +250,7 @@ def _slurm(env: _Variables) -> World:
 
 
 def _tasks_here(env: _Variables, tasks: str, size: int) -> int:
-    """How many of the step's tasks run on this node."""
+    """Return how many of the step's tasks run on this node."""
     name = env.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     if name is not None:
         try:

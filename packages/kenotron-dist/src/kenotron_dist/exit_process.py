@@ -1,4 +1,4 @@
-"""How a process of a run ends without the finalisation that gloo's threads do not survive."""
+"""End of a run's process without the finalisation that gloo's threads do not survive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks lie in a mesh: pure arithmetic, without a process or a group.
+"""Positions of ranks in a mesh: pure arithmetic, without a process or a group.
 
 The ranks of a pipeline stage are factored twice: dp x cp x tp for dense tensors, and edp x ep x etp
 for experts. Both keep the order of ranks. etp is 1: experts are cut no further.
@@ -20,7 +20,7 @@ DATA_AXES = {"dense": ("dp", "cp"), "expert": ("edp",)}
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """How many ranks lie along each axis."""
+    """Number of ranks along each axis."""
 
     pp: int = 1
     """Pipeline stages."""

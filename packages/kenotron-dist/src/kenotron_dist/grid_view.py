@@ -1,4 +1,4 @@
-"""How one rank sees the grid that a tensor lives in: sizes and coordinates of its axes. Pure."""
+"""One rank's view of the grid that a tensor lives in: sizes, coordinates of its axes. Pure."""
 
 from __future__ import annotations
 

@@ -91,8 +91,10 @@ class Handle:
 
     Keep the handle, and leave the tensors alone, until then. Waiting twice is allowed.
 
-    Arguments: what is awaited; then the result (any shape), or what makes it or the handle of a
-    next round; how many communications follow one another.
+    Args:
+        flight: the operation that is awaited; None: nothing is.
+        result: (any shape), or a function that returns it, or the handle of a next round.
+        rounds: number of communications that follow one another.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ def _nothing() -> None:
 
 
 def _shapes_only(axis: Axis, x: Tensor | Sequence[Tensor]) -> bool:
-    """Whether there is nothing to send: tensors on meta, and no group, or one without ranks."""
+    """Return whether there is nothing to send: tensors on meta, no group, or one without ranks."""
     tensors = [x] if isinstance(x, Tensor) else x
     return (axis.group is None or axis.backend == FAKE) and all(
         each.device.type == "meta" for each in tensors

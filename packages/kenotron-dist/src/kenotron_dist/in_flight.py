@@ -30,13 +30,13 @@ class Ticket(NamedTuple):
     """One communication of this process."""
 
     channel: str
-    """Who takes part: the same text on all of them (``tp:0,1``; ``pp:0>1#4`` for a transfer)."""
+    """Participants: the same text on all of them (``tp:0,1``; ``pp:0>1#4`` for a transfer)."""
     axis: str
     """Name of the mesh axis."""
     ranks: tuple[int, ...]
     """Global ranks that must come together."""
     number: int
-    """How many this process had issued on the channel, this one included."""
+    """Number of communications issued by this process on the channel, this one included."""
     operation: str
     file: str
     """Path of the calling code, outside this package and torch."""
@@ -57,7 +57,8 @@ class Entry(NamedTuple):
 
     ticket: Ticket
     how: str
-    """What all must agree on next to the operation: ``sum``, ``from 0``, ``by 1``; or empty."""
+    """Value that all must agree on next to the operation: ``sum``, ``from 0``, ``by 1``; or
+    empty."""
     dtype: str
     """``float32``; empty where nothing is communicated."""
     shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class Entry(NamedTuple):
     takes: tuple[int, ...] | None = None
     """Bytes expected from each of them."""
     makes_group: bool = False
-    """Whether ranks make a group; a set of transfers without data, too, has no dtype."""
+    """True where ranks make a group; a set of transfers without data, too, has no dtype."""
 
 
 class Waiting(NamedTuple):
@@ -90,12 +91,12 @@ class Pulse:
         """The latest ticket of each channel; its number is the channel's count."""
         self.last: Ticket | None = None
         self.moved = time.monotonic()
-        """When something was last issued or a wait ended."""
+        """Time at which something was last issued or a wait ended."""
         self.on_error: Callable[[Ticket, RuntimeError], RuntimeError] | None = None
         self.ended = threading.Event()
         """Set when the mesh is closed: ends threads that work for it."""
         self.watched = False
-        """Whether a watchdog reads what the device still has to do."""
+        """True where a watchdog reads what the device still has to do."""
         self.waited = 0.0
         """Seconds that the thread that made this was blocked in communication, all in all."""
         self._thread = threading.get_ident()
@@ -106,7 +107,7 @@ class Pulse:
         self.flying: set[object] = set()
         """Exchanges that were not waited for yet: their buffers must outlive them."""
         self.shown: dict[int, Waiting] = {}
-        """What each thread is blocked on."""
+        """Communication that each thread is blocked on."""
         self._queued: deque[tuple[Waiting, Mark]] = deque()
         self._quiet: dict[str, bool] = {}
 
@@ -179,7 +180,7 @@ class Pulse:
             self._queued.append((Waiting(ticket, time.monotonic(), on_device=True), mark()))
 
     def waits(self) -> list[Waiting]:
-        """What this process, or its device, is blocked on, the oldest first."""
+        """List what this process, or its device, is blocked on, the oldest first."""
         while self._queued and self._queued[0][1].is_completed():
             self._queued.popleft()
         device = [self._queued[0][0]] if self._queued else []

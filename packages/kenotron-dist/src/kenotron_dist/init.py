@@ -83,10 +83,17 @@ def initialize(
 ) -> None:
     """Fill every parameter of ``module`` (this rank's part of a model) exactly once.
 
-    Arguments: the module, off meta; layouts of the whole model by parameter name; the view of a
-    layout's grid (``mesh.view``); the seed; ``initializer(layout)``, which chooses by the role and
-    the shape of a logical tensor. No communication. Raises ValueError for a parameter that has no
-    layout or is still on meta.
+    No communication.
+
+    Args:
+        module: off meta.
+        layouts: of the whole model, by parameter name.
+        view_of: from a layout to the view of its grid (``mesh.view``).
+        seed: of the random numbers.
+        initializer: chooses by the role and the shape of a logical tensor.
+
+    Raises:
+        ValueError: a parameter has no layout or is still on meta.
     """
     tie_storages(module)
     filled: set[str] = set()

@@ -26,7 +26,7 @@ _LEAST = 16
 _DIGITS = 64
 """Hexadecimal digits of a secret in a file."""
 _SECONDS = 10.0
-"""How long the rank that makes the file may take to write it."""
+"""Time that the rank that makes the file may take to write it."""
 
 
 def check_secret(secret: str) -> str:

@@ -71,25 +71,25 @@ def from_env(
 ) -> World:
     """Join the world that the launcher describes: afterwards ``Mesh.connect`` works. Collective.
 
-    Arguments: the variables (default: this process's environment); ``cpu`` or ``cuda`` (default:
-    ``cuda`` when there is a GPU for every local rank); ``gloo`` or ``nccl`` (default: nccl on
-    cuda); how long to wait for the other ranks here, and later in an operation; another time for
-    here, after which the ranks that are missing are named and this process ends with code
-    ``STALLED``; whether cuBLAS must give the same bits every time; a file that all ranks share,
-    through which they get a secret where ``KENOTRON_JOB_SECRET`` is not set. Without a launcher
-    the world is this process alone.
+    Args:
+        environ: the variables (default: this process's environment).
+        device: ``cpu`` or ``cuda`` (default: cuda when there is a GPU for every local rank).
+        backend: ``gloo`` or ``nccl`` (default: nccl on cuda).
+        timeout: of an operation, and of the rendezvous if there is no ``meet``.
+        meet: of the rendezvous: then missing ranks are named and the process ends (``STALLED``).
+        deterministic: cuBLAS must give the same bits every time.
+        secret_file: shared by all ranks, for a secret where ``KENOTRON_JOB_SECRET`` is not set.
 
-    Messages between ranks are signed with the secret of the job and a nonce of this start. Where
-    all ranks are on this host, they listen on the loopback interface only. On several hosts rank 0
-    issues a RuntimeWarning when the job has no secret.
+    Messages are signed with the secret of the job and a nonce of this start. Ranks that are all on
+    one host listen on its loopback interface only. On several hosts rank 0 issues a RuntimeWarning
+    when the job has no secret. Without a launcher the world is this process alone. The store is
+    this function's own, under a prefix of the restart count, so ``torchrun --max-restarts`` works.
+    Elastic scale-up needs ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of torchrun
+    itself, as it does not raise the count.
 
-    The store is this function's own, under a prefix of the restart count, so ``torchrun
-    --max-restarts`` works. Elastic scale-up does not raise the count: it needs
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment of torchrun itself.
-
-    Raises ValueError for variables that contradict one another or another rank's, for a device or
-    backend that is not there, and when a group exists already; ConnectionError when the master's
-    port is in use or the master cannot be reached.
+    Raises ValueError for variables that contradict one another or another rank's, for a missing
+    device or backend, or when a group exists already; ConnectionError when the master's port is in
+    use or the master cannot be reached.
     """
     if dist.is_initialized():
         raise ValueError("from_env: this process has a process group already: call it once")
@@ -158,7 +158,7 @@ def _answering(world: World, limit: timedelta | None) -> Iterator[None]:
 
 
 def launcher() -> str:
-    """Who started this process: ``torchrun``, ``slurm``, ``mpi``, or ``none``.
+    """Return the launcher of this process: ``torchrun``, ``slurm``, ``mpi``, or ``none``.
 
     Raises ValueError for variables that contradict one another.
     """
@@ -176,7 +176,7 @@ def check_own_interfaces() -> None:
 
 
 def local_ranks(world_size: int) -> int:
-    """How many of ``world_size`` ranks are on this host; all of them where no launcher is at work.
+    """Count those of ``world_size`` ranks that are on this host: all where no launcher is at work.
 
     Raises ValueError for variables that contradict one another.
     """
@@ -202,7 +202,7 @@ def threads_of_rank(ranks: int, environ: Mapping[str, str] | None = None) -> int
 
 
 def restarts() -> int:
-    """How often the launcher has started this program again; 0 at the first start.
+    """Return how often the launcher has started this program again; 0 at the first start.
 
     torchrun counts restarts after failures, Slurm those of a job that was put back into the queue.
     """
@@ -210,7 +210,7 @@ def restarts() -> int:
 
 
 def debugging(environ: Mapping[str, str] | None = None) -> frozenset[str]:
-    """What ``KENOTRON_DEBUG`` asks for, ``collectives`` or ``fake_nccl``, with commas between.
+    """Return what ``KENOTRON_DEBUG`` asks for: ``collectives``, ``fake_nccl``, commas between.
 
     Raises ValueError for another word.
     """

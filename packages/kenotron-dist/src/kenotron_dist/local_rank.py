@@ -47,7 +47,7 @@ class Job(NamedTuple):
     debugging: frozenset[str]
     deterministic: bool
     key: str
-    """What signs messages between these ranks."""
+    """Key that signs messages between these ranks."""
 
 
 def run_rank(rank: int, job: Job, pipe: Connection) -> None:

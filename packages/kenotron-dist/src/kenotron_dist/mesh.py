@@ -87,20 +87,20 @@ class Mesh:
     ) -> Mesh:
         """Create this rank's process groups. Collective over the world.
 
-        Arguments: ranks along each axis; into how many parts the ranks of a pipeline stage divide
-        the experts (``ep``, a divisor of dp * cp * tp); the device that holds this rank's tensors
-        (default: the current accelerator under nccl, else cpu); the timeout of the groups'
-        operations (default: that of the world); whether gloo's threads become batch threads
-        whenever this mesh makes a group (``let_gloo_threads_wait``), as in ``spawn`` and ``start``.
-        A mesh of one rank needs no initialised process group, nor does ``backend="fake"``: this
-        process is then ``rank`` of a world without others, and tensors are on meta. With
-        ``KENOTRON_DEBUG=collectives`` ranks are compared (``compare_collectives``). All groups'
-        communicators are made here, in one order on all ranks.
+        Args:
+            pp, dp, cp, tp: ranks along each axis.
+            ep: parts of the experts over the ranks of a stage, a divisor of dp * cp * tp.
+            device: of this rank's tensors (default: the current accelerator under nccl, else cpu).
+            timeout: of the groups' operations (default: that of the world).
+            batch_threads: make gloo's threads batch threads (``let_gloo_threads_wait``).
+            backend, rank: "fake": be ``rank`` of a world without others; tensors are on meta.
 
-        Raises ValueError when an axis is not positive, when the product is not the world size or ep
-        does not divide that of a stage, for a process group that is bound to a device
-        (``init_process_group(device_id=...)``), for a fake rank in a world that there is, or for a
-        ``KENOTRON_DEBUG`` that asks for something else.
+        A mesh of one rank, or a fake one, needs no process group. ``KENOTRON_DEBUG=collectives``
+        compares ranks (``compare_collectives``). All communicators are made here.
+
+        Raises ValueError when an axis is not positive, the product is not the world size or ep does
+        not divide that of a stage, for a group bound to a device, for a fake rank in a world that
+        there is, or for a ``KENOTRON_DEBUG`` that asks for something else.
         """
         config = MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep)
         if backend == FAKE:
@@ -136,7 +136,7 @@ class Mesh:
 
     @property
     def is_fake(self) -> bool:
-        """Whether there are no other ranks (``connect(backend="fake")``)."""
+        """True where there are no other ranks (``connect(backend="fake")``)."""
         return self.backend == FAKE
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:

@@ -1,4 +1,4 @@
-"""What a communication is in full, and how many bytes of it leave this rank.
+"""Full size of a communication, and the bytes of it that leave this rank.
 
 Bytes are payload, without headers. Where this package sends pieces itself (every exchange on gloo,
 and transfers) they are those that are sent: ``all_reduce`` of x among n ranks sends (n - 1) |x| up

@@ -25,12 +25,13 @@ Counts = dict[str, int]
 class ParentLine:
     """A pipe to the parent. One outcome goes through it, the first that is sent.
 
-    Arguments: the rank's end of the pipe.
+    Args:
+        pipe: the rank's end of it.
     """
 
     def __init__(self, pipe: Connection) -> None:
         self.pulse: Pulse | None = None
-        """What this rank waits for; None until it is connected."""
+        """Communications that this rank waits for; None until it is connected."""
         self._pipe, self._lock, self._told = pipe, threading.Lock(), False
         threading.Thread(target=self._listen, daemon=True).start()
 

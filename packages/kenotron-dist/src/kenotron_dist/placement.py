@@ -1,4 +1,4 @@
-"""Where the elements of a logical tensor live: what tp writes and optim and ckpt read.
+"""Places of the elements of a logical tensor: tp writes them, optim and ckpt read them.
 
 A *logical tensor* has a name, a global shape and a dtype; a rank holds a *local* tensor. A
 placement describes, axis by axis, how one becomes the other. Placements stand on the module that
@@ -42,7 +42,7 @@ class TensorLayout:
     owner_stages: tuple[int, ...] = ()
     """The pp coordinate of each owner."""
     role: Role = "other"
-    """What the tensor is, as the modules that own it declare (``kenotron_dist.roles``)."""
+    """Role of the tensor, as the modules that own it declare it (``kenotron_dist.roles``)."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -121,11 +121,17 @@ def parameter_layouts(
 ) -> dict[str, TensorLayout]:
     """The layout of every parameter of a *whole* model (it may be on meta), by parameter name.
 
-    Arguments: the model; sizes of the axes that its placements may name (``mesh.sizes``, or with
-    experts ``mesh.axis_sizes``); the pipeline stage that holds a parameter. Pure: every rank
-    computes the same. Raises ValueError when a local shape contradicts its placement, when one axis
-    cuts twice, when axes of both grids are named, when tied parameters differ in shape, cut or
-    role, or when one Parameter has two names.
+    Pure: every rank computes the same.
+
+    Args:
+        module: the model.
+        sizes: of the axes that its placements may name (``mesh.sizes``, or with experts
+            ``mesh.axis_sizes``).
+        stage_of: from a parameter's name to the pipeline stage that holds it.
+
+    Raises:
+        ValueError: a local shape contradicts its placement, one axis cuts twice, axes of both grids
+            are named, tied parameters differ in shape, cut or role, or a Parameter has two names.
     """
     declared, roles = named_placements(module), named_roles(module)
     _check_apart(named_parameters(module))

@@ -1,4 +1,4 @@
-"""What a placement may say of one axis or dimension of a tensor."""
+"""Placements of a tensor along one axis or dimension."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ class Fused:
 
 
 Placement = Shard | Partial | Tie | FlatSlice | Fused
-"""How one parameter of a module is cut; several are a tuple, outermost axis first."""
+"""Cut of one parameter of a module; several cuts are a tuple, outermost axis first."""
 Placements = dict[str, Placement | tuple[Placement, ...]]
 """A module's ``placements``: parameter name -> one, or several from the outermost axis in."""

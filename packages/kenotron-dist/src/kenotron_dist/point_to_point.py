@@ -17,9 +17,16 @@ from kenotron_dist.message_size import of_transfer
 class Route:
     """One transfer that is made again and again, looked up once.
 
-    Arguments: the axis; index of the other rank; a tag, the same there; whether this rank sends.
     On gloo a send meets the receive of the same tag, on nccl the next one between these two ranks.
-    Raises ValueError when the index is no other rank of the axis.
+
+    Args:
+        axis: of both ranks.
+        peer: index of the other rank.
+        tag: the same there.
+        sends: this rank sends; else it receives.
+
+    Raises:
+        ValueError: the index is no other rank of the axis.
     """
 
     def __init__(self, axis: Axis, peer: int, tag: int = 0, *, sends: bool) -> None:

@@ -30,5 +30,5 @@ class RankError(RuntimeError):
             self.add_note(f"On rank {rank}: {trace}")
 
     def is_any(self, *kinds: type[BaseException]) -> bool:
-        """Whether the rank's exception was an instance of one of ``kinds`` (or subclasses)."""
+        """Return whether the rank's exception was an instance of one of ``kinds`` or a subclass."""
         return any(kind.__name__ in self._bases for kind in kinds)

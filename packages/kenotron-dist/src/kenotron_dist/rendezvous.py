@@ -1,4 +1,4 @@
-"""How ranks meet: one that does not come, or stops on the way, is named within a limit.
+"""Rendezvous of ranks: one that does not come, or stops on the way, is named within a limit.
 
 Before there is a mesh there is no watchdog. Until all are connected a thread of each rank writes to
 the store that it has come, and answers when another rank asks who is alive.
@@ -45,11 +45,15 @@ def leave_late(text: str) -> None:
 class Meeting:
     """Around what connects all ranks: a context manager, used on every rank.
 
-    Arguments: the name of this meeting, unique among those of the same ranks; a store
-    that all ranks share (a clone is used; a FileStore needs a file of its own); this rank, and how
-    many there are; how long all of it may take; what is done with the message that names who is
-    missing, called in a thread of its own: nothing interrupts a rank that waits to be connected;
-    what signs messages (``launch.signing_key``).
+    Args:
+        name: of this meeting, unique among those of the same ranks.
+        store: shared by all ranks (a clone is used; a FileStore needs a file of its own).
+        rank: this rank.
+        size: number of ranks.
+        limit: of all of it.
+        on_late: called with the message that names who is missing, in a thread of its own: nothing
+            interrupts a rank that waits to be connected.
+        key: signs messages (``launch.signing_key``).
     """
 
     def __init__(
@@ -124,7 +128,7 @@ class Meeting:
             self._over.set()
 
     def _time(self) -> None:
-        """When the limit is over, ask; give all time to answer; then judge, and let all read it."""
+        """Ask once the limit is over, give all time to answer, then judge, and let all read it."""
         if not self._over.wait(self._limit):
             self._late.set()
         if self._late.is_set() and not self._over.wait(self._patience):
@@ -140,7 +144,7 @@ class Meeting:
         self._on_late(f"{about}: {found}")
 
     def _look(self) -> str:
-        """Who has not come, and who came but does not answer."""
+        """Return the ranks that have not come, and those that came but do not answer."""
         come = self._said("come", range(self._size))
         missing = [rank for rank in range(self._size) if rank not in come]
         answering = {*self._said("alive", come), *self._said("joined", come), self._rank}

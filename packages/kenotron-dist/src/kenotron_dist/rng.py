@@ -43,9 +43,15 @@ def counter_key(*parts: int | str) -> int:
 def uniform(base: int, *coordinates: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Numbers in (0, 1), neither end included, one for each element of the ``coordinates``.
 
-    Arguments: a ``counter_key``; int64 tensors of global indices that broadcast together, the
-    innermost last; fp32 (2^23 different numbers) or fp64 (2^52). Equal key and indices give equal
-    numbers, whatever the shape around them. Raises ValueError without coordinates.
+    Equal key and indices give equal numbers, whatever the shape around them.
+
+    Args:
+        base: a ``counter_key``.
+        coordinates: int64 tensors of global indices that broadcast together, the innermost last.
+        dtype: fp32 (2^23 different numbers) or fp64 (2^52).
+
+    Raises:
+        ValueError: there are no coordinates.
     """
     return in_unit_interval(_bits(base, coordinates), dtype)
 
@@ -68,11 +74,18 @@ def keep_mask(
     first_feature: int,
     features: int,
 ) -> Tensor:
-    """Which elements a dropout with probability ``p`` keeps: bool (B, S, features).
+    """Return the elements that a dropout with probability ``p`` keeps: bool (B, S, features).
 
-    Arguments: p in [0, 1); a ``counter_key`` of seed, step and layer name; global sample numbers
-    (B,) and positions (B, S), int64; the first global feature (or head) held here and how many.
-    Raises ValueError for p outside [0, 1).
+    Args:
+        p: in [0, 1).
+        base: a ``counter_key`` of seed, step and layer name.
+        samples_B: (B,) int64, global sample numbers.
+        positions_BS: (B, S) int64, global positions.
+        first_feature: first global feature (or head) held here.
+        features: number of them.
+
+    Raises:
+        ValueError: p is outside [0, 1).
     """
     if not 0 <= p < 1:
         raise ValueError(f"dropout probability {p} is not within [0, 1)")

@@ -26,7 +26,7 @@ Role = Literal[
     "state",
     "other",
 ]
-"""What a parameter is.
+"""Role of a parameter.
 
 - ``embedding``: a table of which rows are looked up (tokens, positions).
 - ``hidden``: a matrix, or a stack of matrices, between hidden features.

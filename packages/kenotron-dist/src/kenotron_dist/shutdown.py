@@ -13,7 +13,7 @@ import torch.distributed as dist
 from kenotron_dist.exit_process import exit_code, leave
 
 _FAREWELL_SECONDS = 10.0
-"""How long a rank that is done waits for the others to be done too."""
+"""Time that a rank that is done waits for the others to be done too."""
 
 
 def shutdown(code: int = 0) -> NoReturn:

@@ -26,7 +26,7 @@ ECHO = 1.0
 
 
 class Signals:
-    """What this process was asked for. See ``listening``."""
+    """Requests that this process was sent. See ``listening``."""
 
     def __init__(self) -> None:
         self.stop = 0
@@ -38,7 +38,7 @@ class Signals:
         self._save = False
 
     def take_save(self) -> bool:
-        """Whether a checkpoint was asked for since this was last called."""
+        """Return whether a checkpoint was asked for since this was last called."""
         found, self._save = self._save, False
         return found
 

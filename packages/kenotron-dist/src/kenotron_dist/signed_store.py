@@ -24,7 +24,7 @@ LOST_SECONDS = 60.0
 """A message under whose key an unsigned one was seen is waited for no longer."""
 Found = TypeVar("Found")
 _ABSENT = secrets.token_hex()
-"""What the store says stands under a key that it has not: what was expected there."""
+"""Value that the store returns for a key that it does not have: the expected one."""
 _SIGNATURE = 64
 """Hexadecimal digits of a signature."""
 _TRIES = 20

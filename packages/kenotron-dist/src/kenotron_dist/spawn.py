@@ -61,21 +61,21 @@ def spawn(
 ) -> list[Any]:
     """Call ``fn(mesh, *args)`` on ``pp * dp * cp * tp`` local processes.
 
-    Arguments: an importable function, its arguments and results must pickle; ranks along each axis;
-    how long an operation may wait for a peer; how long the ranks may take to meet before the one
-    that is missing is named (``Meeting``; None: as long as an operation); torch threads in each
-    process; modules to load once, before this program's first spawn; ``cpu`` (gloo), ``cuda``
-    (nccl, a GPU each), or None: cuda when there are GPUs enough; another backend (``fake_nccl``:
-    NCCL's semantics on the CPU); whether several ranks may have one GPU, to try a layout on fewer
-    (slow: NCCL then takes every rank for a host of its own); whether signals (``signals``) are
-    passed on to the ranks, which then decide (else they end); whether this process ends afterwards,
-    so that such signals are ignored once all ranks are done; whether cuBLAS must be deterministic.
+    Args:
+        fn, args: an importable function; its arguments and results must pickle.
+        pp, dp, cp, tp, ep: ranks along each axis.
+        timeout, meet: limit of an operation, and of the rendezvous (``Meeting``; None: the same).
+        threads, preload: torch threads of each rank; modules to load once, before the first spawn.
+        device: ``cpu`` (gloo), ``cuda`` (nccl, a GPU each), or None: cuda when GPUs are enough.
+        backend, deterministic: another one (``fake_nccl``: NCCL on the CPU); same bits from cuBLAS.
+        share_gpus: ranks may share a GPU (slow: NCCL takes every rank for a host of its own).
+        forward: signals (``signals``) are passed to the ranks, which then decide (else they end).
+        leaves: this process ends afterwards: signals are ignored once all ranks are done.
 
     Returns copies of the results in rank order. Raises ValueError for a bad mesh or
-    ``KENOTRON_DEBUG``, TypeError for what does not pickle, RuntimeError in a rank of ``spawn``, and
-    RankError with the cause of the first rank that failed or died, after ending the others. A rank
-    that waits for one that has returned fails after 2 seconds; in ``torch.distributed``'s own calls
-    (``dist.barrier``) only after ``timeout``.
+    ``KENOTRON_DEBUG``, TypeError for what does not pickle, RuntimeError in a rank of ``spawn``,
+    RankError with the cause of the first rank that failed or died. A rank that waits for one that
+    has returned fails after 2 seconds, in torch's own calls (``dist.barrier``) after ``timeout``.
     """
     _check(config := MeshConfig(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep))
     context = multiprocessing.get_context("forkserver")

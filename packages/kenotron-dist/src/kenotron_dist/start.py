@@ -26,7 +26,7 @@ from kenotron_dist.rank_error import RankError
 from kenotron_dist.spawn import spawn
 
 _BACKSTOP = timedelta(hours=1)
-"""How much later the backend's own timeout comes; saving may keep others waiting that long."""
+"""Delay of the backend's own timeout; saving may keep others waiting that long."""
 
 _LEAST_MEETING = timedelta(seconds=30)
 """Ranks may need so long to meet on a busy machine, however short the limit is."""
@@ -50,18 +50,19 @@ def start(
     ``config.world_size`` local processes are spawned, on GPUs if there are enough, and this one
     waits for them, returns the first one's result, and passes signals on (``signals``).
 
-    Arguments: an importable function and picklable arguments; the sizes of the mesh; how long a
-    rank may wait in one communication before the one that keeps it waiting is reported and the
-    process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` may take longer; the backend
-    itself gives up an hour later), and how long the ranks may take to meet (30 s at least); further
-    modules that local ranks need: they are loaded once for all; ``cpu``, ``cuda``, or
-    None (cuda when there are GPUs enough); whether cuBLAS must give the same bits every time;
-    whether this process ends afterwards, so that signals are ignored once spawned ranks are done;
-    torch threads of each rank on the CPU (None: see ``threads_of_rank``); where launched ranks get
-    the secret of the job (``from_env``).
+    Args:
+        fn, args, config: an importable function and picklable arguments; the sizes of the mesh.
+        limit: of a wait in one communication: then the rank that causes it is reported and the
+            process ends with code ``STALLED`` (work under ``mesh.pulse.busy`` may take longer; the
+            backend gives up an hour later). Also of the rendezvous (30 s at least).
+        preload: further modules that local ranks need: they are loaded once for all.
+        device: ``cpu``, ``cuda``, or None (cuda when there are GPUs enough).
+        deterministic: cuBLAS must give the same bits every time.
+        leaves: this process ends afterwards: signals are ignored once spawned ranks are done.
+        threads: torch threads of each rank on the CPU (None: see ``threads_of_rank``).
+        secret_file: see ``from_env``.
 
     On the CPU gloo's threads become batch threads (``let_gloo_threads_wait``), in ``spawn`` too.
-
     End the program with ``shutdown``. Raises what ``fn`` or ``from_env`` raises, ValueError for
     another number of launched processes or too many threads, RankError when a spawned rank failed.
     """
@@ -94,7 +95,7 @@ def start(
 
 
 def first_to_say(text: str) -> bool:
-    """Whether no other rank of a launched world has said ``text``: errors of all are said once."""
+    """Return True on the first rank that reports ``text``, so that each error is printed once."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     try:
@@ -105,7 +106,7 @@ def first_to_say(text: str) -> bool:
 
 
 def first_cause(error: BaseException) -> str:
-    """Which rank failed first, and of what: the same sentence from every rank, and their parent."""
+    """Name the rank that failed first, and its error: one text on all ranks and their parent."""
     if isinstance(error, RankError):
         kind, rank, reason = error.kind, error.rank, error.reason
     elif isinstance(error, PeerLost):

@@ -32,7 +32,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of the elements of a tensor; nan where an element is not finite."""
+    """Statistics of the elements of a tensor; nan where an element is not finite."""
 
     mean: float
     std: float
@@ -107,9 +107,16 @@ def tensor_moments(
 ) -> Tensor:
     """Rows (N, F) of whole logical tensors, each element counted once, padding not at all.
 
-    Arguments: this rank's local tensors (1-D where the layout has a ``FlatSlice``) and their
-    layouts, by logical name; the names of all N tensors of the model, in the same order on every
-    rank. Collective over the mesh. Raises KeyError for a tensor that ``names`` does not have.
+    Collective over the mesh.
+
+    Args:
+        tensors: this rank's local tensors, any shape (1-D where a layout has a ``FlatSlice``).
+        layouts: theirs, by logical name.
+        names: of all N tensors of the model, in the same order on every rank.
+        mesh: the mesh.
+
+    Raises:
+        KeyError: ``names`` does not have a tensor.
     """
     rows = no_moments(mesh.device).repeat(len(names), 1)
     place = {name: i for i, name in enumerate(names)}

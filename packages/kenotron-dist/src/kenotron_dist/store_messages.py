@@ -34,7 +34,7 @@ _LARGEST_NOTE = 8 * LARGEST_MESSAGE
 _MANY = 5000
 """So many ranks make the longest pause a second longer."""
 _REPAIR_SECONDS = 2.0
-"""How often a rank looks whether its notes still stand, in worlds of up to ``_SMALL`` ranks."""
+"""Interval at which a rank checks that its notes still stand, up to ``_SMALL`` ranks."""
 _SMALL = 1000
 _KEPT_SECONDS = 60.0
 """For so long after the last note they are looked after, even where nothing refers to them."""

@@ -105,7 +105,7 @@ def adds_in_fp32(device: torch.device) -> bool:
 
 
 def _works(device: torch.device) -> bool:
-    """Whether 1 + 16 * 2^-16, in one kernel, is what it is in fp32."""
+    """Return whether 1 + 16 * 2^-16, in one kernel, is what it is in fp32."""
     out = torch.ones(16, 16, device=device)
     a = torch.full((16, 16), 2.0**-8, dtype=torch.bfloat16, device=device)
     try:

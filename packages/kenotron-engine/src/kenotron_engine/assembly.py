@@ -27,7 +27,7 @@ from kenotron_models import (
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
-"""What a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
+"""Tensors that a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
 Layouts = dict[str, TensorLayout]
 """Layouts of the parameters of a whole model, by parameter name."""
 

@@ -27,7 +27,7 @@ tensor, or none. Runs forward and backward."""
 
 
 class Graph(Protocol):
-    """What records the kernels of a run."""
+    """Recorder of the kernels of a run."""
 
     def capture(self, run: Callable[[], None]) -> None:
         """Run it ``WARM_UP`` times, then once more while recording."""
@@ -89,7 +89,7 @@ class MicroBatchGraphs:
 
     @property
     def usable(self) -> bool:
-        """Whether no hook wants to see activations in this step."""
+        """True where no hook wants to see activations in this step."""
         return not any(
             module._forward_hooks or module._forward_pre_hooks for module in self._modules.modules()
         )

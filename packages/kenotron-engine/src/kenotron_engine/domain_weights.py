@@ -55,7 +55,7 @@ class DomainWeights(Policy):
     total: tuple[float, ...]
     """Sum of the weights over all steps."""
     steps: int = 0
-    """How often the weights were updated."""
+    """Number of updates of the weights."""
 
     @classmethod
     def start(cls, names: Sequence[str], step_size: float, smoothing: float) -> DomainWeights:

@@ -1,4 +1,4 @@
-"""How a step's tokens were spread over experts, and the choice biases that follow from it.
+"""Spread of a step's tokens over experts, and the choice biases that follow from it.
 
 L layers with experts in the whole model, E experts of a layer.
 """

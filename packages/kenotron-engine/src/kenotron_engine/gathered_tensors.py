@@ -22,7 +22,8 @@ from kenotron_optim import Slices
 GRADIENT_TOLERANCE = 1e-5
 """Largest deviation of a gradient, in its tensor's largest element; of losses and norms."""
 GRADIENT_FLOOR = 1e-2
-"""How much of that is allowed, in the norm of all gradients, for tensors that hardly have one."""
+"""Share of that which is allowed, in the norm of all gradients, for tensors that hardly have
+one."""
 
 Piece = tuple[str, tuple[int, ...], np.ndarray, tuple[int, ...]]
 """(logical name, first index, values, global shape)."""
@@ -108,7 +109,7 @@ def replica_deviations(ranks: Iterable[list[Piece]], whole: Whole) -> dict[str, 
 
 
 def gradient_bounds(want: Whole, relative: float = GRADIENT_TOLERANCE) -> dict[str, float]:
-    """What every element of each gradient may deviate.
+    """Return the deviation that is allowed for every element of each gradient.
 
     ``relative`` of the tensor's largest element, at least a hundredth of it of the global norm.
     """

@@ -24,7 +24,7 @@ class ModelOnMesh:
 
     @property
     def replicas_are_apart(self) -> bool:
-        """Whether dp replicas make their forward passes without one another.
+        """True where dp replicas make their forward passes without one another.
 
         They do unless experts are cut over dp ranks.
         """

@@ -1,4 +1,4 @@
-"""What a model is made of and how its layers compute."""
+"""Parts of a model, and the way in which its layers compute."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ def one_f_one_b() -> Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """What a model is made of and how its layers compute; the same on every rank."""
+    """Parts of a model, and the way in which its layers compute; the same on every rank."""
 
     spec: DecoderSpec
     """Embedding, blocks, norm and head."""
     dtype: torch.dtype = torch.float32
     """Of parameters and activations."""
     mode: TPMode = TPMode()
-    """How layers communicate over tp."""
+    """Communication of layers over tp."""
     cp_mode: CPMode = CPMode()
-    """How attention runs over cp."""
+    """Attention over cp."""
     ep_chunks: int = 1
     """Parts in which tokens are sent over ep, one while another is computed."""
     schedule: Schedule = field(default_factory=one_f_one_b)
     """Order of forwards and backwards over pp."""
     recompute: Recompute | tuple[Recompute, ...] = "none"
-    """What decoder layers compute again in the backward, all or one by one."""
+    """Parts that decoder layers compute again in the backward, for all layers or one by one."""
     vocab_divisible_by: int = 1
     """The vocabulary is padded to a multiple of this times tp."""
     seed: int = 42

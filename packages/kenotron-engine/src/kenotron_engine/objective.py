@@ -1,4 +1,4 @@
-"""What a training makes small: the loss of a micro-batch, and what divides and reports it.
+"""Objective of a training: the loss of a micro-batch, its divisor, and its reports.
 
 Shapes: M micro-batches, B rows of a micro-batch, S sequence, n tokens of a row on this rank,
 T = B * n, V vocabulary, r reports, c numbers of a row; ``/t`` is divided by tp size.
@@ -40,7 +40,7 @@ SumLoss = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Objective(Protocol):
-    """What a training makes small; a value, the same on every rank.
+    """Function that a training minimises; a value, the same on every rank.
 
     Each of its losses is a sum over the tokens or rows of the global batch, divided by a number
     that is known before the first forward. So neither micro-batches nor the layout change it.

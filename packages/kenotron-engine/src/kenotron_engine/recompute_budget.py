@@ -1,4 +1,4 @@
-"""Which layers compute activations again, so that what is kept fits in a given memory."""
+"""Layers that compute activations again, so that what is kept fits in a given memory."""
 
 from __future__ import annotations
 

@@ -30,16 +30,16 @@ class Row(NamedTuple):
 
     tokens: Sequence[int]
     scored: int
-    """How many tokens at the end are scored."""
+    """Number of tokens at the end that are scored."""
 
 
 class Score(NamedTuple):
-    """What a model says of the scored tokens of a row."""
+    """Score that a model gives to the last tokens of a row."""
 
     logprob: float
     """Sum of their log-probabilities, in nats."""
     greedy: bool
-    """Whether each of them is the likeliest token of its place (of equals the lowest id)."""
+    """True where each of them is the likeliest token of its place (of equals the lowest id)."""
 
 
 def score_rows(model: ModelOnMesh, rows: Sequence[Row], batch_size: int) -> list[Score]:

@@ -39,20 +39,20 @@ ALONE = (Embedding, Head, RMSNorm, LayerNorm)
 
 @dataclass(frozen=True)
 class CPMode:
-    """How attention runs over the ranks of cp; the same on every rank."""
+    """Attention over the ranks of cp; the same on every rank."""
 
     way: Literal["auto", "ring", "gather", "ulysses"] = "auto"
-    """What is exchanged; auto: see ``way_of``."""
+    """Method of the exchange; auto: see ``way_of``."""
     stride: int = 1
     """Key heads that ``gather`` has at a time."""
     order: Literal["zigzag", "contiguous"] = "zigzag"
-    """Which tokens a rank has; see ``kenotron_cp.Layout``."""
+    """Order of tokens on the ranks; see ``kenotron_cp.Layout``."""
     block: int = 512
     """Most tokens of a block, the unit of a kernel call."""
 
     @property
     def layout(self) -> Layout:
-        """How rows lie on the ranks."""
+        """Layout of rows on the ranks."""
         return Layout(self.order, block=self.block)
 
     def cut(self, sequence: int, ranks: int) -> Cut:
@@ -61,12 +61,12 @@ class CPMode:
 
 
 class Share(NamedTuple):
-    """What this rank computes of its micro-batches."""
+    """Part of its micro-batches that this rank computes."""
 
     micros: list[MicroBatch]
     """Its tokens (B, n) and their labels."""
     contexts: list[Context]
-    """What the layers may read of each of them."""
+    """Context of each of them that the layers may read."""
     further: list[Tensor]
     """Labels (B, n) of the module that predicts the token after the next; empty without one."""
 

@@ -1,4 +1,4 @@
-"""Where a model is cut into the stages of a pipeline."""
+"""Cut of a model into the stages of a pipeline."""
 
 from __future__ import annotations
 

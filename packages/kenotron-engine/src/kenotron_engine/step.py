@@ -39,7 +39,7 @@ STATELESS = StepState()
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step reports; the same on every rank."""
+    """Results that a step reports; the same on every rank."""
 
     loss: float
     """Mean cross entropy over the targets of the global batch, in nats a token; or what another
@@ -51,13 +51,14 @@ class StepResult:
     minimised: float = math.nan
     """The loss that was differentiated, without parts that are not reported."""
     nonfinite: NonFinite | None = None
-    """What was nan or inf; None in every ordinary step."""
+    """Loss or gradient that was nan or inf; None in every ordinary step."""
     skipped: bool = False
-    """Whether the step was left out: parameters, optimizer state and its step count unchanged."""
+    """True where the step was left out: parameters, optimizer state and its step count
+    unchanged."""
     overflow: bool = False
-    """Whether the step was left out because gradients did not fit in float16 with its scale."""
+    """True where the step was left out because gradients did not fit in float16 with its scale."""
     reason: str = ""
-    """Why the step was left out although it is finite; empty in every ordinary step."""
+    """Reason why the step was left out although it is finite; empty in every ordinary step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient were finite."""
+        """True where loss and gradient were finite."""
         return self.nonfinite is None
 
     def in_short(self) -> StepResult:
@@ -139,7 +140,7 @@ def _finish_update(training: Training, updates: bool) -> None:
 
 
 def _blocked(grad: Gradient, policy: NonFinitePolicy, state: StepState) -> Tensor:
-    """Whether the step must change nothing, decided on the device: a bool scalar.
+    """Return whether the step must change nothing, decided on the device: a bool scalar.
 
     The host decides the same from the same numbers once it has read them.
     """
@@ -154,7 +155,7 @@ def _blocked(grad: Gradient, policy: NonFinitePolicy, state: StepState) -> Tenso
 
 @dataclass(frozen=True)
 class Gradient:
-    """What forward and backward of a global batch gave; all but the slices is every rank's."""
+    """Result of forward and backward of a global batch; all but the slices is every rank's."""
 
     loss: Tensor
     """Scalar fp32, without parts that are not reported."""
@@ -163,7 +164,7 @@ class Gradient:
     norm: Tensor
     """2-norm of all of it, fp64."""
     counts: Tensor
-    """What divides the loss, and real tokens of the global batch (2,), int64."""
+    """Divisor of the loss, and real tokens of the global batch (2,), int64."""
     reports: Tensor
     """(r,) the objective's, fp32."""
     rows: Tensor

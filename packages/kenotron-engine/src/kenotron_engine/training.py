@@ -41,7 +41,7 @@ class Training(ModelOnMesh):
     optimizer: SlicedOptimizer
     schedule: LRSchedule
     objective: Objective
-    """What is made small in steps that are given no other."""
+    """Objective of steps that are given no other."""
     averages: WeightAverages | None = None
     """With ``OptimizerConfig.weight_average``."""
     graphs: MicroBatchGraphs | None = None
@@ -59,7 +59,7 @@ class Training(ModelOnMesh):
 
     @property
     def replicas_are_apart(self) -> bool:
-        """Whether dp replicas make their forward passes without one another.
+        """True where dp replicas make their forward passes without one another.
 
         With ZeRO stage 3 they do not: each pass gathers parameters.
         """

@@ -20,7 +20,7 @@ from kenotron_ep.row_table import RowTable, choice_table
 from kenotron_ep.shared_tokens import Sent, shared_route
 
 Way = Literal["alltoall", "once_per_rank", "allgather"]
-"""How tokens reach their experts.
+"""Route of tokens to their experts.
 
 ``alltoall``: once for each choice. ``once_per_rank``: once for each rank with chosen experts.
 ``allgather``: every token to every rank, for K > n. Results come back by all-to-all in all three.
@@ -30,7 +30,7 @@ _WAYS = ("alltoall", "once_per_rank", "allgather")
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """Who sends which rows to whom. ``plan_exchange`` makes it."""
+    """Rows that each rank sends to each other. ``plan_exchange`` makes it."""
 
     axis: Axis
     experts: int
@@ -54,7 +54,7 @@ class Exchange:
     grouping: Grouping
     """Order of the rows as they arrive, and grouped by expert."""
     route: Route
-    """How tokens are sent, and gradients returned."""
+    """Route of tokens, and of gradients on the way back."""
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from kenotron_dist import Handle
 
 
 class InFlight:
-    """What is between the two functions: one communication at a time, forward or backward."""
+    """State between the two functions: one communication at a time, forward or backward."""
 
     def __init__(self) -> None:
         self._handle: Handle | None = None

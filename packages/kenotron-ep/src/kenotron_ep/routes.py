@@ -1,4 +1,4 @@
-"""How tokens reach the ranks of their experts, and gradients return.
+"""Routes of tokens to the ranks of their experts, and of gradients back.
 
 T tokens of a rank, S rows that it sends, R rows that it receives, D features.
 """

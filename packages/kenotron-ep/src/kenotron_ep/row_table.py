@@ -17,12 +17,12 @@ _BLOCK = 1 << 17
 
 
 class RowTable(NamedTuple):
-    """Which rows of a buffer belong to each token, in the order in which they are added."""
+    """Rows of a buffer that belong to each token, in the order in which they are added."""
 
     rows_TC: Tensor
     """int64; the number of rows of the buffer stands for no row."""
     gaps: bool
-    """Whether some place has no row."""
+    """True where some place has no row."""
 
 
 def choice_table(choices_S: Tensor, tokens: int, top_k: int) -> RowTable:

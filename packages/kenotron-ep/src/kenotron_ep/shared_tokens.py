@@ -25,7 +25,7 @@ from kenotron_ep.row_table import RowTable, add_rows, owner_table, with_zero_row
 
 
 class Copies(NamedTuple):
-    """Which of the tokens that arrive is in each row of this rank's experts."""
+    """Token, of those that arrive, that is in each row of this rank's experts."""
 
     index: Tensor
     """int64: token of each row grouped by expert, V where there is padding."""

@@ -1,4 +1,4 @@
-"""How many bytes of an exchange leave a rank: what a planner needs and a recorder can check."""
+"""Bytes of an exchange that leave a rank: a planner needs them, a recorder can check them."""
 
 from __future__ import annotations
 

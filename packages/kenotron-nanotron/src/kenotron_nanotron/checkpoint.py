@@ -43,7 +43,8 @@ class NanotronTensor:
     def assemble(self, parts: Any) -> Tensor:
         """The whole tensor from one tensor for each file, cut as the files' are.
 
-        Arguments: an iterable of them, in the order of ``shards``.
+        Args:
+            parts: an iterable of them, in the order of ``shards``.
         """
         whole: Tensor | None = None
         for shard, part in zip(self.shards, parts, strict=True):
@@ -65,7 +66,7 @@ class NanotronCheckpoint:
     """The step folder."""
     metadata: NanotronMetadata
     model_config: Mapping[str, Any]
-    """What ``model_config.json`` says."""
+    """Contents of ``model_config.json``."""
     config_text: str
     """Text of ``config.yaml``; empty when there is none."""
     tensors: Mapping[str, NanotronTensor]
@@ -88,11 +89,14 @@ class NanotronCheckpoint:
 def read_nanotron(path: str | Path) -> NanotronCheckpoint:
     """Read what a checkpoint of Nanotron or Kénotron says, without its values.
 
-    Arguments: a step folder, or a run folder (``latest.txt`` names the step).
+    Args:
+        path: a step folder, or a run folder (``latest.txt`` names the step).
 
-    Raises ValueError, naming the file and the rule it breaks: no checkpoint there; metadata
-    missing, malformed or of an unknown version; a part of a tensor missing; parts that disagree
-    on dtype, shape or version, that overlap or leave something out. OSError.
+    Raises:
+        ValueError: names the file and the rule it breaks: no checkpoint there; metadata missing,
+            malformed or of an unknown version; a part of a tensor missing; parts that disagree on
+            dtype, shape or version, that overlap or leave something out.
+        OSError: a file cannot be read.
     """
     folder = _step_folder(Path(path))
     metadata = NanotronMetadata.read(folder)

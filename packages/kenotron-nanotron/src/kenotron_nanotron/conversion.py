@@ -34,7 +34,7 @@ def import_nanotron(
     One tensor at a time is in memory. Values are not changed: each record has the dtype of its
     source. Experts become stacks of matrices. One process calls; any mesh loads the result.
 
-    Arguments:
+    Args:
         source: a step folder, or a run folder (``latest.txt`` names the step).
         folder: the run folder to write to.
         rename: Nanotron's name of every tensor -> its name here, None to leave it out; for models
@@ -131,7 +131,7 @@ def _renamed(checkpoint: NanotronCheckpoint, rename: Mapping[str, str | None]) -
 
 
 def _state(checkpoint: NanotronCheckpoint, steps: int) -> dict[str, Any]:
-    """What a training program needs to resume."""
+    """Return what a training program needs to resume."""
     metadata = checkpoint.metadata
     sequence = _sequence_length(checkpoint)
     stage = metadata.stages[metadata.last_stage] if metadata.stages else None

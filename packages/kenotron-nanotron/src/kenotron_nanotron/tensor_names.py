@@ -1,4 +1,4 @@
-"""What Nanotron calls the tensors of a model, what they are called here, and their shapes.
+"""Names of a model's tensors in Nanotron, their names here, and their shapes.
 
 Both pack them in one order: the rows of the attention's first matrix are all queries, then all
 keys, then all values, head by head; those of the feed-forward's first are gate, then up. So values

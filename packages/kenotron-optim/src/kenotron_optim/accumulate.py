@@ -49,13 +49,12 @@ Slices = dict[str, Tensor]
 
 
 class GradAccumulator:
-    """Adds the gradients of all micro-batches of a step.
+    """Adds the gradients of all micro-batches of a step. Collective over the mesh.
 
-    Arguments:
+    Args:
         parameters: this stage's parameters by their global names, tied ones under each name.
         layouts: layouts of the *whole* model's parameters, the same on every rank.
-        mesh: the mesh; gradients are summed over the data axes of the grid that a tensor lives in:
-            dp and cp, or edp for experts.
+        mesh: gradients are summed over its data axes: dp and cp, or edp for experts.
         fp32: buffers in fp32; otherwise in each parameter's own dtype.
         bucket_mb: parameters are reduced in buckets of about this many MiB. None: 25 on a CPU, on
             an accelerator as many as keep its links busy (see ``make_buckets``).
@@ -68,9 +67,11 @@ class GradAccumulator:
             blocks of them own the same, and sums run over these afterwards. None: all.
 
     Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
-    made later over the same parameters takes their gradients. Raises ValueError for a parameter
-    without a layout, of another shape or not contiguous, an unknown name in ``irregular``, a tie
-    frozen in part, and data ranks that differ. Collective over the mesh.
+    made later over the same parameters takes their gradients.
+
+    Raises:
+        ValueError: a parameter without a layout, of another shape or not contiguous, an unknown
+            name in ``irregular``, a tie frozen in part, or data ranks that differ.
     """
 
     def __init__(
@@ -111,13 +112,12 @@ class GradAccumulator:
         )
         self._sums, self._reduction, self._bucket_of = made.sums, made.reduction, made.number
         self.buffers, self._places = made.buffers, made.places
-        """(d, width) by bucket: after ``finish`` this rank's row has the sums. On meta where only
-        slices are kept."""
+        """(d, width) by bucket: ``finish`` leaves sums in this rank's row. Meta for slices only."""
         self.slice_sums = made.sums.sums
         self._owned = {name: self._owned_view(name) for name in self.logical}
         self._seconds: dict[str, Tensor] = {}  # further owners of a tied tensor on this stage
         self._blocks: dict[str, list[Place]] = {}
-        """Where the gradient of each parameter is added up."""
+        """Parts of buckets in which the gradient of each parameter is added up."""
         self._matrices: dict[str, list[Place]] = {}
         self._taken_in: dict[str, int] = {}
         self._open = False
@@ -199,7 +199,7 @@ class GradAccumulator:
         return data_axes(self.mesh, axes, self.shard_ranks).slices
 
     def _owned_view(self, name: str) -> Tensor:
-        """What this data rank owns of a logical tensor, in its row of the buffer."""
+        """Return this data rank's part of a logical tensor, in its row of the buffer."""
         if name in self._sums:
             return self._sums.owned(name)
         (buffer, span), own = self._places[name], self.axis_of(name).rank
@@ -270,7 +270,7 @@ class GradAccumulator:
         self._counted(path, count)
 
     def _count(self, path: str) -> int:
-        """How many gradients a parameter has got. Raises RuntimeError where one more is wrong."""
+        """Count a parameter's gradients so far. Raises RuntimeError where one more is wrong."""
         count, backward = self._counts[path], current_backward()
         taken = backward >= 0 and self._taken_in.get(path) == backward
         check_count(path, count, self._backwards, is_open=self._open, taken=taken)

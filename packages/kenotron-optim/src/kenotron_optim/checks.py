@@ -1,4 +1,4 @@
-"""What must hold before gradients are accumulated: on one rank, and between ranks."""
+"""Checks before gradients are accumulated: on one rank, and between ranks."""
 
 from __future__ import annotations
 

@@ -33,9 +33,6 @@ _ROW, _LARGE = 256, 1 << 18
 class GlobalNorm:
     """The norm of the gradient of a whole model.
 
-    Arguments: the accumulator whose slices are measured; the exponent, 1, 2 or ``inf`` (the
-    largest element). Raises ValueError for another one.
-
     What each rank counts follows from placements and is worked out once, here. Every call is one
     pass over this rank's slices and two collectives of T numbers or fewer from each rank: a
     reduce-scatter over dp, cp and tp, whose ranks then hold the sums of K tensors each, and an
@@ -45,6 +42,13 @@ class GlobalNorm:
     the backend (on gloo in a fixed tree), and the tensors in the order of their names. Other
     stages add exact zeros, so where the pipeline cuts the model changes no bit. One rank adds the
     powers of a tensor, so all ranks compute the same result from the same numbers.
+
+    Args:
+        accumulator: its slices are measured.
+        norm_type: the exponent, 1, 2 or ``inf`` (the largest element).
+
+    Raises:
+        ValueError: another exponent.
     """
 
     def __init__(self, accumulator: GradAccumulator, norm_type: float = 2.0) -> None:
@@ -56,7 +60,7 @@ class GlobalNorm:
         """Logical names of the whole model, sorted."""
         self._layouts = {name: accumulator.owned_layout(name) for name in accumulator.logical}
         self._views: list[tuple[str, Box | None]] = []
-        """What this rank counts: a whole slice, or a box of it."""
+        """Parts that this rank counts: a whole slice, or a box of it."""
         rows, places = [], []
         for name, layout in self._layouts.items():
             counted = list(_counted(layout, mesh))
@@ -84,7 +88,7 @@ class GlobalNorm:
         return dict(zip(self.names, norms.tolist(), strict=True))
 
     def by_rank(self, slices: Slices) -> Tensor:
-        """What each rank counts of each tensor (W, T) fp64, the same on every rank.
+        """Return what each rank counts of each tensor (W, T) fp64, the same on every rank.
 
         Sums of magnitudes or squares, or the largest magnitude. An entry is finite exactly when
         all that it counts is: no sum of fp32 squares reaches the end of fp64. For errors: it
@@ -140,7 +144,7 @@ def clip_(slices: Slices, max_norm: float, norm: Tensor | float) -> Tensor:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | None) -> Tensor | None:
-    """What gradients of this norm are multiplied by to have at most ``max_norm``; None: no bound.
+    """Return the factor that bounds gradients of this norm by ``max_norm``; None: no bound.
 
     ``norm`` and the result are scalar tensors. The coefficient of ``clip_``, for an optimizer that
     multiplies by it itself.
@@ -219,7 +223,7 @@ def _counted(layout: TensorLayout, mesh: Mesh) -> Iterator[Box | None]:
 
 
 def _columns(places: Sequence[range], fill: int) -> Tensor:
-    """Where the k-th part of each tensor is (most parts, tensors); ``fill`` where it has fewer."""
+    """Index the k-th part of each tensor (most parts, tensors); ``fill`` where it has fewer."""
     most = max((len(place) for place in places), default=0)
     table = [[place[k] if k < len(place) else fill for place in places] for k in range(most)]
     return torch.tensor(table, dtype=torch.int64)

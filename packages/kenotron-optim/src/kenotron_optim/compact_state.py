@@ -28,7 +28,7 @@ DROPPED = 16
 
 
 class Slot(NamedTuple):
-    """Which elements a master holds."""
+    """Elements that a master holds."""
 
     name: str
     """Logical name of the parameter."""
@@ -69,16 +69,16 @@ class _Piece:
     leaf: Tensor
     """View of the master's elements."""
     part: slice
-    """Where they are in the master, flattened."""
+    """Place of the elements in the master, flattened."""
     place: int
-    """Where the first of them is in its block."""
+    """Place of the first of them in its block."""
     block: int
     is_fresh: bool
-    """Whether the optimizer has no state of the master yet."""
+    """True where the optimizer has no state of the master yet."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the master ends here."""
+        """True where the master ends here."""
         return self.part.stop == self.master.numel()
 
 

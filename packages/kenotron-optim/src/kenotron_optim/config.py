@@ -15,13 +15,13 @@ WarmupStyle = Literal["linear", "constant"]
 DecayStyle = Literal["linear", "cosine", "1-sqrt", "inverse-sqrt", "constant"]
 StateDtype = Literal["float32", "bfloat16"]
 Reduce = Literal["step", "micro_batch"]
-"""When gradients are summed over data ranks."""
+"""Time at which gradients are summed over data ranks."""
 Regather = Literal["layer", "step"]
 """layer: a unit is freed after its forward and gathered again for its backward; step: it is kept
 until the update."""
 Kind = Literal["norms", "biases", "embeddings"]
 NonFinitePolicy = Literal["error", "skip", "rollback", "continue"]
-"""What follows when the loss or a gradient is nan or inf."""
+"""Reaction to a loss or a gradient that is nan or inf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class LRMultiplier:
     pattern: str | None = None
     """Regular expression; holds for a parameter whose whole name matches it."""
     role: Role | None = None
-    """What the parameters are, instead of a pattern: `embedding`, `output` (the head), `hidden` and
+    """Role of the parameters, instead of a pattern: `embedding`, `output` (the head), `hidden` and
     `residual` (matrices; the second are added to the residual stream), `norm`, `bias`, `router`,
     `filter`, `state`."""
     multiplier: float
@@ -144,14 +144,15 @@ class OptimizerConfig:
     optimizer_factory: UpdateRule = field(metadata={"discriminator": "name"})
     """The update rule and its constants; `name` says which."""
     zero_stage: int
-    """What data-parallel ranks share out among them (ZeRO). 0: nothing; 1: the optimizer's state;
-    2: gradients, too; 3: parameters, too, which a layer gathers where it uses them."""
+    """Stage of ZeRO: what data-parallel ranks share out among them. 0: nothing; 1: the optimizer's
+    state; 2: gradients, too; 3: parameters, too, which a layer gathers where it uses them."""
     reduce: Reduce = "micro_batch"
-    """When stages 2 and 3 add gradients over data ranks. `micro_batch`: after each, and slices of
-    them are kept; `step`: once, from whole gradients, in the order of stages 0 and 1 to the bit."""
+    """Time at which stages 2 and 3 add gradients over data ranks. `micro_batch`: after each, and
+    slices of them are kept; `step`: once, from whole gradients, in the order of stages 0 and 1 to
+    the bit."""
     regather: Regather = "layer"
-    """When stage 3 frees the parameters of a layer. `layer`: after its forward, and they are
-    gathered again for its backward; `step`: after the update, for speed."""
+    """Time at which stage 3 frees the parameters of a layer. `layer`: after its forward, and they
+    are gathered again for its backward; `step`: after the update, for speed."""
     shard_ranks: int | None = None
     """Hybrid sharding: so many consecutive ranks of dp own all slices, such as those of a machine;
     other blocks of them own the same. None: all of dp does. Slices of experts stay on all ranks."""
@@ -177,7 +178,7 @@ class OptimizerConfig:
     lr_multipliers: tuple[LRMultiplier, ...] = ()
     """Factors of learning rates; a parameter has that of the first pattern that matches."""
     nonfinite: NonFinitePolicy = "error"
-    """What follows when loss or gradient is nan or inf: `error` ends the run and names parameter
+    """Reaction to a loss or gradient that is nan or inf: `error` ends the run and names parameter
     and rank, `skip` leaves the step out on all ranks, `rollback` returns to the newest checkpoint
     and leaves the batch out, `continue` updates all the same."""
     max_rollbacks: int = 3
@@ -219,5 +220,5 @@ class OptimizerConfig:
 
     @property
     def zero(self) -> ZeroStage:
-        """What data-parallel ranks share, as code asks for it."""
+        """Stage of ZeRO, as code asks for it."""
         return ZeroStage(self.zero_stage)

@@ -1,4 +1,4 @@
-"""What is wrong with single fields of a config: one line each, `field: value; what is needed`."""
+"""Problems of single fields of a config: one line each, `field: value; what is needed`."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Which ranks a gradient is summed over: those that own slices, and their replicas.
+"""Ranks that a gradient is summed over: those that own slices, and their replicas.
 
 Hybrid sharding (Zhao et al., arXiv 2304.11277): blocks of consecutive data ranks, such as those of
 a machine, have all slices; ranks of the same place in all blocks have the same ones.

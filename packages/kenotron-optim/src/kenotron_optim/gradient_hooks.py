@@ -20,11 +20,11 @@ from kenotron_dist.weight_products import Factors, set_taker
 _HOOKS = WeakTensorKeyDictionary()
 """The hook of every parameter that is accumulated."""
 _TAKEN_BY = WeakTensorKeyDictionary()
-"""Who takes the products of a parameter's gradient: a weak reference to an accumulator."""
+"""Receiver of the products of a parameter's gradient: a weak reference to an accumulator."""
 
 
 class Receiver(Protocol):
-    """What gets gradients: an accumulator."""
+    """Receiver of gradients: an accumulator."""
 
     def receive_gradient(self, path: str, gradient: Tensor) -> None:
         """Add a gradient of a parameter."""

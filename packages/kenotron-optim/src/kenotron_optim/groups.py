@@ -49,7 +49,7 @@ def parameter_groups(
 ) -> list[ParameterGroup]:
     """Sort all parameters of a model into groups with the same options.
 
-    Arguments:
+    Args:
         names: logical names of the whole model (``GradAccumulator.names``).
         weight_decay: of all parameters but the excluded ones, which have none. With ``layouts`` the
             roles of ``NEVER_DECAYED`` have none either.
@@ -61,12 +61,13 @@ def parameter_groups(
             roles; the first that holds for a name counts.
         factors_of: further factors of learning rate and weight decay by name; None: all are 1.
 
-    Returns groups that are not empty: first those without multiplier, then in the order of the
-    rules; with weight decay before without. Those that further factors make follow.
-    Names keep their order.
+    Returns:
+        Groups that are not empty: those without multiplier, then in the order of the rules, with
+        weight decay before without, then those of further factors. Names keep their order.
 
-    Raises ValueError for a pattern or role that holds for no name, for a multiplier that earlier
-    ones leave nothing to, and for kinds or roles without ``layouts``.
+    Raises:
+        ValueError: a pattern or role that holds for no name, a multiplier that earlier ones leave
+            nothing to, or kinds or roles without ``layouts``.
     """
     names = list(names)
     if not 0 <= weight_decay < float("inf"):
@@ -124,8 +125,14 @@ def describe(
 ) -> str:
     """A table of groups: multiplier, weight decay, tensors, logical elements, some names.
 
-    Arguments: the groups; layouts of the whole model (tied ones may come more than once). Numbers
-    in names are shown as ``*``. Raises ValueError for a name without layout.
+    Numbers in names are shown as ``*``.
+
+    Args:
+        groups: the groups.
+        layouts: of the whole model (tied ones may come more than once).
+
+    Raises:
+        ValueError: a name has no layout.
     """
     each = layouts.values() if isinstance(layouts, Mapping) else layouts
     shapes = {layout.name: layout.shape for layout in each}

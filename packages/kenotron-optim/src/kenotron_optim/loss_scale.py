@@ -27,7 +27,7 @@ class LossScale(Policy):
     name: ClassVar[str] = "loss_scale"
     config: LossScaleConfig
     factor: float
-    """What the loss is multiplied by."""
+    """Factor of the loss."""
     good_steps: int = 0
     """Steps without overflow since the factor last changed."""
 
@@ -38,12 +38,12 @@ class LossScale(Policy):
 
     @property
     def loss_factor(self) -> float:
-        """What the loss is multiplied by."""
+        """Factor of the loss."""
         return self.factor
 
     @property
     def may_overflow(self) -> bool:
-        """Whether an overflow may be the scale's fault."""
+        """True where an overflow may be the scale's fault."""
         return self.factor > self.config.minimum
 
     def after(self, result: StepOutcome) -> LossScale:
@@ -67,7 +67,7 @@ class LossScale(Policy):
         return {"next_loss_scale": self.factor}
 
     def to_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"factor": self.factor, "good_steps": self.good_steps}
 
     def restored(self, saved: Mapping[str, Any]) -> LossScale:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """How the factor of a float16 run's loss is chosen. Factors are powers of two.
+    """Choice of the factor of a float16 run's loss. Factors are powers of two.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.
@@ -19,7 +19,7 @@ class LossScaleConfig:
     growth_interval: int = 2000
     """So many steps without overflow double the factor."""
     backoff: float = 0.5
-    """What the factor is multiplied by when a gradient overflows."""
+    """Number that the factor is multiplied by when a gradient overflows."""
     minimum: float = 1.0
     """The smallest factor. What is not finite then is no overflow: `nonfinite` decides."""
     maximum: float = 16777216.0

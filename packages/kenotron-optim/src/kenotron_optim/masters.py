@@ -57,7 +57,7 @@ def master_of(accumulator: GradAccumulator, span: Span, rank: int, stage: ZeroSt
 
 
 def range_of(accumulator: GradAccumulator, span: Span, rank: int) -> Tensor:
-    """What a rank owns of a parameter: (n,), a view; zeros where the parameter has no memory."""
+    """Return a rank's part of a parameter: (n,), a view; zeros where that has no memory."""
     parameter = accumulator.parameters[accumulator.logical[span.name]].detach()
     start, stop = span.owned(rank)
     if not parameter.untyped_storage().nbytes():

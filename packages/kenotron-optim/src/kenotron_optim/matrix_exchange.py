@@ -40,7 +40,7 @@ class _Block:
     box: Box
 
     def within(self, part: MatrixPart) -> tuple[slice, ...]:
-        """Where it is in a matrix (O, I)."""
+        """Return the place of the block in a matrix (O, I)."""
         ends = zip(self.box.start, part.start, self.box.shape, strict=True)
         return tuple(slice(at - first, at - first + size) for at, first, size in ends)[-2:]
 
@@ -77,7 +77,7 @@ class MatrixExchange:
         """Operations of each rank in an update."""
 
     def __contains__(self, name: object) -> bool:
-        """Whether a tensor has matrices."""
+        """Return whether a tensor has matrices."""
         return name in self.parts
 
     @torch.no_grad()
@@ -182,7 +182,7 @@ class MatrixExchange:
         return view_of(tensor.detach(), block.layout, view, block.box)
 
     def _blocks(self, part: MatrixPart, rank: int, *, sends: bool = False) -> list[_Block]:
-        """What a rank of the stage holds of a matrix; with ``sends`` of replicas only the first."""
+        """List a stage rank's parts of a matrix; with ``sends`` of replicas only the first."""
         key = part, rank, sends
         if key not in self._found:
             self._found[key] = list(self._find_blocks(part, rank, sends=sends))
@@ -232,7 +232,7 @@ def _index(view: GridView, axes: Sequence[str]) -> int:
 
 
 def _is_first(layout: TensorLayout, view: GridView, box: Box) -> bool:
-    """Whether this is the first rank of the stage that holds a box."""
+    """Return whether this is the first rank of the stage that holds a box."""
     stage = replace(view, sizes={axis: n for axis, n in view.sizes.items() if axis != "pp"})
     return replica_index(layout, stage, box) == 0
 

@@ -1,4 +1,4 @@
-"""Which parts of a model's tensors are the matrices that Muon updates (Jordan et al., 2024).
+"""Parts of a model's tensors that are matrices for Muon (Jordan et al., 2024).
 
 Shapes: E experts, O output and I input features.
 """

@@ -1,4 +1,4 @@
-"""What happens to a step whose loss or gradient is not finite: an error, or it is left out.
+"""Reaction to a step whose loss or gradient is not finite: an error, or it is left out.
 
 The decision follows from numbers that are equal on all ranks, and so is equal on all ranks.
 """
@@ -62,10 +62,15 @@ class NonFinite:
 def find_nonfinite(
     norm: GlobalNorm, slices: Slices, value: Tensor | float, loss: float
 ) -> NonFinite | None:
-    """What is not finite in a step; None when all is.
+    """Find what is not finite in a step; None when all is.
 
-    Arguments: ``value`` is ``norm(slices)``, a scalar; ``loss`` must be the same on every rank.
     Collective over the mesh when there is something to find, and then the same on every rank.
+
+    Args:
+        norm: measures the gradient.
+        slices: this rank's slices of the gradient.
+        value: ``norm(slices)``, a scalar.
+        loss: the same on every rank.
     """
     if math.isfinite(float(value)):
         return None if math.isfinite(loss) else NonFinite(loss, None)
@@ -79,10 +84,10 @@ def find_nonfinite(
 
 
 def allows_update(found: NonFinite | None, policy: NonFinitePolicy, step: int) -> bool:
-    """Whether parameters are updated in this step; ``skip`` leaves them and all state alone, and
-    so does ``rollback``: going back is up to the caller.
+    """Return whether parameters are updated in this step.
 
-    Raises NonFiniteStep naming step, parameter and rank when something was found and the
+    ``skip`` leaves them and all state alone, and so does ``rollback``: going back is up to the
+    caller. Raises NonFiniteStep naming step, parameter and rank when something was found and the
     policy is ``error``, ValueError for an unknown policy.
     """
     if policy not in get_args(NonFinitePolicy):

@@ -1,4 +1,4 @@
-"""Where masters and optimizer state are between updates: on the device, or in host memory.
+"""Place of masters and optimizer state between updates: on the device, or in host memory.
 
 Offload keeps 12 bytes a parameter on the host (ZeRO-Offload, Ren et al., arXiv 2101.06840). Unlike
 there the update stays on the device, and has the bits of one without offload: what belongs to one
@@ -30,8 +30,8 @@ class DeviceState:
     """Masters and state on the device, where updates need them: nothing is ever copied."""
 
     values: Mapping[Piece, Tensor]
-    """What parameters are gathered from, on the device: the masters, or their values in the dtype
-    of the parameters."""
+    """Values that parameters are gathered from, on the device: the masters, or their values in the
+    dtype of the parameters."""
 
     def make_masters(self, accumulator: GradAccumulator, stage: ZeroStage) -> dict[Piece, Tensor]:
         """Return the masters of a rank; see ``kenotron_optim.masters``."""

@@ -36,7 +36,7 @@ class ParameterGathers:
     """
 
     by_module = False
-    """Whether parameters of different modules are never gathered together."""
+    """True where parameters of different modules are never gathered together."""
 
     def __init__(self, accumulator: GradAccumulator, *, gathers: bool) -> None:
         self._accumulator, self._gathers = accumulator, gathers
@@ -111,7 +111,7 @@ class ParameterGathers:
 
     @property
     def whole(self) -> bool:
-        """Whether all parameters have memory."""
+        """True where all parameters have memory."""
         return True
 
     def settle(self) -> None:
@@ -149,7 +149,7 @@ class ParameterGathers:
         ]
 
     def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
-        """What a data rank owns of the parameters of a group, where they are; may be empty."""
+        """Return a data rank's parts of the parameters of a group, in place; may be empty."""
         grads = self._accumulator
         return {
             span.name: grads.parameters[grads.logical[span.name]].data.view(-1)[

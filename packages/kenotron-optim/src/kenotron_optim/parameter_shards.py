@@ -69,12 +69,12 @@ class ParameterShards(ParameterGathers):
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters have no memory between uses."""
+        """True where parameters have no memory between uses."""
         return bool(self._units)
 
     @property
     def whole(self) -> bool:
-        """Whether all parameters have memory now."""
+        """True where all parameters have memory now."""
         return len(self._there) == len(self._held)
 
     def overlap_forward(self, modules: Iterable[nn.Module]) -> None:
@@ -262,7 +262,7 @@ class ParameterShards(ParameterGathers):
             own.copy_(master)
 
     def _owned(self, group: int) -> list[tuple[Tensor, Tensor]]:
-        """What this rank owns of a group's parameters, each with its master."""
+        """Return this rank's part of each of a group's parameters, with its master."""
         data, pieces = self._pieces()[group]
         return [
             (own, master.view(-1))

@@ -1,4 +1,4 @@
-"""Which range of every parameter a data-parallel rank owns, and where it lies in a bucket.
+"""Range of every parameter that a data-parallel rank owns, and its place in a bucket.
 
 A logical tensor's flattened local part (N elements) is cut in d ranges of ceil(N/d): rank r owns
 range r, the last ones may be shorter or empty. Ranges are cut per parameter, so that neither

@@ -27,15 +27,15 @@ class Held:
     count: int
     """Elements on this rank, N."""
     expert: bool = False
-    """Whether its gradients are summed over edp, not over dp and cp."""
+    """True where its gradients are summed over edp, not over dp and cp."""
     whole: bool = False
-    """Whether stages 2 and 3 keep its gradient whole; see ``GradAccumulator``."""
+    """True where stages 2 and 3 keep its gradient whole; see ``GradAccumulator``."""
     owners: int = 1
     """Parameters of this rank that are tied to it, itself included."""
     matrix: bool = False
-    """Whether Muon updates it."""
+    """True where Muon updates it."""
     learns: bool = True
-    """Whether it is not frozen."""
+    """True where it is not frozen."""
     gathers: int = 2
     """So often stage 3 gathers it for a micro-batch, with ``regather`` by layer."""
 
@@ -177,7 +177,7 @@ def slice_ranks(tensor: Held, config: OptimizerConfig, mesh: MeshConfig) -> int:
 
 
 def _leaves(tensor: Held, config: OptimizerConfig, ranks: int) -> bool:
-    """Whether only slices of a gradient outlive a backward."""
+    """Return whether only slices of a gradient outlive a backward."""
     sliced = config.zero.cuts_gradients and config.reduce == "micro_batch"
     return sliced and ranks > 1 and not tensor.whole
 

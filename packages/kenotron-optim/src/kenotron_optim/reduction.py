@@ -17,13 +17,15 @@ memory to arrive in, and waiting for one would make an accelerator's computation
 
 
 class Reduction:
-    """Reduces buffers (d, width) to this rank's rows, in place.
-
-    Arguments: the buffers in the order in which they are expected to be ready; the axis over which
-    each is summed; how many of the first may start before ``finish``.
+    """Reduces buffers to this rank's rows, in place.
 
     A bucket starts when it is ready and all before it have started: ranks agree on the order,
     whatever the order in which their gradients come.
+
+    Args:
+        buffers: (d, width) each, in the order in which they are expected to be ready.
+        axes: over which each is summed.
+        early: number of the first that may start before ``finish``.
     """
 
     def __init__(self, buffers: Sequence[Tensor], axes: Sequence[DataAxes], early: int) -> None:
@@ -68,7 +70,7 @@ class Reduction:
         self._started += 1
 
     def _room(self, buffer: Tensor, axis: Axis) -> Tensor | None:
-        """Where others' rows arrive: the same memory for every second bucket."""
+        """Return the memory in which others' rows arrive: the same for every second bucket."""
         if axis.backend != "gloo" or axis.size == 1:
             return None
         shape = (axis.size - 1, buffer.shape[1])

@@ -123,7 +123,7 @@ class MuonConfig:
         raise_all(found)
 
     def adamw(self) -> AdamWConfig:
-        """What updates everything that is no matrix."""
+        """Return the rule that updates everything that is no matrix."""
         return AdamWConfig(
             adam_eps=self.adam_eps,
             adam_beta1=self.adam_beta1,

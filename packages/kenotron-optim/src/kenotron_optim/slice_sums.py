@@ -80,7 +80,7 @@ class SliceSums:
         self._begin(None)
 
     def __contains__(self, name: object) -> bool:
-        """Whether a logical tensor's gradient is added here."""
+        """Return whether a logical tensor's gradient is added here."""
         return name in self._place
 
     def start(self, backwards: int | None, *, unfinished: bool) -> None:

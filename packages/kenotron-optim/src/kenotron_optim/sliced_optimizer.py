@@ -37,18 +37,18 @@ from kenotron_optim.zero_stage import ZeroStage
 class SlicedOptimizer:
     """Steps ``make_optimizer``'s optimizer on fp32 masters of parameter slices.
 
-    Arguments:
+    Args:
         accumulator: has the parameters, their layouts and buckets.
-        make_optimizer: builds the update rule (``update_rule``, or any); its state must have the
-            shape of what it updates.
+        make_optimizer: ``update_rule``, or any rule whose state has the shape of what it updates.
         groups: options by logical name; names of other stages are passed over.
         stage: 0 to 3 (see above).
         state_dtype: float32, or bfloat16: see ``compact_state``.
         regather: with stage 3, when parameters are freed; see ``ParameterShards``.
         offload: whether masters and state are in host memory between updates; see ``HostState``.
 
-    Raises ValueError for another stage or dtype, stage 0 without whole gradients, a parameter of
-    this stage that is in no group or in two, and a name that the model has not.
+    Raises:
+        ValueError: another stage or dtype, stage 0 without whole gradients, a parameter of this
+            stage that is in no group or in two, or a name that the model has not.
     """
 
     def __init__(

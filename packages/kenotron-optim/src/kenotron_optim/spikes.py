@@ -24,7 +24,7 @@ LEAST = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig:
-    """When a step is left out because its loss or gradient norm is too large.
+    """Bounds above which a loss or gradient norm is too large, and its step is left out.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.

@@ -1,4 +1,4 @@
-"""What a training carries from one step to the next besides tensors: values that decide steps."""
+"""State of a training between steps besides tensors: values that decide steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class StepOutcome(Protocol):
-    """What a policy reads of a step, the same on every rank."""
+    """Results of a step that a policy reads, the same on every rank."""
 
     @property
     def minimised(self) -> float:
@@ -26,17 +26,17 @@ class StepOutcome(Protocol):
 
     @property
     def is_finite(self) -> bool:
-        """Whether loss and gradient were finite."""
+        """True where loss and gradient were finite."""
         ...
 
     @property
     def overflow(self) -> bool:
-        """Whether the step was left out because gradients did not fit in float16."""
+        """True where the step was left out because gradients did not fit in float16."""
         ...
 
     @property
     def skipped(self) -> bool:
-        """Whether parameters stayed as they were."""
+        """True where parameters stayed as they were."""
         ...
 
     @property
@@ -56,12 +56,12 @@ class Policy:
 
     @property
     def loss_factor(self) -> float:
-        """What the loss of the next step is multiplied by, a power of two."""
+        """Factor of the loss of the next step, a power of two."""
         return 1.0
 
     @property
     def may_overflow(self) -> bool:
-        """Whether this policy can make a gradient finite that is not."""
+        """True where this policy can make a gradient finite that is not."""
         return False
 
     def blocks(self, loss: Tensor, norm: Tensor) -> Tensor | None:
@@ -94,7 +94,7 @@ class Policy:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What metrics have of the next step, by name."""
+        """Metrics of the next step, by name."""
         return {}
 
 
@@ -113,12 +113,12 @@ class StepState:
 
     @property
     def loss_factor(self) -> float:
-        """What the loss of the next step is multiplied by."""
+        """Factor of the loss of the next step."""
         return math.prod(each.loss_factor for each in self.policies)
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a policy can make a gradient finite that is not."""
+        """True where a policy can make a gradient finite that is not."""
         return any(each.may_overflow for each in self.policies)
 
     def blocks(self, loss: Tensor, norm: Tensor) -> list[Tensor]:
@@ -153,5 +153,5 @@ class StepState:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """What metrics have of the next step, by name."""
+        """Metrics of the next step, by name."""
         return {name: value for each in self.policies for name, value in each.figures.items()}

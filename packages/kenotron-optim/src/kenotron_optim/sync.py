@@ -34,9 +34,12 @@ class _Tied:
 class GradientSync:
     """Runs the sums of one stage.
 
-    Arguments: layouts of the whole model by parameter name; this stage's parameter that stands for
-    each logical name; the mesh. Collective over the mesh: groups are made here, in one order on all
-    ranks.
+    Collective over the mesh: groups are made here, in one order on all ranks.
+
+    Args:
+        whole: layouts of the whole model by parameter name.
+        own: this stage's parameter that stands for each logical name.
+        mesh: the mesh.
     """
 
     def __init__(

@@ -28,10 +28,10 @@ class Unit:
     waiting: int = 0
     """Backwards for which it was gathered and is not freed."""
     learned: bool = False
-    """Whether a gradient of it has come in this backward; in a split one it comes later."""
+    """True where a gradient of it has come in this backward; in a split one it comes later."""
     by_input: bool = False
-    """Whether its backward is over with the gradient of its input: what is left then, products of
-    weights' gradients that a split backward makes later, reads no weight that is not small."""
+    """True where its backward is over with the gradient of its input: what is left then, products
+    of weights' gradients that a split backward makes later, reads no weight that is not small."""
 
 
 class UnitHook:
@@ -62,12 +62,12 @@ def no_leaf(x: Tensor) -> Tensor:
 
 
 def is_opaque(leaf: Any) -> bool:
-    """Whether a part of an output is an object that may hold tensors which cannot be seen."""
+    """Return whether a part of an output is an object that may hold tensors out of sight."""
     return leaf is not None and not isinstance(leaf, Tensor | bool | int | float | complex | str)
 
 
 def is_small(parameter: Tensor) -> bool:
-    """Whether a parameter is a vector or a short filter, which a split backward keeps.
+    """Return whether a parameter is a vector or a short filter, which a split backward keeps.
 
     A product of a weight's gradient may compute its input again, by a norm or a convolution.
     """
@@ -75,7 +75,7 @@ def is_small(parameter: Tensor) -> bool:
 
 
 def has_memory(parameter: Tensor) -> bool:
-    """Whether the values of a parameter may be read."""
+    """Return whether the values of a parameter may be read."""
     return parameter.untyped_storage().nbytes() >= parameter.nbytes
 
 

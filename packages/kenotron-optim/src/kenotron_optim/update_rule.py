@@ -31,7 +31,7 @@ class MuonRule:
     def __init__(self, config: MuonConfig, layouts: Mapping[str, TensorLayout]) -> None:
         self.config = config
         self.parts = matrix_parts(layouts, config.adamw_named_params, per_head=config.per_head)
-        """What Muon updates, by logical name."""
+        """Matrices that Muon updates, by logical name."""
 
     def __call__(self, groups: Groups) -> list[torch.optim.Optimizer]:
         """Make the optimizers over parameter groups."""
@@ -56,7 +56,7 @@ def exchange_of(
 def update_rule(
     config: UpdateRule, layouts: Mapping[str, TensorLayout] | None = None
 ) -> MakeOptimizer | MuonRule:
-    """What builds the configured ``torch.optim`` optimizers over parameter groups.
+    """Return a function that makes the configured ``torch.optim`` optimizers over groups.
 
     Their learning rate is 0 until ``SlicedOptimizer.step`` sets that of the step. Tensors are
     updated one by one, or by one fused kernel where the config says so; grouping them (``foreach``)
@@ -93,7 +93,7 @@ def _sgd(groups: Groups, config: SGDConfig) -> torch.optim.Optimizer:
 
 
 def _on_meta(groups: Groups) -> bool:
-    """Whether there are no values, and torch refuses its fused kernel for them."""
+    """Return whether there are no values, and torch refuses its fused kernel for them."""
     for parameter in (each for group in groups for each in group["params"] if each.is_meta):
         try:
             adam._device_dtype_check_for_fused(parameter)

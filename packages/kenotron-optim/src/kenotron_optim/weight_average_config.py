@@ -7,7 +7,7 @@ from kenotron_optim.config_fields import raise_all
 
 @dataclass(frozen=True, kw_only=True)
 class WeightAverageConfig:
-    """How an exponential moving average of the weights is taken.
+    """Exponential moving average of the weights.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.
@@ -19,7 +19,7 @@ class WeightAverageConfig:
     """Updates from one to the next that the average takes in."""
 
     validate: bool = True
-    """Whether validation gives the loss of the averaged weights, too."""
+    """True: validation gives the loss of the averaged weights, too."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""

@@ -22,17 +22,17 @@ class ZeroStage(IntEnum):
 
     @property
     def cuts_states(self) -> bool:
-        """Whether a rank has masters and states of its own slices only."""
+        """True where a rank has masters and states of its own slices only."""
         return self >= ZeroStage.STATES
 
     @property
     def cuts_gradients(self) -> bool:
-        """Whether a rank may keep gradients of its own slices only."""
+        """True where a rank may keep gradients of its own slices only."""
         return self >= ZeroStage.GRADIENTS
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether parameters are gathered where a layer needs them, and freed."""
+        """True where parameters are gathered where a layer needs them, and freed."""
         return self >= ZeroStage.PARAMETERS
 
     def owners(self, rank: int, size: int) -> range:

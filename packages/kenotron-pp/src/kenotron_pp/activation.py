@@ -1,4 +1,4 @@
-"""What travels between layers: a tensor, a tuple of tensors, or a dict of them by name."""
+"""Activations between layers: a tensor, a tuple of tensors, or a dict of them by name."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def form_of(names: tuple[str, ...] | int | None, tensors: Sequence[Tensor]) -> F
 
 
 def key_of(x: Any) -> Hashable:
-    """What fixes the form of every activation of a micro-batch: the form of what enters."""
+    """Return what fixes the form of every activation of a micro-batch: the form of its input."""
     if isinstance(x, Tensor):
         return x.dtype, x.shape
     names, tensors = flatten(x)

@@ -28,7 +28,7 @@ _COMPILED = "CompiledFunctionBackward"
 
 
 class WeightPart:
-    """What is left of a backward: ``run`` delivers each parameter's gradient once, to its leaf."""
+    """Rest of a backward: ``run`` delivers each parameter's gradient once, to its leaf."""
 
     def __init__(
         self,
@@ -82,10 +82,16 @@ class SplitBackward:
     ) -> tuple[list[Tensor | None], WeightPart]:
         """Gradients of ``inputs``, and what computes those of the parameters later.
 
-        Arguments: the outputs; their gradients; the inputs whose gradients are wanted; further
-        leaves at which the graph of activations begins. Graph and tensors that the weight part
-        does not need are freed. Raises ValueError for reentrant
-        checkpointing.
+        Graph and tensors that the weight part does not need are freed.
+
+        Args:
+            roots: the outputs.
+            gradients: theirs, each of its output's shape.
+            inputs: those whose gradients are wanted, of any shapes.
+            marks: further leaves at which the graph of activations begins.
+
+        Raises:
+            ValueError: reentrant checkpointing.
         """
         ends = [get_gradient_edge(x) for x in inputs]
         graph = _Graph(

@@ -44,14 +44,14 @@ class Step(NamedTuple):
     action: Action
     stage: int
     need: Transfer | None
-    """What another rank must have sent before."""
+    """Transfer that another rank must have sent before."""
     following: Transfer | None
-    """What the next receiving action needs: posted before this one computes."""
+    """Transfers that the next receiving action needs: posted before this one computes."""
     underway: tuple[Transfer, ...]
     """The latest of each queue that has left its sender when this action begins, in the
     simulation: waiting for it is waiting for nothing that this rank has still to do."""
     result: Transfer | None
-    """Where the result goes; None when it stays on this rank."""
+    """Destination of the result; None when it stays on this rank."""
     release: tuple[Transfer, ...]
     """Sent tensors that are let go before this action."""
 

@@ -128,7 +128,7 @@ def _of(trace: Trace, rank: int) -> list[Event]:
 
 @dataclass(frozen=True)
 class _Axis:
-    """Where moments are drawn, in columns of the shortest action."""
+    """Positions at which moments are drawn, in columns of the shortest action."""
 
     at: dict[float, float]
     """By the time at which an action starts or ends."""
@@ -136,7 +136,7 @@ class _Axis:
     unit: float | None
     """Time of a column; None when the picture is not to scale."""
     notes: list[str]
-    """What the picture does not show."""
+    """Actions that the picture does not show."""
 
     def column(self, time: float) -> int:
         """The whole column that is nearest: one for each action at least."""

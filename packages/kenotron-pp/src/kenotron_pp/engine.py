@@ -32,7 +32,7 @@ def gradients_at(
     *,
     keep_graph: bool,
 ) -> list[Tensor | None]:
-    """What arrives at ``places``; None where nothing does. No ``grad`` changes."""
+    """Return the gradients that arrive at ``places``; None where none does. No ``grad`` changes."""
     found = _run(
         tuple(roots), tuple(gradients), keep_graph, False, tuple(places),
         allow_unreachable=True, accumulate_grad=False,

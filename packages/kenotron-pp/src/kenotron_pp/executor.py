@@ -31,7 +31,7 @@ class Part:
     n_stages: int
     """Of all ranks."""
     splits: bool
-    """Whether backwards come as I and W."""
+    """True where backwards come as I and W."""
     links: Links
     device: torch.device
     entering: Entering | None = None
@@ -44,7 +44,8 @@ class Part:
         self.unseen = [True] * len(self.chunks)
         """Chunks whose graph has not been looked at yet."""
         self.warm: set[bool] = set()
-        """Whether runs (True: with backwards) have been made: all their kernels are loaded then."""
+        """Modes (True: with backwards) of runs that have been made: all their kernels are
+        loaded."""
         self._ones: dict[torch.dtype, Tensor] = {}
 
     def one(self, dtype: torch.dtype) -> Tensor:
@@ -55,7 +56,7 @@ class Part:
 
 
 class _Live:
-    """What a forward leaves for its backward. Outputs are not among it: their graph is enough."""
+    """Tensors that a forward keeps for its backward; not its outputs: their graph is enough."""
 
     __slots__ = ("inputs", "marks", "ones", "roots")
 
@@ -102,7 +103,7 @@ class Run:
 
     @property
     def where(self) -> str:
-        """Which action runs, in words."""
+        """Running action, in words."""
         at = self._at
         if isinstance(at, str):
             return at
@@ -135,7 +136,7 @@ class Run:
         self.part.warm.add(self.training)
 
     def _form_of(self, transfer: Transfer) -> Form:
-        """What would come, from the layers before it."""
+        """Return the form of an activation, from the layers before it."""
         m, entering = transfer.microbatch, self.part.entering
         assert entering is not None
         with torch.set_grad_enabled(self.training):
@@ -190,7 +191,7 @@ class Run:
         self._live[stage, m] = live
 
     def _enter(self, step: Step) -> tuple[Any, _Live]:
-        """What the chunk's first layer is called with."""
+        """Return what the chunk's first layer is called with."""
         stage, m = step.stage, step.action.microbatch
         if stage == 0:
             return self._begin(self.inputs[m])

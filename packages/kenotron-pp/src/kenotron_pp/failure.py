@@ -1,4 +1,4 @@
-"""What becomes of a step when one rank fails: it ends on all of them, with the same first cause."""
+"""Failure of one rank in a step: the step ends on all of them, with the same first cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ class PipelineError(RuntimeError):
 class Alarm:
     """Turns an exception of this rank into the one that all ranks raise.
 
-    Arguments: the pp axis; the axes whose groups are closed, so that no rank waits for this one.
+    Args:
+        axis: the pp axis.
+        closes: axes whose groups are closed, so that no rank waits for this one.
     """
 
     def __init__(self, axis: Axis, closes: list[Axis]) -> None:

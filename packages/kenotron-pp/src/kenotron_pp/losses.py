@@ -12,7 +12,7 @@ from kenotron_dist import Axis, Handle, broadcast
 
 
 class Losses(NamedTuple):
-    """What a run computed: fp32 scalars, the same on every rank."""
+    """Losses that a run computed: fp32 scalars, the same on every rank."""
 
     total: Tensor
     main: Tensor

@@ -16,7 +16,7 @@ from kenotron_pp.activation import Form
 from kenotron_pp.comm_plan import Transfer
 
 Pairs = Mapping[tuple[int, int], Axis]
-"""What ``Mesh.pairs`` returns."""
+"""Value that ``Mesh.pairs`` returns."""
 
 
 class Links:
@@ -69,7 +69,7 @@ class Links:
         self._place = dict.fromkeys(queues, 0)
 
     def form(self, transfer: Transfer) -> Form:
-        """What travels, once it is known."""
+        """Return the form of what travels, once it is known."""
         return self._forms[transfer.boundary, self._keys[transfer.microbatch]]
 
     def send(self, transfer: Transfer, tensors: Sequence[Tensor], form: Form | None = None) -> None:

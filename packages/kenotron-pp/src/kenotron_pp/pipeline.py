@@ -31,7 +31,10 @@ Layer = nn.Module | tuple[str, nn.Module]
 class Pipeline:
     """This rank's layers as one or several stages of a pipeline.
 
-    Arguments:
+    Collective over the axis: where a backend makes communicators at their first use, they are made
+    here.
+
+    Args:
         layers: this rank's layers in order; where the schedule has several chunks a rank, one
             collection of layers for each. What ``Stages.own`` and ``Stages.chunks`` return, layers
             with their names, will do, too. A layer is called with the activation, or with the
@@ -52,9 +55,8 @@ class Pipeline:
             where no rank is there to send its form (``Mesh.connect(backend="fake")``).
         adds: whether a layer of any rank adds a loss of its own; None: ranks ask one another.
 
-    Collective over the axis: where a backend makes communicators at their first use, they are made
-    here. Raises ValueError when the chunks do not fit the schedule, or ``pairs`` is missing on a
-    backend that needs it.
+    Raises:
+        ValueError: the chunks do not fit the schedule, or a backend needs ``pairs``.
     """
 
     def __init__(
@@ -89,17 +91,17 @@ class Pipeline:
 
     @property
     def broken(self) -> str:
-        """Why no step can run any more: the cause of a failure. Empty while all is well."""
+        """Reason why no step can run any more: the cause of a failure. Empty while all is well."""
         return self._alarm.broken
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first layer."""
+        """True where this rank has the first layer."""
         return self.schedule.place(0, self.axis.size)[0] == self.axis.rank
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last layer, and so the loss and the outputs."""
+        """True where this rank has the last layer, and so the loss and the outputs."""
         return self.last_rank == self.axis.rank
 
     def run(
@@ -110,11 +112,16 @@ class Pipeline:
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients land on the parameters.
 
-        Arguments: what enters the first layer, per micro-batch; the loss of each, already scaled
-        so that their sum is the loss of the batch; what the layers may read next to it. Returns the
-        sum of the losses, auxiliary ones included, the same detached scalar on every rank.
+        Args:
+            inputs: of the first layer, per micro-batch: a tensor, or a tuple or dict of them.
+            loss_fn: loss of each, already scaled so that their sum is the loss of the batch.
+            contexts: values that the layers may read next to it, per micro-batch.
 
-        Raises PipelineError on all ranks when one of them fails (with one rank: its exception).
+        Returns:
+            The sum of the losses, auxiliary ones included, the same detached scalar on every rank.
+
+        Raises:
+            PipelineError: on all ranks, when one of them fails (with one rank: its exception).
         """
         return self._guarded(inputs, contexts, loss_fn, self._train, training=True)
 
@@ -146,9 +153,10 @@ class Pipeline:
         loss_fn: LossFn,
         contexts: Sequence[Any] | None = None,
     ) -> Tensor:
-        """Sum of the losses without gradients or auxiliary losses, the same on every rank.
+        """Return the sum of the losses, a scalar, without auxiliary ones; equal on all ranks.
 
-        Each output is freed when its loss is known. Raises as ``run`` does.
+        No gradients. Each output is freed when its loss is known. Arguments and errors are those of
+        ``run``.
         """
         return self._guarded(inputs, contexts, loss_fn, lambda run: run.shared.arrive(run.loss))
 
@@ -269,7 +277,7 @@ def _layer(given: Any, schedule: Schedule) -> nn.Module:
 
 
 def _device_of(layers: Iterable[nn.Module], axis: Axis) -> torch.device:
-    """Where the parameters are; without any, where the axis' backend wants its tensors."""
+    """Return the parameters' device; without any, that on which the axis' backend wants tensors."""
     parameters = (each for layer in layers for each in layer.parameters())
     first = next(parameters, None)
     return axis.control_device if first is None else first.device

@@ -17,12 +17,12 @@ from kenotron_pp.zero_bubble import zb_v_lists
 Kind = Literal["F", "B", "I", "W"]
 """Forward; whole backward; its input part; its weight part."""
 Wiring = Literal["loop", "v"]
-"""How stages are dealt to ranks when each has several: 0 1 2 0 1 2, or 0 1 2 2 1 0."""
+"""Order of stages on ranks when each has several: 0 1 2 0 1 2, or 0 1 2 2 1 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """What a rank does with one micro-batch in one of its chunks."""
+    """Work of a rank on one micro-batch in one of its chunks."""
 
     kind: Kind
     microbatch: int
@@ -46,7 +46,7 @@ class Schedule:
     """Stages of each rank."""
     wiring: Wiring = "loop"
     splits: bool = False
-    """Whether backwards come as I and W."""
+    """True where backwards come as I and W."""
 
     def __post_init__(self) -> None:
         at_least_one(f"schedule {self.name}", "chunks", self.chunks)

@@ -16,7 +16,7 @@ Cost = float | Sequence[float]
 
 @dataclass(frozen=True)
 class Times:
-    """How long actions take, in any unit: finite, and not negative.
+    """Durations of actions, in any unit: finite, and not negative.
 
     Raises ValueError for anything else, as ``simulate`` does when a list of times has not one for
     each stage.
@@ -85,7 +85,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What a schedule costs."""
+    """Cost of a schedule."""
 
     ticks: float
     """From the first start to the last end, in the unit of the times."""
@@ -189,7 +189,7 @@ def play(schedule: Schedule, lists: Sequence[Sequence[Action]], times: Times) ->
 
 
 def _needs(kind: str, m: int, stage: int, last: int) -> tuple[Key, ...]:
-    """What must be done before; B and I are both kept as they are, for a schedule has one."""
+    """Return what must be done before; B and I have the same needs: a schedule has one of them."""
     if kind == "F":
         return (("F", stage - 1, m),) if stage else ()
     if kind == "W":

@@ -17,7 +17,7 @@ NamedLayers = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Stages:
-    """Which stage has which layer, and which rank has which stages."""
+    """Stage of each layer, and stages of each rank."""
 
     names: tuple[str, ...]
     """All layers in order."""
@@ -119,12 +119,20 @@ def split_layers(
 ) -> list[range]:
     """Consecutive layers for every stage, so that the most expensive stage is as cheap as can be.
 
-    Arguments: the cost of each layer, not negative, in any unit; the number of stages; what the
-    first and the last stage do next to their layers (reading tokens; the loss). Returns one
-    non-empty range of layer indices a stage; among equally good cuts, the one whose earlier stages
-    are larger. Exact, O(stages * layers^2).
+    Exact, O(stages * layers^2).
 
-    Raises ValueError when there are fewer layers than stages, or a cost is negative or not finite.
+    Args:
+        costs: of each layer, not negative, in any unit.
+        n_stages: number of stages.
+        first, last: costs of the first and the last stage next to their layers (reading tokens; the
+            loss).
+
+    Returns:
+        One non-empty range of layer indices a stage; among equally good cuts, the one whose earlier
+        stages are larger.
+
+    Raises:
+        ValueError: there are fewer layers than stages, or a cost is negative or not finite.
     """
     n_layers = len(costs)
     if not n_layers:

@@ -34,7 +34,7 @@ class _Play:
         self.last = 2 * ranks - 1
         counts = [0] * (2 * ranks)
         self.done = {kind: list(counts) for kind in "FIW"}
-        """How many micro-batches every stage has done, by kind."""
+        """Number of micro-batches that every stage has done, by kind."""
         self.lists: list[list[Step]] = [[] for _ in range(ranks)]
 
     def run(self) -> tuple[int, Lists]:

@@ -1,4 +1,4 @@
-"""What autocast does to torch's own products, done for those that are written here."""
+"""Casts of autocast to inputs of torch's own products, for the products written here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def cast_for_autocast(
     x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What autocast would give to ``F.linear``; communication is in that dtype too."""
+    """Cast the tensors as autocast would for ``F.linear``; communication is in that dtype too."""
     device = x.device.type
     if not _casts(device):
         return x, weight, bias
@@ -39,5 +39,5 @@ def outside_autocast(backward: Backward) -> Backward:
 
 
 def _casts(device: str) -> bool:
-    """Whether autocast is on; device meta has none, and ``is_autocast_enabled`` refuses it."""
+    """Return whether autocast is on; device meta has none: ``is_autocast_enabled`` refuses it."""
     return device != "meta" and torch.is_autocast_enabled(device)

@@ -36,7 +36,7 @@ def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chun
 class VocabParallelEmbedding(nn.Module):
     """Look up rows of a (V, D) table of which every rank holds V/t rows.
 
-    Arguments:
+    Args:
         num_embeddings: V; it need not divide by the axis (see ``vocabulary_chunk``).
         embedding_dim: D.
         axis: the tp axis; size 1 makes this an ``nn.Embedding``.
@@ -46,7 +46,8 @@ class VocabParallelEmbedding(nn.Module):
         divisible_by: rows per rank are a multiple of this.
         device, dtype: of the table. Off meta it starts as ``nn.Embedding``'s would on one process.
 
-    Raises ValueError for a ``padding_idx`` outside the table.
+    Raises:
+        ValueError: ``padding_idx`` is outside the table.
     """
 
     def __init__(
@@ -157,5 +158,5 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def _on_host(ids: Tensor) -> bool:
-    """Whether reading the ids waits for no device."""
+    """Return whether reading the ids waits for no device."""
     return ids.device.type == "cpu"

@@ -31,13 +31,13 @@ _CHUNK = 1024
 
 
 class Chunked(NamedTuple):
-    """How the head is computed."""
+    """Options of the head's computation."""
 
     terms: Terms
     chunk: int
     """Tokens whose logits exist at a time; 0: as many as serve."""
     whole: bool
-    """Whether x is the same on all ranks: then its gradient is summed here."""
+    """True where x is the same on all ranks: then its gradient is summed here."""
     cap: float | None = None
     """Of the logits; see ``logit_cap``."""
 

@@ -25,7 +25,7 @@ from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_to
 class ColumnParallelLinear(nn.Module):
     """``y = x W^T + b``, W (O, I) cut along O: every rank computes its own output features.
 
-    Arguments:
+    Args:
         in_features: I.
         out_features: O, whole.
         axis: the tp axis; size 1 makes this an ``nn.Linear``.
@@ -40,7 +40,8 @@ class ColumnParallelLinear(nn.Module):
         device, dtype: of the parameters. Off meta they start as ``nn.Linear``'s would after the
             same calls on one process: with the same seed on all ranks.
 
-    Raises ValueError when a size does not divide.
+    Raises:
+        ValueError: a size does not divide.
     """
 
     defers_weight_grad = True
@@ -96,13 +97,16 @@ class ColumnParallelLinear(nn.Module):
     ) -> Tensor:
         """(..., I), or (n, ..., I) under sequence parallelism -> (..., O/t), all tokens.
 
-        Arguments:
+        Communication: one all-reduce in backward; under sequence parallelism an all-gather in
+        forward (with ``regather`` also in backward) and a reduce-scatter in backward.
+
+        Args:
+            x: (..., I), or (n, ..., I).
             tokens: T under sequence parallelism, where the ranks do not divide it.
             sequence_parallel: another mode than the layer's, for inference.
 
-        Communication: one all-reduce in backward; under sequence parallelism an all-gather in
-        forward (with ``regather`` also in backward) and a reduce-scatter in backward. Raises
-        ValueError when T does not fit n, or the mode is changed while gradients are recorded.
+        Raises:
+            ValueError: T does not fit n, or the mode is changed while gradients are recorded.
         """
         sequence = call_mode(self, self.sequence_parallel, sequence_parallel)
         _check_features(x, self.weight.shape[1], "the in_features of this layer")
@@ -122,7 +126,7 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """``y = x W^T + b``, W (O, I) cut along I: every rank has its own input features.
 
-    Arguments:
+    Args:
         in_features: I, whole; the input holds this rank's I/t.
         out_features: O.
         axis: the tp axis; size 1 makes this an ``nn.Linear``.
@@ -132,7 +136,8 @@ class RowParallelLinear(nn.Module):
             without it there is nothing to hide a row layer's all-reduce behind.
         device, dtype: as in ``ColumnParallelLinear``.
 
-    Raises ValueError when a size does not divide.
+    Raises:
+        ValueError: a size does not divide.
     """
 
     defers_weight_grad = True

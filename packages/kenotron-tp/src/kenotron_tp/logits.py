@@ -27,7 +27,12 @@ def choose_tokens(
 ) -> Tensor:
     """One token for every row: the likeliest at temperature 0, else a sample of the softmax.
 
-    Arguments:
+    The sample is the argmax of logits plus Gumbel noise (Gumbel-max), and each rank knows its own
+    best: two numbers a row and rank are gathered, after an all-reduce of one number a row above
+    temperature 0 and those of ``survivors``, which also says how fine top_p is. A logit of inf
+    takes the whole probability.
+
+    Args:
         logits_BV: (B, V/t), this rank's columns, read as fp32.
         axis: the tp axis.
         vocab_size: V; columns beyond it are padding and are never chosen.
@@ -40,12 +45,12 @@ def choose_tokens(
             probabilities, and the same for every tp size.
         rows_B: (B,) int64, numbers of the rows; None: 0, 1, ...
 
-    Returns int64 (B,), the same on every rank. The sample is the argmax of logits plus Gumbel
-    noise (Gumbel-max), and each rank knows its own best: two numbers a row and rank are gathered,
-    after an all-reduce of one number a row above temperature 0 and those of ``survivors``, which
-    also says how fine top_p is. Raises ValueError for an argument outside its range, a vocabulary
-    that the columns do not hold, and (on every rank; on a GPU this look waits for the result) a
-    row that holds NaN or nothing but -inf. A logit of inf takes the whole probability.
+    Returns:
+        (B,) int64, the same on every rank.
+
+    Raises:
+        ValueError: an argument is outside its range, the columns do not hold the vocabulary, or a
+            row holds NaN or nothing but -inf (on every rank; this look waits for a GPU's result).
     """
     _check_shape(logits_BV, axis, vocab_size)
     _check_options(temperature, top_k, top_p, vocab_size)
@@ -68,11 +73,18 @@ def choose_tokens(
 def likeliest(logits_BV: Tensor, axis: Axis, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The token of the highest logit of every row, the lowest of equals, and that logit.
 
-    Arguments: (B, V/t), this rank's columns; the tp axis; V, without the columns that pad it.
+    Gathers two numbers a row and rank.
 
-    Returns int64 (B,) and fp64 (B,), the same on every rank: of a row that holds NaN its first
-    NaN. Gathers two numbers a row and rank. Raises ValueError for a vocabulary that the columns do
-    not hold.
+    Args:
+        logits_BV: (B, V/t), this rank's columns.
+        axis: the tp axis.
+        vocab_size: V, without the columns that pad it.
+
+    Returns:
+        (B,) int64 and (B,) fp64, the same on every rank: of a row that holds NaN its first NaN.
+
+    Raises:
+        ValueError: the columns do not hold the vocabulary.
     """
     _check_shape(logits_BV, axis, vocab_size)
     first = axis.rank * logits_BV.shape[-1]

@@ -31,7 +31,7 @@ from kenotron_tp.sequence import pad_rows
 
 
 class How(NamedTuple):
-    """How the weight of one call is cut, and what travels."""
+    """Cut of the weight in one call, and what travels."""
 
     axis: Axis
     cut: Literal["column", "row"]
@@ -39,13 +39,13 @@ class How(NamedTuple):
     lead: tuple[int, ...]
     """Leading dims of the result, all tokens or the rank's own."""
     sequence: bool = False
-    """Whether tokens are cut: x of a column, the result of a row product."""
+    """True where tokens are cut: x of a column, the result of a row product."""
     overlap: bool = False
-    """Whether communication travels while pieces are multiplied."""
+    """True where communication travels while pieces are multiplied."""
     regather: bool = False
-    """Whether gathered tokens are gathered again in backward and not kept."""
+    """True where gathered tokens are gathered again in backward and not kept."""
     queue: WeightQueue | None = None
-    """Where the weight's gradient is put off to."""
+    """Queue that the weight's gradient is put off to."""
 
 
 class _Call(NamedTuple):
@@ -192,12 +192,12 @@ def _weight_gradient(
 
 
 def _weight_node(ctx: Any) -> Node:
-    """Where autograd takes the gradient of the weight, the second input of both products."""
+    """Return the node at which autograd takes the weight's gradient, the second input of both."""
     return ctx.next_functions[1][0]
 
 
 def _taken(parameter: nn.Parameter) -> bool:
-    """Whether the weight's gradient is added up elsewhere; compiled programs leave it to autograd.
+    """Return whether the weight's gradient is added up elsewhere; compiled programs use autograd.
 
     So one program stands for all layers, without a break.
     """

@@ -1,4 +1,4 @@
-"""How all cut layers of a model communicate, as one value to hand through its constructors."""
+"""Communication of all cut layers of a model, as one value for their constructors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan has to say of the neighbours of a cut layer: tensors, and numbers of heads."""
+"""Checks that a plan names the neighbours of a cut layer: tensors, and numbers of heads."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _tensors(owner: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_said(path: str, named: Mapping[str, Named]) -> bool:
-    """Whether a tensor or a module that has it is named."""
+    """Return whether a tensor, or a module that has it, is named."""
     words = path.split(".")
     return any(".".join(words[:i]) in named for i in range(1, len(words) + 1))
 

@@ -27,7 +27,7 @@ What = Literal["module", "parameter", "buffer", "number"]
 
 @dataclass(frozen=True)
 class Named:
-    """What a plan says of one name."""
+    """Entry of a plan for one name."""
 
     what: What
     style: Style
@@ -35,7 +35,7 @@ class Named:
 
     @property
     def is_layer(self) -> bool:
-        """Whether it is a layer that is cut."""
+        """True where it is a layer that is cut."""
         return self.style not in (SUMMED, STAYS, DIVIDED)
 
 

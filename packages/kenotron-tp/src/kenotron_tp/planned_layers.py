@@ -16,7 +16,7 @@ from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 
 Style = str | Sequence[Chunk]
-"""What becomes of a module: a name, or the pieces of a column layer's output features."""
+"""Result for a module: a name, or the pieces of a column layer's output features."""
 OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 """Older names of styles."""
 COLUMNS = ("colwise", "packed_colwise")
@@ -85,7 +85,7 @@ def cut_dim(layer: nn.Module, style: Style) -> int:
 
 
 def gives_cut_features(style: Style) -> bool:
-    """Whether a linear layer of this style returns this rank's own features only."""
+    """Return whether a linear layer of this style returns this rank's own features only."""
     return style in COLUMNS or not isinstance(style, str)
 
 

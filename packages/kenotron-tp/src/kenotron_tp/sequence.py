@@ -53,7 +53,7 @@ def mark_partial(module: nn.Module, axis: Axis) -> None:
 
 
 def call_mode(layer: nn.Module, built: bool, wanted: bool | None) -> bool:
-    """Whether tokens are cut in this call of ``layer``: as it was built, or as ``wanted``.
+    """Return whether tokens are cut in this call of ``layer``: as it was built, or as ``wanted``.
 
     Raises ValueError when the mode is changed while gradients are recorded.
     """

@@ -21,7 +21,7 @@ _BLOCK_ELSEWHERE = 2**27
 
 
 class Terms(NamedTuple):
-    """What is added up for every position, and over which columns."""
+    """Terms added up for every position, and the columns that they are added over."""
 
     axis: Axis
     vocab_size: int

@@ -18,7 +18,7 @@ from kenotron_tp.softmax import Statistics, Terms, columns_of_rank, own_labels
 
 
 class Shares(NamedTuple):
-    """What a rank can compute without the other ranks' columns."""
+    """Results of a rank that need none of the other ranks' columns."""
 
     statistics: Tensor
     """(5, T), the rows of ``local_statistics``."""
@@ -27,7 +27,7 @@ class Shares(NamedTuple):
 
 
 def computes_once(logits: Tensor, terms: Terms) -> bool:
-    """Whether these logits are worked on here; else ``softmax`` does, as for label smoothing."""
+    """Return whether these logits are worked on here; else by ``softmax``: label smoothing."""
     return logits.device.type != "cpu" and not terms.label_smoothing
 
 

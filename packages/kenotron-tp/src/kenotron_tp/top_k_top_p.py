@@ -1,4 +1,4 @@
-"""Which tokens may be drawn: top-k and top-p over logits cut over the vocabulary, ungathered.
+"""Tokens that may be drawn: top-k and top-p over logits cut over the vocabulary, ungathered.
 
 Both ask the same thing of a row: the largest logit at which what stands at or above it first
 amounts to enough. A radix select answers exactly. Logits become integers of the same order, and
@@ -55,19 +55,21 @@ def survivors(
 ) -> Tensor:
     """The columns of ``alive_BV`` that top-k, and then top-p among its survivors, leave.
 
-    Arguments:
+    4 all-reduces (bf16: 2, fp16: 3) of 256 int64 a row for each of top-k and top-p. Weights of
+    top-p are rounded to 2^-40 of the largest, but never to 0: a p within V * 2^-40 of 1 keeps the
+    whole tail rather than losing what it amounts to. Columns that equal the last one kept are kept
+    too. Sources: Fan et al., arXiv 1805.04833 (top-k); Holtzman et al., arXiv 1904.09751 (top-p).
+
+    Args:
         logits_BV: (B, V/t), compared as fp32.
-        odds_BV: fp64 (B, V/t), log of each probability over the row's largest: at most 0.
-        alive_BV: bool (B, V/t), the columns to choose from.
+        odds_BV: (B, V/t) fp64, log of each probability over the row's largest: at most 0.
+        alive_BV: (B, V/t) bool, the columns to choose from.
         axis: the tp axis.
         vocab_size: V, up to ``LARGEST_VOCABULARY``.
         top_k, top_p: None, k from V on, or p of 1 leave the columns as they are.
 
-    Returns bool (B, V/t). 4 all-reduces (bf16: 2, fp16: 3) of 256 int64 a row for each of top-k
-    and top-p. Weights of top-p are rounded to 2^-40 of the largest, but never to 0: a p within
-    V * 2^-40 of 1 keeps the whole tail rather than losing what it amounts to. Columns that equal
-    the last one kept are kept too. Sources: Fan et al., arXiv 1805.04833 (top-k); Holtzman et al.,
-    arXiv 1904.09751 (top-p).
+    Returns:
+        (B, V/t) bool.
     """
     k = vocab_size if top_k is None else min(top_k, vocab_size)
     p = 1.0 if top_p is None else top_p
@@ -107,15 +109,17 @@ def threshold(
 ) -> Tensor:
     """The largest key of each row at or above which the amounts sum to what is needed.
 
-    Arguments:
-        keys_BV: int64 (B, V/t) within 0..2^32 - 1.
-        amounts_BV: int64 (B, V/t), 0 or more; a row of all ranks sums to less than 2^63.
-        need: from the sums of all rows (int64 (B,)) to what is needed of each, within 1..sum.
+    One all-reduce of 256 int64 a row and round. A radix select (Alabi et al., ACM JEA 17, 2012).
+
+    Args:
+        keys_BV: (B, V/t) int64 within 0..2^32 - 1.
+        amounts_BV: (B, V/t) int64, 0 or more; a row of all ranks sums to less than 2^63.
+        need: from the sums of all rows, (B,) int64, to what is needed of each, within 1..sum.
         axis: the tp axis.
         rounds: how many times 8 leading bits to tell apart; keys that differ later count as equal.
 
-    Returns int64 (B,), the same on every rank, the bits after the last round being 0. One
-    all-reduce of 256 int64 a row and round. A radix select (Alabi et al., ACM JEA 17, 2012).
+    Returns:
+        (B,) int64, the same on every rank; the bits after the last round are 0.
     """
     rows = torch.arange(len(keys_BV), device=keys_BV.device)[:, None] << _DIGIT
     prefix = lacking = rows.new_zeros(len(rows))

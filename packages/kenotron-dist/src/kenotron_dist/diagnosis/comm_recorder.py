@@ -33,7 +33,7 @@ class Recorder(Listening):
 
     @property
     def entries(self) -> list[Entry]:
-        """What was started since the beginning, or the last ``cut``, in order."""
+        """Communications started since the beginning, or the last ``cut``, in order."""
         with self._lock:
             return list(self._entries)
 

@@ -90,7 +90,7 @@ def _place(channel: str, number: int) -> str:
 
 
 def _agreed(call: Entry) -> tuple[object, ...]:
-    """What must be equal on all ranks; how much each gives another is compared by pairs."""
+    """Return what must be equal on all ranks; what each gives another is compared by pairs."""
     operation = call.ticket.operation
     if operation in _TRANSFERS:
         return "transfer", call.dtype

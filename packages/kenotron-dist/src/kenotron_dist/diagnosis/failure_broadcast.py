@@ -33,7 +33,8 @@ _SMALL = 1000
 class Distress:
     """The store key of some groups for the first cause. Made on all ranks.
 
-    Arguments: axes whose groups a failure closes; those of one rank are left out.
+    Args:
+        axes: those whose groups a failure closes; those of one rank are left out.
     """
 
     def __init__(self, axes: Iterable[Axis]) -> None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kenotron_dist.in_flight import Ticket
 
 KINDS = ("failed", "silent", "store", "left", "mismatch", "absent", "deadlock", "joined")
-"""What a first cause may be, the plainest first.
+"""Kinds of a first cause, the plainest first.
 
 ``failed``: it ended with an exception. ``silent``: its heartbeat stands still, so it is stopped or
 dead. ``store``: the store that ranks meet at is gone. ``left``: it closed its watchdog and will
@@ -24,20 +24,20 @@ itself stands still.
 
 
 class Beat(NamedTuple):
-    """What a rank publishes about itself every interval."""
+    """State that a rank publishes of itself every interval."""
 
     number: int
     """Counts the beats."""
     counts: dict[str, int]
     """Communications issued, by channel."""
     waits: tuple[tuple[Ticket, float], ...]
-    """What it is blocked on and for how many seconds, the oldest first."""
+    """Operations it is blocked on and for how many seconds, the oldest first."""
     last: Ticket | None
     """The communication it issued last."""
     idle: float
     """Seconds since it last issued one or stopped waiting."""
     ended: str = ""
-    """How it ended: ``finished``, or its exception. Empty while it lives."""
+    """End of the rank: ``finished``, or its exception. Empty while it lives."""
     doing: str = ""
     """Long work that it has declared and that others must bear."""
 
@@ -58,9 +58,9 @@ class Seen(NamedTuple):
 
     beat: Beat | None
     changed: float
-    """When it was new; until it has moved, when it was first looked for."""
+    """Time at which it was new; until it has moved, that at which it was first looked for."""
     moves: int
-    """How many new beats were seen after the first."""
+    """Number of new beats seen after the first."""
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class StallReport:
     rank: int
     """The waiting rank: the one that reports."""
     ticket: Ticket
-    """What it waits in: operation, axis, ranks, calling line."""
+    """Communication that it waits in: operation, axis, ranks, calling line."""
     seconds: float
-    """How long it has waited."""
+    """Seconds that it has waited."""
     cause: Cause
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ class PeerLost(RuntimeError):
 
 
 class Search(NamedTuple):
-    """What is known so far."""
+    """State of the search for a first cause."""
 
     causes: list[Cause]
     """All possible causes, the plainest first."""
@@ -133,15 +133,18 @@ class _Step(NamedTuple):
     rank: int
     ticket: Ticket
     behind: int
-    """How many ranks it waits for."""
+    """Number of ranks it waits for."""
 
 
 class Inquiry:
     """Follows waits from one rank to the next until it meets a rank that waits for none.
 
-    Arguments: what is known of each rank; now; the silence, in seconds, that counts as death;
-    the moment before which beats prove nothing; whether the communication has failed already, so
-    that a rank may have left after it joined.
+    Args:
+        seen: last known state of each rank.
+        now: the time.
+        patience: seconds of silence that count as death.
+        fresh: time before which beats prove nothing.
+        failed: the communication has failed already: a rank may have left after it joined.
     """
 
     def __init__(

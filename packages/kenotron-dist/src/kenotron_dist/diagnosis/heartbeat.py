@@ -21,8 +21,12 @@ from kenotron_dist.signed_store import SignedStore
 class Heartbeat:
     """Writes this rank's beat every ``interval`` seconds; reads those of the ranks asked for.
 
-    Arguments: a store of which this is the only user, the same on all ranks; this rank; what makes
-    a beat of a number (called in the heartbeat's thread); the device whose queue a beat looks at.
+    Args:
+        store: the same on all ranks; this is its only user.
+        rank: this rank.
+        interval: seconds from one beat to the next.
+        beat: makes a beat of its number; called in the heartbeat's thread.
+        device: whose queue a beat looks at.
     """
 
     def __init__(
@@ -35,13 +39,13 @@ class Heartbeat:
     ) -> None:
         self._store, self._rank, self._interval, self._beat = store, rank, interval, beat
         self.seen: dict[int, Seen] = {}
-        """What is known of other ranks. Read it; only the heartbeat writes."""
+        """Last known state of other ranks. Read it; only the heartbeat writes."""
         self.cause: Cause | None = None
         """The first cause that some rank found, as far as this one has read."""
         self.broken = ""
         """The store's error once it has failed."""
         self.answered = time.monotonic()
-        """When the store last answered."""
+        """Time of the store's last answer."""
         self._asked: frozenset[int] = frozenset()
         self._changes: deque[tuple[str, str]] = deque()
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What hears of every communication of a rank before it starts, until it is closed."""
+"""Listeners that are given every communication of a rank before it starts, until closed."""
 
 from __future__ import annotations
 

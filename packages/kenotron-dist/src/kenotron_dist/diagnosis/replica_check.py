@@ -20,12 +20,16 @@ def check_replicas(
 ) -> None:
     """Compare a checksum of every parameter over the ranks that hold the same part of it.
 
-    Arguments: this stage's parameters by name, of any shape; layouts of the whole model; the mesh.
-    Slices that each data rank has of its own are compared over the other axes.
-    Collective over the mesh; two small all-reduces an axis. Replicas of single kv heads are not
-    compared.
+    Slices that each data rank has of its own are compared over the other axes. Replicas of single
+    kv heads are not compared. Collective over the mesh; two small all-reduces an axis.
 
-    Raises ValueError on all ranks of a group that disagrees, naming tensor, axis and ranks.
+    Args:
+        parameters: this stage's by name, of any shape.
+        layouts: of the whole model.
+        mesh: the mesh.
+
+    Raises:
+        ValueError: on all ranks of a group that disagrees; it names tensor, axis and ranks.
     """
     sums = {path: checksum(parameters[path]) for path in sorted(parameters)}
     for grid, data in DATA_AXES.items():
@@ -79,7 +83,7 @@ def _compare(paths: list[str], sums: Mapping[str, Tensor], axis: Axis) -> None:
 
 
 def _odd(own: Tensor, axis: Axis) -> str:
-    """Which ranks have another value than most, where there is a most. Collective."""
+    """Return the ranks that have another value than most, where there is a most. Collective."""
     rows = [tuple(row) for row in all_gather(own[None], axis).view(axis.size, -1).tolist()]
     most = max(rows, key=rows.count)
     odd = [rank for rank, row in zip(axis.ranks, rows, strict=True) if row != most]

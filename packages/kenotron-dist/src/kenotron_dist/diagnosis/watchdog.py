@@ -54,15 +54,19 @@ def watch(
 ) -> Watchdog:
     """Start a watchdog over the communications of ``mesh``. Call it on every rank.
 
-    Arguments: the mesh; a store that all ranks share (default: that of the process group; a clone
-    is used, so that no rank waits for the watchdog); how long a rank may wait in one communication,
-    longer than the longest uneven work between two of them; what to do with a report, called in
-    the watchdog's thread (a blocked wait cannot be interrupted, so the default ends the process).
-
     Every waiting rank reports within 10 seconds of the limit. Until it is closed, a wait that
     fails raises PeerLost, which names the rank that was lost first, where that is known.
 
-    Raises ValueError when the limit is not positive.
+    Args:
+        mesh: the mesh.
+        store: shared by all ranks (default: that of the process group); a clone is used, so that no
+            rank waits for the watchdog.
+        limit: of a wait in one communication, longer than the longest uneven work between two.
+        on_stall: called with the report in the watchdog's thread (a blocked wait cannot be
+            interrupted, so the default ends the process).
+
+    Raises:
+        ValueError: the limit is not positive.
     """
     if limit <= timedelta(0):
         raise ValueError(f"watch: limit {limit} is not positive: give the longest bearable wait")

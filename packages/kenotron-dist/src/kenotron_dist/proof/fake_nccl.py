@@ -265,7 +265,7 @@ class FakeNccl(_ProcessGroup):
 
 
 def _overlap(whole: Tensor, part: Tensor) -> bool:
-    """Whether ``part`` lies in the memory of ``whole``."""
+    """Return whether ``part`` lies in the memory of ``whole``."""
     start = whole.data_ptr()
     return start <= part.data_ptr() < start + whole.nbytes
 

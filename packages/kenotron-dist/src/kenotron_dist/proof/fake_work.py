@@ -20,7 +20,7 @@ _LAG = 0.05
 
 
 class Group(Protocol):
-    """What an operation needs of its process group."""
+    """Part of a process group that an operation needs."""
 
     timeout: timedelta
     aborted: threading.Event
