@@ -10,7 +10,7 @@ import runs
 import torch
 
 from kenotron_config import Config
-from kenotron_cp import AttentionSize, Cut, Sight, attention_traffic
+from kenotron_cp import AttentionSize, Cut, Visibility, attention_traffic
 from kenotron_dist import Mesh, RankError, all_reduce, spawn
 from kenotron_engine import StepResult
 from kenotron_models import parameter_count
@@ -76,7 +76,7 @@ def test_bytes_over_cp_are_those_of_attention_and_of_gradients(tmp_path: Path, w
     mixer = config.decoder.blocks[0].mixer
     heads = mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.head_dim
     size = AttentionSize(config.tokens.micro_batch_size, *heads, torch.float32)
-    attention = sum(attention_traffic(way, size, Sight(30), Cut(30, 2), 0))
+    attention = sum(attention_traffic(way, size, Visibility(30), Cut(30, 2), 0))
     half = parameter_count(config.decoder) * 4 // 2  # as over dp: ZeRO-1 shards over dp x cp
     loss = 4
     expected = MICRO * LAYERS * attention + 2 * half + loss + POWERS

@@ -43,13 +43,13 @@ def test_a_journal_that_goes_on_drops_steps_done_again_and_cut_lines(tmp_path: P
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": i, "lm_loss": i / 2}) for i in (1, 2, 3)]
     path.write_text("\n".join(lines) + '\n{"step": 4, "lm_')
-    book = metrics_file.Journal(tmp_path, 3)
+    book = metrics_file.MetricsFile(tmp_path, 3)
     book.write({"step": 3, "lm_loss": 9.0})
     book.close()
     assert [(s["step"], s["lm_loss"]) for s in metrics_file.read_journal(path)] == [
         (1, 0.5), (2, 1.0), (3, 9.0),
     ]  # fmt: skip
-    book = metrics_file.Journal(tmp_path, 1)
+    book = metrics_file.MetricsFile(tmp_path, 1)
     book.close()
     assert path.read_text() == "" and book.aside == tmp_path / "metrics.1.jsonl"
     assert [s["step"] for s in metrics_file.read_journal(book.aside)] == [1, 2, 3]

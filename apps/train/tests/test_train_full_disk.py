@@ -18,7 +18,7 @@ from kenotron_dist import STALLED, Mesh, RankError
 from kenotron_train import cli
 from kenotron_train.failures.passing_errors import PassingError, as_passing
 from kenotron_train.log.line_writer import LineWriter
-from kenotron_train.log.metrics_file import Journal, read_journal
+from kenotron_train.log.metrics_file import MetricsFile, read_journal
 from kenotron_train.log.printing import StandardOutput
 from kenotron_train.log.run_folder import writing
 
@@ -49,7 +49,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def test_lines_wait_for_a_full_disk_and_none_is_lost(tmp_path: Path, disk: Disk) -> None:
     said: list[str] = []
-    book = Journal(tmp_path, 1, said.append)
+    book = MetricsFile(tmp_path, 1, said.append)
     book.write({"step": 1})
     disk.room = 5  # a part of a line
     for step in (2, 3, 4):

@@ -8,7 +8,7 @@ import pytest
 import runs
 
 from kenotron_dist import Mesh, spawn
-from kenotron_optim import ParameterGroup, describe
+from kenotron_optim import ParameterGroup, describe_groups
 from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 
@@ -26,7 +26,7 @@ def groups(mesh: Mesh) -> tuple[list[ParameterGroup], str]:
     sizes = {f"parallelism.{axis}": mesh.sizes[axis] for axis in ("pp", "tp", "dp")}
     config = load_config(DEFAULT_CONFIG, [f"{key}={v}" for key, v in (RULES | sizes).items()])
     training = build_training(config, mesh)
-    return training.groups, describe(training.groups, training.model.layouts.values())
+    return training.groups, describe_groups(training.groups, training.model.layouts.values())
 
 
 def test_every_rank_of_every_layout_has_the_same_groups() -> None:

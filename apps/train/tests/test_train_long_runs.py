@@ -18,7 +18,7 @@ from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.log.metrics_file import BLOCK, Journal, cut_journal, last_step, read_journal
+from kenotron_train.log.metrics_file import BLOCK, MetricsFile, cut_journal, last_step, read_journal
 from kenotron_train.progress import Progress
 from kenotron_train.run import loop
 
@@ -80,7 +80,7 @@ def test_a_run_that_goes_on_reads_the_end_of_its_metrics_only(
     lines = lines_of(path, 50_000)
     inode, real, read = path.stat().st_ino, os.pread, []
     monkeypatch.setattr(os, "pread", lambda *given: read.append(given[1]) or real(*given))
-    book = Journal(tmp_path, 49_951)
+    book = MetricsFile(tmp_path, 49_951)
     assert sum(read) <= 2 * BLOCK < path.stat().st_size // 50
     assert path.stat().st_ino == inode  # in place
     assert path.read_bytes() == b"".join(lines[:49_950])
@@ -121,7 +121,7 @@ def test_lines_that_are_none_go_with_what_follows_them(tmp_path: Path) -> None:
 
 def test_a_rewind_on_a_disk_that_fails_is_said(tmp_path: Path) -> None:
     said: list[str] = []
-    book = Journal(tmp_path, 1, said.append)
+    book = MetricsFile(tmp_path, 1, said.append)
     for step in (1, 2, 3):
         book.write({"step": step})
     with pytest.MonkeyPatch.context() as patch:

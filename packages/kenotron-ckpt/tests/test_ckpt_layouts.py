@@ -32,8 +32,8 @@ from kenotron_dist import (
     Chunk,
     Mesh,
     MeshConfig,
-    Notes,
     Shard,
+    StoreMessages,
     TensorLayout,
     Tie,
     local_shape,
@@ -132,7 +132,7 @@ def of_rank(shape_of, mesh, zero):
 
 def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads):
     """Save as all ranks of a mesh do in the background, a thread each."""
-    notes = Notes(Mesh.connect(), "layouts")
+    notes = StoreMessages(Mesh.connect(), "layouts")
     jobs = []
     for mesh in views(sizes):
         tensors = of_rank(shape_of, mesh, zero)

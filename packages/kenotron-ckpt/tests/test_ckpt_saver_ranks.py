@@ -20,7 +20,15 @@ from kenotron_ckpt.host_buffer import Arena
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
-from kenotron_dist import Mesh, MeshConfig, Notes, RankError, TensorLayout, all_reduce, spawn
+from kenotron_dist import (
+    Mesh,
+    MeshConfig,
+    RankError,
+    StoreMessages,
+    TensorLayout,
+    all_reduce,
+    spawn,
+)
 
 
 def heard(saver):
@@ -134,7 +142,9 @@ def job_of(mesh, step_folder, notes):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_save_that_nobody_waits_for_any_longer_ends(tmp_path, rank):
     """The other rank of the two is gone, and this one leaves."""
-    job = job_of(View(MeshConfig(dp=2), rank, CPU), tmp_path / "10", Notes(Mesh.connect(), "x"))
+    job = job_of(
+        View(MeshConfig(dp=2), rank, CPU), tmp_path / "10", StoreMessages(Mesh.connect(), "x")
+    )
     thread = threading.Thread(target=job.run)
     thread.start()
     assert not job.done.wait(0.2)
@@ -146,7 +156,7 @@ def test_a_save_that_nobody_waits_for_any_longer_ends(tmp_path, rank):
     assert not (tmp_path / "10").exists()
 
 
-class GoneNotes(Notes):
+class GoneNotes(StoreMessages):
     """A store whose host has died."""
 
     def post(self, key, value):

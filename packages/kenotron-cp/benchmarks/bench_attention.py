@@ -40,7 +40,7 @@ from cp_memory import HOLLOW, HeldBytes
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kenotron_cp import AttentionSize, Cut, Kernel, Sight, attend, attention_traffic
+from kenotron_cp import AttentionSize, Cut, Kernel, Visibility, attend, attention_traffic
 from kenotron_dist import Mesh, barrier, record, spawn
 
 WAYS = ("ring", "gather", "ulysses")
@@ -75,7 +75,7 @@ Step = Callable[[Callable[[], None]], None]
 
 def ours(mesh: Mesh, sizes: Sizes, way: Any, kernel: Kernel | None = None) -> Step:
     """Forward and backward of ``attend``; calls its argument between them."""
-    axis, sight = mesh["cp"], Sight(sizes.sequence)
+    axis, sight = mesh["cp"], Visibility(sizes.sequence)
     q, k, v, grad = sizes.drawn(Cut(sizes.sequence, axis.size).local, sizes.heads, sizes.kv_heads)
 
     def step(between: Callable[[], None]) -> None:
@@ -108,7 +108,7 @@ def small_model(mesh: Mesh, sizes: Sizes, way: Any, layers: int) -> Step:
 
     Parameters count as inputs, their gradients do not.
     """
-    axis, sight, width = mesh["cp"], Sight(sizes.sequence), sizes.heads * sizes.depth
+    axis, sight, width = mesh["cp"], Visibility(sizes.sequence), sizes.heads * sizes.depth
     x, grad = torch.randn(2, 1, Cut(sizes.sequence, axis.size).local, width, dtype=sizes.dtype)
     shapes = [(width, 3 * width), (width, width), (width, 2 * width), (2 * width, width)]
     parameters = [
@@ -137,7 +137,7 @@ def check_bytes(mesh: Mesh, sizes: Sizes, way: str, step: Step) -> int:
     axis, cut = mesh["cp"], Cut(sizes.sequence, mesh["cp"].size)
     depth = sizes.depth
     size = AttentionSize(1, sizes.heads, sizes.kv_heads, depth, depth, sizes.dtype)
-    expected = attention_traffic(way, size, Sight(sizes.sequence), cut, axis.rank)
+    expected = attention_traffic(way, size, Visibility(sizes.sequence), cut, axis.rank)
     if tuple(counted) != expected:
         raise RuntimeError(f"{way}: sent {counted} bytes, the formula says {expected}")
     return sum(counted)

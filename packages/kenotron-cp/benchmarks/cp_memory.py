@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kenotron_cp import PLAIN, Kernel, Partial, Tile
+from kenotron_cp import PLAIN, Kernel, PartialAttention, Tile
 
 
 class HeldBytes(TorchDispatchMode):
@@ -52,8 +52,8 @@ class HeldBytes(TorchDispatchMode):
         self.now -= nbytes
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
-    return Partial(q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]))
+def _forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> PartialAttention:
+    return PartialAttention(q.new_zeros(*q.shape[:3], v.shape[-1]), q.new_zeros(q.shape[:3]))
 
 
 def _backward(

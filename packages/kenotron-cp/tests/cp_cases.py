@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from cp_dense import dense, inputs, whole
 
-from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Scoring, Sight
+from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Layout, Scoring, Visibility
 from kenotron_dist.rng import uniform
 
 SINKS = torch.linspace(-1, 3, 8)
@@ -16,7 +16,7 @@ WAYS = ("ring", "gather", "ulysses")
 class Case(NamedTuple):
     """An attention of whole tensors."""
 
-    sight: Sight
+    sight: Visibility
     heads: int = 8
     kv_heads: int = 8
     options: dict = {}
@@ -58,30 +58,30 @@ def cases():
     unseen = torch.arange(40) // 9
     unseen[18:27] = -1
     return {
-        "causal": Case(Sight(96), options={"kernel": PLAIN}),
-        "odd": Case(Sight(37, window=7)),
-        "fewer tokens than chunks": Case(Sight(5)),
-        "rows with other documents": Case(Sight(64, documents=ids), 8, 2, batch=2),
-        "a long document": Case(Sight.of_lengths([50, 3, 11]), 8, 4),
-        "documents of one token": Case(Sight(33, documents=torch.arange(33))),
-        "tokens that see nothing": Case(Sight(40, 5, unseen), options={"kernel": PLAIN}),
-        "several blocks a strip": Case(Sight(200, 60), 8, 4, {"layout": Layout(block=4)}),
-        "contiguous": Case(Sight.of_lengths([30, 34]), 8, 4, {"layout": Layout("contiguous")}),
+        "causal": Case(Visibility(96), options={"kernel": PLAIN}),
+        "odd": Case(Visibility(37, window=7)),
+        "fewer tokens than chunks": Case(Visibility(5)),
+        "rows with other documents": Case(Visibility(64, documents=ids), 8, 2, batch=2),
+        "a long document": Case(Visibility.of_lengths([50, 3, 11]), 8, 4),
+        "documents of one token": Case(Visibility(33, documents=torch.arange(33))),
+        "tokens that see nothing": Case(Visibility(40, 5, unseen), options={"kernel": PLAIN}),
+        "several blocks a strip": Case(Visibility(200, 60), 8, 4, {"layout": Layout(block=4)}),
+        "contiguous": Case(Visibility.of_lengths([30, 34]), 8, 4, {"layout": Layout("contiguous")}),
         "scale, wide values": Case(
-            Sight(48), 8, 4, {"scoring": Scoring(0.2), "stride": 3}, 2, 8, 24
+            Visibility(48), 8, 4, {"scoring": Scoring(0.2), "stride": 3}, 2, 8, 24
         ),
-        "cap": Case(Sight(96), options={"scoring": Scoring(0.7, 0.8)}),
+        "cap": Case(Visibility(96), options={"scoring": Scoring(0.7, 0.8)}),
         "cap in a window of documents": Case(
-            Sight(64, 9, ids), 8, 2, {"scoring": Scoring(0.25, 1.5)}, 2
+            Visibility(64, 9, ids), 8, 2, {"scoring": Scoring(0.25, 1.5)}, 2
         ),
-        "sinks": Case(Sight(96, 40), 8, 4, {"scoring": WITH_SINKS, "stride": 3}),
+        "sinks": Case(Visibility(96, 40), 8, 4, {"scoring": WITH_SINKS, "stride": 3}),
         "sinks of tokens that see nothing": Case(
-            Sight(40, 5, unseen), options={"scoring": WITH_SINKS}
+            Visibility(40, 5, unseen), options={"scoring": WITH_SINKS}
         ),
-        "cap and sinks": Case(Sight(37), 8, 1, {"scoring": Scoring(0.25, 1.0, SINKS)}),
-        "dropout": Case(Sight(48, 20), 8, 2, {"scoring": DROPPED}, 2),
-        "bf16": Case(Sight(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
-        "fp64": Case(Sight(50, 30), 8, 4, dtype=torch.float64),
+        "cap and sinks": Case(Visibility(37), 8, 1, {"scoring": Scoring(0.25, 1.0, SINKS)}),
+        "dropout": Case(Visibility(48, 20), 8, 2, {"scoring": DROPPED}, 2),
+        "bf16": Case(Visibility(64), 8, 2, {"kernel": FLASH_CPU}, dtype=torch.bfloat16),
+        "fp64": Case(Visibility(50, 30), 8, 4, dtype=torch.float64),
     }
 
 

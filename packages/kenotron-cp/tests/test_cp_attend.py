@@ -7,7 +7,7 @@ import torch
 from cp_cases import WAYS, Case, cases, on_this_rank
 from cp_dense import normal, whole
 
-from kenotron_cp import PLAIN, Layout, Sight, attend, cut_sequence, join_sequence
+from kenotron_cp import PLAIN, Layout, Visibility, attend, cut_sequence, join_sequence
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 
@@ -57,7 +57,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks_nor_on_the_way(cp):
 
 
 def on_three(mesh):
-    case = Case(Sight.of_lengths([20, 31]), 6, 3)
+    case = Case(Visibility.of_lengths([20, 31]), 6, 3)
     tensors = [whole(mesh, case.tensors(), case.sight, way=way) for way in WAYS]
     for other in tensors[1:]:
         assert all(map(torch.equal, tensors[0], other))
@@ -73,7 +73,7 @@ def test_three_ranks_compute_the_same():
 
 
 def documents_apart(mesh):
-    sight = Sight.of_lengths([21, 30, 13])
+    sight = Visibility.of_lengths([21, 30, 13])
     q, k, v, grad = Case(sight, 8, 2).tensors()
     second = (sight.documents == 1)[None, :, None, None]
     for layout in (Layout(), Layout("contiguous")):
@@ -92,7 +92,7 @@ def test_a_documents_loss_has_no_gradient_in_another_exactly(cp):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_those_of_finite_differences(way):
-    sight = Sight(19, 6, torch.arange(19) // 8)
+    sight = Visibility(19, 6, torch.arange(19) // 8)
     tensors = [normal(1, 19, h, 4, seed=h, dtype=torch.float64).requires_grad_() for h in (4, 2, 2)]
     axis = Axis.solo("cp")
     layout = Layout(block=1)
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_finite_differences(way):
 
 def gradcheck_on_ranks(mesh):
     """The same perturbation on all ranks, through the cut and the join."""
-    axis, sight = mesh["cp"], Sight(11, documents=torch.arange(11) // 6)
+    axis, sight = mesh["cp"], Visibility(11, documents=torch.arange(11) // 6)
     for way in WAYS:
 
         def joined(*tensors, way=way):
@@ -129,21 +129,21 @@ def test_a_kernel_is_injected():
         return PLAIN.forward(q, k, v, tile)
 
     kernel = PLAIN.__class__("counted", counted, PLAIN.backward, PLAIN.dtype)
-    q, k, v, _ = Case(Sight(64)).tensors()
-    attend(q, k, v, Axis.solo("cp"), Sight(64), kernel=kernel)
+    q, k, v, _ = Case(Visibility(64)).tensors()
+    attend(q, k, v, Axis.solo("cp"), Visibility(64), kernel=kernel)
     assert calls == [(4, 4)] * (16 * 17 // 2)  # of 16 x 16 blocks those that see something
     calls.clear()
-    attend(q, k, v, Axis.solo("cp"), Sight(64, window=4), kernel=kernel)
+    attend(q, k, v, Axis.solo("cp"), Visibility(64, window=4), kernel=kernel)
     assert len(calls) == 16 + 15
     calls.clear()
-    attend(q, k, v, Axis.solo("cp"), Sight.of_lengths([16] * 4), kernel=kernel)
+    attend(q, k, v, Axis.solo("cp"), Visibility.of_lengths([16] * 4), kernel=kernel)
     assert len(calls) == 4 * 10
 
 
 def test_inputs_are_left_alone():
-    q, k, v, _ = Case(Sight(20)).tensors()
+    q, k, v, _ = Case(Visibility(20)).tensors()
     copies = [x.clone() for x in (q, k, v)]
-    attend(q, k, v, Axis.solo("cp"), Sight(20))
+    attend(q, k, v, Axis.solo("cp"), Visibility(20))
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), copies, strict=True))
 
 
@@ -155,7 +155,7 @@ def test_half_precision_gradients_are_added_in_fp32():
         return tuple(torch.full_like(x, value) for x in (q, k, v))
 
     kernel = PLAIN.__class__("constant", PLAIN.forward, backward, PLAIN.dtype)
-    case = Case(Sight(64), 2, 2, dtype=torch.bfloat16)
+    case = Case(Visibility(64), 2, 2, dtype=torch.bfloat16)
     *leaves, grad = case.tensors()
     leaves = [x.requires_grad_() for x in leaves]
     attend(*leaves, Axis.solo("cp"), case.sight, kernel=kernel).backward(grad)

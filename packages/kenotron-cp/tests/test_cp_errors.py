@@ -4,7 +4,7 @@ import pytest
 import torch
 from cp_cases import keep
 
-from kenotron_cp import FLASH_CPU, Dropout, Layout, Scoring, Sight, attend
+from kenotron_cp import FLASH_CPU, Dropout, Layout, Scoring, Visibility, attend
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 
@@ -12,7 +12,7 @@ SOLO = Axis.solo("cp")
 
 
 def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None, **options):
-    return attend(*map(torch.zeros, (q, k, v)), axis, sight or Sight(8), **options)
+    return attend(*map(torch.zeros, (q, k, v)), axis, sight or Visibility(8), **options)
 
 
 @pytest.mark.parametrize(
@@ -27,9 +27,9 @@ def shaped(q=(1, 8, 4, 6), k=(1, 8, 2, 6), v=(1, 8, 2, 6), axis=SOLO, sight=None
             r"q \(1, 4, 8, 6\), .* look like torch's \(B, heads, n, features\), .* 8 tokens: give",
         ),
         ({"q": (1, 8, 5, 6)}, "5 query heads and 2 key heads: each key head must serve equally"),
-        ({"sight": Sight(9)}, "8 tokens; a sequence of 9 on 1 cp ranks has 9 a rank: cut it"),
+        ({"sight": Visibility(9)}, "8 tokens; a sequence of 9 on 1 cp ranks has 9 a rank: cut it"),
         (
-            {"sight": Sight(8, documents=torch.zeros(3, 8, dtype=torch.int64))},
+            {"sight": Visibility(8, documents=torch.zeros(3, 8, dtype=torch.int64))},
             "documents of 3 rows and q has 1 rows: give one row",
         ),
         ({"way": "star"}, "way 'star' is not ring, gather or ulysses"),
@@ -69,9 +69,9 @@ def test_a_scoring_that_is_none(field, message):
 def test_one_floating_dtype():
     q = torch.zeros(1, 8, 2, 4)
     with pytest.raises(ValueError, match=r"torch.float32, torch.float64, .*one floating dtype"):
-        attend(q, q.double(), q, SOLO, Sight(8))
+        attend(q, q.double(), q, SOLO, Visibility(8))
     with pytest.raises(ValueError, match=r"torch.int32, .*one floating dtype"):
-        attend(q.int(), q.int(), q.int(), SOLO, Sight(8))
+        attend(q.int(), q.int(), q.int(), SOLO, Visibility(8))
 
 
 def of_heads(mesh):
@@ -80,7 +80,7 @@ def of_heads(mesh):
     def message(heads, kv_heads, **options):
         q, k = torch.zeros(1, 16, heads, 4), torch.zeros(1, 16, kv_heads, 4)
         with pytest.raises(ValueError) as error:
-            attend(q, k, k, axis, Sight(32), way="ulysses", **options)
+            attend(q, k, k, axis, Visibility(32), way="ulysses", **options)
         return str(error.value)
 
     return message(3, 3), message(12, 3), message(4, 4, layout=Layout(strips=12))

@@ -5,7 +5,7 @@ import torch
 from cp_dense import normal
 from torch.nn.functional import scaled_dot_product_attention
 
-from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Partial, Scoring, Tile
+from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, PartialAttention, Scoring, Tile
 from kenotron_cp.kernels import default_kernel
 from kenotron_cp.partial import finite, merge
 
@@ -67,10 +67,10 @@ def test_results_of_two_halves_merge_to_the_whole(kernel):
 
 def test_merging_with_nothing_changes_no_bit():
     out, lse = normal(2, 3, 5, 4, seed=0), normal(2, 3, 5, seed=1)
-    nothing = Partial(torch.zeros_like(out), torch.full_like(lse, -torch.inf))
-    some = Partial(out, lse)
+    nothing = PartialAttention(torch.zeros_like(out), torch.full_like(lse, -torch.inf))
+    some = PartialAttention(out, lse)
     for left, right in ((some, nothing), (nothing, some)):
-        merged = merge(Partial(*(x.clone() for x in left)), right)
+        merged = merge(PartialAttention(*(x.clone() for x in left)), right)
         assert torch.equal(merged.out, out) and torch.equal(merged.lse, lse)
 
 

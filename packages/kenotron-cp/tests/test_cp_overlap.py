@@ -8,7 +8,7 @@ from cp_dense import normal
 import kenotron_cp.gather
 import kenotron_cp.returned_gradients
 import kenotron_cp.ring
-from kenotron_cp import PLAIN, Sight, attend, cut_sequence
+from kenotron_cp import PLAIN, Visibility, attend, cut_sequence
 from kenotron_cp.block_backward import add, hold, is_part
 from kenotron_cp.fixed_tree import FixedTree
 from kenotron_dist.testing import on_ranks
@@ -54,7 +54,7 @@ def log_of(mesh, way):
     with patch.context() as inside:
         for what, (module, name) in MODULES.items():
             inside.setattr(module, name, logged(what, getattr(module, name)))
-        axis, case = mesh["cp"], Case(Sight(64), 4, 2)
+        axis, case = mesh["cp"], Case(Visibility(64), 4, 2)
         q, k, v, grad = (cut_sequence(x, axis) for x in case.tensors())
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         out = attend(*leaves, axis, case.sight, way=way, kernel=kernel)

@@ -8,7 +8,7 @@ from cp_cases import DROPPED, SINKS, WAYS, Case
 from cp_dense import whole
 from torch.testing import assert_close
 
-from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Scoring, Sight, attend
+from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Scoring, Visibility, attend
 from kenotron_cp.attend import AROUND_KERNELS
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
@@ -29,7 +29,7 @@ def supports(kernel: Kernel) -> frozenset[str]:
 
 
 def case(scoring: Scoring) -> Case:
-    return Case(Sight.of_lengths([20, 31], 13), 8, 4, {"scoring": scoring, "stride": 3})
+    return Case(Visibility.of_lengths([20, 31], 13), 8, 4, {"scoring": scoring, "stride": 3})
 
 
 def test_the_table_has_every_field_and_no_other():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kenotron_cp import Cut, Layout, Sight
+from kenotron_cp import Cut, Layout, Visibility
 
 IDS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2, 2, 3], [4, 5, 5, 5, 5, 5, -1, -1, 6, 6, 6]])
 
@@ -23,7 +23,7 @@ def brute(sequence, window, documents):
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("documents", [None, IDS, IDS[0]])
 def test_blocks_strips_and_chunks_agree_with_the_mask(window, documents):
-    sight = Sight(11, window, documents)
+    sight = Visibility(11, window, documents)
     mask = brute(11, window, documents)
     assert torch.equal(sight.dense_mask(), mask)
     for ranks, layout in ((1, Layout(block=2)), (2, Layout(block=1)), (3, Layout("contiguous"))):
@@ -52,25 +52,25 @@ def test_blocks_strips_and_chunks_agree_with_the_mask(window, documents):
 
 
 def test_what_is_never_seen_is_skipped():
-    table = Sight(64, window=4).over(Cut(64, 8))
+    table = Visibility(64, window=4).over(Cut(64, 8))
     assert [table.sent(0, r) for r in range(8)] == [[0, 15], [0], *[[]] * 6]
-    lone = Sight(64, documents=torch.arange(64)).over(Cut(64, 4))
+    lone = Visibility(64, documents=torch.arange(64)).over(Cut(64, 4))
     assert not any(lone.sent(a, b) for a in range(4) for b in range(4) if a != b)
 
 
 def test_lengths_make_documents():
-    assert Sight.of_lengths([2, 1, 3]).documents.tolist() == [0, 0, 1, 2, 2, 2]
-    assert Sight.of_lengths([2, 1, 3], window=2).window == 2
+    assert Visibility.of_lengths([2, 1, 3]).documents.tolist() == [0, 0, 1, 2, 2, 2]
+    assert Visibility.of_lengths([2, 1, 3], window=2).window == 2
 
 
 def test_errors_name_the_value_and_what_to_do():
     with pytest.raises(ValueError, match="window is 0, it must be at least 1"):
-        Sight(8, window=0)
+        Visibility(8, window=0)
     with pytest.raises(ValueError, match=r"int64 \(4,\); they must be integers of shape \(8,\)"):
-        Sight(8, documents=torch.zeros(4, dtype=torch.int64))
+        Visibility(8, documents=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match="float32"):
-        Sight(4, documents=torch.zeros(4))
+        Visibility(4, documents=torch.zeros(4))
     with pytest.raises(ValueError, match=r"lengths \[2, 0\] must be one or more"):
-        Sight.of_lengths([2, 0])
+        Visibility.of_lengths([2, 0])
     with pytest.raises(ValueError, match="describes 8 tokens and the cut 16"):
-        Sight(8).over(Cut(16, 2))
+        Visibility(8).over(Cut(16, 2))

@@ -7,7 +7,7 @@ import torch
 from cp_cases import SINKS, WAYS, Case
 from torch.testing import assert_close
 
-from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Scoring, Sight, attend, cut_sequence
+from kenotron_cp import FLASH_CPU, PLAIN, Dropout, Scoring, Visibility, attend, cut_sequence
 from kenotron_dist import all_reduce
 from kenotron_dist.rng import uniform
 from kenotron_dist.testing import on_ranks
@@ -18,7 +18,7 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of the scoring, of t
     ({}, {"kernel": PLAIN}),
     ({}, {"kernel": FLASH_CPU}),
 ]
-CASE = Case(Sight.of_lengths([20, 31], 13), 8, 4)
+CASE = Case(Visibility.of_lengths([20, 31], 13), 8, 4)
 
 
 def keep(rows, heads, queries, keys):

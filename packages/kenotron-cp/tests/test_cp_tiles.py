@@ -7,7 +7,7 @@ import torch
 from cp_cases import WAYS, Case
 from cp_dense import whole
 
-from kenotron_cp import Cut, Layout, Sight
+from kenotron_cp import Cut, Layout, Visibility
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 
@@ -23,7 +23,7 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 5e-3}
 def case(dtype):
     """Documents that begin within blocks, one longer than a rank's tokens, and a window."""
     ids = torch.arange(5).repeat_interleave(torch.tensor([300, 1, 411, 87, 301]))
-    return Case(Sight(TOKENS, 250, ids), 2, 1, depth=64, width=64, dtype=dtype)
+    return Case(Visibility(TOKENS, 250, ids), 2, 1, depth=64, width=64, dtype=dtype)
 
 
 def computed(mesh, dtype):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cp_cases import WAYS, Case
 
-from kenotron_cp import AttentionSize, Cut, Layout, Sight, attend, attention_traffic
+from kenotron_cp import AttentionSize, Cut, Layout, Visibility, attend, attention_traffic
 from kenotron_cp.sequence_cut import cut_sequence
 from kenotron_dist import record
 from kenotron_dist.testing import on_ranks
@@ -12,7 +12,7 @@ from kenotron_dist.testing import on_ranks
 
 def counted(mesh):
     axis = mesh["cp"]
-    for sight in (Sight(60), Sight(64, window=9), Sight.of_lengths([30, 2, 32])):
+    for sight in (Visibility(60), Visibility(64, window=9), Visibility.of_lengths([30, 2, 32])):
         for layout in (Layout(), Layout("contiguous")):
             for dtype, kv_heads in ((torch.float32, 4), (torch.bfloat16, 2)):
                 case = Case(sight, 4, kv_heads, batch=2, depth=8, width=4, dtype=dtype)
@@ -36,7 +36,7 @@ def test_the_recorder_counts_what_the_formula_says(cp):
 
 
 def test_the_formula_in_closed_form():
-    size, sight = AttentionSize(1, 8, 2, 16, 16, torch.bfloat16), Sight(4096)
+    size, sight = AttentionSize(1, 8, 2, 16, 16, torch.bfloat16), Visibility(4096)
     for c in (2, 4, 8):
         own = 4096 // c * 2 * 2 * 16 * 2  # (S / c) 2 h_kv head_dim b
         ring, gather, ulysses = (
@@ -54,6 +54,9 @@ def test_the_formula_in_closed_form():
 
 def test_a_window_sends_less_and_an_unknown_way_is_named():
     size, cut = AttentionSize(1, 8, 2, 16, 16), Cut(4096, 8)
-    assert attention_traffic("ring", size, Sight(4096, 256), cut, 3).forward == 2 * 256 * 2 * 32 * 2
+    assert (
+        attention_traffic("ring", size, Visibility(4096, 256), cut, 3).forward
+        == 2 * 256 * 2 * 32 * 2
+    )
     with pytest.raises(ValueError, match="way 'star' is not ring"):
-        attention_traffic("star", size, Sight(4096), cut, 0)
+        attention_traffic("star", size, Visibility(4096), cut, 0)

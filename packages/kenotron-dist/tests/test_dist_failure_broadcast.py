@@ -9,14 +9,14 @@ import time
 import pytest
 import torch
 
-from kenotron_dist import Axis, Distress, Mesh, receive, spawn
+from kenotron_dist import Axis, FailureBroadcast, Mesh, receive, spawn
 
 
 def give_up(mesh: Mesh) -> tuple[str, float]:
     """Rank 2 waits for 1, 1 for 0, and 0 gives up: it has no connection that 2 waits on."""
     axis = mesh["dp"]
     for _ in range(2):  # the second line knows nothing of the first
-        distress = Distress([axis, mesh.twin("dp"), mesh["tp"], axis])
+        distress = FailureBroadcast([axis, mesh.twin("dp"), mesh["tp"], axis])
     start = time.monotonic()
     if axis.rank == 0:
         first = distress.call("out of paper")
@@ -35,7 +35,7 @@ def test_everybody_hears_the_first_cause_within_seconds() -> None:
 
 def overhear(mesh: Mesh) -> tuple[str, float]:
     """Axes that say nccl: nobody waits for a peer in this process, so every rank must listen."""
-    distress = Distress([dataclasses.replace(mesh["dp"], backend="fake_nccl")])
+    distress = FailureBroadcast([dataclasses.replace(mesh["dp"], backend="fake_nccl")])
     start = time.monotonic()
     if mesh.rank == 1:
         return distress.call("out of ink"), 0.0
@@ -60,7 +60,7 @@ class Hanging:
 
 def abort_two(mesh: Mesh) -> bool:
     axes = [dataclasses.replace(mesh["dp"], backend="fake_nccl", group=Hanging()) for _ in range(2)]
-    Distress(axes).call("out of time")
+    FailureBroadcast(axes).call("out of time")
     return Hanging.together.broken
 
 
@@ -72,7 +72,7 @@ def forget(mesh: Mesh) -> int:
     """Threads that still listen when nobody holds the line."""
     axis = dataclasses.replace(mesh["dp"], backend="fake_nccl")
     before = threading.active_count()
-    distress = Distress([axis])
+    distress = FailureBroadcast([axis])
     assert threading.active_count() == before + 1
     del distress
     time.sleep(1)
@@ -84,4 +84,4 @@ def test_nobody_listens_to_a_line_that_is_gone() -> None:
 
 
 def test_one_rank_has_nobody_to_tell() -> None:
-    assert Distress([Axis.solo("pp")]).call("alone") == "alone"
+    assert FailureBroadcast([Axis.solo("pp")]).call("alone") == "alone"

@@ -24,7 +24,7 @@ from kenotron_dist import (
 from kenotron_dist.device import bind_thread, choose_device, register_backend
 from kenotron_dist.diagnosis import failure_broadcast
 from kenotron_dist.fake_world import FAKE_NCCL
-from kenotron_dist.in_flight import Pulse
+from kenotron_dist.in_flight import CallsInFlight
 from kenotron_dist.launch import debugging
 from kenotron_dist.proof import fake_work
 from kenotron_dist.testing import on_nccl, on_ranks
@@ -202,12 +202,12 @@ def threads_of(mesh, device):
         found.append((threading.current_thread().name, index))
 
     there = Mesh(mesh.config, mesh.rank, device)
-    there.pulse = Pulse()
+    there.pulse = CallsInFlight()
     before = torch.accelerator.set_device_index
     torch.accelerator.set_device_index = note
     try:
         with watch(there, limit=timedelta(seconds=10)):
-            failure_broadcast.Distress([mesh["tp"]])
+            failure_broadcast.FailureBroadcast([mesh["tp"]])
             time.sleep(0.3)
         bind_thread(device)
     finally:

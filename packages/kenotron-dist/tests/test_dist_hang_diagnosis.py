@@ -8,7 +8,7 @@ import torch
 
 from kenotron_dist import Axis, Cause, PeerLost, StallReport, all_reduce, barrier
 from kenotron_dist.diagnosis.hang_diagnosis import Beat, Inquiry, Seen
-from kenotron_dist.in_flight import Pulse, Ticket
+from kenotron_dist.in_flight import CallsInFlight, Ticket
 from kenotron_dist.testing import on_ranks
 
 NOW, PATIENCE = 100.0, 3.0
@@ -172,7 +172,7 @@ class Job:
 
 
 def test_work_of_a_device_is_waited_for_until_it_is_done():
-    pulse, jobs = Pulse(), [Job(), Job()]
+    pulse, jobs = CallsInFlight(), [Job(), Job()]
     pulse.queued(ticket(1), lambda: jobs[0])
     assert pulse.waits() == []  # nobody watches, nothing is kept
     pulse.watched = True
@@ -186,7 +186,7 @@ def test_work_of_a_device_is_waited_for_until_it_is_done():
 
 
 def test_a_wait_is_shown_with_the_line_that_called_and_ends_with_its_error():
-    pulse = Pulse()
+    pulse = CallsInFlight()
     issued = pulse.issue("tp:0,1", "tp", (0, 1), "broadcast")
     assert issued.site.startswith("test_dist_hang_diagnosis.py:") and issued.number == 1
     assert pulse.issue("tp:0,1", "tp", (0, 1), "broadcast").number == 2
@@ -202,7 +202,7 @@ def test_a_wait_is_shown_with_the_line_that_called_and_ends_with_its_error():
 
 
 def test_every_thread_waits_for_itself():
-    pulse, inside, leave = Pulse(), threading.Event(), threading.Event()
+    pulse, inside, leave = CallsInFlight(), threading.Event(), threading.Event()
     mine, theirs = (pulse.issue(name, name, (0, 1), "send") for name in ("a", "b"))
 
     def other():

@@ -17,7 +17,7 @@ from test_dist_launch import start, variables
 
 import kenotron_dist.signed_store as signed_store
 import kenotron_dist.store_messages as notes_module
-from kenotron_dist import Mesh, Notes, all_reduce, from_env, spawn
+from kenotron_dist import Mesh, StoreMessages, all_reduce, from_env, spawn
 from kenotron_dist.diagnosis.hang_diagnosis import Beat, Cause
 from kenotron_dist.diagnosis.heartbeat import Heartbeat
 from kenotron_dist.job_secret import SECRET, read_secret
@@ -46,7 +46,7 @@ def hears_a_stranger(world):
     mesh, found = Mesh.connect(dp=2), []
     signed_store.LOST_SECONDS = 0.3
     for number, attack in enumerate(("in advance", "overwritten", "erased", "lost"), 1):
-        notes = Notes(mesh, "save")
+        notes = StoreMessages(mesh, "save")
         default = dist.distributed_c10d._get_default_store()
         if world.rank == 1 and attack == "in advance":  # the name that it would have without a key
             dist.PrefixStore("kenotron-notes/save/1", default).set("share/1", FORGED)
@@ -88,7 +88,7 @@ def repairs(world):
     """Rank 0's note is overwritten and erased while nobody waits; rank 1 reads it later."""
     notes_module._REPAIR_SECONDS = 0.05
     mesh = Mesh.connect(dp=2)
-    notes, read = Notes(mesh, "save"), []
+    notes, read = StoreMessages(mesh, "save"), []
     default = dist.distributed_c10d._get_default_store()
     if world.rank == 0:
         notes.post("outcome", "saved")
@@ -115,7 +115,7 @@ def test_a_note_that_a_stranger_destroys_is_written_again():
 
 def writes_and_reads(world):
     mesh = Mesh.connect(dp=world.world_size)
-    notes = Notes(mesh, "x")
+    notes = StoreMessages(mesh, "x")
     notes.post(str(mesh.rank), mesh.rank)
     return [notes.wait(str(rank)) for rank in range(world.world_size)], os.environ.get(
         "KENOTRON_MESSAGE_KEY", ""
@@ -343,7 +343,7 @@ def test_a_message_has_a_size(pair, monkeypatch):
 
 
 def test_a_note_that_would_grow_too_large_is_refused(monkeypatch):
-    notes = Notes(Mesh.connect(), "x")
+    notes = StoreMessages(Mesh.connect(), "x")
     notes.post("x", "a" * 1000)
     monkeypatch.setattr(notes_module, "_LARGEST_NOTE", 100)
     with pytest.raises(ValueError, match="note x has 1002 bytes of JSON; ranks read at most 100"):
@@ -354,7 +354,7 @@ def test_a_note_that_would_grow_too_large_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("text", [b"{", b"[" * 100_000, None])
 def test_a_malformed_note_is_refused(text):
-    notes = Notes(Mesh.connect(), "x")
+    notes = StoreMessages(Mesh.connect(), "x")
     data = "not zlib" if text is None else zlib.compress(text)
     notes._own["x"] = data if text is None else base64.b85encode(data)
     with pytest.raises(MessageRefused, match="note x in the store is malformed"):

@@ -1,18 +1,18 @@
-"""Notes between ranks: from any thread, without anybody waiting who does not ask."""
+"""StoreMessages between ranks: from any thread, without anybody waiting who does not ask."""
 
 import threading
 import time
 
 import pytest
 
-from kenotron_dist import Mesh, Notes, all_reduce, spawn
+from kenotron_dist import Mesh, StoreMessages, all_reduce, spawn
 
 
 def tell_and_hear(mesh):
     """Every rank's thread leaves a note and reads all, while the ranks communicate."""
     import torch
 
-    notes, other = Notes(mesh, "x"), Notes(mesh, "x")
+    notes, other = StoreMessages(mesh, "x"), StoreMessages(mesh, "x")
     heard = []
 
     def run():
@@ -35,7 +35,7 @@ def test_threads_hear_one_another_while_ranks_communicate():
 
 
 def test_a_note_is_there_until_it_is_erased():
-    notes = Notes(Mesh.connect(), "x")
+    notes = StoreMessages(Mesh.connect(), "x")
     assert notes.read("a") is None
     notes.post("a", [1, {"b": None}])
     assert notes.wait("a") == notes.read("a") == [1, {"b": None}]
@@ -47,7 +47,7 @@ def test_a_note_is_there_until_it_is_erased():
 
 
 def erase_and_ask(mesh):
-    notes = Notes(mesh, "y")
+    notes = StoreMessages(mesh, "y")
     if mesh.rank == 0:
         notes.post("a", 1)
         notes.erase("a")
@@ -63,5 +63,5 @@ def test_an_erased_note_is_gone_on_all_ranks():
 def test_who_gives_up_hears_nothing():
     begun = time.monotonic()
     given_up = time.monotonic() + 0.2
-    assert Notes(Mesh.connect(), "x").wait("a", lambda: time.monotonic() > given_up) is None
+    assert StoreMessages(Mesh.connect(), "x").wait("a", lambda: time.monotonic() > given_up) is None
     assert time.monotonic() - begun < 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_cases import EXPERTS, LLAMA, plan, training_of
 
-from kenotron_cp import Way
+from kenotron_cp import AttentionWay
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
@@ -61,7 +61,7 @@ def by_hand(mesh: Mesh, spec) -> tuple[list[Row], list[Score], list[list[int]]]:
     return rows, scores, [greedy(training, list(row.tokens[:4])[:3], 6) for row in rows]
 
 
-def on_layout(mesh: Mesh, spec, mode: TPMode, way: Way, zero_stage: int, rows: list[Row]):
+def on_layout(mesh: Mesh, spec, mode: TPMode, way: AttentionWay, zero_stage: int, rows: list[Row]):
     """Scores with two batch sizes, and greedy tokens that stop in every second text."""
     of = plan(spec=spec, mode=mode, cp_mode=CPMode(way))
     training = training_of(mesh, of, zero_stage=zero_stage)

@@ -12,7 +12,7 @@ import torch
 from attention_cases import positions
 from torch import Tensor
 
-from kenotron_cp import Layout, Way, cut_sequence
+from kenotron_cp import AttentionWay, Layout, cut_sequence
 from kenotron_dist import (
     Mesh,
     TensorLayout,
@@ -218,7 +218,7 @@ def gradients(
     mesh: Mesh,
     name: str,
     mode: str,
-    way: Way = "ring",
+    way: AttentionWay = "ring",
     recompute: Recompute = "none",
     compiled: bool = False,
     chunks: int = 1,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_ep import ExchangeSize, Way, exchange_traffic
+from kenotron_ep import DispatchWay, ExchangeSize, exchange_traffic
 from kenotron_models import (
     MLP,
     Build,
@@ -288,7 +288,7 @@ def test_the_grouped_kernel_computes_what_the_loop_does(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
 def test_auto_gathers_where_that_sends_fewer_bytes(ranks: int) -> None:
     spec = ExpertsSpec(router=RouterSpec(experts=12, top_k=4), features=8, way="auto")
-    ways: list[Way] = ["alltoall", "allgather"]
+    ways: list[DispatchWay] = ["alltoall", "allgather"]
     size = ExchangeSize(tokens=24, top_k=4, features=16, experts=12)
     sent = [exchange_traffic(size, ranks, way).forward for way in ways]
     assert spec.way_over(ranks) == ways[sent[1] < sent[0]]

@@ -12,7 +12,7 @@ from kenotron_optim import (
     LRMultiplier,
     ParameterGroup,
     decay_groups,
-    describe,
+    describe_groups,
     matrix_parts,
     parameter_groups,
 )
@@ -144,14 +144,14 @@ def test_the_report_counts_logical_elements_and_shortens_names() -> None:
         ParameterGroup(tuple(names), 0.1, 0.5),
         ParameterGroup(("norm.weight",), 0.0),
     ]
-    assert describe(groups, layouts).splitlines() == [
+    assert describe_groups(groups, layouts).splitlines() == [
         "group  lr x  weight decay  tensors  elements  names",
         "    0   0.5           0.1       15     9,000  layers.*.w0.weight, layers.*.w1.weight, "
         "layers.*.w2.weight, layers.*.w3.weight and 1 more",
         "    1     1             0        1         7  norm.weight",
     ]
     with pytest.raises(ValueError, match="no layout for parameters .'other'.: layouts are of the"):
-        describe([ParameterGroup(("other",), 0.0)], layouts)
+        describe_groups([ParameterGroup(("other",), 0.0)], layouts)
 
 
 def roles_of() -> dict[str, TensorLayout]:

@@ -24,7 +24,7 @@ from kenotron_optim import (
     allows_update,
     clip_,
     decay_groups,
-    describe,
+    describe_groups,
     parameter_groups,
 )
 
@@ -225,7 +225,7 @@ def test_a_norm_may_be_a_number_and_layouts_a_mapping() -> None:
     clip_(slices, 1.0, 2.0)
     assert torch.allclose(slices["a"], torch.full((4,), 0.5))
     layouts = {"a": TensorLayout("a", (4,)), "b": TensorLayout("b", (2, 2))}
-    table = describe(decay_groups(["a", "b"], 0.1), layouts).splitlines()
+    table = describe_groups(decay_groups(["a", "b"], 0.1), layouts).splitlines()
     assert [row.split()[:2] for row in table[1:]] == [["0", "1"]]
 
 

@@ -25,7 +25,7 @@ from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
 
 
-class Feed:
+class StageLoader:
     """The stage that is read: its corpus and its loader."""
 
     def __init__(

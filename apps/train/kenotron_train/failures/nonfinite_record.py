@@ -57,7 +57,7 @@ class Blame:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenBatch:
     """A batch, and where it was taken from."""
 
     batch: Batch

@@ -10,7 +10,7 @@ from kenotron_data.config import DatasetStageConfig
 from kenotron_dist import Mesh, gpu_problem, visible_gpus
 from kenotron_dist.launch import COLLECTIVES, debugging, local_ranks
 from kenotron_models import parameter_count
-from kenotron_optim import describe
+from kenotron_optim import describe_groups
 from kenotron_train.assemble import Training
 from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
@@ -41,7 +41,7 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     )
     report.say(
         f"Optimizer: {config.optimizer.optimizer_factory.name}, groups of parameters:\n"
-        + describe(training.groups, training.model.layouts)
+        + describe_groups(training.groups, training.model.layouts)
     )
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)

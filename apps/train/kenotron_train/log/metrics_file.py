@@ -18,7 +18,7 @@ BLOCK = 1 << 16
 """Bytes that are read at a time, from the end of the file."""
 
 
-class Journal:
+class MetricsFile:
     """Writes ``metrics.jsonl`` in a folder, line by line.
 
     A resumed run keeps the lines of steps before ``first_step``; what it does again is cut

@@ -16,7 +16,7 @@ from kenotron_train.log.domain_figures import domain_lines
 from kenotron_train.log.figures import Meter, StepFigures
 from kenotron_train.log.line_writer import LineWriter
 from kenotron_train.log.log_plan import LogPlan, log_plan
-from kenotron_train.log.metrics_file import Journal
+from kenotron_train.log.metrics_file import MetricsFile
 from kenotron_train.log.numbers import short
 from kenotron_train.log.printing import StandardOutput, on_screen
 from kenotron_train.log.progress_bar import ProgressBar
@@ -47,7 +47,7 @@ class Report:
         self._rows = StepRows(plan.train_steps)
         self._output = StandardOutput(f"{plan.folder / 'metrics.jsonl'} has all figures")
         self._bar: ProgressBar | None = None
-        self._journal: Journal | None = None
+        self._journal: MetricsFile | None = None
         self._trackers: Trackers | None = None
         if self._speaks and isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")  # a sample shall not end a run
@@ -57,7 +57,7 @@ class Report:
         if not self._speaks:
             return
         plan = self._plan
-        self._journal = Journal(plan.folder, first_step, lambda text: self.say(text, "warning"))
+        self._journal = MetricsFile(plan.folder, first_step, lambda text: self.say(text, "warning"))
         if self._journal.aside is not None:
             self.say(f"Metrics of an earlier run are kept in {self._journal.aside}", "warning")
         self._trackers = Trackers(plan, first_step, lambda text: self.say(text, "warning"))

@@ -15,10 +15,10 @@ from kenotron_engine import gradient, training_step
 from kenotron_optim import NonFinite, find_nonfinite
 from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.data.own_data import Hook, check_hook
-from kenotron_train.data.stage_loader import Feed
+from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.data_plan import data_plan
-from kenotron_train.failures.nonfinite_record import Taken
+from kenotron_train.failures.nonfinite_record import TakenBatch
 from kenotron_train.failures.records import FOLDER, read_record
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
@@ -70,7 +70,7 @@ def replay(
     with open_report(training) as report:
         report.begin(progress.step + 1)
         report.say(f"Replay of step {step}. {remark}")
-        feed = Feed(training, report, loader, None)
+        feed = StageLoader(training, report, loader, None)
         try:
             found = _look(training, _advance(training, feed, report, progress, step))
         finally:
@@ -131,8 +131,8 @@ def _apart(
 
 
 def _advance(
-    training: Training, feed: Feed, report: Report, progress: Progress, last: int
-) -> Taken:
+    training: Training, feed: StageLoader, report: Report, progress: Progress, last: int
+) -> TakenBatch:
     """Make the steps before ``last``; its batch."""
     if progress.step >= last:
         raise ValueError(f"--replay-step {last}: the run starts after step {progress.step}")
@@ -144,7 +144,7 @@ def _advance(
             progress = progress.past(stage.loader.cursor)
             continue
         if step == last:
-            return Taken(batch, stage, replace(progress, cursor=place))
+            return TakenBatch(batch, stage, replace(progress, cursor=place))
         result = training_step(
             training,
             batch,
@@ -157,7 +157,7 @@ def _advance(
         report.say(f"step {step} again: lm_loss {result.loss:.6g}")
 
 
-def _look(training: Training, taken: Taken) -> dict[str, Any]:
+def _look(training: Training, taken: TakenBatch) -> dict[str, Any]:
     """The step's loss, norms, and what is not finite. Collective over the mesh."""
     progress = taken.progress
     grad = gradient(

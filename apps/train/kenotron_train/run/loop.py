@@ -17,7 +17,7 @@ from kenotron_train.assemble import OwnModel, Training
 from kenotron_train.data.own_data import Hook
 from kenotron_train.data.stage_dataset import MaskTargets
 from kenotron_train.evaluate.validation import validate
-from kenotron_train.failures.nonfinite_record import Taken
+from kenotron_train.failures.nonfinite_record import TakenBatch
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import HISTORY, Look
 from kenotron_train.progress import Progress
@@ -156,7 +156,7 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
             continue
         with watching.step(step) as look:
             batch = watching.batch(partial(stage.next_batch, step))
-            taken = Taken(batch, stage, replace(progress, cursor=place))
+            taken = TakenBatch(batch, stage, replace(progress, cursor=place))
             result = _step(run, taken, look)
         stopper.count_votes()
         if result.nonfinite and result.skipped and not result.overflow:
@@ -188,7 +188,7 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
     return stopper.reason if progress.step < last else "", progress
 
 
-def _step(run: Session, taken: Taken, look: Look) -> StepResult:
+def _step(run: Session, taken: TakenBatch, look: Look) -> StepResult:
     """One step, between the checks that the config asks for."""
     training, batch, progress = run.training, taken.batch, taken.progress
     step = progress.step + 1

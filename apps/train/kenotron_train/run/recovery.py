@@ -12,7 +12,7 @@ from kenotron_ckpt import NoCheckpoint, Saver, Store, on_first, steps_in, store_
 from kenotron_engine import StepResult
 from kenotron_optim import NonFinite, NonFiniteStep
 from kenotron_train.assemble import Training
-from kenotron_train.failures.nonfinite_record import Blame, Taken
+from kenotron_train.failures.nonfinite_record import Blame, TakenBatch
 from kenotron_train.failures.records import write_record
 from kenotron_train.failures.skipped_batches import keep_left_out
 from kenotron_train.progress import Progress
@@ -21,7 +21,7 @@ from kenotron_train.run.upload import upload_url
 
 
 @contextmanager
-def recorded(training: Training, taken: Taken) -> Iterator[None]:
+def recorded(training: Training, taken: TakenBatch) -> Iterator[None]:
     """Write a record before the error of a step that is not finite is raised."""
     try:
         yield
@@ -30,7 +30,7 @@ def recorded(training: Training, taken: Taken) -> Iterator[None]:
         raise NonFiniteStep(f"{error}; {about}", error.found) from error
 
 
-def record(training: Training, taken: Taken, found: NonFinite) -> str:
+def record(training: Training, taken: TakenBatch, found: NonFinite) -> str:
     """Write down the batch of a step that is not finite; a sentence about it. Collective."""
     cause, run = taken.blame(training, found), Path(training.config.checkpoints.checkpoints_path)
     path, trouble = on_first(training.mesh, lambda: _written(run, cause))

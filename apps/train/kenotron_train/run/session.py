@@ -19,7 +19,7 @@ from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.cost.cost_plan import mesh_sizes
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.data.stage_dataset import MaskTargets
-from kenotron_train.data.stage_loader import Feed
+from kenotron_train.data.stage_loader import StageLoader
 from kenotron_train.data.vocabulary import check_vocabulary
 from kenotron_train.data_plan import data_plan
 from kenotron_train.evaluate.evaluator import check_evaluate
@@ -44,7 +44,7 @@ class Session:
     """Model and optimizer on their mesh."""
     progress: Progress
     """Progress of the run when the session begins."""
-    feed: Feed
+    feed: StageLoader
     saver: Saver
     uploads: Uploads
     report: Report
@@ -110,7 +110,7 @@ def open_session(
         report.begin(progress.step + 1)  # the saver has locked the folder
         introduce(training, report, remark)
         uploads.resumed(progress.step)
-        feed = Feed(training, report, loader, target_mask)
+        feed = StageLoader(training, report, loader, target_mask)
         opened.callback(feed.close)
         stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
         own = Evaluations(training, report, model is not None, progress.step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from kenotron_dist import Mesh, Notes, broadcast_object, gather_objects
+from kenotron_dist import Mesh, StoreMessages, broadcast_object, gather_objects
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ def on_first_at_length(mesh: Mesh, name: str, run: Callable[[], T]) -> T:
 
     The other ranks wait for a note: no communication is under way that could time out.
     """
-    notes = Notes(mesh, name)
+    notes = StoreMessages(mesh, name)
     error: Exception | None = None
     if mesh.rank == 0:
         with mesh.pulse.busy(name):

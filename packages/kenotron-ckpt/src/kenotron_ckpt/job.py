@@ -21,7 +21,7 @@ from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import Store
 from kenotron_ckpt.threads import set_device, together
 from kenotron_ckpt.writer import Share, write_part
-from kenotron_dist import Mesh, MessageRefused, Notes
+from kenotron_dist import Mesh, MessageRefused, StoreMessages
 
 _SAID = "said"
 _FAILED = "failed"
@@ -35,7 +35,7 @@ class Job:
     """Sequence number of this save; part of the key of its store messages."""
     step_folder: Store
     mesh: Mesh
-    notes: Notes
+    notes: StoreMessages
     plan: Plan
     snapshot: Snapshot
     state: Mapping[str, Any]
@@ -192,7 +192,7 @@ class JobThread:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.notes = Notes(mesh, "save")
+        self.notes = StoreMessages(mesh, "save")
         self.begin = set_device(mesh.device)
         """Called first by every thread that writes."""
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -227,7 +227,7 @@ def failure_of(run: Callable[[], object]) -> str:
     return ""
 
 
-def decline(notes: Notes, number: int, rank: int, error: Exception) -> None:
+def decline(notes: StoreMessages, number: int, rank: int, error: Exception) -> None:
     """Say that this rank takes no part in a save: the others would wait for what it writes."""
     notes.post(f"{number}/share/{rank}", {_FAILED: _words(error)})
     if rank == 0:

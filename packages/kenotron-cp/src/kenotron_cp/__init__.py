@@ -1,13 +1,13 @@
 """Context parallelism: attention over a sequence that is cut over ranks."""
 
-from kenotron_cp.attend import Way, attend
+from kenotron_cp.attend import AttentionWay, attend
 from kenotron_cp.kernels import EFFICIENT, FLASH_CPU, PLAIN, Kernel, Tile
 from kenotron_cp.layout import Cut, Layout
-from kenotron_cp.partial import Partial
+from kenotron_cp.partial import PartialAttention
 from kenotron_cp.scoring import Dropout, Scoring
 from kenotron_cp.sequence_cut import cut_sequence, join_sequence
-from kenotron_cp.traffic import AttentionSize, Traffic, attention_traffic
-from kenotron_cp.visibility import Sight
+from kenotron_cp.traffic import AttentionSize, AttentionTraffic, attention_traffic
+from kenotron_cp.visibility import Visibility
 
 __all__ = [
     "EFFICIENT",
@@ -18,12 +18,12 @@ __all__ = [
     "Dropout",
     "Kernel",
     "Layout",
-    "Partial",
+    "PartialAttention",
     "Scoring",
-    "Sight",
+    "Visibility",
     "Tile",
-    "Traffic",
-    "Way",
+    "AttentionTraffic",
+    "AttentionWay",
     "attend",
     "attention_traffic",
     "cut_sequence",

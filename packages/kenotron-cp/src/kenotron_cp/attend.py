@@ -23,10 +23,10 @@ from kenotron_cp.ring import ring_backward, ring_forward
 from kenotron_cp.scoring import Scoring
 from kenotron_cp.sinks import gradient_of_sinks, with_sinks
 from kenotron_cp.ulysses import check_heads, to_heads, to_tokens
-from kenotron_cp.visibility import Sight
+from kenotron_cp.visibility import Visibility
 from kenotron_dist import Axis
 
-Way = Literal["ring", "gather", "ulysses"]
+AttentionWay = Literal["ring", "gather", "ulysses"]
 """Method of the exchange. ``ring``: keys, one all-to-all a step, hidden behind the products; in
 backward again, and their gradients return in fp32. ``gather``: keys are gathered, some heads at a
 time, and again in backward. ``ulysses``: each rank has the whole sequence of H / c heads, between
@@ -97,10 +97,10 @@ def attend(
     k: Tensor,
     v: Tensor,
     axis: Axis,
-    sight: Sight,
+    sight: Visibility,
     scoring: Scoring | None = None,
     *,
-    way: Way = "ring",
+    way: AttentionWay = "ring",
     layout: Layout = Layout(),
     kernel: Kernel | None = None,
     stride: int = 1,
@@ -118,7 +118,7 @@ def attend(
         sight: which tokens see which, of the whole sequence.
         scoring: what changes the scores; None: a scale of 1 / sqrt(D). The gradient of its sinks is
             that of this rank's queries: sum it.
-        way: which collectives run over ``axis``; see ``Way``.
+        way: which collectives run over ``axis``; see ``AttentionWay``.
         layout: that of ``cut_sequence``.
         kernel: attention of a pair of blocks; None: torch's for the device, or ``PLAIN`` for
             scorings, dtypes and features that torch's does not take.
@@ -174,7 +174,7 @@ def _kernel(kernel: Kernel | None, q: Tensor, v: Tensor, scoring: Scoring) -> Ke
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, axis: Axis, sight: Sight, cut: Cut
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, axis: Axis, sight: Visibility, cut: Cut
 ) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from kenotron_cp.fixed_tree import FixedTree, level_of
 from kenotron_cp.kernels import accumulated
 from kenotron_cp.layout import Block
-from kenotron_cp.partial import Partial, merge
+from kenotron_cp.partial import PartialAttention, merge
 from kenotron_cp.problem import Keys, Problem, keys_of, strips_of
 
 
@@ -39,7 +39,7 @@ def forward(
     table = p.table
     blocks = [block for strip in p.strips() for block in table.blocks[strip]]
     top = (level_of(p.cut.strips), 0)
-    trees: dict[Block, FixedTree[Partial]] = {
+    trees: dict[Block, FixedTree[PartialAttention]] = {
         i: FixedTree(table.seen[i], top, merge) for i in blocks
     }
     dtype, q = q.dtype, q.to(p.kernel.dtype(q.dtype))
@@ -55,7 +55,10 @@ def forward(
 
 
 def _over_chunks(
-    p: Problem, q: Tensor, chunks: Mapping[int, Tensor], trees: Mapping[Block, FixedTree[Partial]]
+    p: Problem,
+    q: Tensor,
+    chunks: Mapping[int, Tensor],
+    trees: Mapping[Block, FixedTree[PartialAttention]],
 ) -> None:
     """Attend to some chunks. No local variable keeps their buffer alive when the next one comes."""
     table, own = p.table, p.strips()
@@ -71,7 +74,9 @@ def _over_chunks(
                     trees[i].add(0, w, part)
 
 
-def _over_strip(p: Problem, q: Tensor, keys: Keys, queries: Block, strip: int) -> Partial | None:
+def _over_strip(
+    p: Problem, q: Tensor, keys: Keys, queries: Block, strip: int
+) -> PartialAttention | None:
     """Attention of a block of queries over a strip, its blocks in order."""
     found = None
     for j in p.table.blocks[strip]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kenotron_cp.partial import Partial, finite
+from kenotron_cp.partial import PartialAttention, finite
 from kenotron_cp.scoring import Scoring
 
 
@@ -32,9 +32,9 @@ class Tile(NamedTuple):
 
 
 class Forward(Protocol):
-    """q (B, H, Q, D), k (B, H, K, D), v (B, H, K, V) -> ``Partial`` in fp32 or fp64."""
+    """q (B, H, Q, D), k (B, H, K, D), v (B, H, K, V) -> ``PartialAttention`` in fp32 or fp64."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, /) -> Partial:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tile: Tile, /) -> PartialAttention:
         """Attend."""
         ...
 
@@ -87,13 +87,13 @@ def _scores(q: Tensor, k: Tensor, tile: Tile) -> tuple[Tensor, Tensor | None]:
     return scores if mask is None else scores.masked_fill_(~mask, -torch.inf), slope
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> PartialAttention:
     scores, _ = _scores(q, k, tile)
     lse = scores.logsumexp(-1)
     weights = scores.sub_(finite(lse)[..., None]).exp_()
     if tile.kept is not None:
         weights.mul_(tile.kept)
-    return Partial(weights @ v, lse)
+    return PartialAttention(weights @ v, lse)
 
 
 def _plain_backward(
@@ -119,22 +119,22 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
-def _blind(part: Partial, mask: Tensor | None) -> Partial:
+def _blind(part: PartialAttention, mask: Tensor | None) -> PartialAttention:
     """Queries that see no key: torch's kernels return values of their own for them."""
     if mask is None:
         return part
     blind = ~mask.any(-1)
     out = part.out.masked_fill(blind[..., None], 0)
-    return Partial(out, part.lse.masked_fill(blind, -torch.inf))
+    return PartialAttention(out, part.lse.masked_fill(blind, -torch.inf))
 
 
-def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
+def _flash_cpu_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> PartialAttention:
     width, features = v.shape[-1], max(q.shape[-1], v.shape[-1])
     q, k, v = (_widened(x, features) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, tile.causal, attn_mask=_bias(tile.mask, q.dtype), scale=tile.scoring.scale
     )
-    return _blind(Partial(out[..., :width].contiguous(), lse.contiguous()), tile.mask)
+    return _blind(PartialAttention(out[..., :width].contiguous(), lse.contiguous()), tile.mask)
 
 
 def _flash_cpu_backward(
@@ -167,12 +167,12 @@ def _efficient_bias(tile: Tile, q: Tensor, keys: int) -> Tensor | None:
     return aligned.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
-def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> Partial:
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile) -> PartialAttention:
     bias = _efficient_bias(tile, q, k.shape[-2])
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, bias, True, 0.0, tile.causal, scale=tile.scoring.scale
     )
-    part = Partial(out.to(lse.dtype), lse[..., : q.shape[-2]].contiguous())
+    part = PartialAttention(out.to(lse.dtype), lse[..., : q.shape[-2]].contiguous())
     return _blind(part, tile.mask)
 
 

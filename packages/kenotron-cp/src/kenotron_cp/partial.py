@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-class Partial(NamedTuple):
+class PartialAttention(NamedTuple):
     """The result of some keys, both tensors in fp32 or fp64, and owned by the caller."""
 
     out: Tensor
@@ -20,7 +20,7 @@ class Partial(NamedTuple):
     """Logarithm of the sum of exp(score), (B, H, L); -inf where no key is seen."""
 
 
-def merge(left: Partial, right: Partial) -> Partial:
+def merge(left: PartialAttention, right: PartialAttention) -> PartialAttention:
     """Attention over the keys of both; ``left`` is overwritten.
 
     Each operation rounds by itself (no fused multiply-add), so that the result of an element does
@@ -33,7 +33,7 @@ def merge(left: Partial, right: Partial) -> Partial:
     total = total.masked_fill_(total == 0, 1)
     left.out.mul_((ours / total)[..., None])
     left.out.add_(right.out * (theirs / total)[..., None])
-    return Partial(left.out, lse)
+    return PartialAttention(left.out, lse)
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 
 from kenotron_cp.kernels import accumulated
 from kenotron_cp.layout import Cut
-from kenotron_cp.visibility import Sight
+from kenotron_cp.visibility import Visibility
 
 
-class Traffic(NamedTuple):
+class AttentionTraffic(NamedTuple):
     """Bytes that leave a rank."""
 
     forward: int
@@ -31,7 +31,9 @@ class AttentionSize(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def attention_traffic(way: str, size: AttentionSize, sight: Sight, cut: Cut, rank: int) -> Traffic:
+def attention_traffic(
+    way: str, size: AttentionSize, sight: Visibility, cut: Cut, rank: int
+) -> AttentionTraffic:
     """Return the bytes that leave a rank in one attention.
 
     With b bytes of a number, P padded tokens, B rows, K key heads and F = D + V features, the keys
@@ -48,13 +50,13 @@ def attention_traffic(way: str, size: AttentionSize, sight: Sight, cut: Cut, ran
         raise ValueError(f"attention_traffic: way {way!r} is not ring, gather or ulysses")
     ranks, others = cut.ranks, [r for r in range(cut.ranks) if r != rank]
     if ranks == 1:
-        return Traffic(0, 0)
+        return AttentionTraffic(0, 0)
     batch, heads, kv_heads, depth, width, dtype = size
     if way == "ulysses":
         keys = max(kv_heads, ranks) * (depth + width)
         features = heads * (depth + width) + keys
         moved = batch * cut.local * features * dtype.itemsize * (ranks - 1) // ranks
-        return Traffic(moved, moved)
+        return AttentionTraffic(moved, moved)
     table, chunk = sight.over(cut), batch * kv_heads * cut.chunk_length * (depth + width)
     returned = sum(len(table.returned(rank, r)) for r in others)
     if way == "ring":
@@ -62,4 +64,4 @@ def attention_traffic(way: str, size: AttentionSize, sight: Sight, cut: Cut, ran
     else:
         chunks = len(others) * cut.per_rank
     forward = chunks * chunk * dtype.itemsize
-    return Traffic(forward, forward + returned * chunk * accumulated(dtype).itemsize)
+    return AttentionTraffic(forward, forward + returned * chunk * accumulated(dtype).itemsize)

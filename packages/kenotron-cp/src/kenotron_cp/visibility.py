@@ -16,7 +16,7 @@ from kenotron_cp.layout import Block, Cut
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class Visibility:
     """Causal attention within S tokens, with an optional window and separate documents.
 
     Make one per micro-batch and use it in all layers: what is derived from it is kept in it.
@@ -38,7 +38,7 @@ class Sight:
     def __post_init__(self) -> None:
         for name, value in (("sequence", self.sequence), ("window", self.window)):
             if value is not None and value < 1:
-                raise ValueError(f"Sight: {name} is {value}, it must be at least 1")
+                raise ValueError(f"Visibility: {name} is {value}, it must be at least 1")
         ids = self.documents
         if ids is not None and (
             ids.ndim not in (1, 2)
@@ -47,19 +47,21 @@ class Sight:
             or ids.dtype == torch.bool
         ):
             raise ValueError(
-                f"Sight: documents are {ids.dtype} {tuple(ids.shape)}; they must be integers of "
-                f"shape ({self.sequence},) or (B, {self.sequence}): one for each token of the "
+                f"Visibility: documents are {ids.dtype} {tuple(ids.shape)}; they must be integers "
+                f"of shape ({self.sequence},) or (B, {self.sequence}): one for each token of the "
                 "whole sequence, before the cut"
             )
 
     @classmethod
-    def of_lengths(cls, lengths: list[int], window: int | None = None) -> Sight:
+    def of_lengths(cls, lengths: list[int], window: int | None = None) -> Visibility:
         """Documents of these lengths, one after the other, in every row.
 
         Raises ValueError when there is none, or an empty one.
         """
         if min(lengths, default=0) < 1:
-            raise ValueError(f"Sight: document lengths {lengths} must be one or more, from 1 on")
+            raise ValueError(
+                f"Visibility: document lengths {lengths} must be one or more, from 1 on"
+            )
         ids = torch.arange(len(lengths), device="cpu")
         ids = ids.repeat_interleave(torch.tensor(lengths, device="cpu"))
         return cls(sum(lengths), window, ids)
@@ -113,8 +115,8 @@ class Sight:
         """Return what is visible on the grid of a cut. Raises ValueError when S differs."""
         if cut.sequence != self.sequence:
             raise ValueError(
-                f"Sight: it describes {self.sequence} tokens and the cut {cut.sequence}: both are "
-                "of the whole sequence"
+                f"Visibility: it describes {self.sequence} tokens and the cut {cut.sequence}: both "
+                "are of the whole sequence"
             )
         if cut not in self.known:
             self.known[cut] = BlockTable(self, cut)
@@ -124,7 +126,7 @@ class Sight:
 class BlockTable:
     """Visibility among blocks, strips and chunks of a cut sequence."""
 
-    def __init__(self, sight: Sight, cut: Cut) -> None:
+    def __init__(self, sight: Visibility, cut: Cut) -> None:
         self.sight, self.cut = sight, cut
         self.blocks = [cut.blocks(strip) for strip in range(cut.strips)]
         """Blocks of each strip."""

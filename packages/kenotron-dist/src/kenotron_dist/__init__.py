@@ -21,7 +21,7 @@ from kenotron_dist.diagnosis.comm_recorder import (
     shape_axes,
 )
 from kenotron_dist.diagnosis.divergence import Diverged, first_divergence
-from kenotron_dist.diagnosis.failure_broadcast import Distress
+from kenotron_dist.diagnosis.failure_broadcast import FailureBroadcast
 from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
 from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
 from kenotron_dist.diagnosis.watchdog import Watchdog, watch
@@ -73,7 +73,7 @@ from kenotron_dist.statistics import (
     sum_moments,
     tensor_moments,
 )
-from kenotron_dist.store_messages import Notes
+from kenotron_dist.store_messages import StoreMessages
 
 __all__ = [
     "Axis",
@@ -82,7 +82,7 @@ __all__ = [
     "Chunk",
     "DATA_AXES",
     "DeferredGradients",
-    "Distress",
+    "FailureBroadcast",
     "Diverged",
     "Entry",
     "FlatSlice",
@@ -94,7 +94,7 @@ __all__ = [
     "Mesh",
     "MeshConfig",
     "MessageRefused",
-    "Notes",
+    "StoreMessages",
     "Partial",
     "PeerLost",
     "Placement",

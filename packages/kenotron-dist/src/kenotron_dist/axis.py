@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from kenotron_dist.device import Mark, mark_queue
-from kenotron_dist.in_flight import Pulse
+from kenotron_dist.in_flight import CallsInFlight
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +29,7 @@ class Axis:
     collectives of tensors on meta give shapes alone."""
     backend: str = "gloo"
     """``gloo`` or ``nccl``: decides how sums are computed."""
-    pulse: Pulse | None = None
+    pulse: CallsInFlight | None = None
     """Log in which communications are noted for the watchdog."""
 
     @cached_property

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from kenotron_dist.fake_world import FAKE, leave_fake_world
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
-from kenotron_dist.in_flight import Entry, Pulse
+from kenotron_dist.in_flight import CallsInFlight, Entry
 
 
 class Groups:
@@ -27,7 +27,7 @@ class Groups:
         self,
         backend: str,
         device: torch.device,
-        pulse: Pulse,
+        pulse: CallsInFlight,
         timeout: timedelta | None,
         batch_threads: bool,
     ) -> None:
@@ -66,7 +66,7 @@ class Groups:
 
 def make_group(
     ranks: tuple[int, ...],
-    pulse: Pulse,
+    pulse: CallsInFlight,
     timeout: timedelta | None,
     touched: tuple[str, torch.device] | None = None,
     *,

@@ -53,7 +53,7 @@ class Ticket(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One communication in full, for those who listen (``Pulse.listeners``)."""
+    """One communication in full, for those who listen (``CallsInFlight.listeners``)."""
 
     ticket: Ticket
     how: str
@@ -83,7 +83,7 @@ class Waiting(NamedTuple):
     """The device waits, not the process: other work may be queued before the communication."""
 
 
-class Pulse:
+class CallsInFlight:
     """Counters and open waits of one process; written by its threads, read by the watchdog's."""
 
     def __init__(self) -> None:

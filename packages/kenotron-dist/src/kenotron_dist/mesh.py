@@ -27,7 +27,7 @@ from kenotron_dist.grid import (
 )
 from kenotron_dist.grid_view import GridView, views_of
 from kenotron_dist.groups import Groups, refuse_bound_device, touch
-from kenotron_dist.in_flight import Pulse
+from kenotron_dist.in_flight import CallsInFlight
 from kenotron_dist.launch import COLLECTIVES, debugging
 from kenotron_dist.placement import TensorLayout
 
@@ -65,7 +65,7 @@ class Mesh:
         self._view_of = views_of(config, rank)
         self.device = indexed(device)
         self.backend = backend
-        self.pulse = Pulse()
+        self.pulse = CallsInFlight()
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._pairs: dict[str, dict[tuple[int, int], Axis]] = {}
         self._groups = Groups(backend, self.device, self.pulse, timeout, batch_threads)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kenotron_dist.exit_process import leave
-from kenotron_dist.in_flight import Pulse, Ticket
+from kenotron_dist.in_flight import CallsInFlight, Ticket
 
 _LOOK_SECONDS = 0.5
 _PATIENCE = 2.0
@@ -30,7 +30,7 @@ class ParentLine:
     """
 
     def __init__(self, pipe: Connection) -> None:
-        self.pulse: Pulse | None = None
+        self.pulse: CallsInFlight | None = None
         """Communications that this rank waits for; None until it is connected."""
         self._pipe, self._lock, self._told = pipe, threading.Lock(), False
         threading.Thread(target=self._listen, daemon=True).start()
@@ -57,7 +57,7 @@ class ParentLine:
             if returned and self.pulse is not None:
                 self._look(self.pulse, returned)
 
-    def _look(self, pulse: Pulse, returned: dict[int, Counts]) -> None:
+    def _look(self, pulse: CallsInFlight, returned: dict[int, Counts]) -> None:
         """Give up when this rank waits for one that has returned without joining."""
         now = time.monotonic()
         for wait in pulse.waits():
@@ -82,7 +82,7 @@ def _where_it_waits() -> str:
     return "".join(["Stack of the rank that waits:\n", *traceback.format_stack(frame)])
 
 
-def success(result: Any, pulse: Pulse) -> tuple[bool, Any, Counts]:
+def success(result: Any, pulse: CallsInFlight) -> tuple[bool, Any, Counts]:
     """The message of a rank that has returned, not pickled yet."""
     counts = {channel: ticket.number for channel, ticket in dict(pulse.tickets).items()}
     return False, result, counts

@@ -1,7 +1,7 @@
 """Messages between ranks through a store, for background work, which must not communicate.
 
-A collective from a second thread would mix with those of the training. Notes go over the store
-that the ranks met at, through a connection of their own; no rank waits for a note unless it asks.
+A collective from a second thread would mix with those of the training. These go over the store that
+the ranks met at, through a connection of their own; no rank waits for a note unless it asks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _KEPT_SECONDS = 60.0
 """For so long after the last note they are looked after, even where nothing refers to them."""
 
 
-class Notes:
+class StoreMessages:
     """Messages that all ranks of a mesh write and read. Made on all ranks, in the same order.
 
     It may be used from any thread. Values are JSON; tuples come back as lists, keys as strings.
@@ -131,7 +131,7 @@ class Notes:
                     store.set(key, data)
 
 
-def _look_after(weak: weakref.ref[Notes], ended: threading.Event) -> None:
+def _look_after(weak: weakref.ref[StoreMessages], ended: threading.Event) -> None:
     """Body of the thread that repairs notes as long as they are in use, or new.
 
     It ends with the mesh: then no rank reads them.

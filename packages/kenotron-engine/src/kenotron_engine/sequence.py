@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kenotron_cp import Cut, Layout, Way, cut_sequence
+from kenotron_cp import AttentionWay, Cut, Layout, cut_sequence
 from kenotron_data import MicroBatch
 from kenotron_dist import Axis, Mesh
 from kenotron_models import (
@@ -179,7 +179,7 @@ def _on_host(micro: MicroBatch) -> Tensor:
     return micro.positions_BS.cpu() if kept is None else kept
 
 
-def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> Way:
+def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> AttentionWay:
     """Return what ``auto`` means for a model on axes of these sizes.
 
     Ulysses where it divides query and key heads of all layers and sends less than the ring: with H

@@ -19,7 +19,7 @@ from kenotron_ep.routes import ByChoice, Route
 from kenotron_ep.row_table import RowTable, choice_table
 from kenotron_ep.shared_tokens import Sent, shared_route
 
-Way = Literal["alltoall", "once_per_rank", "allgather"]
+DispatchWay = Literal["alltoall", "once_per_rank", "allgather"]
 """Route of tokens to their experts.
 
 ``alltoall``: once for each choice. ``once_per_rank``: once for each rank with chosen experts.
@@ -67,7 +67,7 @@ def plan_exchange(
     experts: int,
     axis: Axis,
     *,
-    way: Way = "alltoall",
+    way: DispatchWay = "alltoall",
     pad_to: int | None = None,
 ) -> Exchange:
     """Plan ``dispatch`` and ``combine`` for one batch of tokens.

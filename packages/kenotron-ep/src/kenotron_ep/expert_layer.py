@@ -15,7 +15,7 @@ from torch import Tensor
 from kenotron_dist import Axis
 from kenotron_ep.combining import start_combine
 from kenotron_ep.dispatching import start_dispatch
-from kenotron_ep.exchange import Exchange, Way, plan_chunks
+from kenotron_ep.exchange import DispatchWay, Exchange, plan_chunks
 from kenotron_ep.in_flight import Pending
 
 Compute = Callable[[Tensor, Tensor], Tensor]
@@ -30,7 +30,7 @@ def mix_experts(
     axis: Axis,
     compute: Compute,
     *,
-    way: Way = "alltoall",
+    way: DispatchWay = "alltoall",
     chunks: int = 1,
     pad_to: int | None = None,
     meanwhile: Callable[[], None] | None = None,
@@ -48,7 +48,7 @@ def mix_experts(
         axis: the ranks over which experts are distributed.
         compute: this rank's experts. It is called once a chunk, also with zero rows; gradients
             reach its parameters by autograd.
-        way: how tokens are sent, see ``Way``.
+        way: how tokens are sent, see ``DispatchWay``.
         chunks: into how many parts the tokens are cut. The next chunk is sent, and the results of
             the last one return, while one is computed; the same in backward. All ranks give the
             same number, whatever their T.

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from kenotron_ep.exchange import Exchange, Way, check_way
+from kenotron_ep.exchange import DispatchWay, Exchange, check_way
 from kenotron_ep.routes import ByChoice, leaving
 
 _INDEX = torch.int64.itemsize
 
 
-class Traffic(NamedTuple):
+class ExchangeTraffic(NamedTuple):
     """Bytes that leave a rank."""
 
     plan: float
@@ -38,7 +38,9 @@ class ExchangeSize(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
-def exchange_traffic(size: ExchangeSize, ranks: int, way: Way = "alltoall") -> Traffic:
+def exchange_traffic(
+    size: ExchangeSize, ranks: int, way: DispatchWay = "alltoall"
+) -> ExchangeTraffic:
     """Return the expected bytes of a balanced router, whose every set of K experts is as likely.
 
     With T tokens of a rank, K choices, D features of b bytes, E experts and n ranks, forward and
@@ -62,7 +64,7 @@ def exchange_traffic(size: ExchangeSize, ranks: int, way: Way = "alltoall") -> T
     others, own = ranks - 1, experts // ranks
     results = tokens * top_k * others / ranks
     if ranks == 1:
-        return Traffic(0, 0, 0)
+        return ExchangeTraffic(0, 0, 0)
     if way == "alltoall":
         sent = results
     elif way == "once_per_rank":
@@ -71,12 +73,12 @@ def exchange_traffic(size: ExchangeSize, ranks: int, way: Way = "alltoall") -> T
         sent = tokens * others
     plan = others * (own + 1) * _INDEX + (0 if way == "alltoall" else results * _INDEX)
     moved = (sent + results) * features * dtype.itemsize
-    return Traffic(plan, moved, moved)
+    return ExchangeTraffic(plan, moved, moved)
 
 
 def planned_traffic(
     exchange: Exchange, features: int, dtype: torch.dtype, result_features: int | None = None
-) -> Traffic:
+) -> ExchangeTraffic:
     """Return the bytes that leave this rank in one exchange, as a recorder counts them.
 
     Args:
@@ -97,4 +99,6 @@ def planned_traffic(
     plan = (axis.size - 1) * (exchange.counts.shape[0] + 1) * _INDEX
     if not isinstance(exchange.route, ByChoice):
         plan += sent * _INDEX
-    return Traffic(plan, forward * token + received * result, sent * result + backward * token)
+    return ExchangeTraffic(
+        plan, forward * token + received * result, sent * result + backward * token
+    )

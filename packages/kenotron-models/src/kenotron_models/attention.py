@@ -13,8 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from kenotron_cp import AttentionSize, Cut, Way, attention_traffic
-from kenotron_cp import Sight as SightOfRow
+from kenotron_cp import AttentionSize, AttentionWay, Cut, Visibility, attention_traffic
 from kenotron_dist import Chunk, declare_roles
 from kenotron_models.attention_mix import Mixing, MixingSpec
 from kenotron_models.build import Build
@@ -58,12 +57,12 @@ class AttentionSpec(MixingSpec):
         return 4 * batch * self.heads * self.head_dim * pairs
 
     def sent_over_sequence(
-        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+        self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Return the bytes of keys, or of heads, that leave a rank; see ``SendsOverSequence``."""
         heads, kv_heads = self.heads // tp, max(self.kv_heads // tp, 1)
         size = AttentionSize(rows, heads, kv_heads, self.head_dim, self.head_dim, dtype)
-        return attention_traffic(way, size, SightOfRow(cut.sequence, self.window), cut, 0)
+        return attention_traffic(way, size, Visibility(cut.sequence, self.window), cut, 0)
 
     def cost(self, width: int) -> int:
         """Count the projections as if all heads had their own keys and values; no scores."""

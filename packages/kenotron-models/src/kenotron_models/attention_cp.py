@@ -54,14 +54,14 @@ def attend_cut(
     )
 
 
-def sight_of_rows(sight: Sight) -> kenotron_cp.Sight:
+def sight_of_rows(sight: Sight) -> kenotron_cp.Visibility:
     """Return what tokens of the whole rows see, made once for all layers of a micro-batch."""
     cut = sight.context.cut
     assert cut is not None
 
-    def make() -> kenotron_cp.Sight:
+    def make() -> kenotron_cp.Visibility:
         starts = starts_of(cut.whole_positions_BS) if sight.documents else None
         several = starts is not None and bool(starts.any())
-        return kenotron_cp.Sight(cut.sequence, sight.window, starts if several else None)
+        return kenotron_cp.Visibility(cut.sequence, sight.window, starts if several else None)
 
     return sight.context.once(("sight of rows", sight.window, sight.documents), make)

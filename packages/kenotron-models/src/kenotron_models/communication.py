@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from kenotron_cp import Cut, Way
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist import shape_axes
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MicroBatch, block_on_meta
@@ -35,7 +35,7 @@ def sent_bytes(
     residual: torch.dtype | None = None,
     recompute: Recompute = "none",
     cut: Cut | None = None,
-    way: Way = "ring",
+    way: AttentionWay = "ring",
     backend: str = "nccl",
 ) -> dict[str, int]:
     """Return the bytes that leave the first rank in forward and backward of a block, by axis.

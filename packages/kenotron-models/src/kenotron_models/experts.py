@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kenotron_dist.weight_products import current_backward
-from kenotron_ep import Way, mix_experts
+from kenotron_ep import DispatchWay, mix_experts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
@@ -74,7 +74,7 @@ class ExpertsSpec:
         """Make the module; see ``PartSpec``."""
         return Experts(self, width, build, layer=layer)
 
-    def way_over(self, ranks: int) -> Way:
+    def way_over(self, ranks: int) -> DispatchWay:
         """Return how tokens travel over so many ranks of ep.
 
         ``auto`` gathers where a token has more experts than there are ranks: it is then sent fewer

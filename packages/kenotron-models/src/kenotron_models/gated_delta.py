@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_cp import Cut, Way
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
 from kenotron_dist.init import Initializer
 from kenotron_models.build import Build
@@ -91,7 +91,7 @@ class GatedDeltaSpec:
         return found.get(name)
 
     def sent_over_sequence(
-        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+        self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Return the bytes of states and of tokens that leave a rank; see ``SendsOverSequence``."""
         floats = self.value_heads // tp * self.key_dim * (self.key_dim + self.value_dim)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_cp import Cut, Way
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
 from kenotron_dist.autograd import copy_to
 from kenotron_dist.init import Constant, Initializer, Uniform
@@ -87,7 +87,7 @@ class MambaSpec:
         return found.get(name)
 
     def sent_over_sequence(
-        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+        self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Return the bytes of states and of tokens that leave a rank; see ``SendsOverSequence``."""
         channels = self.channels // tp

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from kenotron_cp import Cut, Way
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
 from kenotron_dist.init import Constant, Initializer
 from kenotron_models.build import Build
@@ -101,7 +101,7 @@ class Mamba2Spec:
         return found.get(name)
 
     def sent_over_sequence(
-        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+        self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Return the bytes of states and of tokens that leave a rank; see ``SendsOverSequence``."""
         heads, groups = self.heads // tp, max(self.groups // tp, 1)

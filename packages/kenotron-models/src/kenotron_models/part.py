@@ -15,7 +15,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from kenotron_cp import Cut, Way
+from kenotron_cp import AttentionWay, Cut
 from kenotron_dist.init import Initializer
 from kenotron_models.build import Build
 from kenotron_models.context import Context
@@ -71,7 +71,7 @@ class SendsOverSequence(Protocol):
     """What else the config of a mixer says of which tokens of other ranks are needed."""
 
     def sent_over_sequence(
-        self, rows: int, cut: Cut, way: Way, *, tp: int, dtype: torch.dtype
+        self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
     ) -> tuple[int, int]:
         """Return the bytes that leave the first rank of cp in forward and in backward.
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kenotron_cp import Cut, Layout, Way
+from kenotron_cp import AttentionWay, Cut, Layout
 from kenotron_dist import Axis
 
 
@@ -23,7 +23,7 @@ class SequenceCut:
     """The ranks over which rows are cut."""
     whole_positions_BS: Tensor
     """Positions of the whole rows, int64, on the host: documents begin where they say."""
-    way: Way = "ring"
+    way: AttentionWay = "ring"
     """How attention shares the work; see ``kenotron_cp.attend``."""
     layout: Layout = Layout()
     """Which tokens of a row each rank has."""

@@ -10,7 +10,7 @@ from kenotron_optim.config import (
     shard_ranks_problems,
 )
 from kenotron_optim.gradient_buffers import Reduce
-from kenotron_optim.groups import ParameterGroup, decay_groups, describe, parameter_groups
+from kenotron_optim.groups import ParameterGroup, decay_groups, describe_groups, parameter_groups
 from kenotron_optim.loss_scale import LossScale, unscale_
 from kenotron_optim.loss_scale_config import LossScaleConfig
 from kenotron_optim.lr import LRSchedule, learning_rate
@@ -63,7 +63,7 @@ __all__ = [
     "clip_coefficient",
     "data_bytes",
     "decay_groups",
-    "describe",
+    "describe_groups",
     "find_nonfinite",
     "held_tensors",
     "learning_rate",

@@ -119,7 +119,7 @@ def decay_groups(
     return parameter_groups(names, weight_decay, exclude=exclude)
 
 
-def describe(
+def describe_groups(
     groups: Sequence[ParameterGroup],
     layouts: Iterable[TensorLayout] | Mapping[str, TensorLayout],
 ) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kenotron_dist import Axis, Distress, Diverged, PeerLost
+from kenotron_dist import Axis, Diverged, FailureBroadcast, PeerLost
 
 
 class PipelineError(RuntimeError):
@@ -19,7 +19,7 @@ class Alarm:
 
     def __init__(self, axis: Axis, closes: list[Axis]) -> None:
         self._axis = axis
-        self._distress = Distress(closes)
+        self._distress = FailureBroadcast(closes)
         self.broken = ""
         """The first cause, once there was one."""
 

@@ -27,7 +27,7 @@ from kenotron_tp.fused_cross_entropy_sum import summed_losses
 from kenotron_tp.logit_cap import capped_logits, check_cap
 from kenotron_tp.sequence import check_tokens, rows_of_rank
 from kenotron_tp.softmax import (
-    Statistics,
+    SoftmaxStatistics,
     Terms,
     checked_terms,
     local_statistics,
@@ -55,7 +55,7 @@ class _LogitLosses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # pyrefly: ignore[bad-override]
         logits, labels, *found = ctx.saved_tensors
         out = logits if ctx.in_place else torch.empty_like(logits)
-        write_gradient(out, logits, labels, Statistics(*found), grads[0], ctx.terms)
+        write_gradient(out, logits, labels, SoftmaxStatistics(*found), grads[0], ctx.terms)
         return out, None, None, None
 
 

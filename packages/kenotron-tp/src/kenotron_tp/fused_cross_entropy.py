@@ -18,7 +18,7 @@ from kenotron_tp.autocast import outside_autocast
 from kenotron_tp.logit_cap import cap_slope, capped_logits
 from kenotron_tp.products import add_product, product
 from kenotron_tp.softmax import (
-    Statistics,
+    SoftmaxStatistics,
     Terms,
     local_statistics,
     losses,
@@ -71,7 +71,7 @@ class _TokenLosses(torch.autograd.Function):
             rows = slice(start, start + how.chunk)
             logits = capped_logits(product(x[rows], weight.t()), how.cap)
             slope = None if how.cap is None else cap_slope(logits, how.cap)
-            of = Statistics(*(each[rows] for each in found))
+            of = SoftmaxStatistics(*(each[rows] for each in found))
             write_gradient(logits, logits, labels[rows], of, grads[0][rows], how.terms)
             if slope is not None:
                 logits.mul_(slope)

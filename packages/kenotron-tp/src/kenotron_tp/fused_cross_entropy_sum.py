@@ -21,7 +21,7 @@ from kenotron_tp.fused_cross_entropy import Chunked, added
 from kenotron_tp.logit_cap import cap_slope, capped_logits
 from kenotron_tp.products import product
 from kenotron_tp.softmax import (
-    Statistics,
+    SoftmaxStatistics,
     Terms,
     local_statistics,
     losses,
@@ -122,7 +122,7 @@ def _losses_and_gradient(
     if computes_once(logits, terms):
         shares = local_shares(logits, labels, terms)
     local = local_statistics(logits, labels, terms) if shares is None else shares.statistics
-    of: Statistics = whole_statistics(local, logits.shape[-1], terms)
+    of: SoftmaxStatistics = whole_statistics(local, logits.shape[-1], terms)
     found = losses(of, labels, terms)
     if times is not None:
         weight = times.expand_as(found[0])

@@ -32,7 +32,7 @@ class Terms(NamedTuple):
     """Share of the target's weight that is spread evenly over the vocabulary."""
 
 
-class Statistics(NamedTuple):
+class SoftmaxStatistics(NamedTuple):
     """Of every position (T,), the same on every rank; fp32, or fp64 for fp64 logits."""
 
     highest: Tensor
@@ -113,11 +113,11 @@ def local_statistics(logits: Tensor, labels: Tensor, terms: Terms) -> Tensor:
     return found
 
 
-def whole_statistics(local: Tensor, width: int, terms: Terms) -> Statistics:
+def whole_statistics(local: Tensor, width: int, terms: Terms) -> SoftmaxStatistics:
     """The statistics over all ranks' columns: one all-gather of five numbers a position."""
     if terms.axis.size == 1:
         highest, sum_exp, total, target, here = local.unbind()
-        return Statistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
+        return SoftmaxStatistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
     ranks = all_gather(local[None], terms.axis)  # (t, 5, T)
     highest = ranks[:, 0].amax(0)
     lower = ranks[:, 0] - highest  # of each rank
@@ -126,10 +126,10 @@ def whole_statistics(local: Tensor, width: int, terms: Terms) -> Statistics:
     real = (terms.vocab_size - starts).clamp(0, width)
     total = (ranks[:, 2] + (real * lower).masked_fill(real == 0, 0.0)).sum(0)
     target, here = ranks[:, 3:].sum(0).unbind()
-    return Statistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
+    return SoftmaxStatistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
 
 
-def losses(of: Statistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
+def losses(of: SoftmaxStatistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor]:
     """Loss of every position with all its terms, and the z-loss in it: (T,) each."""
     log_sum, smooth = of.sum_exp.log(), terms.label_smoothing
     distance = of.highest - of.target  # differences first: logits may be large
@@ -143,7 +143,7 @@ def losses(of: Statistics, labels: Tensor, terms: Terms) -> tuple[Tensor, Tensor
 
 
 def write_gradient(
-    out: Tensor, logits: Tensor, labels: Tensor, of: Statistics, weight: Tensor, terms: Terms
+    out: Tensor, logits: Tensor, labels: Tensor, of: SoftmaxStatistics, weight: Tensor, terms: Terms
 ) -> None:
     """Write to ``out`` (T, W) the gradient of the losses times ``weight`` (T,); may be ``logits``.
 

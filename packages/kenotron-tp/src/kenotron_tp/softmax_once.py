@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kenotron_tp.softmax import Statistics, Terms, columns_of_rank, own_labels
+from kenotron_tp.softmax import SoftmaxStatistics, Terms, columns_of_rank, own_labels
 
 
 class Shares(NamedTuple):
@@ -59,7 +59,7 @@ def local_shares(logits: Tensor, labels: Tensor, terms: Terms) -> Shares:
 
 
 def write_gradient_of_shares(
-    out: Tensor, shares: Shares, labels: Tensor, of: Statistics, weight: Tensor, terms: Terms
+    out: Tensor, shares: Shares, labels: Tensor, of: SoftmaxStatistics, weight: Tensor, terms: Terms
 ) -> None:
     """Write the gradient of the losses times ``weight`` (T,) to ``out`` (T, W), rounded once.
 

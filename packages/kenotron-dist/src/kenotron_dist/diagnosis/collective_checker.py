@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from kenotron_dist.diagnosis.divergence import Diverged, divergence
 from kenotron_dist.diagnosis.listening import Listening
-from kenotron_dist.in_flight import Entry, Pulse, Ticket
+from kenotron_dist.in_flight import CallsInFlight, Entry, Ticket
 from kenotron_dist.launch import signing_key
 from kenotron_dist.signed_store import SignedStore, own_connection
 
@@ -36,7 +36,7 @@ class CollectiveChecker(Listening):
         store: that of all ranks; a connection of its own is used.
     """
 
-    def __init__(self, pulse: Pulse, rank: int, store: dist.Store) -> None:
+    def __init__(self, pulse: CallsInFlight, rank: int, store: dist.Store) -> None:
         times = store.add(f"kenotron-calls/{rank}", 1)
         self._store = SignedStore(own_connection(store), f"kenotron-calls/{times}", signing_key())
         self._rank, self._lock = rank, threading.Lock()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from kenotron_dist.axis import Axis
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
 from kenotron_dist.diagnosis.listening import Listening
-from kenotron_dist.in_flight import Entry, Pulse
+from kenotron_dist.in_flight import CallsInFlight, Entry
 from kenotron_dist.mesh import Mesh
 
 
@@ -25,7 +25,7 @@ class Recorder(Listening):
         all_axes: how many axes have the whole world together.
     """
 
-    def __init__(self, pulse: Pulse, axis_sizes: Mapping[str, int], all_axes: int) -> None:
+    def __init__(self, pulse: CallsInFlight, axis_sizes: Mapping[str, int], all_axes: int) -> None:
         self._axis_sizes, self._all_axes = axis_sizes, all_axes
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
@@ -97,7 +97,7 @@ def shape_axes(sizes: Mapping[str, int], backend: str = "nccl") -> tuple[dict[st
         sizes: number of ranks by axis.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
-    pulse = Pulse()
+    pulse = CallsInFlight()
     axes = {
         name: Axis(name, 0, tuple(range(size)), backend=backend, pulse=pulse)
         for name, size in sizes.items()

@@ -30,7 +30,7 @@ _EAR = 0.4
 _SMALL = 1000
 
 
-class Distress:
+class FailureBroadcast:
     """The store key of some groups for the first cause. Made on all ranks.
 
     Args:
@@ -97,8 +97,8 @@ class Distress:
             thread.join()
 
 
-def _listen(weak: weakref.ref[Distress], device: torch.device) -> None:
-    """Body of the thread that listens as long as the ``Distress`` is in use."""
+def _listen(weak: weakref.ref[FailureBroadcast], device: torch.device) -> None:
+    """Body of the thread that listens as long as the ``FailureBroadcast`` is in use."""
     bind_thread(device)
     while (line := weak()) is not None and not line.cause_found:
         ear = line._ear

@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from kenotron_dist.in_flight import Entry, Pulse
+from kenotron_dist.in_flight import CallsInFlight, Entry
 
 
 class Listening:
     """Is called by ``pulse`` before each communication. A context manager."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, pulse: CallsInFlight) -> None:
         self._pulse = pulse
         pulse.listeners = (*pulse.listeners, self.heard)
 
