@@ -65,7 +65,7 @@ class NanotronCheckpoint:
     """The step folder."""
     metadata: NanotronMetadata
     model_config: Mapping[str, Any]
-    """What ``model_config.json`` says."""
+    """Contents of ``model_config.json``."""
     config_text: str
     """Text of ``config.yaml``; empty when there is none."""
     tensors: Mapping[str, NanotronTensor]

@@ -131,7 +131,7 @@ def _renamed(checkpoint: NanotronCheckpoint, rename: Mapping[str, str | None]) -
 
 
 def _state(checkpoint: NanotronCheckpoint, steps: int) -> dict[str, Any]:
-    """What a training program needs to resume."""
+    """Return the state that a training program needs to resume."""
     metadata = checkpoint.metadata
     sequence = _sequence_length(checkpoint)
     stage = metadata.stages[metadata.last_stage] if metadata.stages else None

@@ -1,4 +1,4 @@
-"""Where the rows of LlaMoE's experts belong, whatever the metadata of their files says.
+"""Correct positions of the rows of LlaMoE's experts, whatever the metadata of their files says.
 
 Nanotron cuts the experts over the ranks of tp and of experts together, and its metadata numbers the
 rows of these ranks one after another. But each rank computes with a slice of each of its experts.

@@ -36,7 +36,7 @@ class NanotronStage:
 
 @dataclass(frozen=True, kw_only=True)
 class NanotronMetadata:
-    """What ``checkpoint_metadata.json`` says."""
+    """Contents of ``checkpoint_metadata.json``."""
 
     version: str
     """Version of the format: 1.4, 1.5, or 1.0 of the engine datastates."""
@@ -64,7 +64,7 @@ class NanotronMetadata:
 
     @property
     def suffix(self) -> str:
-        """How names of tensor files end."""
+        """Suffix of the names of tensor files."""
         return ENGINES[self.engine][1]
 
     @classmethod

@@ -36,14 +36,14 @@ Rank = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False)
 class _File:
-    """What one pickle holds, by name of the parameter; values are mapped, not read."""
+    """Contents of one pickle, by name of the parameter; values are mapped, not read."""
 
     path: Path
     state: Mapping[str, Mapping[str, Any]]
     masters: Mapping[str, Tensor]
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of a parameter."""
+        """Return True where there is anything of a parameter."""
         return name in self.state or name in self.masters
 
     def get(self, kind: str, name: str) -> Tensor | None:
@@ -61,12 +61,12 @@ class NanotronOptimizer:
     dp: int
     """Ranks that shared the state; 1 without ZeRO."""
     has_masters: bool
-    """Whether fp32 masters were kept; else the weights were updated themselves."""
+    """True where fp32 masters were kept; else the weights were updated themselves."""
     files: Mapping[Rank, _File]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of every parameter: ``master``, and Adam's moments after an update."""
+        """Kinds of state of every parameter: ``master``, and Adam's moments after an update."""
         return ("master", *MOMENTS) if self.steps else ("master",)
 
     def tensor(self, kind: str, name: str) -> Tensor:

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 Block = tuple[Shape, Shape]
 """(first index, extent) along every dimension."""
 Pair = tuple[Block, Block]
-"""Where a block lies in the file's tensor, and in the whole one."""
+"""Range of a block in the file's tensor, and in the whole one."""
 
 SUFFIXES = (".safetensors", ".datastates")
 DTYPES = {
@@ -35,10 +35,10 @@ DTYPES = {
     "torch.float16": torch.float16,
     "torch.bfloat16": torch.bfloat16,
 }
-"""What the two containers call the dtypes that parameters have."""
+"""Names of the dtypes of parameters in the two containers."""
 PAIRS, WHOLE, VERSION = "local_global_slices_pairs", "unsharded_shape", "version"
 CUT = {PAIRS, WHOLE, VERSION}
-"""What is said of a tensor that was cut."""
+"""Keys that describe a tensor that was cut."""
 
 _TURNED = ("experts", "mlp", "w1", "module")
 _LONGEST_HEADER = 100 << 20
@@ -53,7 +53,7 @@ _SIZE = re.compile(r"np\.u?int\d+\((\d+)\)|(\d+)")
 
 @dataclass(frozen=True)
 class Place:
-    """What the name of a tensor file says."""
+    """Parsed name of a tensor file."""
 
     name: str
     """Last part of the tensor's name (``weight``)."""
@@ -193,7 +193,7 @@ def is_transposed(path: Path, place: Place, shape: Shape, whole: Shape) -> bool:
 
 
 def _entry(path: Path) -> tuple[Mapping[str, Any], Mapping[str, str], int]:
-    """What the header says of ``data``; what it says of the cut; first byte after the header."""
+    """Return the header's entry of ``data``, that of the cut, first byte after the header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         text = file.read(length) if length <= _LONGEST_HEADER else b""

@@ -1,4 +1,4 @@
-"""What Nanotron calls the tensors of a model, what they are called here, and their shapes.
+"""Nanotron's names of the tensors of a model, our names for them, and their shapes.
 
 Both pack them in one order: the rows of the attention's first matrix are all queries, then all
 keys, then all values, head by head; those of the feed-forward's first are gate, then up. So values
