@@ -207,14 +207,16 @@ def all_modules(root: Path) -> Trees:
 
 
 def public_names(unit: Unit) -> list[str]:
-    """Complain of a package without `__all__`, and of a name in one without a docstring."""
+    """Complain of a package without `__all__`, and of a name in one twice or undocumented."""
     trees = all_modules(unit.root)
     top = unit.name.replace("-", "_")
     found = []
     if not unit.is_app and (top not in trees or not exported(trees[top][1])):
         found.append(f"{unit.path}: {top}/__init__.py has no __all__")
     for path, tree in unit.modules.items():
-        for name in exported(tree):
+        for name, times in Counter(exported(tree)).items():
+            if times > 1:
+                found.append(f"{path}: {name} is {times} times in __all__: list it once")
             known = definition(name, module_name(path), trees)
             if known is None or not known.docstring:
                 problem = "cannot be found" if known is None else "has no docstring"
@@ -356,6 +358,7 @@ OFFENDERS = [
     (documents, {"CHANGELOG.md": "## Unreleased"}, "newest entry"),
     (documents, pyproject("kenotron-tp", "kenotron-other"), "kenotron_other/py.typed is missing"),
     (public_names, {TOP: ""}, "has no __all__"),
+    (public_names, {TOP: INIT.replace('"SIZE"]', '"SIZE", "Axis"]')}, "Axis is 2 times in __all__"),
     (smoke_tests, {"tests/test_it.py": ""}, "no test is marked smoke"),
     (public_names, {TOP: INIT.replace('SIZE = 1\n"""x"""', "SIZE = 1")}, "SIZE of __all__ has no"),
     (public_names, {MODULE: "class Axis:\n    x = 1"}, "Axis of __all__ has no docstring"),

@@ -82,7 +82,7 @@ def _is_read(ema: bool) -> Callable[[str], bool]:
 
 
 def _records(checkpoint: Checkpoint, ema: bool) -> dict[str, Record]:
-    """What is averaged, by the name of the weight; with ``ema`` frozen weights are read as such."""
+    """Return the records to average, by name; with ``ema`` frozen weights are read as such."""
     found = checkpoint.manifest.records
     weights = {name: record for name, record in found.items() if not name.startswith(OPTIMIZER)}
     if not ema:

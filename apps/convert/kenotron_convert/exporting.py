@@ -53,7 +53,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     folder: Path
     source: Store
@@ -61,9 +61,9 @@ class Exported:
     deviation: float | None
     """Of the logits, in units of the largest; None: they were not compared."""
     passed_over: list[str]
-    """Why each checkpoint that would have been preferred was not read; a sentence each."""
+    """Reason why each checkpoint that would have been preferred was not read; a sentence each."""
     tokenizer: bool
-    """Whether a tokenizer is in the folder."""
+    """True where a tokenizer is in the folder."""
     not_carried: list[str]
     """Fields that only a training reads, and config.json does not have."""
 
@@ -221,7 +221,7 @@ def _generation_config(checkpoint: Checkpoint, values: Mapping[str, Any]) -> dic
 
 
 def _own_tokenizer(checkpoint: Checkpoint) -> Path | None:
-    """Where the tokenizer lies that the checkpoint names, or that came with it; None: nowhere."""
+    """Find the tokenizer that the checkpoint names, or that came with it; None: there is none."""
     named = (checkpoint.manifest.state.get("tokenizer") or {}).get("name")
     places = [*([Path(named)] if named else []), Path(str(checkpoint.store)).parent / TOKENIZER]
     return next((place for place in places if tokenizer_files(place)), None)

@@ -28,7 +28,7 @@ from kenotron_models.hf_import import HFModel, OtherModel, compare_import, read_
 
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a text begins, ends and is padded with, in a config.json."""
+"""Keys of a config.json for the tokens that begin, end and pad a text."""
 TOKENIZER = "tokenizer"
 """Folder next to the steps that keeps the tokenizer's files."""
 STEP = 0
@@ -36,7 +36,7 @@ STEP = 0
 
 @dataclass(frozen=True)
 class Imported:
-    """What was written."""
+    """Result of an import."""
 
     folder: Path
     """The step folder."""
@@ -183,7 +183,7 @@ def _generation(hf: Path, values: dict[str, Any]) -> dict[str, Any]:
 def fresh_state(
     config: FamilyConfig, dtype: torch.dtype, imported: dict[str, Any]
 ) -> dict[str, Any]:
-    """What a training program and the generation app read."""
+    """Return the state that a training program and the generation app read."""
     return {
         "step": STEP,
         "optimizer_steps": 0,

@@ -1,4 +1,4 @@
-"""How tensors are dealt to files, as Hugging Face does it."""
+"""Distribution of tensors over files, as Hugging Face does it."""
 
 from __future__ import annotations
 

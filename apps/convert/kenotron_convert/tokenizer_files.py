@@ -14,7 +14,7 @@ NAMES = (
     "added_tokens.json", "vocab.json", "merges.txt", "spiece.model", "chat_template.jinja",
     "chat_template.json",
 )  # fmt: skip
-"""What Hugging Face calls them."""
+"""Hugging Face's names of a tokenizer's files."""
 FAST, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 

@@ -20,7 +20,7 @@ from kenotron_models import Sampling, generate
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to generate."""
+    """Options of a generation."""
 
     prompts: list[Prompt | None]
     """None: what rank 0 finds on standard input."""
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass
 class Result:
-    """What came of one prompt."""
+    """Result for one prompt."""
 
     index: int
     prompt: Prompt

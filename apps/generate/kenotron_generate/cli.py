@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    """What the flags ask for. Raises ValueError, OSError."""
+    """Return the request that the flags describe. Raises ValueError, OSError."""
     for name in ("max_new_tokens", "batch_size"):
         if (given := getattr(arguments, name)) < (least := int(name == "batch_size")):
             flag = name.replace("_", "-")

@@ -44,9 +44,9 @@ class Description:
     sizes: dict[str, int] = field(default_factory=dict)
     """Mesh it was trained on."""
     tokenizer: str | None = None
-    """Where its tokenizer is; None: bytes, or unknown."""
+    """Location of its tokenizer; None: bytes, or unknown."""
     hub: bool = False
-    """Whether the weights are Hugging Face's own, whose prompts begin with special tokens."""
+    """True where the weights are Hugging Face's own, whose prompts begin with special tokens."""
     is_foreign: bool = False
     """It is a folder of Hugging Face, not a checkpoint."""
     ends: tuple[int, ...] = ()
@@ -54,7 +54,8 @@ class Description:
     begin: int | None = None
     """Token that begins a text out of nothing."""
     caches: bool = True
-    """Whether its layers keep what they have read; transformers' own read the whole text again."""
+    """True where its layers keep what they have read; transformers' own read the whole text
+    again."""
 
 
 def describe(path: str | Path) -> Description:
@@ -148,7 +149,7 @@ def _foreign(folder: Path) -> Description:
 
 
 def _tokenizer(folder: Path | str, state: Mapping[str, Any]) -> str | None:
-    """What a checkpoint names, or the files that a conversion has put next to its steps."""
+    """Find the tokenizer that a checkpoint names, or the files of a conversion near its steps."""
     named = state.get("tokenizer")
     if named:
         return _named(folder, str(named["name"]))

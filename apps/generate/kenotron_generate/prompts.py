@@ -1,4 +1,4 @@
-"""What is to be continued: prompts from the command line, a file, or standard input."""
+"""Prompts to continue: from the command line, a file, or standard input."""
 
 from __future__ import annotations
 

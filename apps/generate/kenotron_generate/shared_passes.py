@@ -51,7 +51,7 @@ class SharedPasses:
                 self._forward(only, Context(zeros, outputs=only, padding_BS=padding))
 
     def _active(self, own: int) -> int:
-        """How many replicas have texts for the next pass; 0 where they are independent."""
+        """Count the replicas that have texts for the next pass; 0 where they are independent."""
         if self._replicas is None:
             return 0
         count = torch.tensor(own, device=self._device)

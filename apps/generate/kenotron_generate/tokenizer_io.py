@@ -16,7 +16,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True)
 class Words:
-    """How a model's tokens are written."""
+    """Encoding and decoding of a model's tokens."""
 
     to_ids: Callable[[str], list[int]]
     to_text: Callable[[Sequence[int]], str]
@@ -124,12 +124,12 @@ class Writer:
         self._shown, self._read = 0, len(self._ids)
         self._held = ""
         self.text = ""
-        """What was said so far."""
+        """Text so far."""
         self.stopped = False
-        """Whether one of the strings came."""
+        """True where one of the strings came."""
 
     def add(self, token: int) -> str:
-        """What a new token makes known; empty after a stop."""
+        """Add a token and return the text that it completes; empty after a stop."""
         self._ids.append(token)
         known = self._to_text(self._ids[self._shown : self._read])
         text = self._to_text(self._ids[self._shown :])
@@ -139,7 +139,7 @@ class Writer:
         return self._say(self._held + text[len(known) :], final=False)
 
     def rest(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back, at the end of the text."""
         known = self._to_text(self._ids[self._shown : self._read])
         text = self._to_text(self._ids[self._shown :])
         self._shown = self._read = len(self._ids)

@@ -7,9 +7,9 @@ import torch
 from ckpt_formats import STATE, tensors, unpack
 from test_ckpt_index import sealed
 
-from kenotron_ckpt import UnknownVersion, load, read_manifest
+from kenotron_ckpt import load, read_manifest
 from kenotron_ckpt.folder import LONGEST_MANIFEST, defect
-from kenotron_ckpt.index import Manifest
+from kenotron_ckpt.index import Manifest, UnknownVersion
 from kenotron_ckpt.manifest_rules import WIDTHS
 from kenotron_ckpt.part_files import CODES
 from kenotron_dist import Mesh, TensorLayout

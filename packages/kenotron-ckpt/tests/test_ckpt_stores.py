@@ -18,7 +18,6 @@ from kenotron_ckpt import (
     FsspecStore,
     LocalStore,
     NoCheckpoint,
-    RemoteError,
     SaveFailed,
     Saver,
     Uploader,
@@ -35,6 +34,7 @@ from kenotron_ckpt import (
 )
 from kenotron_ckpt.__main__ import main
 from kenotron_ckpt.protocol import listen
+from kenotron_ckpt.remote import RemoteError
 from kenotron_dist import Mesh, Shard, TensorLayout
 from kenotron_dist.testing import on_ranks
 

@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kenotron_data import (
-    TokenFile,
-    TokenFolder,
-    TokenMetadata,
-    TokenWriter,
-    tokenizer_of_folder,
-)
+from kenotron_data import TokenFile, TokenFolder, TokenWriter, tokenizer_of_folder
+from kenotron_data.token_file import TokenMetadata
 
 DOCUMENTS = [[5, 6, 7], [], [8], [65_535, 0]]
 

@@ -27,7 +27,6 @@ from kenotron_models import (
     AttentionSpec,
     BlockSpec,
     Build,
-    ClampedSwiGLU,
     Context,
     DecoderSpec,
     Experts,
@@ -49,6 +48,7 @@ from kenotron_models import (
     compile_layers,
     standard_init,
 )
+from kenotron_models.mlp import ClampedSwiGLU
 from kenotron_tp import TPMode, cross_entropy
 
 NormKind = Literal["rms_norm", "offset_rms_norm"]

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_models import Build, Context, LatentAttention, rotary_angles, rotate
+from kenotron_models import Build, Context, rotary_angles, rotate
+from kenotron_models.latent_attention import LatentAttention
 
 
 def test_it_is_attention_with_keys_and_values_of_a_latent() -> None:

@@ -25,7 +25,6 @@ from kenotron_models import (
     MistralConfig,
     MLPSpec,
     NormSpec,
-    OffsetRMSNorm,
     Qwen2Config,
     Qwen3Config,
     Recompute,
@@ -37,6 +36,7 @@ from kenotron_models import (
     standard_init,
 )
 from kenotron_models.dropout import drop_features
+from kenotron_models.norm import OffsetRMSNorm
 from kenotron_tp import TPMode
 
 ONE = Axis.solo("tp")

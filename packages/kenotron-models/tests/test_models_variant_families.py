@@ -17,7 +17,6 @@ from kenotron_models import (
     Block,
     BlockSpec,
     Build,
-    ClampedSwiGLU,
     Context,
     Gemma2Config,
     Gemma3Config,
@@ -34,6 +33,7 @@ from kenotron_models import (
     config_from_json,
 )
 from kenotron_models.hf import config_from_hf, config_to_hf, differences
+from kenotron_models.mlp import ClampedSwiGLU
 
 LINEAR = RopeScaling(factor=8.0, rope_type="linear")
 YARN = RopeScaling(

@@ -35,9 +35,9 @@ FREE = (
     "tie_word_embeddings", "max_position_embeddings", "bos_token_id", "eos_token_id",
     "embedding_dropout", "dropout",
 )  # fmt: skip
-"""What may differ from the model that the weights are of; the first is a matter of its own."""
+"""Keys that may differ from the model that the weights are of; the first is checked separately."""
 ROPE = ("theta", "scaling")
-"""What may differ, too, with ``accept_changed_rope``."""
+"""Keys that may differ, too, with ``accept_changed_rope``."""
 
 NO_CHANGE = (
     "architectures", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",

@@ -32,7 +32,7 @@ from kenotron_train.run.saved_tensors import check_module, check_optimizer, conv
 from kenotron_train.run.upload import place_to_resume
 
 NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
-"""What parts of a reading are called, where their names say too little."""
+"""Labels of parts of a reading whose names say too little."""
 
 
 def resume(

@@ -62,7 +62,7 @@ class Uploads:
             self._uploader.submit(folder)
 
     def holds(self, folder: Store) -> bool:
-        """Whether a checkpoint must stay: it is sent, or waits for that. From any thread."""
+        """Return True where a checkpoint must stay: it is sent or waits. From any thread."""
         return self._uploader is not None and self._uploader.uploading(int(folder.name))
 
     def say(self) -> None:
@@ -139,7 +139,7 @@ def upload_url(section: S3UploadConfig | None) -> str | None:
 
 
 def _goes_on(checkpoints: CheckpointsConfig, section: S3UploadConfig | None) -> bool:
-    """Whether what is in ``checkpoints_path`` is of this run: it was resumed from there."""
+    """Return True where ``checkpoints_path`` holds this run: it was resumed from there."""
     given, folder = checkpoints.resume_checkpoint_path, checkpoints.checkpoints_path
     if given is None:
         return False

@@ -66,7 +66,7 @@ def _check_ranks(before: ParallelismConfig, after: ParallelismConfig, ranks: int
 
 
 def _target(text: str) -> Path:
-    """Where to write, checked before the comparison."""
+    """Return the file to write, checked before the comparison."""
     target = Path(text)
     if target.is_dir():
         raise ValueError(f"--json {target}: this is a folder; give the path of a file")

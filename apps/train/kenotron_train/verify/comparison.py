@@ -42,12 +42,12 @@ DEPTH = 8
 """Decoder layers from which on roundings are allowed in proportion to them."""
 PRELOAD = (__name__,)
 LIMIT = timedelta(minutes=5)
-"""How long a rank may let others wait: compiling takes a while."""
+"""Longest time that a rank may let others wait: compiling takes a while."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank measured of a step."""
+    """Measurements of one rank in a step."""
 
     loss: float
     norm: float
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured."""
+    """Measurements of one rank."""
 
     initial: list[Piece]
     """Weights before the first step."""
@@ -94,7 +94,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing deviates by more than is allowed."""
+        """True where nothing deviates by more than is allowed."""
         return self.deviation <= self.bound and not self.departures
 
 
@@ -229,7 +229,7 @@ def _check_finite(step: int, own: Step) -> None:
 def update_bounds(
     before: Whole, after: Whole, steps: int, relative: float = GRADIENT_TOLERANCE
 ) -> dict[str, float]:
-    """What every element of each weight may deviate after an update from the same gradient.
+    """Return the bound on every element's deviation after an update from the same gradient.
 
     ``relative`` of the tensor's largest change, and a rounding of its largest element for every
     step.

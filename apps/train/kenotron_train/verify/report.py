@@ -22,7 +22,7 @@ RULES = {
     "gradients": "{0:g} of its largest element, or {1:g} of the norm of all gradients",
     "updated weights": "{0:g} of its largest change, and a float32 rounding for each step",
 }
-"""What is allowed, where numbers may be added up in another order."""
+"""Allowed deviations where numbers may be added up in another order."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Verdict:
     """(key, in the config, in the copy)"""
     checks: list[Check]
     broken: str
-    """Why the layout did not run; empty where it did."""
+    """Reason why the layout did not run; empty where it did."""
 
     @property
     def not_compared(self) -> list[str]:
@@ -55,7 +55,7 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether every check did."""
+        """True where every check passed."""
         return not self.broken and all(check.passed for check in self.checks)
 
 
@@ -146,7 +146,7 @@ def _checks(checks: list[Check]) -> Table:
 
 
 def _dropped(verdict: Verdict) -> list[str]:
-    """What is not compared."""
+    """List what is not compared."""
     if verdict.before.world_size == 1:
         return ["The config asks for one process: nothing is cut."]
     lost = ", ".join(verdict.not_compared)

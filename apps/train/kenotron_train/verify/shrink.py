@@ -113,7 +113,7 @@ def on_one_process(small: Config) -> Config:
 
 
 def has_documents(config: Config) -> bool:
-    """Whether a sample may be of several documents, which the model or the data keeps apart."""
+    """Return True where a sample may be of several documents, which model or data keeps apart."""
     return config.decoder.separate_documents or any(
         (isinstance(data, NanosetDatasetsConfig) and data.return_positions)
         or isinstance(data, SFTDatasetsConfig)
@@ -122,7 +122,7 @@ def has_documents(config: Config) -> bool:
 
 
 def changes(config: Config, small: Config) -> list[tuple[str, str, str]]:
-    """What differs between a config and its small copy: (key path, before, after)."""
+    """List the differences between a config and its small copy: (key path, before, after)."""
     found = []
     for section in COMPARED:
         before = dict(_leaves(section, asdict(getattr(config, section))))

@@ -10,7 +10,7 @@ from kenotron_config import ParallelismConfig
 LEAST = 2
 """Ranks of an axis that is still one."""
 DROPPED = ("dp", "cp", "pp", "tp")
-"""Which axis goes first where two ranks each are too many: the simplest one."""
+"""Axes in the order in which they are dropped where two ranks each are too many: simplest first."""
 MOST_LAYERS = 3
 """Decoder layers where no pipeline asks for more."""
 

@@ -20,7 +20,7 @@ MOST_HEADS = 32
 
 @dataclass(frozen=True)
 class Cut:
-    """What a model is cut by, before and after, and how long its samples are."""
+    """Sizes that a model is cut by, before and after, and the length of its samples."""
 
     tp: int
     small_tp: int

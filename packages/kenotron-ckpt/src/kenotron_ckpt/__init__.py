@@ -16,7 +16,7 @@ from kenotron_ckpt.folder import (
     resolve,
     steps_in,
 )
-from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record, UnknownVersion, seal_of
+from kenotron_ckpt.index import Manifest, Record, seal_of
 from kenotron_ckpt.loading import (
     NoCheckpoint,
     load,
@@ -29,12 +29,12 @@ from kenotron_ckpt.owner_file import TAKEN
 from kenotron_ckpt.plain import load_plain, plain_state, plain_tensors
 from kenotron_ckpt.random_state import random_state, restore_random_state
 from kenotron_ckpt.reader import read_box, read_record
-from kenotron_ckpt.remote import FsspecStore, RemoteError, is_url
+from kenotron_ckpt.remote import FsspecStore, is_url
 from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
-from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
+from kenotron_ckpt.safetensors_folder import open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
@@ -46,7 +46,6 @@ __all__ = [
     "CheckpointsConfig",
     "DamagedCheckpoint",
     "DataStatesConfig",
-    "FileEntry",
     "FolderLock",
     "FsspecStore",
     "LOCK",
@@ -56,18 +55,14 @@ __all__ = [
     "MANIFEST",
     "Manifest",
     "NoCheckpoint",
-    "Piece",
     "Record",
-    "RemoteError",
     "S3UploadConfig",
-    "SafetensorsFolder",
     "SaveFailed",
     "SaveReport",
     "Saver",
     "Source",
     "Store",
     "TensorSize",
-    "UnknownVersion",
     "UploadReport",
     "TAKEN",
     "Uploader",

@@ -152,7 +152,7 @@ def problems_of(tensors: Tensors, view: ViewOf) -> list[str]:
 
 
 def places_of(tensors: Tensors, view: ViewOf) -> list[tuple[Any, ...]]:
-    """Where every tensor lies, and its layout: equal as long as a plan for them is right.
+    """Return the place and layout of every tensor: equal as long as a plan for them is right.
 
     Raises ValueError, a line for each value that is not a pair, or whose layout no mesh can have.
     """
@@ -169,7 +169,7 @@ def _misfits(tensors: Tensors, view: ViewOf) -> list[str]:
 
 
 def _misfit(value: Any, view: ViewOf) -> str:
-    """What is wrong with a value of ``tensors``, or with its layout on any mesh of these axes."""
+    """Describe what is wrong with a value of ``tensors``, or its layout on a mesh of these axes."""
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(pair[0], Tensor) or not isinstance(pair[1], TensorLayout):
         return (

@@ -1,4 +1,4 @@
-"""Which rank compares which bytes with their checksums: those it reads anyway, or its share.
+"""Division of checksum comparisons over ranks: the bytes a rank reads anyway, or its share.
 
 A piece that some rank reads whole is hashed as it arrives there. The others, of which ranks read
 rows or nothing, are dealt out to all ranks.
@@ -19,14 +19,14 @@ from kenotron_ckpt.store import Store
 from kenotron_dist import Mesh, all_reduce
 
 _IN_PART, _WHOLE = 1, 1 << 32
-"""How much of a piece a rank reads; 0 is nothing. Of a record: wanted is ``_IN_PART``. The sum over
-all ranks is at least ``_WHOLE`` where one reads it whole."""
+"""Amount of a piece that a rank reads; 0 is nothing. Of a record: wanted is ``_IN_PART``. The sum
+over all ranks is at least ``_WHOLE`` where one reads it whole."""
 
 
 def wanted_bytes(
     manifest: Manifest, names: Iterable[str], reads: Sequence[Read], mesh: Mesh
 ) -> tuple[list[str], list[Piece]]:
-    """What all ranks together want, equal on every rank.
+    """Return what all ranks together want, equal on every rank.
 
     Collective over the mesh: one all-reduce of 8 bytes for each record and each piece.
 

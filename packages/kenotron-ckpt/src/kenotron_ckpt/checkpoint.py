@@ -24,16 +24,16 @@ _HINTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a load did, the same on every rank (``rank_state`` apart)."""
+    """Result of a load, the same on every rank (``rank_state`` apart)."""
 
     store: Store
     """The step folder that was read."""
     step: int
     """Training steps done when it was saved."""
     state: dict[str, Any]
-    """What was saved next to the tensors."""
+    """State that was saved next to the tensors."""
     rank_state: Any
-    """What this rank saved of its own; None when the mesh was another."""
+    """State that this rank saved of its own; None when the mesh was another."""
     loaded: list[str]
     """Names of the records that filled a tensor on some rank."""
     missing: list[str]
@@ -41,7 +41,7 @@ class Loaded:
     unused: list[str]
     """Names of the records that no rank wanted."""
     passed_over: list[str]
-    """Why each checkpoint that would have been preferred was not read; a sentence each."""
+    """Reason why each checkpoint that would have been preferred was not read; a sentence each."""
 
 
 class DamagedCheckpoint(ValueError):
@@ -51,7 +51,7 @@ class DamagedCheckpoint(ValueError):
         self.faults = list(faults)
         """A sentence for every fault."""
         self.filled = filled
-        """Whether tensors were filled already; those of floating-point numbers are NaN then."""
+        """True where tensors were filled already; those of floating-point numbers are NaN then."""
         lines = [f"cannot load {store}:", *faults]
         if filled:
             lines.append("the tensors were set to NaN: load another checkpoint into them")
@@ -69,7 +69,7 @@ class Checkpoint:
         """The step folder."""
         self.manifest = manifest
         self.passed_over: list[str] = []
-        """Why each newer or preferred checkpoint was not taken; a sentence each."""
+        """Reason why each newer or preferred checkpoint was not taken; a sentence each."""
         self._mesh = mesh
         self._verified: set[str] = set()
 
@@ -128,7 +128,7 @@ class Checkpoint:
         return self._result(loaded, missing)
 
     def verify(self, select: Callable[[str], bool] = lambda _: True) -> list[str]:
-        """What is wrong with the bytes of the records whose name ``select`` accepts.
+        """List what is wrong with the bytes of the records whose name ``select`` accepts.
 
         Collective: every rank reads its share, all get all sentences. What was right is not read
         again.
@@ -177,7 +177,7 @@ class Checkpoint:
 def _problems(
     manifest: Manifest, wanted: Tensors, mesh: Mesh, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """What forbids the load, and the names that are missing."""
+    """Return the problems that forbid the load, and the names that are missing."""
     found = problems_of(wanted, mesh.view)
     missing = []
     for tensor, layout in wanted.values():
@@ -212,5 +212,5 @@ def _union_each(
 
 
 def _union(ranks: Sequence[Sequence[str]]) -> list[str]:
-    """What the ranks have, each once."""
+    """Return all entries of the ranks, each once."""
     return list(dict.fromkeys(text for texts in ranks for text in texts))

@@ -1,4 +1,4 @@
-"""Whether the bytes of a file are those that were written."""
+"""Comparison of the bytes of a file with their checksums."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def file_faults(store: Store, name: str, entry: FileEntry, pieces: Iterable[Piec
 
 
 def outer_fault(name: str, file: StoreFile, entry: FileEntry) -> str:
-    """What is wrong with the length or the header of an open file; empty when both are right."""
+    """Describe what is wrong with length or header of an open file; empty: both are right."""
     size = file.size()
     if size != entry.bytes:
         return f"{name} is {size} bytes long, but {entry.bytes} were written"

@@ -1,4 +1,7 @@
-"""How two checkpoints differ: records, values, state, config. One record of each is in memory."""
+"""Differences between two checkpoints: records, values, state, config.
+
+One record of each is in memory.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Distance:
-    """How far the values of two tensors of one shape are apart."""
+    """Distance between the values of two tensors of one shape."""
 
     bitwise: bool
     """The same dtype and the same bits."""
@@ -36,11 +39,15 @@ class Distance:
 def differences(a: Location, b: Location) -> Iterator[str]:
     """Sentences on what differs between two checkpoints, as it is found; none when nothing does.
 
-    Arguments: step folders, or run folders (their latest complete checkpoints). The mesh, the cut
-    and the libraries that wrote them do not count. Checksums are not compared: see
-    ``verify_files``.
+    The mesh, the cut and the libraries that wrote them do not count. Checksums are not compared:
+    see ``verify_files``.
 
-    Raises ValueError when there is no checkpoint, OSError when a file cannot be read.
+    Args:
+        a, b: step folders, or run folders (their latest complete checkpoints).
+
+    Raises:
+        ValueError: there is no checkpoint.
+        OSError: a file cannot be read.
     """
     folders = preferred(a), preferred(b)
     first, second = map(manifest_at, folders)

@@ -33,7 +33,7 @@ class DataStatesConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointsConfig:
-    """When and where checkpoints are written, and which one training starts from.
+    """Settings of checkpoints: steps and folder of saves, and the one that training starts from.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.

@@ -1,4 +1,4 @@
-"""Whether the pieces of a record cover it, and what is shared and missing. Pure, without torch.
+"""Coverage of a record by its pieces: gaps, and shared elements. Pure, without torch.
 
 A block is (start, shape): its first index and its extent along every dimension of the record.
 """

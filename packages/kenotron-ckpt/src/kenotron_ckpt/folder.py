@@ -114,7 +114,7 @@ def step_names(store: Store) -> list[str]:
 
 
 def points_nowhere(store: Store, found: Sequence[str]) -> bool:
-    """Whether the ``latest.txt`` of a run folder names none of the step folders ``found`` in it."""
+    """Return True where a run's ``latest.txt`` names none of the step folders ``found`` in it."""
     if found == [""] or LATEST not in store.listing():  # a step folder, or there is none
         return False
     return str(latest_named(store)) not in found
@@ -143,7 +143,7 @@ def latest_step(folder: Location) -> int | None:
 
 
 def has_manifests(folder: Path, steps: Iterable[int] | None = None) -> bool:
-    """Whether one of ``steps`` (default: all) of a run folder has a manifest, valid or not.
+    """Return True where one of ``steps`` (default: all) of a run has a manifest, valid or not.
 
     What cannot be looked at (no permission, a lost file system) counts as a manifest. Raises
     OSError when the run folder cannot be listed.
@@ -166,7 +166,7 @@ def latest_named(folder: Location) -> int | None:
 
 
 def defect(step_folder: Location, manifest: Manifest | None = None) -> str | None:
-    """Why a step folder is not a complete checkpoint, None when it is; its manifest if read.
+    """Return why a step folder is not a complete checkpoint, None when it is; its manifest if read.
 
     Raises RemoteError when a remote store fails.
     """
@@ -195,7 +195,7 @@ def defect(step_folder: Location, manifest: Manifest | None = None) -> str | Non
 
 
 def _half_written(store: Store) -> str:
-    """Why a folder without a manifest is no checkpoint."""
+    """Return why a folder without a manifest is no checkpoint."""
     try:
         if _NANOTRON in store.listing():
             return NANOTRONS
@@ -205,7 +205,7 @@ def _half_written(store: Store) -> str:
 
 
 def is_verified(step_folder: Location) -> bool:
-    """Whether this very checkpoint was found to be right, byte for byte, and is still complete."""
+    """Return True where this very checkpoint was found right byte for byte, and is complete."""
     store = store_at(step_folder)
     try:
         seal = store.read(VERIFIED).decode()
@@ -230,7 +230,7 @@ def _steps(there: dict[str, int | None]) -> list[int]:
 
 
 def _is_folder(path: Path) -> bool:
-    """Whether a path is a folder. Raises OSError when that cannot be found out."""
+    """Return True for a folder. Raises OSError when that cannot be found out."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except OSError as error:

@@ -33,8 +33,10 @@ class Arena:
     def fit(self, parts: Sequence[Part], limit: int, pin: bool) -> None:
         """Have room for ``parts``, within ``limit`` bytes. What is large enough is kept.
 
-        Arguments: the parts; how many bytes all slots may have together, at least those of the
-        largest part; whether an accelerator copies to the slots (they are then page-locked).
+        Args:
+            parts: to hold.
+            limit: bytes that all slots may have together, at least those of the largest part.
+            pin: page-locked slots, for copies by an accelerator.
         """
         sizes = [part.nbytes for part in parts]
         steps = _steps(sizes, pin)
@@ -58,7 +60,7 @@ class Arena:
             self.slots.append(slot.zero_())
 
     def hosts(self, index: int, part: Part) -> list[Tensor]:
-        """Where the blocks of the part with this index go: contiguous tensors in its slot."""
+        """Return the blocks of the part with this index: contiguous tensors in its slot."""
         slot = self.slots[index % len(self.slots)]
         places = zip(part.blocks, part.offsets, strict=True)
         return [_place(slot, block, offset) for block, offset in places]

@@ -25,7 +25,7 @@ MIN_READER = 2
 """The oldest version of readers that understand what is written: others refuse it."""
 
 _SEAL = ',\n"checksum": "'
-"""What stands before the checksum of the text, which is of all before this."""
+"""Text before the checksum of the manifest, which is of all bytes before this."""
 
 
 class UnknownVersion(ValueError):
@@ -45,9 +45,9 @@ class Manifest:
     files: Mapping[str, FileEntry]
     """By name."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What the program saved next to the tensors (JSON)."""
+    """State that the program saved next to the tensors (JSON)."""
     rank_states: Sequence[Any] = ()
-    """What each rank saved of its own, by rank (JSON): of use on the same mesh only."""
+    """State that each rank saved of its own, by rank (JSON): of use on the same mesh only."""
     config: str | None = None
     """Text of ``config.yaml``."""
     libraries: Mapping[str, str] = field(default_factory=dict)

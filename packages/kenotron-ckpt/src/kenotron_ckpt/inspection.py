@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as data (JSON values), and as a tree of tensors to look at.
+"""Contents of a checkpoint, as data (JSON values), and as a tree of tensors to look at.
 
 Only manifests and lengths of files are read.
 """
@@ -24,15 +24,18 @@ from kenotron_ckpt.index import FORMAT, VERSION, Record
 from kenotron_ckpt.store import Location, Store, store_at
 
 OPTIMIZER = "optimizer."
-"""What names of optimizer state begin with: ``optimizer.<kind>.<parameter>``."""
+"""Prefix of names of optimizer state: ``optimizer.<kind>.<parameter>``."""
 _INDENT = "  "
 
 
 def describe(path: Location) -> dict[str, Any]:
     """Everything ``render`` shows, and each record, as JSON values.
 
-    Arguments: a step folder, or a run folder (its latest complete checkpoint).
-    Raises ValueError when there is none.
+    Args:
+        path: a step folder, or a run folder (its latest complete checkpoint).
+
+    Raises:
+        ValueError: there is no checkpoint.
     """
     given = store_at(path)
     folder = preferred(given)
@@ -59,7 +62,7 @@ def describe(path: Location) -> dict[str, Any]:
 
 
 def render(data: Mapping[str, Any]) -> str:
-    """What ``describe`` found, as text: steps, then totals, then a tree for each kind of tensor.
+    """Render the result of ``describe`` as text: steps, totals, a tree for each kind of tensor.
 
     Equal layers are shown once. Optimizer state that has the weights' names and shapes is
     one line.
@@ -105,7 +108,7 @@ def _row(name: str, record: Record) -> dict[str, Any]:
 
 
 def _cut(record: Record) -> str:
-    """How a record is stored: ``whole``, ``2x1`` blocks as a grid, or so many ``pieces``."""
+    """Describe the cut of a record: ``whole``, ``2x1`` blocks as a grid, or so many ``pieces``."""
     count = len(record.pieces)
     if count <= 1:
         return "whole" if count else "empty"

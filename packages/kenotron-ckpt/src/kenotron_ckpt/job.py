@@ -52,7 +52,7 @@ class Job:
     begun: float = field(default_factory=time.perf_counter)
     done: threading.Event = field(default_factory=threading.Event)
     failure: str = ""
-    """Why there is no checkpoint; the same on all ranks."""
+    """Reason why there is no checkpoint; the same on all ranks."""
     total: int = 0
     """Bytes that all ranks have written."""
     written: float = 0.0
@@ -61,7 +61,7 @@ class Job:
     """Seconds until the checkpoint stood."""
     removed: Sequence[int] = ()
     trouble: str = ""
-    """What went wrong after the commit, on rank 0."""
+    """Problem after the commit, on rank 0."""
 
     def run(self) -> None:
         """Do it all; never raises."""
@@ -73,7 +73,7 @@ class Job:
         self.done.set()
 
     def report(self, blocked: float, waited: float, slow_down: float | None) -> SaveReport:
-        """How it went, once it is done; the numbers are those of ``SaveReport``."""
+        """Return the report of a save that is done; its numbers are those of ``SaveReport``."""
         return SaveReport(
             step=int(self.step_folder.name),
             store=self.step_folder,

@@ -83,11 +83,15 @@ def open_checkpoint(
     Collective over the mesh. A later ``load`` reads the bytes a second time and finds no damage:
     no tensor is ever changed by a damaged checkpoint. ``load`` and ``read_preferred`` read once.
 
-    Arguments: a step folder or a run folder; the ranks that call; the names of the records that
-    count (``lambda name: not name.startswith("optimizer.")`` for parameters only); whether to
-    compare checksums (else only the manifest and the lengths of files).
+    Args:
+        path: a step folder or a run folder.
+        mesh: the ranks that call.
+        select: True for the names of the records that count
+            (``lambda name: not name.startswith("optimizer.")`` for parameters only).
+        verify: compare checksums; else only the manifest and the lengths of files.
 
-    Raises NoCheckpoint on every rank when there is none; the message has all reasons.
+    Raises:
+        NoCheckpoint: on every rank, when there is none; the message has all reasons.
     """
 
     def read(checkpoint: Checkpoint) -> Checkpoint:
@@ -149,7 +153,7 @@ def _stray(store: Store, found: Sequence[str]) -> list[str]:
 
 
 def _newer(store: Store, chosen: str, found: Sequence[str]) -> list[str]:
-    """Why newer checkpoints were not tried: the run was set back, or a save did not finish."""
+    """Return why newer checkpoints were not tried: a run set back, or a save not finished."""
     later = found[found.index(chosen) + 1 :]
     return [
         f"{store.at(name)}: {defect(store.at(name)) or 'latest.txt names another'}"

@@ -1,4 +1,4 @@
-"""What a manifest may say: types, ranges and keys, checked before anything is made of its values.
+"""Rules of a manifest: types, ranges and keys, checked before anything is made of its values.
 
 A checksum shows damage, not forgery: everything that a reader relies on is checked here, but
 for the coverage of records by their pieces (``coverage``).

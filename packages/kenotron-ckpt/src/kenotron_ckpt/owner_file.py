@@ -72,7 +72,7 @@ class OwnerFile:
         return json.dumps(own | {"host": socket.gethostname(), "machine": _machine()}).encode()
 
     def _created(self) -> bool:
-        """Whether there was no file, so that this process has made it."""
+        """Create the file; return False where there was one already."""
         try:
             handle = os.open(
                 self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644
@@ -150,7 +150,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(found: dict[str, Any]) -> bool:
-    """Whether an owner on this very machine is known to have ended."""
+    """Return True where an owner on this very machine is known to have ended."""
     machine, process = _machine(), found.get("process")
     if not machine or found.get("machine") != machine or not isinstance(process, int):
         return False

@@ -31,7 +31,7 @@ CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls the dtypes that can be stored."""
+"""Names of the dtypes that can be stored, in safetensors."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ GROUPS = "optimizer_groups"
 
 
 class PlainTensors(dict[str, tuple[Tensor, TensorLayout]]):
-    """What ``plain_tensors`` gives: tensors to save, and which of them a forward may change.
+    """Tensors to save, made by ``plain_tensors``, and which of them a forward may change.
 
     A ``Saver`` copies those in the call, as if ``volatile`` named them; a plain copy of this dict
     (``{**tensors}``) does not tell it.
@@ -31,7 +31,7 @@ class PlainTensors(dict[str, tuple[Tensor, TensorLayout]]):
 def plain_tensors(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> PlainTensors:
-    """What ``save`` takes, of a module that is whole on every rank, and of its optimizer.
+    """Return the input of ``save`` for a module that is whole on every rank, and its optimizer.
 
     Parameters and buffers go by their names in ``state_dict()``; what has two names is kept once.
     The optimizer's state goes by ``optimizer.<state>.<parameter>``. Buffers are ``volatile``:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def random_state() -> dict[str, Any]:
-    """Where the process' default random streams stand: a ``rank_state`` to save.
+    """Return the state of the process' default random streams: a ``rank_state`` to save.
 
     NumPy's is there when NumPy was imported, the device's when there is an accelerator.
     """

@@ -39,12 +39,12 @@ class Read:
 
     @property
     def whole(self) -> bool:
-        """Whether every byte of the piece is read: its rows are, and columns are cut later."""
+        """True where every byte of the piece is read: its rows are, and columns are cut later."""
         return not self.part or self.part[0] == slice(0, self.piece.shape[0])
 
 
 def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[Read]:
-    """What to read for the blocks that this rank holds.
+    """Plan the reads for the blocks that this rank holds.
 
     Raises ValueError when the pieces of a record leave elements out.
     """
@@ -133,10 +133,18 @@ def read_record(step_folder: Location, manifest: Manifest, name: str) -> Tensor:
 
 
 def read_box(folder: Location, record: Record, start: Shape, shape: Shape) -> Tensor:
-    """A block of a record, on the CPU, in the dtype it was saved in; nothing else is read.
+    """Return a block of a record, on the CPU, in its saved dtype; nothing else is read.
 
-    Arguments: where the record's files are; first index and extent along every dimension. Raises
-    OSError when a file cannot be read. Checksums are not compared.
+    Checksums are not compared.
+
+    Args:
+        folder: where the record's files are.
+        record: of a manifest.
+        start: first index along every dimension.
+        shape: extent along every dimension, which is the shape of the result.
+
+    Raises:
+        OSError: a file cannot be read.
     """
     whole = torch.empty(shape, dtype=getattr(torch, record.dtype))
     reads = []
@@ -159,7 +167,7 @@ def _read_file(store: Store, name: str, reads: Sequence[Read]) -> None:
 def _read_and_hash(
     store: Store, name: str, reads: Sequence[Read], entry: FileEntry | None
 ) -> list[str]:
-    """What is wrong with the pieces read whole; with an ``entry``, with the rest of the file too.
+    """List what is wrong with the pieces read whole; with an ``entry``, with the rest too.
 
     Every read is carried out as far as the file can be read.
     """

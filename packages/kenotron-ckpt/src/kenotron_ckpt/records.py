@@ -23,7 +23,7 @@ class Piece:
     offset: int = 0
     """First byte of the block in the file."""
     bytes: int = 0
-    """How many bytes it has."""
+    """Number of its bytes."""
     checksum: str = ""
     """Of the block's bytes."""
 
@@ -46,7 +46,7 @@ class Record:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be, byte for byte."""
+    """Required bytes of a file."""
 
     bytes: int
     """Length of the file."""

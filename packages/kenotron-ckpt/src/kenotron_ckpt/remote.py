@@ -19,7 +19,7 @@ from kenotron_ckpt.protocol import Step, passed
 T = TypeVar("T")
 
 TRIES = 4
-"""How often a call is made before it has failed."""
+"""Attempts of a call before it has failed."""
 PAUSE = 1.0
 """Seconds before the second try; each further pause is twice as long."""
 RANGE_BYTES = 1 << 24
@@ -41,13 +41,13 @@ _LASTING += (TypeError, ValueError, AttributeError)
 
 
 class RemoteError(OSError):
-    """What a store answered in the end, with the URL and what to do about it."""
+    """The final error of a store, with the URL and what to do about it."""
 
     def __init__(self, text: str, *, damaged: bool = False, errno: int | None = None) -> None:
         super().__init__(text)
         self.errno = errno
         self.damaged = damaged
-        """Whether the store works, and its own checksum shows that the bytes have changed."""
+        """True where the store works, and its own checksum shows that the bytes have changed."""
 
 
 class RemoteMissing(RemoteError, FileNotFoundError):
@@ -55,15 +55,12 @@ class RemoteMissing(RemoteError, FileNotFoundError):
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether ``path`` is a URL (``s3://bucket/run``) and no local path."""
+    """Return True where ``path`` is a URL (``s3://bucket/run``) and no local path."""
     return isinstance(path, str) and bool(path.partition("://")[1])
 
 
 class FsspecStore:
-    """A folder at a URL that fsspec supports (``Store``).
-
-    May be used by several threads at once.
-    """
+    """A folder at a URL that fsspec supports (``Store``), for several threads at once."""
 
     threads = 8
     """Requests at a time: each waits for the network."""
@@ -78,9 +75,14 @@ class FsspecStore:
     ) -> None:
         """Open ``url``; nothing is sent yet.
 
-        Arguments: the URL; how often a call is tried; seconds before the second try; what fsspec's
-        file system takes (``endpoint_url``, ``key``, ...), next to those of the environment.
-        Raises ValueError when it is no URL, or of a kind for which nothing is installed.
+        Args:
+            url: of any kind that fsspec supports.
+            tries: attempts of each call.
+            pause: seconds before the second try.
+            options: of fsspec's file system, next to those of the environment.
+
+        Raises:
+            ValueError: it is no URL, or of a kind for which nothing is installed.
         """
         self.url = url.rstrip("/")
         self._tries, self._pause = tries, pause
@@ -111,7 +113,7 @@ class FsspecStore:
         return found
 
     def listing(self, path: str = "") -> dict[str, int | None]:
-        """What is right below a folder: name to bytes, or None for a folder.
+        """List the entries right below a folder: name to bytes, or None for a folder.
 
         Raises RemoteMissing when nothing is there, RemoteError.
         """
@@ -125,10 +127,7 @@ class FsspecStore:
         }
 
     def read_text(self, path: str) -> str | None:
-        """The text of a file in UTF-8 (other bytes are replaced); None when there is none.
-
-        Raises RemoteError.
-        """
+        """The text of a file in UTF-8, other bytes replaced; None: no file. Raises RemoteError."""
         with suppress(RemoteMissing):
             return self.read(path).decode(errors="replace")
         return None
@@ -275,7 +274,7 @@ def _protocols(store: Any) -> tuple[str, ...]:
 
 
 def _lasts(error: Exception) -> bool:
-    """Whether the same call would fail again."""
+    """Return True where the same call would fail again."""
     return isinstance(error, _LASTING) or "Credentials" in type(error).__name__
 
 

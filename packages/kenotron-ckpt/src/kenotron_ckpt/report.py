@@ -1,4 +1,4 @@
-"""How a save went, and how the steps made meanwhile fared."""
+"""Report of a save, and of the steps made meanwhile."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class SaveFailed(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveReport:
-    """How a save went. Times in seconds."""
+    """Report of a save. Times in seconds."""
 
     step: int
     store: Store
     """The step folder."""
     failure: str = ""
-    """Why there is no such checkpoint; empty when there is one."""
+    """Reason why there is no such checkpoint; empty when there is one."""
     nbytes: int = 0
     """Bytes of all ranks' files."""
     blocked: float
-    """How long the training stood still for it, on this rank."""
+    """Time that the training stood still for it, on this rank."""
     waited: float = 0.0
     """The part of ``blocked`` in which an earlier save was not finished."""
     durable: float
@@ -41,7 +41,7 @@ class SaveReport:
     removed: Sequence[int] = ()
     """Steps whose checkpoints were removed then (known on rank 0)."""
     follow_up: str = ""
-    """What went wrong after the checkpoint stood (known on rank 0); empty when nothing did."""
+    """Problem after the commit of the checkpoint (known on rank 0); empty when there was none."""
 
     @property
     def folder(self) -> Path:
@@ -64,7 +64,7 @@ class SaveReport:
 
 
 class Pace:
-    """How long steps take, with a save under way and without."""
+    """Times of steps, with a save under way and without."""
 
     def __init__(self) -> None:
         self._usual: deque[float] = deque(maxlen=_USUAL)

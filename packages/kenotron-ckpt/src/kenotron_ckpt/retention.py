@@ -1,4 +1,4 @@
-"""Which old checkpoints may go, and how they go."""
+"""Removal of old checkpoints: the choice, and the deletion."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
 
 _UNMADE = f"{MANIFEST}.old.tmp"
-"""What was the manifest while a checkpoint is being removed: a temporary file to all others."""
+"""Name of the manifest while a checkpoint is being removed: a temporary file to all others."""
 
 
 def prune(
@@ -28,18 +28,23 @@ def prune(
     *,
     busy: Callable[[Store], bool] = lambda _: False,
 ) -> list[int]:
-    """Remove old checkpoints; returns the steps removed, ascending. To be called on one rank.
+    """Remove old checkpoints. To be called on one rank.
 
-    Arguments:
+    What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
+    verified: however many damaged ones follow, there is one to go back to. Half-written folders,
+    links, and files of others are left alone; a removal that was cut off is finished.
+
+    Args:
         folder: the run folder.
         keep: this many of the newest complete checkpoints stay.
         keep_every: those whose step is a multiple of it stay, too.
         busy: step folders for which it returns True stay (they are being copied elsewhere).
 
-    What ``latest.txt`` names stays in any case, and so does the newest checkpoint that was
-    verified: however many damaged ones follow, there is one to go back to. Half-written folders,
-    links, and files of others are left alone; a removal that was cut off is finished. Raises
-    ValueError unless both numbers are positive.
+    Returns:
+        The steps removed, ascending.
+
+    Raises:
+        ValueError: a number is not positive.
     """
     check_kept(keep, keep_every)
     run = store_at(folder)
@@ -68,7 +73,7 @@ def check_kept(keep: int | None, keep_every: int | None) -> None:
 
 
 def _begun(step_folder: Store) -> bool:
-    """Whether a removal was cut off: what is left has no owner, unlike a half-written folder."""
+    """Return True where a removal was cut off: the rest has no owner, unlike half a save."""
     there = files_in(step_folder)
     return _UNMADE in there and MANIFEST not in there
 

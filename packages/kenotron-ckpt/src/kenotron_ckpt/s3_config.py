@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class S3UploadConfig:
-    """Where checkpoints are copied during training.
+    """Destination of the copies of checkpoints made during training.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.

@@ -38,7 +38,7 @@ class TensorSize:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where a whole tensor lies."""
+    """Position of a whole tensor in a file."""
 
     file: str
     """Name of the file."""
@@ -74,10 +74,15 @@ def write_safetensors(
 ) -> None:
     """Write a safetensors file, one tensor at a time in memory; it is on the disk on return.
 
-    Arguments: the file; its tensors; their values on the CPU, in that order, asked for one by one,
-    each of the shape that ``sizes`` gives.
+    Args:
+        path: the file.
+        sizes: its tensors.
+        values: their values on the CPU, in that order, asked for one by one, each of
+            its shape in ``sizes``.
 
-    Raises ValueError when a value has another size than ``sizes``, OSError.
+    Raises:
+        ValueError: a value has another size than ``sizes`` gives.
+        OSError: the file cannot be written.
     """
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0

@@ -31,7 +31,7 @@ _PICKLES = ("pytorch_model*.bin", "*.pth", "consolidated.*.pt")
 _MOST = 20
 """So many tensors are named in one error."""
 _WEIGHTS = ("bfloat16", "float16", "float32")
-"""What weights are saved in; others are quantised, or lose bits here without a word."""
+"""Dtypes that weights are saved in; others are quantised, or lose bits here without a word."""
 _COMPARED = 1 << 26
 """Bytes that are compared at a time."""
 
@@ -54,7 +54,7 @@ class Assembled(Protocol):
         ...
 
     def runs(self) -> Iterable[Run]:
-        """Where its rows come from; they cover it exactly once."""
+        """Return the sources of its rows; they cover it exactly once."""
         ...
 
 
@@ -76,12 +76,15 @@ class SafetensorsFolder:
     def records(
         self, ours: Mapping[str, Assembled], may_be: Callable[[str], bool] = lambda _: False
     ) -> dict[str, Record]:
-        """Our tensors as records: blocks of rows of the folder's tensors. Nothing is read.
+        """Return our tensors as records: blocks of rows of the folder's. Nothing is read.
 
-        Arguments: our tensors by name; which tensors may be there though none of ours needs them.
+        Args:
+            ours: our tensors by name.
+            may_be: True for tensors that may be there though none of ours needs them.
 
-        Raises ValueError, naming each, for tensors that are missing, unknown or misshapen, and for
-        one of ours that is made of several dtypes.
+        Raises:
+            ValueError: naming each, for tensors that are missing, unknown or misshapen, and for
+                one of ours that is made of several dtypes.
         """
         due = {name: shape for whole in ours.values() for name, shape in whole.sources().items()}
         if lines := self._problems(due, may_be):
@@ -91,9 +94,9 @@ class SafetensorsFolder:
         return {name: self._record(name, whole) for name, whole in ours.items()}
 
     def same(self, one: str, other: str) -> bool | None:
-        """Whether two tensors hold the same numbers, read some rows at a time; None: one is absent.
+        """Return True where two tensors hold the same numbers; None: one is absent.
 
-        Raises OSError.
+        They are read some rows at a time. Raises OSError.
         """
         if not {one, other} <= {*self.tensors}:
             return None

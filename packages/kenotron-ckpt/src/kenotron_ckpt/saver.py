@@ -33,9 +33,8 @@ class Saver:
 
     Make and call it on all ranks, in the same order. A ``with`` statement ends with ``close``.
 
-    Arguments:
-        folder: the run folder: a URL, a store, or a path that all nodes share, which is held
-            against other writers until ``close``.
+    Args:
+        folder: a URL, a store, or a path that all nodes share; locked until ``close``.
         mesh: the ranks that save.
         background: False: ``save`` returns when the checkpoint stands, is collective over the mesh,
             and copies one block at a time to the host: no pool, no threads.
@@ -54,8 +53,9 @@ class Saver:
             what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
 
-    Raises ValueError on all ranks for a number that makes no sense, or when another run writes to
-    the folder; OSError when it cannot be written.
+    Raises:
+        ValueError: on all ranks; a number makes no sense, or another run writes to the folder.
+        OSError: the folder cannot be written.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Saver:
         return local_path(self.store)
 
     def due(self, step: int) -> bool:
-        """Whether ``maybe_save`` would save after this step."""
+        """Return True where ``maybe_save`` would save after this step."""
         return self.every is not None and step % self.every == 0
 
     def maybe_save(self, step: int, *arguments: Any, **options: Any) -> bool:
@@ -112,10 +112,7 @@ class Saver:
         return self.due(step)
 
     def reserve(self, tensors: Tensors, volatile: Collection[str] = ()) -> None:
-        """Take the host memory for ``tensors`` now, so that the first save is as fast as others.
-
-        Arguments: those of ``save``. A save under way is waited for.
-        """
+        """Finish a save under way, then take the memory: the first save is as fast as others."""
         self.finish()
         if self._thread is not None:
             self._arena.fit(self._planned(tensors, volatile).parts, self._pool_bytes, self._pin)
@@ -137,13 +134,16 @@ class Saver:
         those that ``volatile`` names, and all else, may change at once. An earlier save that is
         still being written is waited for.
 
-        Arguments: those of ``kenotron_ckpt.save``; keys of tensors that change before the next
-        ``wait`` (buffers; those of ``plain_tensors`` need no mention); transfers under way into the
-        tensors, which are waited for first.
+        Args:
+            step, tensors, state, config_text, rank_state: see ``kenotron_ckpt.save``.
+            volatile: keys of tensors that change before the next ``wait``, such as buffers.
+            pending: transfers under way into the tensors, which are waited for first.
 
-        Raises ValueError for arguments that cannot be saved (on the ranks that have them: on the
-        others the save fails; without ``background`` on all), and SaveFailed (see the class);
-        RuntimeError after ``close``.
+        Raises:
+            ValueError: an argument cannot be saved (on the ranks that have it: on the others the
+                save fails; without ``background`` on all).
+            SaveFailed: see the class.
+            RuntimeError: after ``close``.
         """
         begun = time.perf_counter()
         if self._closed:

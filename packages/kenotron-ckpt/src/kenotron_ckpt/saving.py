@@ -40,12 +40,14 @@ def save(
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
 ) -> Store:
-    """Write the checkpoint ``<folder>/<step>/`` and make it the latest; returns its store.
+    """Write the checkpoint ``<folder>/<step>/`` and make it the latest.
 
     Collective over the mesh. A local ``folder`` must be shared by all nodes. One block at a time is
-    copied to the host.
+    copied to the host. On return the checkpoint is on the disk. A failure at any moment leaves what
+    was there before (the former checkpoint of this step, or nothing that is taken for one) or the
+    new one, whole.
 
-    Arguments:
+    Args:
         folder: the run folder, a path, URL or store; made if need be. To a URL each rank sends its
             own files, one at a time, from a copy in the folder for temporary files (``TMPDIR``).
         step: training steps done, from 0.
@@ -59,11 +61,13 @@ def save(
         file_bytes: a rank starts another file when one would get more data than this.
         verify: read every file back from the disk before the commit.
 
-    On return the checkpoint is on the disk. A failure at any moment leaves what was there before
-    (the former checkpoint of this step, or nothing that is taken for one) or the new one, whole.
+    Returns:
+        The store of the checkpoint.
 
-    Raises on every rank: ValueError for a bad argument, a tensor that contradicts its layout, or a
-    record that is not covered exactly once; OSError when a rank cannot write.
+    Raises:
+        ValueError: on every rank; a bad argument, a tensor that contradicts its layout, or a record
+            that is not covered exactly once.
+        OSError: on every rank; one cannot write.
     """
     step_folder = on_all(mesh, lambda: store_at(folder).at(str(step)))
     on_each(mesh, lambda: check_state(step, state, rank_state))
@@ -96,10 +100,12 @@ def save_and_report(
     rank_state: Any,
     **options: Any,
 ) -> SaveReport:
-    """``save``, and how it went: an OSError is in the report. Collective over the mesh.
+    """``save``, and report it: an OSError is in the report. Collective over the mesh.
 
-    Arguments: those of ``save``; ``after`` is called on rank 0 once the checkpoint stands, and
-    returns ``removed`` and ``follow_up``; when the caller began (``time.perf_counter``).
+    Args:
+        folder, step, tensors, mesh, state, config_text, rank_state, options: see ``save``.
+        after: called on rank 0 after the commit; returns ``removed`` and ``follow_up``.
+        begun: when the caller began (``time.perf_counter``).
     """
     step_folder, failure = folder.at(str(step)), ""
     nbytes, removed, trouble = 0, [], ""

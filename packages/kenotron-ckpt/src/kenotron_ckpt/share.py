@@ -1,4 +1,4 @@
-"""What one rank writes of a checkpoint: planned, and written part by part."""
+"""The part of a checkpoint that one rank writes: planned, and written part by part."""
 
 from __future__ import annotations
 
@@ -55,11 +55,16 @@ def plan_share(
     pool_bytes: int | None = None,
     threads: int = 1,
 ) -> Plan:
-    """Plan the files of this rank. Raises ValueError, a line for each tensor that cannot be saved.
+    """Plan the files of this rank.
 
-    Arguments: what ``save`` takes; keys of the tensors that come in the first files; the host
-    memory that copies may take (files are then small enough for two of them to lie there); how
-    many threads write, to each of which goes a file.
+    Args:
+        tensors, mesh, file_bytes: see ``save``.
+        volatile: keys of the tensors that come in the first files.
+        pool_bytes: host memory that copies may take; files are then small enough for two of them.
+        threads: number of threads that write, each to a file of its own.
+
+    Raises:
+        ValueError: a line for each tensor that cannot be saved.
     """
     problems = problems_of(tensors, mesh.view) or unstorable(tensors)
     problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
@@ -90,16 +95,19 @@ def sizes_of(mesh: Mesh) -> dict[str, int]:
 
 
 def stem_of(mesh: Mesh, tag: str) -> str:
-    """How the names of this rank's files begin."""
+    """Return the prefix of the names of this rank's files."""
     return f"shard-{mesh.rank:05d}-of-{mesh.world.size:05d}{tag}"
 
 
 def share_as_json(
     written: Iterable[Share], empty: Mapping[str, Record], rank_state: Any
 ) -> dict[str, Any]:
-    """A rank's report to the one that commits.
+    """Return a rank's report to the one that commits.
 
-    Arguments: what its files hold, in their order; its tensors without elements; its own state.
+    Args:
+        written: contents of its files, in their order.
+        empty: its tensors without elements.
+        rank_state: its own state.
     """
     records: dict[str, Record] = dict(empty)
     files: dict[str, FileEntry] = {}
@@ -186,7 +194,7 @@ def _key_of_no_string(path: str, value: Any) -> str:
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What a dict or a list holds, with its keys or places."""
+    """Return the entries of a dict or a list, with their keys or indices."""
     if isinstance(value, dict):
         return value.items()
     return enumerate(value) if isinstance(value, (list, tuple)) else ()

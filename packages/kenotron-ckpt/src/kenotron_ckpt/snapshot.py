@@ -25,7 +25,10 @@ _WORTH_THREADS = 1 << 24
 class Snapshot:
     """Copies of all blocks of ``parts``; as many as the arena holds begin at once.
 
-    Arguments: the parts; where they go; the device that holds the values.
+    Args:
+        parts: the parts.
+        arena: where they go.
+        device: holds the values.
     """
 
     def __init__(self, parts: Sequence[Part], arena: Arena, device: torch.device) -> None:

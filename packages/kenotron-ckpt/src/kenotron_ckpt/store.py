@@ -68,7 +68,7 @@ class Store(Protocol):
         ...
 
     def listing(self, path: str = "") -> dict[str, int | None]:
-        """What is right below a folder: name to bytes, or None for a folder.
+        """List the entries right below a folder: name to bytes, or None for a folder.
 
         Links without a target are left out. Raises FileNotFoundError when there is no such folder,
         NotADirectoryError when it is a local file, OSError.

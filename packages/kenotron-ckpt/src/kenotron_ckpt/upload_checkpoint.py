@@ -29,7 +29,7 @@ class Stopped(Exception):
 
 
 class _Again(Exception):
-    """What was found asks for the upload to be taken up from its beginning."""
+    """The upload must start again from its beginning."""
 
 
 class Sending:
@@ -46,9 +46,16 @@ class Sending:
         moved: Callable[[], None] = lambda: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Arguments: the remote run folder; the local step folder; whether ``latest.txt`` shall
-        name it; whether to compare remote bytes; how many files are sent at a time; called
-        whenever something has arrived; asked before each file whether to end the upload.
+        """Prepare the upload; nothing is sent yet.
+
+        Args:
+            remote: the remote run folder.
+            step_folder: the local step folder.
+            latest: let ``latest.txt`` name it.
+            read_back: compare remote bytes.
+            threads: files that are sent at a time.
+            moved: called whenever something has arrived.
+            stopped: called before each file; True ends the upload.
         """
         self._remote, self._folder = remote.at(step_folder.name), step_folder
         self._latest, self._read_back, self._threads = latest, read_back, threads
@@ -80,7 +87,7 @@ class Sending:
                 del error  # it was saved once more: what was to be sent is gone
 
     def changed(self) -> bool:
-        """Whether the local checkpoint is no longer the one that was sent, but another one."""
+        """Return True where the local checkpoint is no longer the one that was sent."""
         with contextlib.suppress(OSError):
             return self._local_text() != self._text
         return False

@@ -27,7 +27,7 @@ PATIENCE = 300.0
 
 @dataclass(frozen=True)
 class UploadReport:
-    """How an upload ended."""
+    """Result of an upload."""
 
     step: int
     seconds: float
@@ -36,7 +36,7 @@ class UploadReport:
     sent_bytes: int
     """Length of those that were sent; the others were there."""
     error: str | None = None
-    """Why there is no complete copy; None when there is one."""
+    """Reason why there is no complete copy; None when there is one."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Uploader:
     ) -> None:
         """Open ``url``; nothing is sent yet.
 
-        Arguments:
+        Args:
             url: the remote run folder, of any kind that fsspec supports (``s3://bucket/run``).
             remove_after_upload: remove a local checkpoint after its copy was compared with it.
             read_back: compare by reading the copy's bytes, not only its manifest and the lengths
@@ -76,7 +76,8 @@ class Uploader:
             options: for fsspec's file system (``endpoint_url``, ``key``, ...), next to those of
                 the environment.
 
-        Raises ValueError when the URL is none, or needs a library that is not installed.
+        Raises:
+            ValueError: the URL is none, or needs a library that is not installed.
         """
         self._remote = FsspecStore(url, tries=tries, pause=pause, options=options)
         self._remove = remove_after_upload
@@ -134,7 +135,7 @@ class Uploader:
             return [job.step for job in ([self._job] if self._job else []) + list(self._queue)]
 
     def uploading(self, step: int) -> bool:
-        """Whether a step is being uploaded or waits for it: its folder must stay."""
+        """Return True where a step is being uploaded or waits for it: its folder must stay."""
         return step in self.pending()
 
     def finished(self) -> list[UploadReport]:

@@ -1,4 +1,4 @@
-"""Whether checkpoints are what was written: all steps of a run folder, or one step folder."""
+"""Verification of checkpoints against what was written: all steps of a run, or one step folder."""
 
 from __future__ import annotations
 

@@ -13,7 +13,13 @@ class Received:
     """Sums up a file whose bytes are fed from the first to the last."""
 
     def __init__(self, name: str, entry: FileEntry, pieces: Sequence[Piece]) -> None:
-        """Arguments: the file's name and entry in the manifest; its pieces, in any order."""
+        """Begin a file.
+
+        Args:
+            name: of the file.
+            entry: its entry in the manifest.
+            pieces: its pieces, in any order.
+        """
         pieces = sorted(pieces, key=lambda piece: piece.offset)
         first = pieces[0].offset if pieces else entry.bytes
         self._name, self._entry = name, entry

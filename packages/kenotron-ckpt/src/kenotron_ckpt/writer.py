@@ -20,7 +20,7 @@ from kenotron_ckpt.protocol import Step, passed
 from kenotron_ckpt.store import LocalStore, Store
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]
-"""What one rank wrote: its pieces of the records, and its files."""
+"""Output of one rank: its pieces of the records, and its files."""
 
 _CHUNK = 1 << 24
 """Bytes that are summed and written while they are in the processor's cache, or nearly."""
@@ -31,11 +31,16 @@ def write_part(
 ) -> Share:
     """Write one part to ``<stem><suffix>.safetensors``.
 
-    Arguments: the step folder; how the names of this rank's files begin; the part; the values of
-    its blocks in host memory, contiguous, in the order of the part (they are asked for one by
-    one); whether to read the file back from the disk and compare.
+    Args:
+        folder: the step folder.
+        stem: prefix of the names of this rank's files.
+        part: the part.
+        hosts: values of its blocks in host memory, contiguous, each of its block's shape, in the
+            order of the part; they are asked for one by one.
+        verify: read the file back from the disk and compare.
 
-    Raises OSError, also when what is read back is not what was written.
+    Raises:
+        OSError: the file cannot be written, or what is read back is not what was written.
     """
     name = f"{stem}{part.suffix}.safetensors"
     checksums = []

@@ -1,7 +1,7 @@
 """Training tokens in one order, whatever the number of ranks and wherever the run was stopped."""
 
 from kenotron_data.ahead import WorkedAhead
-from kenotron_data.batch import Batch, MicroBatch, TargetMask
+from kenotron_data.batch import Batch, MicroBatch
 from kenotron_data.best_fit import write_pack_index
 from kenotron_data.builtin import builtin_documents
 from kenotron_data.corpus import (
@@ -14,7 +14,7 @@ from kenotron_data.corpus import (
 from kenotron_data.cursor import Cursor
 from kenotron_data.custom import CustomSamples, IterableLoader, Source, custom_loader
 from kenotron_data.fingerprints import Fingerprint, fingerprint
-from kenotron_data.hub import SAVED, cached_tokens, chosen_splits
+from kenotron_data.hub import cached_tokens
 from kenotron_data.loader import Loader
 from kenotron_data.mixture import Mixture
 from kenotron_data.origins import origins
@@ -26,22 +26,14 @@ from kenotron_data.sampler import inverse_permute, permutation_key, permute
 from kenotron_data.section_datasets import SectionOptions, tokenise_section
 from kenotron_data.sft import SupervisedExamples, supervised
 from kenotron_data.shortened import ShortenedTokens
-from kenotron_data.source_files import file_pieces
 from kenotron_data.stored_losses import LossWriter, StoredLosses
 from kenotron_data.subsets import Concatenated, Subset
 from kenotron_data.text import text_documents
-from kenotron_data.text_pieces import TextFile
-from kenotron_data.token_file import TokenFile, TokenMetadata
+from kenotron_data.token_file import TokenFile
 from kenotron_data.token_folder import TokenFolder, tokenizer_of_folder
 from kenotron_data.token_writer import TokenWriter
-from kenotron_data.tokenise import Tokenised, part_groups, tokenise
-from kenotron_data.tokenizer import (
-    BYTES,
-    TextTokenizer,
-    open_tokenizer,
-    open_transformers,
-    wrap_tokenizer,
-)
+from kenotron_data.tokenise import tokenise
+from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer, open_transformers
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
 from kenotron_data.train_bpe import train_bpe
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
@@ -68,30 +60,23 @@ __all__ = [
     "Prefetched",
     "RandomTokens",
     "Rows",
-    "SAVED",
     "SectionOptions",
     "ShortenedTokens",
     "Source",
     "StoredLosses",
     "Subset",
     "SupervisedExamples",
-    "TargetMask",
-    "TextFile",
     "TextTokenizer",
     "TokenFile",
     "TokenFolder",
-    "TokenMetadata",
     "TokenWriter",
-    "Tokenised",
     "WorkedAhead",
     "builtin_documents",
     "cached_tokens",
-    "chosen_splits",
     "custom_corpus",
     "custom_loader",
     "decode",
     "encode",
-    "file_pieces",
     "fingerprint",
     "has_index",
     "hold_out",
@@ -101,7 +86,6 @@ __all__ = [
     "open_tokenizer",
     "open_transformers",
     "origins",
-    "part_groups",
     "permutation_key",
     "permute",
     "printable",
@@ -114,6 +98,5 @@ __all__ = [
     "tokenizer_of_folder",
     "train_bpe",
     "validation_batches",
-    "wrap_tokenizer",
     "write_pack_index",
 ]

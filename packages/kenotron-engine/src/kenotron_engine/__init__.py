@@ -49,7 +49,7 @@ from kenotron_engine.recompute_budget import StageLayers, recompute_within
 from kenotron_engine.scoring import Row, Score, score_rows
 from kenotron_engine.sequence import NO_TARGET, CPMode, Share, way_of
 from kenotron_engine.stages import stages_of
-from kenotron_engine.step import Gradient, StepResult, gradient, training_step
+from kenotron_engine.step import StepResult, gradient, training_step
 from kenotron_engine.throughput import flops_utilization, tflops_per_rank
 from kenotron_engine.training import Training, build_training
 
@@ -61,7 +61,6 @@ __all__ = [
     "FurtherToken",
     "GRADIENT_FLOOR",
     "GRADIENT_TOLERANCE",
-    "Gradient",
     "LayerMetrics",
     "Layouts",
     "MicroBatchGraphs",

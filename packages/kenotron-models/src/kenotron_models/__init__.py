@@ -47,27 +47,20 @@ from kenotron_models.flops import (
     parameter_count,
     training_flops,
 )
-from kenotron_models.gated_delta import GatedDelta, GatedDeltaSpec
+from kenotron_models.gated_delta import GatedDeltaSpec
 from kenotron_models.generate import Sampling, generate
 from kenotron_models.kv_cache import KVCache
-from kenotron_models.latent_attention import LatentAttention, LatentAttentionSpec
-from kenotron_models.mamba import Mamba, MambaSpec
-from kenotron_models.mamba2 import Mamba2, Mamba2Spec
+from kenotron_models.latent_attention import LatentAttentionSpec
+from kenotron_models.mamba import MambaSpec
+from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.memory import kept_bytes
-from kenotron_models.mlp import MLP, ClampedSwiGLU, MLPSpec
+from kenotron_models.mlp import MLP, MLPSpec
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
-from kenotron_models.mup import (
-    DepthRule,
-    Mup,
-    MupOptimizer,
-    MupRule,
-    ParameterScale,
-    mup_scales,
-)
+from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
-from kenotron_models.norm import LayerNorm, NormSpec, OffsetRMSNorm, RMSNorm
+from kenotron_models.norm import LayerNorm, NormSpec, RMSNorm
 from kenotron_models.parameter_init import standard_init
-from kenotron_models.part import Normed, Part, PartSpec, Sparse
+from kenotron_models.part import Part, PartSpec, Sparse
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import (
     FAMILIES,
@@ -83,9 +76,9 @@ from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.router import Choice, Router, RouterSpec, choose
 from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
-from kenotron_models.spec import Architecture, DecoderSpec
+from kenotron_models.spec import DecoderSpec
 from kenotron_models.stacked_linear import StackedLinear
-from kenotron_models.transformers_layers import TransformersLayer, transformers_layers
+from kenotron_models.transformers_layers import TransformersLayer
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_names import (
     is_tied_copy,
@@ -97,14 +90,12 @@ from kenotron_models.transformers_spec import TransformersSpec
 __all__ = [
     "ATTENTIONS",
     "AnyConfig",
-    "Architecture",
     "Attention",
     "AttentionSpec",
     "Block",
     "BlockSpec",
     "Build",
     "Choice",
-    "ClampedSwiGLU",
     "Context",
     "DecoderSpec",
     "DeepseekV3Config",
@@ -114,7 +105,6 @@ __all__ = [
     "FAMILIES",
     "Family",
     "FamilyConfig",
-    "GatedDelta",
     "GatedDeltaSpec",
     "Gemma2Config",
     "Gemma3Config",
@@ -125,7 +115,6 @@ __all__ = [
     "HuggingFace",
     "JambaConfig",
     "KVCache",
-    "LatentAttention",
     "LatentAttentionSpec",
     "LayerNorm",
     "LayerStack",
@@ -133,8 +122,6 @@ __all__ = [
     "LlamaConfig",
     "MLP",
     "MLPSpec",
-    "Mamba",
-    "Mamba2",
     "Mamba2ModelConfig",
     "Mamba2Spec",
     "MambaModelConfig",
@@ -144,11 +131,9 @@ __all__ = [
     "MoEConfig",
     "NemotronHConfig",
     "NormSpec",
-    "Normed",
     "OLMo2Config",
     "OLMo3Config",
     "OLMoEConfig",
-    "OffsetRMSNorm",
     "Part",
     "PartSpec",
     "Phi3Config",
@@ -199,7 +184,6 @@ __all__ = [
     "sent_bytes",
     "standard_init",
     "training_flops",
-    "transformers_layers",
     "transformers_names",
     "transformers_tensors",
     "upcycled_config",
@@ -212,7 +196,6 @@ __all__ = [
     "DepthRule",
     "Mup",
     "MupOptimizer",
-    "MupRule",
     "ParameterScale",
     "model_from_json",
     "model_to_json",

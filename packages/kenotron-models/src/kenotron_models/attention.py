@@ -36,9 +36,11 @@ class AttentionSpec(MixingSpec):
     qk_norm: NormSpec | None = None
     """Queries and keys are normed before they are turned; None: they are not."""
     qk_norm_over: Literal["head", "width"] = "head"
-    """What that norm is over: the features of each head, or those of all heads of all tp ranks."""
+    """Features that this norm is over: those of each head, or those of all heads of all tp
+    ranks."""
     gate: bool = False
-    """What heads mix is multiplied by a sigmoid of further query features (Qwen3-Next)."""
+    """True: the output of the heads is multiplied by a sigmoid of further query features
+    (Qwen3-Next)."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Attention:
         """Make the module; see ``PartSpec``."""
@@ -134,7 +136,7 @@ class Attention(Mixing[AttentionSpec]):
 
     @property
     def norms_width(self) -> bool:
-        """Whether queries and keys are normed over all heads together."""
+        """True where queries and keys are normed over all heads together."""
         return self.spec.qk_norm is not None and self.spec.qk_norm_over == "width"
 
     def _mean_squares(self, qkv: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from kenotron_models.attention_reference import attend_masked, attend_plain
 from kenotron_models.attention_varlen import attend_varlen
 
 AttentionBackend = Literal["auto", "sdpa", "flash_attn", "varlen", "blocked", "plain"]
-"""What may compute attention."""
+"""Names of the attention backends."""
 MASKED_BLOCKS = 512
 """Tokens of a row from which blocks are faster on the CPU where more than the future is hidden."""
 CAUSAL_BLOCKS = 256
@@ -184,7 +184,7 @@ def sdpa_order(sight: Sight) -> list[SDPBackend] | None:
 
 
 def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
-    """Whether blocks are faster than torch's own attention under a mask."""
+    """Return True where blocks are faster than torch's own attention under a mask."""
     return device.type == "cpu" and sight.sequence >= MASKED_BLOCKS
 
 

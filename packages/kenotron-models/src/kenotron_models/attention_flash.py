@@ -23,7 +23,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @functools.cache
 def installed() -> bool:
-    """Whether flash-attn can be imported; looked up once."""
+    """Return True where flash-attn can be imported; looked up once."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
@@ -37,7 +37,7 @@ def check_installed() -> None:
 
 
 def problem(q_BSHK: Tensor) -> str | None:
-    """Why flash-attn cannot compute with these queries; None: it can."""
+    """Return why flash-attn cannot compute with these queries; None: it can."""
     if not q_BSHK.is_cuda:
         return f"tensors are on {q_BSHK.device.type}; it needs a CUDA device"
     if q_BSHK.dtype not in HALVES:
@@ -52,7 +52,7 @@ def problem(q_BSHK: Tensor) -> str | None:
 
 
 def flash_runs(q_BSHK: Tensor) -> bool:
-    """Whether flash-attn is installed and can compute with these queries."""
+    """Return True where flash-attn is installed and can compute with these queries."""
     return problem(q_BSHK) is None and installed()
 
 

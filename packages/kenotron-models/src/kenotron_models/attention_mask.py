@@ -1,4 +1,4 @@
-"""Which earlier tokens a token sees: its row, its document, its window.
+"""Earlier tokens that a token attends to: in its row, its document, its window.
 
 What a token sees is always one piece of its row that ends with itself, so the first place of that
 piece says everything; masks and lengths follow from it, each made once per micro-batch.
@@ -29,7 +29,7 @@ class DocumentLengths(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """What the tokens of a micro-batch see in layers of one kind."""
+    """The tokens that each token of a micro-batch attends to, in layers of one kind."""
 
     context: Context
     window: int | None = None

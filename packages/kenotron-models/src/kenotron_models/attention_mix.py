@@ -1,4 +1,4 @@
-"""What all kinds of attention share: how values are mixed by scores, and what they need for it.
+"""The computation that all kinds of attention share: mixing values by scores, and its inputs.
 
 Shapes: B batch, S sequence, H query heads, G kv heads, K features of a head; ``/t`` is divided by
 tp size.
@@ -33,7 +33,7 @@ from kenotron_models.rope import Rope, rotary_angles
 
 @dataclass(frozen=True, kw_only=True)
 class MixingSpec:
-    """How values are mixed by scores; the config of a family has checked its sizes."""
+    """Options of mixing values by scores; the config of a family has checked its sizes."""
 
     heads: int
     """H, query heads."""
@@ -42,15 +42,15 @@ class MixingSpec:
     head_dim: int
     """K, features of a head."""
     scale: float | None = None
-    """What scores are multiplied with; None: 1/sqrt(K)."""
+    """Factor of the scores; None: 1/sqrt(K)."""
     rope: Rope | None = Rope()
-    """How positions turn queries and keys; None: they do not."""
+    """Rotary embedding of queries and keys; None: they have none."""
     window: int | None = None
     """Tokens that a token sees, itself counted; None: all before it."""
     separate_documents: bool = False
     """A token sees its own document only: they begin where positions do not increase by one."""
     backend: AttentionBackend = "auto"
-    """What computes attention; the numbers differ by rounding only. auto: flash_attn where it is
+    """Attention backend; the numbers differ by rounding only. auto: flash_attn where it is
     installed and can run, varlen on CUDA where more than the future is hidden, blocked on the CPU
     where it is faster, else sdpa."""
     dropout: float = 0.0
@@ -62,7 +62,7 @@ class MixingSpec:
 
     @property
     def factor(self) -> float:
-        """What scores are multiplied with."""
+        """Factor of the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
 

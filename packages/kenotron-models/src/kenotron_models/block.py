@@ -29,21 +29,21 @@ class BlockSpec:
     """
 
     mixer: PartSpec | None
-    """What lets tokens see one another."""
+    """The part that mixes tokens."""
     feed_forward: PartSpec | None
-    """What works on each token alone."""
+    """The part that works on each token alone."""
     norm: NormSpec = NormSpec()
     """Kind of their norms."""
     norms: Literal["before", "after", "both"] = "before"
-    """Where the norms of mixer and feed-forward are."""
+    """Position of the norms of mixer and feed-forward."""
     dropout: float = 0.0
     """Share of what each of them adds that is dropped in training."""
     residual_scale: float = 1.0
-    """What each of them adds is multiplied with this (Granite)."""
+    """Factor of the output that each of them adds to the residual stream (Granite)."""
 
     @property
     def parts(self) -> tuple[PartSpec, ...]:
-        """What there is of mixer and feed-forward, in this order."""
+        """Those of mixer and feed-forward that the block has, in this order."""
         return tuple(part for part in (self.mixer, self.feed_forward) if part is not None)
 
 
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether all parts are right where rows are cut over ranks."""
+        """True where all parts are right on rows that are cut over ranks."""
         return all(self._part(name).cuts_sequence for name in self.parts)
 
     def _part(self, name: str) -> Part:
@@ -170,7 +170,7 @@ class Block(nn.Module):
         return x
 
     def _drop(self, x: Tensor, context: Context, part: str) -> Tensor:
-        """What a part adds: dropped in part, and scaled."""
+        """Apply dropout and the residual factor to the output of a part."""
         x = self._drop_some(x, context, part) if self.dropout else x
         return x if self.residual_scale == 1 else x * self.residual_scale
 

@@ -1,4 +1,4 @@
-"""What every constructor of a layer needs to know besides the layer's own sizes."""
+"""Options that the constructors of all layers take besides the layer's own sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EP_ALONE = Axis.solo("ep")
 
 
 class Storage(TypedDict):
-    """Where parameters are and what they are stored in."""
+    """Device and dtype of parameters."""
 
     device: torch.device | str | None
     dtype: torch.dtype | None
@@ -24,12 +24,12 @@ class Storage(TypedDict):
 
 @dataclass(frozen=True)
 class Build:
-    """How and where layers are made."""
+    """Options for making layers: mesh, communication, storage."""
 
     tp: Axis
     """The axis that features, heads and vocabulary are cut over."""
     mode: TPMode = TPMode()
-    """How cut layers communicate over it."""
+    """Communication mode of cut layers over it."""
     device: torch.device | str | None = "meta"
     """Device of the parameters. On meta they take no memory: keep your own layers, ``to_empty``
     and initialise them. None: torch's default device."""
@@ -50,7 +50,7 @@ class Build:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether each rank holds its own tokens between cut layers."""
+        """True where each rank holds its own tokens between cut layers."""
         return self.mode.sequence_parallel
 
     def column(

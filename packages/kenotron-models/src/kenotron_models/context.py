@@ -1,4 +1,4 @@
-"""What every layer of a micro-batch may read; the same on every pipeline stage."""
+"""Inputs that every layer of a micro-batch may read; the same on every pipeline stage."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Context:
     """The same positions on the host, where the lengths of documents are read from.
     Without them an accelerator's are read back once per micro-batch, and the host waits for it."""
     cut: SequenceCut | None = None
-    """How rows are cut over ranks, the same for all layers; None: this rank has whole rows."""
+    """Cut of rows over ranks, the same for all layers; None: this rank has whole rows."""
     padding_BS: Tensor | None = None
-    """Which tokens are padding, bool: no expert sees them; None: none are."""
+    """True at padding tokens, bool: no expert receives them; None: there is no padding."""
     loss_weight: Tensor | None = None
-    """What a layer's own loss is multiplied with: 1 over the tokens of the global batch; a scalar.
-    None: there is no loss to add to."""
+    """Weight of a layer's own loss: 1 over the tokens of the global batch; a scalar. None: there is
+    no loss to add to."""
     next_tokens_BS: Tensor | None = None
     """Token after each one, int64, for the module that predicts the one after it; None: the module
     computes nothing."""
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """What layers keep of their forward for the case that the backward computes them again."""
+    """Results of the forward that layers keep for the recomputation in the backward."""
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -54,7 +54,7 @@ class Context:
         return self.positions_BS.numel()
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned when it was first asked for under ``key``: for all layers."""
+        """Return the result of the first call of ``make`` under ``key``, shared by all layers."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]

@@ -30,9 +30,9 @@ class Head(ColumnParallelLinear):
     """(T, D) -> logits (T, V/t); columns beyond V are padding."""
 
     narrows = False
-    """Whether tokens of a wider residual stream are cast to the dtype of the weight first."""
+    """True: tokens of a wider residual stream are cast to the dtype of the weight first."""
     scale = 1.0
-    """What x is multiplied with, and so are logits."""
+    """Factor of x, and so of the logits."""
     cap: float | None = None
     """Logits l become cap * tanh(l / cap); None: they stay."""
 

@@ -21,7 +21,7 @@ CHUNK = 64
 
 
 class Delta(NamedTuple):
-    """What a head reads of each token."""
+    """Inputs that a head reads of each token."""
 
     q: Tensor
     """(R, L, H, K), normed and scaled."""
@@ -34,8 +34,8 @@ class Delta(NamedTuple):
     share: Tensor
     """b (R, L, H), from 0 to 1; 0 together with a log decay of 0 changes no state."""
     goes_on: Tensor | None = None
-    """Whether a token follows the one before it (R, L), bool; where it does not, the state begins
-    at 0. None: all do."""
+    """True where a token follows the one before it (R, L), bool; where it does not, the state
+    begins at 0. None: all do."""
 
 
 class _Chunks(NamedTuple):
@@ -44,11 +44,11 @@ class _Chunks(NamedTuple):
     q: Tensor
     """Queries times the decay since the state before the chunk (R, H, n, Q, K)."""
     scores: Tensor
-    """What each token reads of the earlier ones' changes (R, H, n, Q, Q)."""
+    """Weight of the earlier tokens' changes in what each token reads (R, H, n, Q, Q)."""
     keys: Tensor
     """Keys times the decay until the end of the chunk (R, H, n, Q, K)."""
     changes: Tensor
-    """What each token writes if the state before is 0 (R, H, n, Q, V)."""
+    """Value that each token writes if the state before is 0 (R, H, n, Q, V)."""
     read: Tensor
     """Keys under which the state before is read and taken out of that (R, H, n, Q, K)."""
     kept: Tensor

@@ -1,4 +1,4 @@
-"""What accelerators can compute at most: the denominator of model FLOPs utilisation."""
+"""Peak FLOPS of accelerators: the denominator of model FLOPs utilisation."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from kenotron_tp import join_tokens, split_tokens
 
 
 class Collects(Protocol):
-    """What collects losses of layers (``kenotron_pp``)."""
+    """A collector of the losses of layers (``kenotron_pp``)."""
 
     def add(self, scalar: Tensor) -> None:
         """Add to the loss of this micro-batch."""
@@ -47,11 +47,11 @@ class ExpertsSpec:
 
     name: ClassVar[str] = "experts"
     router: RouterSpec
-    """How they are chosen."""
+    """Rule by which they are chosen."""
     features: int
     """F, inner width of each."""
     gated: bool = True
-    """Whether they have a gate."""
+    """True where they have a gate."""
     activation: Activation | ClampedSwiGLU = "silu"
     """Their activation."""
     bias: bool = False
@@ -64,8 +64,8 @@ class ExpertsSpec:
     shared_gate: bool = False
     """The shared expert's result is multiplied by a sigmoid of each token."""
     way: Literal["alltoall", "allgather", "auto"] = "alltoall"
-    """How tokens travel to their experts over ep; auto: see ``way_over``. The numbers are the same;
-    gradients of tokens that are gathered are equal to rounding."""
+    """Method of exchanging tokens with their experts over ep; auto: see ``way_over``. The numbers
+    are the same; gradients of tokens that are gathered are equal to rounding."""
     capacity_factor: float | None = None
     """In a training an expert keeps ``ceil(capacity_factor * K * S / E)`` choices of each sample of
     S tokens, and drops later ones (``expert_capacity``); None: all are kept."""
@@ -173,7 +173,7 @@ class Experts(Part):
         return between(norm, x, partial(self.mix, context=context, selective=True))
 
     def mix(self, x: Tensor, context: Context, selective: bool) -> Tensor:
-        """What ``forward`` returns of normed tokens (T, D)."""
+        """Return the output of ``forward`` for normed tokens (T, D)."""
         cut = self.tp.size > 1 and not self.sequence_parallel
         own = split_tokens(x, self.tp) if cut else x  # (n, D)
         rows = routed_rows(context, len(own), self.tp)

@@ -1,4 +1,4 @@
-"""What a family of decoders is: a config, and Hugging Face's keys and names for it."""
+"""Definition of a family of decoders: a config, and Hugging Face's keys and names for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FamilyConfig(Protocol):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the keys mean."""
+        """Decoder that the keys describe."""
         ...
 
     @property
@@ -60,7 +60,7 @@ class SizedConfig(FamilyConfig, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace:
-    """What Hugging Face calls a family, its keys and its tensors."""
+    """Hugging Face's names of a family, its keys and its tensors."""
 
     model_type: str
     """``model_type`` of its config.json."""
@@ -78,7 +78,7 @@ class HuggingFace:
     names: Names = field(default_factory=lambda: LLAMA_NAMES)
     """Modules of a block, and those of Hugging Face's that each is made of."""
     outside: Outside = Outside()
-    """What their tensors outside of blocks are called."""
+    """Their names of the tensors outside of blocks."""
     ties: bool = True
     """False: transformers has a head of its own whatever ``tie_word_embeddings`` is."""
     further_layers: bool = False
@@ -96,4 +96,4 @@ class Family:
     hf: HuggingFace | None = None
     """Its names in Hugging Face; None: it trains, and is not converted."""
     others: tuple[HuggingFace, ...] = ()
-    """What Hugging Face has as further families and this config can say, too."""
+    """Further families of Hugging Face that this config can express."""

@@ -55,11 +55,12 @@ class GatedDeltaSpec:
     separate_documents: bool = False
     """State and convolution begin again where positions do not increase by one."""
     steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """How biases of steps begin."""
+    """Initialisation of the biases of steps."""
     decays: LogOfDraw = LogOfDraw(0.01, 16.0)
-    """How logarithms of decays begin."""
+    """Initialisation of the logarithms of decays."""
     kernel: ScanKernel = "plain"
-    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and fla."""
+    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
+    fla."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> GatedDelta:
         """Make the module; see ``PartSpec``."""
@@ -202,7 +203,7 @@ class GatedDelta(Recurrent):
     def _read(
         self, x: Tensor, steps: Tensor | None, goes_on: Tensor | None, real: Tensor | None
     ) -> Delta:
-        """What heads read: x (R, L, C/t) convolved, steps (R, L, 2 H/t) by key head."""
+        """Return the heads' inputs, of x (R, L, C/t) convolved, steps (R, L, 2 H/t) by key head."""
         assert steps is not None  # ``forward`` gives them
         spec, wide = self.spec, _wide(x)
         each, keys = spec.value_heads // spec.key_heads, self.key_heads * spec.key_dim

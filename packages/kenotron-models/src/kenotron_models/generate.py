@@ -24,7 +24,7 @@ stage, None on the others."""
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen from its probabilities.
+    """Options for choosing a token from its probabilities.
 
     Raises ValueError for a number out of its bounds.
     """

@@ -63,7 +63,7 @@ __all__ = [
 CONFIG = "config.json"
 """Name of the file that describes a model of Hugging Face."""
 _BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-"""What old files hold next to the weights: it is computed again."""
+"""Buffers that old files hold next to the weights: they are computed again."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 OF_A_TRAINING = (
     "z_loss_enabled", "z_loss_coefficient", "router_aux_loss_coef", "router_aux_loss_type",
@@ -161,7 +161,7 @@ def config_to_hf(config: AnyConfig) -> dict[str, Any]:
 
 
 def _known() -> list[tuple[HuggingFace, type[Any]]]:
-    """What Hugging Face calls the families that it has, and the classes of their configs."""
+    """Return Hugging Face's names of the families that it has, and the classes of their configs."""
     own = [(each.hf, each.config) for each in registry.FAMILIES if each.hf is not None]
     return [*own, *((other, each.config) for each in registry.FAMILIES for other in each.others)]
 
@@ -201,12 +201,12 @@ def exported_tensors(config: AnyConfig, values: Mapping[str, Any]) -> dict[str, 
 
 
 def _ends(config: AnyConfig) -> tuple[str, str]:
-    """What Hugging Face calls the embedding and the head."""
+    """Return Hugging Face's names of the embedding and the head."""
     return (own := _names_of(config).outside).embedding, own.head
 
 
 def is_superfluous(name: str, config: AnyConfig) -> bool:
-    """Whether a tensor of a file is none that the model has, and may be there all the same."""
+    """Return True for a tensor of a file that the model does not have but that is allowed there."""
     spec, layer = config.decoder, _LAYER.match(name)
     beyond = layer is not None and int(layer[1]) >= spec.num_hidden_layers
     further = beyond and _names_of(config).further_layers
@@ -242,7 +242,7 @@ def turns_neighbours(spec: DecoderSpec) -> bool:
 
 
 def _unsaid(family: HuggingFace, values: Mapping[str, Any], spec: DecoderSpec) -> list[str]:
-    """What is lost when these keys are read again."""
+    """List the differences that remain when these keys are read again."""
     try:
         found = config_from_hf(values).decoder
     except (ValueError, TypeError) as error:
@@ -251,7 +251,7 @@ def _unsaid(family: HuggingFace, values: Mapping[str, Any], spec: DecoderSpec) -
 
 
 def _other_names(own: HuggingFace, family: HuggingFace, config: AnyConfig) -> list[str]:
-    """What another family calls otherwise: tensors are written under the names of the own one."""
+    """List the modules that have other names in another family: tensors keep those of their own."""
     modules = {
         path.rpartition(".")[0].split(".", 2)[2]
         for path in decoder_layouts(config.decoder)

@@ -27,10 +27,11 @@ Load = Callable[[Wanted], None]
 BOUND = 1e-4
 """Largest deviation of a logit, in units of the largest logit, and likewise of a gradient."""
 ROUNDING = 4
-"""How many times as far off theirs may be, in a model that magnifies rounding, as ours is from
-itself with weights changed by their last bit: that is 4 to 8 times as far as theirs usually is."""
+"""Largest deviation of theirs, in a model that magnifies rounding, relative to the distance of ours
+from itself with weights changed by their last bit; that is 4 to 8 times as far as theirs usually
+is."""
 CHOICE = "e_score_correction_bias"
-"""What stays in float32 there, whatever the dtype of the others is."""
+"""Parameter that stays in float32 there, whatever the dtype of the others is."""
 
 
 class OtherModel(ValueError):
@@ -38,7 +39,7 @@ class OtherModel(ValueError):
 
 
 class Outcome(NamedTuple):
-    """What a model makes of a text."""
+    """Results of a model for a text."""
 
     logits: Tensor
     """(B, S, V)."""

@@ -47,7 +47,7 @@ class Folder(Protocol):
         ...
 
     def same(self, one: str, other: str) -> bool | None:
-        """Whether two tensors are equal; None: one is not there."""
+        """Return True where two tensors are equal; None: one is not there."""
         ...
 
     def records(self, ours: Mapping[str, Whole], may_be: Callable[[str], bool]) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class HFModel:
     folder: Folder
     config: AnyConfig
     values: dict[str, Any]
-    """What its config.json says."""
+    """Contents of its config.json."""
     records: dict[str, Any]
     """Our tensors, as rows of its own."""
 

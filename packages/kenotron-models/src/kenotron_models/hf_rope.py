@@ -23,7 +23,7 @@ _OWN = {
         "truncate",
     ),
 }  # fmt: skip
-"""What each kind reads, under the same names as ours."""
+"""Fields that each kind reads, under the same names as ours."""
 _KIND = ("rope_type", "type", "rope_theta")
 _READ = {*_KIND, "partial_rotary_factor", "mscale", "mscale_all_dim"}
 

@@ -1,4 +1,4 @@
-"""Which rows of Hugging Face's tensors our tensors are made of, and the other way round.
+"""Rows of Hugging Face's tensors that our tensors are made of, and the other way round.
 
 Queries, keys and values are one matrix here, and so are gate and up: rows one after the other.
 Where neighbouring features are turned (``rope_interleaved``), our rows 2i and 2i + 1 of a head are
@@ -32,7 +32,7 @@ HEAD = "head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """What a family of Hugging Face calls its tensors outside of blocks, and the list of blocks."""
+    """Names of a Hugging Face family for its tensors outside of blocks, and the list of blocks."""
 
     blocks: str = "model.layers"
     """Followed by the number of a block."""
@@ -60,7 +60,7 @@ class Fused:
 
     names: tuple[str, ...]
     turned: int = 0
-    """How many of the first ones have rows that rotary positions turn."""
+    """Number of the first ones that have rows with a rotary embedding."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """Parameters of ours, and what theirs are called where that is not the same."""
 
@@ -103,11 +103,12 @@ class Part:
     name: str
     shape: Shape
     start: Shape
-    """Where it begins in ours, which may have an index of experts before the rows."""
+    """First index in ours, which may have an index of experts before the rows."""
     head_dim: int = 0
     """Features of its heads when halves of theirs are neighbours of ours; 0: none are."""
     turned: int = 0
-    """How many of these are turned, the first ones; the others are in the same places."""
+    """Number of these with a rotary embedding, the first ones; the others are in the same
+    places."""
     paired: int = 0
     """Rows of its heads of this kind, the first ones; 0: all."""
 
@@ -161,7 +162,7 @@ class Whole:
         return {part.name: part.shape for part in self.parts}
 
     def runs(self) -> Iterator[Run]:
-        """Where all its rows come from."""
+        """Return the sources of all its rows."""
         for part in self.parts:
             yield from part.runs()
 

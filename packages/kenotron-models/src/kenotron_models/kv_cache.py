@@ -29,7 +29,7 @@ class KVCache:
         self.used = 0
         """Slots in use by the longest text."""
         self.equal_lengths = True
-        """Whether all texts of the batch are equally long."""
+        """True where all texts of the batch are equally long."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._states: dict[Hashable, Tensor] = {}
 
@@ -61,7 +61,7 @@ class KVCache:
         return keys, values
 
     def seen(self, positions_BS: Tensor, window: int | None) -> Tensor | None:
-        """Which slots each new token sees, bool (B, 1, S, used); None: all of them.
+        """Return the slots that each new token attends to, bool (B, 1, S, used); None: all of them.
 
         A window counts the token itself.
         """

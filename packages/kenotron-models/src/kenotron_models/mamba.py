@@ -53,13 +53,14 @@ class MambaSpec:
     separate_documents: bool = False
     """State and convolution begin again where positions do not increase by one."""
     steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """How biases of steps begin."""
+    """Initialisation of the biases of steps."""
     step_scale: float = 1.0
     """Factor of the first weights of the projection to steps, next to 1/sqrt(R)."""
     step_init: Literal["random", "constant"] = "random"
-    """Whether these are drawn, or all the same."""
+    """Initialisation of these: drawn, or all the same."""
     kernel: ScanKernel = "plain"
-    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and mamba-ssm."""
+    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
+    mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba:
         """Make the module; see ``PartSpec``."""

@@ -52,7 +52,7 @@ class Mamba2Spec:
     separate_documents: bool = False
     """State and convolution begin again where positions do not increase by one."""
     steps: FirstSteps = FirstSteps(0.001, 0.1, 1e-4)
-    """How biases of steps begin."""
+    """Initialisation of the biases of steps."""
     step_limits: tuple[float, float] = (0.0, float("inf"))
     """Smallest and largest step."""
     eps: float = 1e-5
@@ -60,7 +60,8 @@ class Mamba2Spec:
     chunk: int = CHUNK
     """Tokens that are computed as one; the numbers differ by rounding only."""
     kernel: ScanKernel = "plain"
-    """What scans whole rows: ``plain``, or ``library``, which needs a GPU and mamba-ssm."""
+    """Implementation of the scan of whole rows: ``plain``, or ``library``, which needs a GPU and
+    mamba-ssm."""
 
     def build(self, width: int, build: Build, layer: int = 0) -> Mamba2:
         """Make the module; see ``PartSpec``."""

@@ -31,13 +31,13 @@ class MicroBatch:
     sequence: int
     """S, of one rank where rows are cut over cp."""
     mode: TPMode = TPMode()
-    """How tp ranks communicate."""
+    """Communication mode of tp ranks."""
     dtype: torch.dtype = torch.float32
     """Of parameters and activations."""
     residual: torch.dtype | None = None
     """Of what a block reads and adds to; None: dtype."""
     recompute: Recompute = "none"
-    """What is computed again in the backward."""
+    """Part of the block that the backward computes again."""
 
 
 def block_on_meta(

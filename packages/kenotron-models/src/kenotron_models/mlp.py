@@ -34,7 +34,7 @@ class ClampedSwiGLU:
     """``(up + 1) * gate * sigmoid(alpha * gate)`` of clamped features (gpt-oss)."""
 
     alpha: float = 1.702
-    """What the gate is multiplied with inside the sigmoid."""
+    """Factor of the gate inside the sigmoid."""
     limit: float = 7.0
     """The gate is at most this, and up between this and its negative."""
 
@@ -52,7 +52,7 @@ class MLPSpec:
     features: int
     """F, inner width."""
     gated: bool = True
-    """Whether there is a gate."""
+    """True where there is a gate."""
     activation: Activation | ClampedSwiGLU = "silu"
     """Its act."""
     bias: bool = False
@@ -72,11 +72,11 @@ class MLPSpec:
 
 
 class Activated(Protocol):
-    """What has an activation, with or without gate."""
+    """A feed-forward with an activation, with or without gate."""
 
     @property
     def gated(self) -> bool:
-        """Whether there is a gate."""
+        """True where there is a gate."""
         ...
 
     @property

@@ -76,7 +76,7 @@ class MultiTokenPrediction(nn.Module):
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether it is right where rows are cut over ranks."""
+        """True where it is right on rows that are cut over ranks."""
         return self.block.cuts_sequence
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

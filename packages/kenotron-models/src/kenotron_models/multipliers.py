@@ -25,7 +25,7 @@ from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import DecoderSpec
 
 AttentionScale = Literal["inverse", "inverse_sqrt"]
-"""What scores are divided by as heads grow: their features, or the root of them."""
+"""Divisor of the scores as heads grow: their features, or the root of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Multipliers:
 
     @property
     def change(self) -> bool:
-        """Whether any is not 1."""
+        """True where any is not 1."""
         return self != Multipliers()
 
     def applied(self, spec: DecoderSpec) -> DecoderSpec:
@@ -139,7 +139,7 @@ def _attention(spec: DecoderSpec, base: DecoderSpec | None) -> tuple[float, ...]
 
 @dataclass(frozen=True)
 class Fold:
-    """What an export does to a tensor."""
+    """Change that an export makes to a tensor."""
 
     factor: float
     rows: int | None = None
@@ -222,7 +222,7 @@ def _queries(
 def _added(
     found: dict[str, Fold], layouts: Mapping[str, Any], part: str, block: BlockSpec, factor: float
 ) -> None:
-    """What a part adds comes from its norm after it, else from its matrices of role residual."""
+    """Scale the output of a part: at the norm after it, else at its matrices of role residual."""
     if block.norms != "before":
         _norm(found, layouts, f"{part}_post_norm", factor)
         return

@@ -25,13 +25,13 @@ from kenotron_models.spec import DecoderSpec
 from kenotron_models.transformers_spec import TransformersSpec
 
 MupRule = Literal["spectral", "nanotron"]
-"""Which factors: those of the spectral condition, or those of Nanotron's old runs."""
+"""Rule for the factors: the spectral condition, or Nanotron's old runs."""
 MupOptimizer = Literal["adamw", "sgd", "muon"]
-"""What updates the matrices inside the model."""
+"""Optimizer of the matrices inside the model."""
 DepthRule = Literal["none", "inverse_sqrt", "inverse"]
-"""What the depth divides the additions of blocks by: nothing, its root, or itself."""
+"""Divisor of the additions of blocks as depth grows: 1, the root of the depth, or the depth."""
 POWERS: dict[DepthRule, float] = {"none": 0.0, "inverse_sqrt": 0.5, "inverse": 1.0}
-"""What a block adds is divided by the number of layers to this power."""
+"""Exponent of the number of layers in the divisor of a block's output."""
 PRODUCTS: frozenset[Role] = frozenset({*MATRICES, "router"})
 """Roles of matrices whose update is measured by its spectral norm."""
 
@@ -52,7 +52,7 @@ class Mup:
     base_depth: int | None = None
     """Layers of the base model; None: as many as the model has."""
     depth_rule: DepthRule = "none"
-    """What a block adds is divided by (the root of) the number of layers over ``base_depth``."""
+    """Divisor of the output of a block: (the root of) the number of layers over ``base_depth``."""
 
     def __post_init__(self) -> None:
         """Check all fields at once."""
@@ -73,7 +73,7 @@ class Mup:
 
 @dataclass(frozen=True)
 class ParameterScale:
-    """What a parametrisation makes of one logical tensor."""
+    """Scales of one logical tensor under a parametrisation."""
 
     name: str
     role: Role

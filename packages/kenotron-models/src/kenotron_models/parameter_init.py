@@ -1,4 +1,4 @@
-"""How each parameter of a decoder begins."""
+"""Initialisation of each parameter of a decoder."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def standard_init(
 
 
 def _of_part(layout: TensorLayout, config: Architecture) -> Initializer | None:
-    """What the part that has a tensor says of its first values; None: nothing."""
+    """Return the first values that the tensor's part gives; None: none."""
     found = re.match(r"(?:layers\.(\d+)|mtp\.0\.block)\.(\w+)\.(.+)", layout.name)
     blocks = config.decoder.blocks
     number = int(found[1] or len(blocks) - 1) if found else len(blocks)

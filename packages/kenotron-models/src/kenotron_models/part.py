@@ -1,4 +1,4 @@
-"""What a block needs to know of its mixer and its feed-forward, whatever kind they are.
+"""Interface between a block and its mixer and feed-forward, of any kind.
 
 A kind is one file: a frozen config (``PartSpec``), its module (``Part``), and what the config says
 of it: cost and operations. Placements and roles are on the module; what the backward keeps is
@@ -32,13 +32,13 @@ class Part(nn.Module):
     """
 
     reads_cache: ClassVar[bool] = False
-    """Whether a mixer keeps in ``context.cache`` what it needs of earlier tokens."""
+    """True where a mixer keeps in ``context.cache`` what it needs of earlier tokens."""
     cuts_sequence: ClassVar[bool] = False
-    """Whether it is right where rows are cut over ranks (``context.cut``): it treats each token
-    alone, or exchanges what tokens need of one another."""
+    """True where it is right on rows that are cut over ranks (``context.cut``): it treats each
+    token alone, or exchanges what tokens need of one another."""
 
     computed_again: bool = False
-    """Whether the backward computes all of it again; its block sets it."""
+    """True where the backward computes all of it again; its block sets it."""
 
     def prepare(self, context: Context) -> None:
         """Make what all layers read of the micro-batch, before a compiled ``forward``."""
@@ -68,7 +68,7 @@ class PartSpec(Protocol):
 
 @runtime_checkable
 class SendsOverSequence(Protocol):
-    """What else the config of a mixer says of which tokens of other ranks are needed."""
+    """Protocol of configs of mixers that need tokens of other ranks."""
 
     def sent_over_sequence(
         self, rows: int, cut: Cut, way: AttentionWay, *, tp: int, dtype: torch.dtype
@@ -87,7 +87,7 @@ class SendsOverSequence(Protocol):
 
 @runtime_checkable
 class Sparse(Protocol):
-    """What else the config of a kind says of which a token uses only some matrices."""
+    """Protocol of configs of parts in which a token uses only some matrices."""
 
     def idle(self, width: int) -> int:
         """Count the elements of the matrices that a token does not use."""
@@ -96,7 +96,7 @@ class Sparse(Protocol):
 
 @runtime_checkable
 class HasFirstValues(Protocol):
-    """What else the config of a kind says of how its parameters begin."""
+    """Protocol of configs of parts that have their own initialisation of parameters."""
 
     def first_values(self, name: str) -> Initializer | None:
         """Return the first values of a parameter, by its name in the module; None: by its role."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Recompute = Literal["none", "full", "selective", "mixer", "feed_forward"]
-"""What a layer computes again; the last two: that part of it, and nothing else."""
+"""Part of a layer that is computed again; the last two: that part of it, and nothing else."""
 
 
 class _View(NamedTuple):

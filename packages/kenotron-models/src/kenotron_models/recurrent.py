@@ -1,4 +1,4 @@
-"""What mixers with a state share: convolution, documents, cut rows, and the cache of a text.
+"""Code that mixers with a state share: convolution, documents, cut rows, and the cache of a text.
 
 Shapes: B batch, S sequence, R pieces of rows of L tokens each (B rows, or two pieces of each), C
 channels of the convolution; ``/t`` is divided by tp size.

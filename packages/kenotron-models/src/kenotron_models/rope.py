@@ -22,7 +22,7 @@ class Rope:
     theta: float = 10000.0
     """Base of the wave lengths."""
     scaling: RopeScaling | None = None
-    """How positions are stretched; None: not at all."""
+    """Scaling of positions; None: none."""
     interleaved: bool = False
     """True: rotate neighbouring features (0, 1), (2, 3); False: feature i with i + K/2."""
     share: float = 1.0
@@ -59,7 +59,7 @@ def rotary_angles(
 
 
 def attention_factor(scaling: RopeScaling) -> float:
-    """What queries and keys are multiplied with: yarn's 0.1 ln(factor) + 1, or as given."""
+    """Return the factor of queries and keys: yarn's 0.1 ln(factor) + 1, or as given."""
     if scaling.rope_type != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

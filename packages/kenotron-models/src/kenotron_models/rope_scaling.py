@@ -1,4 +1,4 @@
-"""How rotary positions are stretched, as a plain dataclass (no torch here)."""
+"""Scaling of rotary positions, as a plain dataclass (no torch here)."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -21,7 +21,7 @@ NUMBERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary positions are stretched for longer texts than a model was trained on.
+    """Scaling of rotary positions for longer texts than a model was trained on.
 
     Raises:
         ValueError: one line for each problem: field, value given, what is needed.

@@ -1,4 +1,4 @@
-"""Which tokens of a micro-batch this rank routes to experts.
+"""The tokens of a micro-batch that this rank routes to experts.
 
 Shapes: B rows of S tokens of this rank of cp, T = B * S, n tokens that this rank routes.
 """

@@ -20,7 +20,7 @@ from kenotron_tp import matmul
 
 Scoring = Literal["softmax", "sigmoid"]
 Balance = Literal["sample", "micro_batch", "all_layers"]
-"""Which tokens a balance loss is computed over; see ``kenotron_models.router_losses.balance``."""
+"""Tokens that a balance loss is computed over; see ``kenotron_models.router_losses.balance``."""
 TINY = 1e-20
 """Added to a sum of weights, which may be 0 where scores are sigmoids."""
 GROUP_BEST = 2
@@ -29,18 +29,18 @@ GROUP_BEST = 2
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """How experts are chosen; the config of a family has checked its sizes."""
+    """Options for choosing experts; the config of a family has checked its sizes."""
 
     experts: int
     """E, experts of the layer."""
     top_k: int
     """K, experts that each token is sent to."""
     scoring: Scoring = "softmax"
-    """What makes scores of logits: a softmax over all experts, or a sigmoid of each."""
+    """Function from logits to scores: a softmax over all experts, or a sigmoid of each."""
     normalize: bool = False
     """Weights of a token are divided by their sum."""
     scale: float = 1.0
-    """What weights are multiplied with at the end."""
+    """Factor of the final routing weights."""
     groups: int = 1
     """N, groups of neighbouring experts; divides E."""
     top_groups: int = 1
@@ -50,8 +50,8 @@ class RouterSpec:
     choice_bias: bool = False
     """Experts have a bias that is added to their scores for the choice alone."""
     bias_rate: float = 0.0
-    """What an update adds to the choice bias of an expert with too few tokens, and takes from one
-    with too many; 0: nothing."""
+    """Number that an update adds to the choice bias of an expert with too few tokens, and subtracts
+    from one with too many; 0: nothing."""
     force_balance: bool = False
     """Experts are dealt to tokens in turn, for measurements; weights are still those of scores."""
     jitter: float = 0.0
@@ -69,12 +69,12 @@ class RouterSpec:
 
     @property
     def balances_all_layers(self) -> bool:
-        """Whether there is a balance loss that needs the layers before this one."""
+        """True where there is a balance loss that needs the layers before this one."""
         return self.balance == "all_layers" and self.balance_loss > 0
 
 
 class Choice(NamedTuple):
-    """What a router decided for some tokens."""
+    """A router's decision for some tokens."""
 
     experts_TK: Tensor
     """Chosen experts, int64."""
@@ -212,7 +212,7 @@ def top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def _in_best_groups(scores: Tensor, spec: RouterSpec) -> Tensor:
-    """Whether each expert (T, E) is in one of the groups with the best two experts."""
+    """Return True for each expert (T, E) that is in one of the groups with the best two experts."""
     grouped = scores.unflatten(-1, (spec.groups, -1))  # (T, N, E/N)
     best = grouped.topk(min(GROUP_BEST, grouped.shape[-1]), dim=-1).values.sum(-1)  # (T, N)
     kept = torch.zeros_like(best, dtype=torch.bool)

@@ -23,7 +23,7 @@ from kenotron_models.router import Choice, RouterSpec
 
 
 class LoadSums(NamedTuple):
-    """How the tokens of each group fell on the experts of a layer, summed over ranks."""
+    """Sums over ranks of the tokens that each group sent to the experts of a layer."""
 
     counts_GE: Tensor
     """Choices of each expert, without gradient."""

@@ -23,20 +23,20 @@ from kenotron_models.delta_rule import Delta
 from kenotron_models.selective_scan import Constants
 
 ScanKernel = Literal["plain", "library"]
-"""What computes a scan."""
+"""Implementation of a scan."""
 PACKAGES = {
     "mamba": ("mamba_ssm", "mamba-ssm"),
     "mamba2": ("mamba_ssm", "mamba-ssm"),
     "gated_delta": ("fla", "flash-linear-attention"),
 }
-"""What is imported for a mixer, and the name under which it is installed."""
+"""Packages that mixers import, and the names under which they are installed."""
 DOCUMENTS = ("mamba2",)
 """Mixers whose kernel can begin again inside a row."""
 
 
 @functools.cache
 def installed(module: str) -> bool:
-    """Whether a library can be imported; looked up once."""
+    """Return True where a library can be imported; looked up once."""
     return importlib.util.find_spec(module) is not None
 
 

@@ -19,16 +19,16 @@ from kenotron_models.context import Context
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """How rows are cut over an axis: all pieces of a row, and those that this rank holds."""
+    """Cut of rows over an axis: all pieces of a row, and those that this rank holds."""
 
     axis: Axis
     """The ranks over which rows are cut."""
     pieces: int
     """P."""
     order: list[int]
-    """Where each piece of a row, from the first, stands among those of all ranks."""
+    """Index of each piece of a row, from the first, among those of all ranks."""
     held: tuple[int, ...]
-    """Which pieces of a row this rank holds, from 0."""
+    """Pieces of a row that this rank holds, from 0."""
 
 
 def segments_of(context: Context) -> Segments | None:

@@ -34,7 +34,7 @@ class Scanned(NamedTuple):
 
 
 class Constants(NamedTuple):
-    """What is learned and does not depend on tokens."""
+    """Learned values that do not depend on tokens."""
 
     a: Tensor
     """A (C, N), negative."""

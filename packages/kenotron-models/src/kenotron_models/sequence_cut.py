@@ -1,4 +1,4 @@
-"""How the rows of a micro-batch are cut over the ranks of an axis (context parallelism).
+"""Cut of the rows of a micro-batch over the ranks of an axis (context parallelism).
 
 Shapes: B rows of S tokens, n tokens of a row on this rank, padding included.
 """
@@ -17,16 +17,16 @@ from kenotron_dist import Axis
 
 @dataclass(frozen=True, eq=False)
 class SequenceCut:
-    """Which tokens of its rows this rank has; equal on all ranks of the axis but for their own."""
+    """Tokens of its rows that this rank has; equal on all ranks of the axis but for their own."""
 
     axis: Axis
     """The ranks over which rows are cut."""
     whole_positions_BS: Tensor
     """Positions of the whole rows, int64, on the host: documents begin where they say."""
     way: AttentionWay = "ring"
-    """How attention shares the work; see ``kenotron_cp.attend``."""
+    """Method by which attention shares the work; see ``kenotron_cp.attend``."""
     layout: Layout = Layout()
-    """Which tokens of a row each rank has."""
+    """Tokens of a row that each rank has."""
     stride: int = 1
     """Key heads that the way ``gather`` has at a time."""
 

@@ -18,7 +18,7 @@ SHORTEST_ORIGINAL = 16
 
 @dataclass(frozen=True, kw_only=True)
 class SmallSizes:
-    """What a config takes for its own sizes in ``small``; relations that code looks at stay."""
+    """Sizes that a config takes for its own in ``small``; relations that code looks at stay."""
 
     layers: int
     """Blocks."""

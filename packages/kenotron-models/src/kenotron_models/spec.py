@@ -1,4 +1,4 @@
-"""What a decoder is made of: an embedding, blocks, a norm and a head.
+"""Description of a decoder: an embedding, blocks, a norm and a head.
 
 The config of a family (Llama, Qwen2, StarCoder2...) has the names that its users know and says in
 its property ``decoder`` what they mean here; layers and counts read nothing else.
@@ -38,9 +38,9 @@ class DecoderSpec:
     embedding_dropout: float = 0.0
     """Share of embedded features that is dropped in training."""
     embedding_scale: float | None = None
-    """What embedded tokens are multiplied with, rounded to the table's number format; None: 1."""
+    """Factor of embedded tokens, rounded to the table's number format; None: 1."""
     logit_scale: float = 1.0
-    """What the head reads is multiplied with this, and so are logits (Granite)."""
+    """Factor of the input of the head, and so of the logits (Granite)."""
     logit_cap: float | None = None
     """Logits l become cap * tanh(l / cap); None: they stay."""
     z_loss: float = 0.0
@@ -79,12 +79,12 @@ class DecoderSpec:
 
     @property
     def routes(self) -> bool:
-        """Whether the tokens of any block use only some of its matrices: they are routed."""
+        """True where the tokens of any block use only some of its matrices: they are routed."""
         return any(isinstance(part, Sparse) for block in self.blocks for part in block.parts)
 
     @property
     def separate_documents(self) -> bool:
-        """Whether a token sees its own document only in any block."""
+        """True where a token of any block attends to its own document only."""
         return any(getattr(block.mixer, "separate_documents", False) for block in self.blocks)
 
     @property
@@ -99,5 +99,5 @@ class Architecture(Protocol):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the decoder is made of."""
+        """Description of the decoder."""
         ...

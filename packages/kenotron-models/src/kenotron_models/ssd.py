@@ -26,7 +26,7 @@ CHUNK = 64
 
 
 class Masks(NamedTuple):
-    """What is said of tokens (R, L), bool; None: of all."""
+    """Masks of tokens (R, L), bool; None: True for all."""
 
     goes_on: Tensor | None
     """The token follows the one before it; else the state begins at 0."""

@@ -169,7 +169,7 @@ def outer_products(dy: Tensor, x: Tensor, counts: Tensor) -> Tensor:
 
 
 def _has_grouped_kernel(x: Tensor, others: int) -> bool:
-    """Whether one kernel multiplies all groups: torch's own is for bfloat16 on CUDA.
+    """Return True where one kernel multiplies all groups: torch's own is for bfloat16 on CUDA.
 
     It wants rows of 16 bytes: 8 divides the features of x (R, I), R above 0, and ``others``.
     """
@@ -178,5 +178,5 @@ def _has_grouped_kernel(x: Tensor, others: int) -> bool:
 
 
 def _ends(counts: Tensor) -> Tensor:
-    """Where the rows of each expert end, int32."""
+    """Return the end of each expert's rows, int32."""
     return counts.cumsum(0, dtype=torch.int32)

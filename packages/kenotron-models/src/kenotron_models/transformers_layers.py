@@ -39,7 +39,7 @@ class TransformersLayer(nn.Module):
 
 
 class _Outside(TransformersLayer):
-    """What is before or after the layers of a model."""
+    """Modules before or after the layers of a model."""
 
     def __init__(self, skeleton: Skeleton, modules: Sequence[tuple[str, nn.Module]]) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ Modules = list[tuple[str, nn.Module]]
 
 
 def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
-    """What comes before the layers, these, and what comes after; None: the model is one piece."""
+    """Return the modules before the layers, these, those after; None: the model is one piece."""
     plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None)
     base = model.base_model
     if not plan or base is model:

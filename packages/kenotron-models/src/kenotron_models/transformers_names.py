@@ -43,6 +43,6 @@ def transformers_tensors(spec: TransformersSpec) -> dict[str, Whole]:
 
 
 def is_tied_copy(name: str, spec: TransformersSpec) -> bool:
-    """Whether a tensor of a file is one that is read under another name."""
+    """Return True for a tensor of a file that is read under another name."""
     saved = saved_names(spec)
     return any(name in [saved[n] for n in names[1:]] for names in transformers_names(spec).values())

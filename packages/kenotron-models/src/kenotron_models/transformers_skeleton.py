@@ -20,7 +20,7 @@ from kenotron_models.transformers_model import fill_buffers, path_of
 
 
 class Call(NamedTuple):
-    """What a layer is called with, next to its hidden features."""
+    """Arguments of a call of a layer, next to its hidden features."""
 
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -120,7 +120,7 @@ class Skeleton:
 
 
 def check_documents(calls: Sequence[Call], positions_BS: Tensor, kind: str) -> bool:
-    """Whether positions start again anywhere, so that the masks of all layers could be compared.
+    """Return True where positions start again anywhere: masks of all layers could be compared.
 
     Raises:
         ValueError: a layer's mask lets a token see another document.

@@ -22,7 +22,7 @@ class TransformersSpec(DecoderSpec):
     attention: str | None = None
     """``attn_implementation`` of transformers; None: its own choice."""
     documents: bool = False
-    """Whether a token sees its own document only."""
+    """True where a token attends to its own document only."""
 
     @property
     def num_hidden_layers(self) -> int:
@@ -31,5 +31,5 @@ class TransformersSpec(DecoderSpec):
 
     @property
     def separate_documents(self) -> bool:
-        """Whether a token sees its own document only."""
+        """True where a token attends to its own document only."""
         return self.documents

@@ -30,7 +30,7 @@ ATTENTIONS = (
     "sdpa", "flash_attention_2", "flex_attention", "ring_flash_triton", "ring",
     "llama3_ring_attention", "auto", "flash_attn", "blocked", "plain",
 )  # fmt: skip
-"""What may compute attention: Nanotron's names and ours; those of BACKENDS are orders."""
+"""Attention backends: Nanotron's names and ours; those of BACKENDS are orders."""
 BACKENDS: dict[str, AttentionBackend] = {
     "sdpa": "sdpa",
     "plain": "plain",
@@ -86,7 +86,7 @@ class DecoderKeys(KeyTable):
         rule=one_of(*ATTENTIONS),
         small=lambda _, name: "auto" if name == "flash_attn" else name,  # no CPU has it
     )
-    """What computes attention, one of ATTENTIONS; they differ in speed only. `sdpa`, `flash_attn`,
+    """Attention backend, one of ATTENTIONS; they differ in speed only. `sdpa`, `flash_attn`,
     `blocked` and `plain` are orders; `auto` and all others mean the fastest that is there. Where
     samples are divided over cp, only `plain` is an order."""
     z_loss_enabled: bool = key(False)
@@ -100,7 +100,7 @@ class DecoderKeys(KeyTable):
 
     @property
     def backend(self) -> AttentionBackend:
-        """What computes attention, with Nanotron's names filled in."""
+        """Attention backend, with Nanotron's names translated."""
         return BACKENDS.get(self.attn_implementation, "auto")
 
     @classmethod

@@ -38,7 +38,7 @@ class DeepseekV3Config(SigmoidExpertsKeys, RopeKeys):
     v_head_dim: int = key(128, least=1, hf=True, at="attention.value_features")
     """Features of a value; not above those of a head."""
     attention_scale: float | None = key(None, at="attention.scale")
-    """What scores are multiplied with; None: one over the root of a head's features."""
+    """Factor of the scores; None: one over the root of a head's features."""
 
     def problems(self) -> list[str]:
         """Name values that are wider than heads."""
@@ -77,7 +77,7 @@ class DeepseekV3Config(SigmoidExpertsKeys, RopeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = LatentAttentionSpec(
             **placed(self, "attention"),
             kv_heads=self.kv_heads,
@@ -109,7 +109,7 @@ class DeepseekV3Config(SigmoidExpertsKeys, RopeKeys):
 
 
 def _scale(values: Mapping[str, Any]) -> float | None:
-    """What yarn multiplies scores with in this family."""
+    """Return the factor of yarn for the scores of this family."""
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     share, factor = given.get("mscale_all_dim"), given.get("factor")
     if not share or not factor or factor <= 1:

@@ -93,7 +93,7 @@ class Gemma2Config(GemmaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = self.mixer(cap=self.attn_logit_softcapping)
         return self.normed_twice(self.by_type(mixer))
 
@@ -120,7 +120,7 @@ class Gemma3Config(GemmaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         norm = NormSpec(kind="offset_rms_norm", eps=self.rms_norm_eps)
         mixer = self.mixer(qk_norm=norm)
         assert mixer.rope is not None  # all layers have positions

@@ -39,7 +39,7 @@ class Glm4MoEConfig(SigmoidExpertsKeys, PartialRopeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         norm = NormSpec(eps=self.rms_norm_eps) if self.use_qk_norm else None
         mixers = [self.attention(qk_norm=norm)] * self.num_hidden_layers
         return self.decoder_of(mixers, self.experts())

@@ -25,7 +25,7 @@ THETA = 150000.0
 YARN = RopeScaling(
     rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False
 )
-"""How positions are stretched where a config says nothing."""
+"""Scaling of positions where a config has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class GptOssConfig(RoutingKeys, OutputBiasKeys, LayerTypeKeys):
     num_experts_per_tok: int = top_k_key(4)
     """Experts that each token is sent to; their weights add up to 1."""
     swiglu_alpha: float = key(1.702, rule=POSITIVE, hf=True, at="experts.activation.alpha")
-    """What a gate is multiplied with inside the sigmoid of an expert's activation."""
+    """Factor of a gate inside the sigmoid of an expert's activation."""
     swiglu_limit: float = key(7.0, rule=POSITIVE, hf=True, at="experts.activation.limit")
     """A gate is at most this, and what it multiplies is between this and its negative."""
     router_aux_loss_coef: float = balance_key(0.001)
@@ -53,7 +53,7 @@ class GptOssConfig(RoutingKeys, OutputBiasKeys, LayerTypeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         experts = self.routed(
             range(self.num_hidden_layers),
             self.router(normalize=True, bias=True),  # a softmax of the chosen logits

@@ -46,15 +46,15 @@ class GraniteHybridConfig(RoutingKeys, HybridKeys, OutputBiasKeys, LlamaKeys):
     )
     """rope: positions turn queries and keys; None: there are no positions."""
     embedding_multiplier: float = key(1.0, rule=POSITIVE, hf=True)
-    """What embedded tokens are multiplied with."""
+    """Factor of embedded tokens."""
     attention_multiplier: float = key(1.0, rule=POSITIVE, hf=True, at="attention.factor")
-    """What scores of attention are multiplied with."""
+    """Factor of the attention scores."""
     residual_multiplier: float = key(1.0, rule=POSITIVE, hf=True, at="block.residual_scale")
-    """What a mixer or a feed-forward adds is multiplied with this."""
+    """Factor of the output that a mixer or a feed-forward adds to the residual stream."""
     logits_scaling: float = key(
         1.0, rule=POSITIVE, hf=True, at="logit_scale", write=lambda scale: 1 / scale
     )
-    """What logits are divided by."""
+    """Divisor of the logits."""
     intermediate_size: int = key(
         11008, least=1, hf=True, needed=True, at=("experts.features", "mlp.features")
     )
@@ -120,7 +120,7 @@ class GraniteHybridConfig(RoutingKeys, HybridKeys, OutputBiasKeys, LlamaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         documents, (low, high) = self.use_doc_masking, self.time_step_limit
         attention = self.attention(scale=self.attention_multiplier, separate_documents=documents)
         mamba = Mamba2Spec(

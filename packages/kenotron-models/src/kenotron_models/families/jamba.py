@@ -108,7 +108,7 @@ class JambaConfig(RoutingKeys, HybridKeys, HeadKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         attention = self.attention(separate_documents=self.use_doc_masking)
         own: dict[str, Any] = {"step_rank": self.mamba_dt_rank or -(-self.hidden_size // 16)}
         mamba = MambaSpec(

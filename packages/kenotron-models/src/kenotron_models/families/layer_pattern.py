@@ -18,7 +18,7 @@ _OLD_WORDS = {"mamba": "M", "attention": "*"}
 
 
 CUT = "|"
-"""What separates the stages of a pipeline in a pattern."""
+"""Separator of pipeline stages in a pattern."""
 
 
 def split_pattern(pattern: str) -> tuple[str, tuple[int, ...]]:

@@ -20,7 +20,7 @@ class LlamaConfig(NanotronKeys, LlamaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         return self.decoder_of([self.attention()] * self.num_hidden_layers)
 
     @classmethod

@@ -40,7 +40,7 @@ class LlaMoEConfig(ExpertKeys, NanotronKeys, HeadKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         experts = ExpertsSpec(
             router=self.router(),
             features=self.intermediate_size,

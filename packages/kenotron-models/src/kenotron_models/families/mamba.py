@@ -28,7 +28,7 @@ from kenotron_models.state_init import FirstSteps
 BACKBONE = Outside(
     blocks="backbone.layers", embedding="backbone.embeddings.weight", norm="backbone.norm_f"
 )
-"""What Hugging Face's state-space models call their tensors outside of blocks."""
+"""Names of the tensors outside of blocks in Hugging Face's state-space models."""
 RANK = Rule(lambda n: n == "auto" or n >= 1, "it must be at least 1, or auto")
 
 
@@ -59,7 +59,7 @@ class SSMConfig(KeyTable):
         hf="time_step_init_scheme",
         at="mamba.step_init",
     )
-    """How the step's projection is drawn: evenly, or all weights the same."""
+    """Initialisation of the step's projection: drawn evenly, or all weights the same."""
     dt_scale: float = key(1.0, rule=POSITIVE, hf="time_step_scale", at="mamba.step_scale")
     """Factor of those draws, next to 1/sqrt(dt_rank)."""
     dt_init_floor: float = key(1e-4, rule=POSITIVE, hf="time_step_floor", at="mamba.steps.floor")
@@ -142,7 +142,7 @@ class MambaModelConfig(StateSpaceKeys):
 
     @property
     def num_attention_heads(self) -> int:
-        """What tp cuts: channels."""
+        """Number of channels, which tp cuts."""
         return self.channels
 
     @property
@@ -158,7 +158,7 @@ class MambaModelConfig(StateSpaceKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         ssm = self.ssm
         own: dict[str, Any] = {"channels": self.channels, "step_rank": self.step_rank}
         mixer = MambaSpec(

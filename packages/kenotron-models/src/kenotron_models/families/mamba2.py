@@ -42,12 +42,12 @@ class Mamba2ModelConfig(Mamba2Keys):
 
     @property
     def num_attention_heads(self) -> int:
-        """What tp cuts: heads."""
+        """Number of heads, which tp cuts."""
         return self.num_heads
 
     @property
     def kv_heads(self) -> int:
-        """What several ranks of tp may share: groups."""
+        """Number of groups, which several ranks of tp may share."""
         return self.n_groups
 
     def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Mamba2ModelConfig(Mamba2Keys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         norm = NormSpec(eps=self.layer_norm_epsilon)
         block = BlockSpec(mixer=self.mamba2(), feed_forward=None, norm=norm)
         return DecoderSpec(

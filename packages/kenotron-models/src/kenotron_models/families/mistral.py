@@ -19,7 +19,7 @@ class MistralConfig(WindowKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         window, layers = self.sliding_window_size, self.num_hidden_layers
         return self.decoder_of(windowed(self.attention(), window, (), layers))
 

@@ -35,7 +35,7 @@ class MixtralConfig(RoutingKeys, WindowKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         layers = self.num_hidden_layers
         mixers = windowed(self.attention(), self.sliding_window_size, (), layers)
         return self.decoder_of(mixers, self.routed(range(layers), self.router(normalize=True)))

@@ -50,16 +50,16 @@ class MoEConfig(RoutingKeys):
     token_dispatcher_type: Literal["alltoall", "allgather", "auto"] = key(
         "alltoall", at="experts.way"
     )
-    """How tokens travel to their experts: once for each of them, or to all ranks of ep. auto: to
-    all ranks where a token has more experts than ep has ranks, which sends fewer bytes. The numbers
-    are the same, gradients of gathered tokens to rounding."""
+    """Method of sending tokens to their experts: once for each of them, or to all ranks of ep.
+    auto: to all ranks where a token has more experts than ep has ranks, which sends fewer bytes.
+    The numbers are the same, gradients of gathered tokens to rounding."""
     norm_topk_prob: bool = key(False, hf=True, at="experts.router.normalize")
     """True: the weights of a token's experts add up to 1."""
     router_z_loss_coef: float = key(0.0, rule=NOT_NEGATIVE, at="experts.router.z_loss")
     """Weight of the squared log of the sum of exponentials of a router's logits (ST-MoE)."""
     router_bias_rate: float = key(0.0, rule=NOT_NEGATIVE, at="experts.router.bias_rate")
-    """What each update adds to the choice bias of an expert with too few tokens, and takes from one
-    with too many (loss-free balancing); 0: there is no bias."""
+    """Number that each update adds to the choice bias of an expert with too few tokens, and
+    subtracts from one with too many (loss-free balancing); 0: there is no bias."""
 
     def problems(self) -> list[str]:
         """Name a shared expert without features."""

@@ -37,7 +37,7 @@ from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
 LEAST_STEP = 1e-30
-"""What is written as the smallest step where there is none: theirs takes its logarithm."""
+"""Smallest step that is written where there is none: theirs takes its logarithm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class NemotronHConfig(SigmoidRoutingKeys, Mamba2Keys):
     )
     """Features of one head."""
     attn_implementation: AttentionBackend = key("auto", at="attention.backend")
-    """What computes attention; the numbers differ by rounding only."""
+    """Attention backend; the numbers differ by rounding only."""
     intermediate_size: int = key(21504, least=1, hf=True, at="mlp.features")
     """Width of a feed-forward, in features; its activation is the square of relu."""
     mamba_num_heads: int = key(128, least=1, hf=True, at="mamba2.heads", small="heads")
@@ -111,7 +111,7 @@ class NemotronHConfig(SigmoidRoutingKeys, Mamba2Keys):
 
     @property
     def kv_heads(self) -> int:
-        """What several ranks of tp may share: key heads."""
+        """Number of key heads, which several ranks of tp may share."""
         return self.num_key_value_heads
 
     def small_keys(self, sizes: SmallSizes) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class NemotronHConfig(SigmoidRoutingKeys, Mamba2Keys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         blocks = self.blocks()
         return DecoderSpec(
             hidden_size=self.hidden_size,
@@ -198,7 +198,10 @@ _LETTER_OF: dict[type[Any], str] = {
 
 
 def _part_keys(part: object) -> dict[str, Any]:
-    """What a part has that no key says. Raises ValueError for one that Hugging Face has not."""
+    """Return the options of a part that no key has.
+
+    Raises ValueError for a part that Hugging Face has not.
+    """
     words, family = "", "a nemotron_h of Hugging Face"
     if isinstance(part, Mamba2Spec):
         low, high = part.step_limits

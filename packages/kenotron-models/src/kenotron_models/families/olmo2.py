@@ -30,7 +30,7 @@ class OLMo2Config(OutputBiasKeys, LlamaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         return _normed_after(self, [_mixer(self)] * self.num_hidden_layers)
 
 
@@ -53,7 +53,7 @@ class OLMo3Config(OutputBiasKeys, LayerTypeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer, base = _mixer(self), self.rope_local_base_freq or self.rope_theta
         assert mixer.rope is not None  # all layers have positions
         local = replace(mixer, rope=replace(mixer.rope, theta=base, scaling=None))

@@ -40,7 +40,7 @@ class OLMoEConfig(RoutingKeys, LlamaKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         layers = self.num_hidden_layers
         mixer = self.attention(qk_norm=NormSpec(eps=self.rms_norm_eps), qk_norm_over="width")
         return self.decoder_of([mixer] * layers, self.routed(range(layers)))

@@ -28,7 +28,7 @@ class Phi3Config(PartialRopeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = self.attention(
             out_bias=self.attention_bias,
             window=self.sliding_window,

@@ -30,7 +30,7 @@ class Qwen2Config(NanotronKeys, QwenWindowKeys):
     flex_attention_mask: Literal["sliding_window", "document", "sliding_window_document"] | None = (
         key(None)
     )
-    """What a token sees besides the causal rule, under flex_attention's names."""
+    """Mask of a token besides the causal rule, under flex_attention's names."""
     no_rope_layer: int | None = key(
         None, least=1, divides="num_hidden_layers", small=lambda sizes, _: sizes.period
     )
@@ -83,7 +83,7 @@ class Qwen2Config(NanotronKeys, QwenWindowKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         documents = self.use_doc_masking or "document" in (self.flex_attention_mask or "")
         mixers = self.windowed(self.attention(separate_documents=documents))
         if (every := self.no_rope_layer) is not None:

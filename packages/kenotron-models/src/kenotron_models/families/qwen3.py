@@ -21,7 +21,7 @@ class Qwen3Config(QwenWindowKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = self.attention(qk_norm=NormSpec(eps=self.rms_norm_eps))
         return self.decoder_of(self.windowed(mixer))
 

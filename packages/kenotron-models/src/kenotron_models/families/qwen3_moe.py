@@ -22,7 +22,7 @@ class Qwen3MoEConfig(QwenExpertKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = self.attention(qk_norm=NormSpec(eps=self.rms_norm_eps))
         mixers = [mixer] * self.num_hidden_layers
         return self.decoder_of(mixers, self.routed(self.layers_with_experts))

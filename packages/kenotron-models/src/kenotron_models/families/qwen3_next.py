@@ -80,7 +80,7 @@ class Qwen3NextConfig(OutputBiasKeys, HybridKeys, QwenExpertKeys, PartialRopeKey
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         norm = NormSpec(kind="offset_rms_norm", eps=self.rms_norm_eps)
         documents = self.use_doc_masking
         attention = self.attention(qk_norm=norm, gate=True, separate_documents=documents)

@@ -158,10 +158,10 @@ class SigmoidRoutingKeys(RoutingKeys):
     norm_topk_prob: bool = key(True, hf=True, at="experts.router.normalize")
     """True: the weights of a token's experts add up to ``routed_scaling_factor``."""
     routed_scaling_factor: float = key(2.5, rule=POSITIVE, hf=True, at="experts.router.scale")
-    """What weights are multiplied with."""
+    """Factor of the routing weights."""
     router_bias_rate: float = key(0.001, rule=NOT_NEGATIVE, at="experts.router.bias_rate")
-    """What each update adds to the choice bias of an expert with too few tokens, and takes from one
-    with too many; 0: the bias stays."""
+    """Number that each update adds to the choice bias of an expert with too few tokens, and
+    subtracts from one with too many; 0: the bias stays."""
 
     def problems(self) -> list[str]:
         """Name groups with too few experts for a token."""

@@ -70,7 +70,7 @@ class SmolLM3Config(OutputBiasKeys, LayerTypeKeys):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mlp = MLPSpec(features=self.intermediate_size, bias=self.mlp_bias)
         mixers = [
             each if turned else replace(each, rope=None)

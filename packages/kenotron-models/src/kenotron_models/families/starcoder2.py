@@ -151,7 +151,7 @@ class Starcoder2Config(KeyTable):
 
     @property
     def decoder(self) -> DecoderSpec:
-        """What the names above mean."""
+        """Decoder that the names above describe."""
         mixer = AttentionSpec(
             heads=self.num_attention_heads,
             kv_heads=self.kv_heads,

@@ -30,8 +30,8 @@ class TransformersConfig:
     path: str | None = None
     """Folder with the model's config.json. Its weights are read with `model.init_method.path`."""
     attn_implementation: str | None = None
-    """What computes attention in transformers: `sdpa` or `eager`; None: what it chooses itself,
-    `sdpa` for nearly all."""
+    """Attention backend of transformers: `sdpa` or `eager`; None: its own choice, `sdpa` for nearly
+    all."""
     separate_documents: bool = False
     """True: a token sees its own document only, where samples hold several."""
     config_json: str | None = None
@@ -57,7 +57,7 @@ class TransformersConfig:
 
     @property
     def decoder(self) -> TransformersSpec:
-        """What the file means.
+        """Decoder that the file describes.
 
         Raises:
             ImportError: transformers is not installed.
