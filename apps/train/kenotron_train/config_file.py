@@ -32,13 +32,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return kenotron_config.load_config(path, overrides, environment=os.environ, warn=_warn)
 
 
-def parse_config(text: str, source_name: str, overrides: Iterable[str] = ()) -> Config:
+def parse_config(
+    text: str, source_name: str, overrides: Iterable[str] = (), *, saved: bool = False
+) -> Config:
     """Read a training config from the text of a YAML file, as `load_config` does.
 
     Args:
         text: the YAML.
         source_name: what problems call the text, for instance the file's path.
         overrides: changes of single values; see `kenotron_config.load_config`.
+        saved: the text is that of a checkpoint; see `kenotron_config.parse_config`.
 
     Returns:
         The checked config.
@@ -47,7 +50,7 @@ def parse_config(text: str, source_name: str, overrides: Iterable[str] = ()) -> 
         ConfigError: anything is wrong; names every problem.
     """
     return kenotron_config.parse_config(
-        text, source_name, overrides, environment=os.environ, warn=_warn
+        text, source_name, overrides, saved=saved, environment=os.environ, warn=_warn
     )
 
 

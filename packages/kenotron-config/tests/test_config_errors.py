@@ -65,6 +65,7 @@ VALUES = [
     ("optimizer.lr_multipliers=2", "2 was given; it must be a list"),
     ("optimizer.weight_decay_exclude_named_params=a", '"a" was given; it must be a list'),
     ("checkpoints.checkpoint_interval=0", "0 was given; it must be at least 1"),
+    ("checkpoints.checkpoints_path=s3://b/run", "s3://b/run was given; it must be a folder that"),
     ("logging.log_level=loud", "\"loud\" was given; it must be 'debug', 'info'"),
     ("logging.iteration_step_info_interval=0", "0 was given; it must be at least 1"),
     ("data_stages={}", "{} was given; it must be a list"),

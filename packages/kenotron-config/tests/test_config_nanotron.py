@@ -30,7 +30,7 @@ BASE = yaml.safe_load(Path(__file__).with_name("tiny_llama.yaml").read_text(enco
 ADAM = {"adam_eps": 1e-8, "adam_beta1": 0.9, "adam_beta2": 0.95, "torch_adam_is_fused": True}
 
 
-def parse(changes, drop=()):
+def parse(changes, drop=(), **options):
     """The base file with some sections' keys replaced; ``drop`` are dotted keys to leave out."""
     data = json.loads(json.dumps(BASE))
     for path, value in changes.items():
@@ -45,7 +45,7 @@ def parse(changes, drop=()):
         for part in parents:
             owner = owner[part]
         del owner[name]
-    return parse_config(yaml.safe_dump(data), "c.yaml")
+    return parse_config(yaml.safe_dump(data), "c.yaml", **options)
 
 
 QWEN = {
@@ -375,3 +375,11 @@ def test_a_key_that_a_family_does_not_read_is_refused_by_name():
         said = str(caught.value)
         assert "model.model_config.use_cache: is not a key of this family" in said
         assert "leave it out" in said and "model.model_config.rope_thet: is not a known key" in said
+
+
+def test_a_saved_config_may_have_keys_that_its_family_had_once():
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 300, "use_cache": True}
+    config = parse({"model.model_config": sizes | {"is_mistral_config": True}}, saved=True)
+    assert type(config.model.model_config).__name__ == "MistralConfig"
+    with pytest.raises(ConfigError, match="rope_thet: is not a known key"):
+        parse({"model.model_config": sizes | {"is_jamba_config": True, "rope_thet": 1}}, saved=True)

@@ -244,6 +244,8 @@ def test_keys_old_and_new_mean_what_they_do_there(keys, field, value):
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 4}, "layer_types: "),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "4 times"),
         ({"model_type": "starcoder2", "use_bias": False}, "use_bias: False"),
+        ({"model_type": "starcoder2", "partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5"),
+        ({"model_type": "starcoder2", "num_key_value_heads": -1}, "num_key_value_heads: -1"),
     ],
 )
 def test_what_cannot_be_said_is_refused_by_its_key(keys, sentence):

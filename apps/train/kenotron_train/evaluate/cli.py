@@ -106,7 +106,7 @@ def _config_of(folder: Path | str) -> Config | None:
     """Config that lies in a step folder; None where there is none."""
     step = store_at(folder)
     with suppress(FileNotFoundError):
-        return parse_config(step.read(CONFIG).decode(), f"{step.at(CONFIG)}")
+        return parse_config(step.read(CONFIG).decode(), f"{step.at(CONFIG)}", saved=True)
     return None
 
 

@@ -19,7 +19,7 @@ def changed_rate(
         saved: text of the config that the checkpoint was trained with; without one: nothing.
     """
     try:
-        before = parse_config(saved or "", "config.yaml", warn=lambda _: None)
+        before = parse_config(saved or "", "config.yaml", saved=True, warn=lambda _: None)
     except (OSError, ValueError):  # of another release, or with variables that are not here
         return ""
     step, steps = progress.step + 1, (before.tokens.train_steps, train_steps)

@@ -80,6 +80,11 @@ class CheckpointsConfig:
         found = []
         if not self.checkpoints_path:
             found.append("checkpoints_path: nothing was given; it must name a folder")
+        if "://" in self.checkpoints_path:
+            found.append(
+                f"checkpoints_path: {self.checkpoints_path} was given; it must be a folder that "
+                "all hosts share; copies go to a URL with s3_upload.upload_s3_path"
+            )
         if self.checkpoint_interval < 1:
             found.append(
                 f"checkpoint_interval: {self.checkpoint_interval} was given; it must be at least "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kenotron_config.yaml_build import Report
+from kenotron_models import FAMILIES
 
 _ADAM = ("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
 _AXES = {"context_parallel_size": "cp", "expert_parallel_size": "ep"}
@@ -56,6 +57,23 @@ def modernise(data: dict[str, Any], report: Report) -> dict[str, Any]:
         }
         data["model"] = {**data["model"], "model_config": renamed}
     return data
+
+
+def without_former(data: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the keys of the model that its family had once, and that nothing reads."""
+    model = data.get("model")
+    sizes = model.get("model_config") if isinstance(model, dict) else None
+    if not isinstance(sizes, dict):
+        return data
+    former = [
+        name
+        for each in FAMILIES
+        if sizes.get(each.marker) is True
+        for name in getattr(each.config, "former", ())
+        if name not in each.config.__dataclass_fields__
+    ]
+    kept = {name: value for name, value in sizes.items() if name not in former}
+    return {**data, "model": {**data["model"], "model_config": kept}}
 
 
 def before_nanotron(data: dict[str, Any]) -> str | None:

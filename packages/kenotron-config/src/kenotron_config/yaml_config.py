@@ -14,7 +14,7 @@ from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.config import Config
 from kenotron_config.evaluate_section import evaluate_problems
 from kenotron_config.home_paths import expand_home
-from kenotron_config.legacy import before_nanotron, modern_path, modernise
+from kenotron_config.legacy import before_nanotron, modern_path, modernise, without_former
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
 from kenotron_config.other_sections import without_others
 from kenotron_config.yaml_build import sections, shown
@@ -22,6 +22,10 @@ from kenotron_config.yaml_loader import Loader, read_yaml
 
 OVERRIDE = "--set"
 NO_VARIABLES: Mapping[str, str] = {}
+_BRRR = (
+    "is a key of BRRR, the system before Nanotron, whose files have other sections: write a config "
+    "in today's keys (docs/configuration.md)"
+)
 SHOWN_PROBLEMS = 50
 """Problems that an error shows."""
 FLOAT_TAG, TIMESTAMP_TAG = "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp"
@@ -121,6 +125,7 @@ def parse_config(
     source_name: str,
     overrides: Iterable[str] = (),
     *,
+    saved: bool = False,
     environment: Mapping[str, str] = NO_VARIABLES,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
@@ -130,6 +135,8 @@ def parse_config(
         text: the YAML.
         source_name: what problems call the text, for instance the file's path.
         overrides: changes of single values, `section.key=value`; see `load_config`.
+        saved: the text is that of a checkpoint, perhaps of an older release: keys of the model
+            that its family no longer has are left out.
         environment: the variables that `!env NAME` reads, for instance `os.environ`.
         warn: called with each warning, for instance about a key that is given twice.
 
@@ -155,13 +162,8 @@ def parse_config(
 
     given = _plain(read(text, source_name), source_name)
     if mark := before_nanotron(given):
-        raise ConfigError(
-            [
-                f"{source_name}: {mark} is a key of BRRR, the system before Nanotron, whose files "
-                "have other sections: write a config in today's keys (docs/configuration.md)"
-            ]
-        )
-    data = modernise(given, report)
+        raise ConfigError([f"{source_name}: {mark} {_BRRR}"])
+    data = modernise(without_former(given) if saved else given, report)
     for override in overrides:
         try:
             changed.append(_override(data, override, read))

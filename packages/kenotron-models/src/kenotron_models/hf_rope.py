@@ -70,6 +70,15 @@ def share_from_hf(values: Mapping[str, Any]) -> float:
     return float(inner or values.get("partial_rotary_factor") or 1.0)
 
 
+def check_whole_heads(values: Mapping[str, Any]) -> None:
+    """Raise ValueError where positions turn a part of a head's features."""
+    if (share := share_from_hf(values)) != 1:
+        raise ValueError(
+            f"partial_rotary_factor: {share} was given; whole heads are turned in this family, "
+            "so it must be 1"
+        )
+
+
 def ropes_by_type(values: Mapping[str, Any], full: float, sliding: float) -> dict[str, Any]:
     """Keys of a config.json that has rotary positions for each type of layer, as others have them.
 

@@ -10,7 +10,7 @@ from kenotron_models.attention import AttentionSpec
 from kenotron_models.families.decoder_keys import DecoderKeys, HeadKeys
 from kenotron_models.families.keys import POSITIVE, KeyTable, key
 from kenotron_models.families.places import MISSING, in_spec
-from kenotron_models.hf_rope import rope_from_hf, rope_to_hf, share_from_hf
+from kenotron_models.hf_rope import check_whole_heads, rope_from_hf, rope_to_hf, share_from_hf
 from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.small import SmallSizes
@@ -38,11 +38,8 @@ class RopeKeys(DecoderKeys):
     def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return base and stretching. Raises ValueError where a part of a head turns."""
         theta, scaling = rope_from_hf(values)
-        if (share := share_from_hf(values)) != 1 and not issubclass(cls, PartialRopeKeys):
-            raise ValueError(
-                f"partial_rotary_factor: {share} was given; whole heads are turned in this family, "
-                "so it must be 1"
-            )
+        if not issubclass(cls, PartialRopeKeys):
+            check_whole_heads(values)
         return super().read_hf(values) | {"rope_theta": theta, "rope_scaling": scaling}
 
     @classmethod

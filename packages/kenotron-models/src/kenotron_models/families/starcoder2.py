@@ -11,7 +11,7 @@ from kenotron_models.families.hf_keys import first_of
 from kenotron_models.families.keys import OF_CONFIG, POSITIVE, SHARE, KeyTable, key, marker, one_of
 from kenotron_models.families.places import MISSING, in_spec
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_rope import rope_from_hf, rope_to_hf
+from kenotron_models.hf_rope import check_whole_heads, rope_from_hf, rope_to_hf
 from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
 from kenotron_models.mlp import Activation, MLPSpec
 from kenotron_models.norm import NormSpec
@@ -193,6 +193,11 @@ class Starcoder2Config(KeyTable):
     def read_hf(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return key heads and rotary positions."""
         kv_heads = values.get("num_key_value_heads") or values["num_attention_heads"]
+        if type(kv_heads) is not int or kv_heads < 1:
+            raise ValueError(
+                f"num_key_value_heads: {kv_heads!r} was given; it must be a whole number from 1"
+            )
+        check_whole_heads(values)
         theta, scaling = rope_from_hf(values)
         return {
             "grouped_query": kv_heads > 1,
