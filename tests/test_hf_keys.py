@@ -15,7 +15,7 @@ import hf_keys
 import pytest
 import torch
 
-from kenotron_ckpt import Source, open_safetensors, save_streamed
+from kenotron_ckpt import StreamedTensor, open_safetensors, save_streamed
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import fresh_state
 from kenotron_models import FAMILIES, Mamba2ModelConfig
@@ -92,7 +92,9 @@ def test_heads_that_are_no_multiple_of_the_width_are_exported(tmp_path):
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     sources = {
-        name: Source(whole.shape, torch.float32, partial(drawn, name, whole.shape, generator))
+        name: StreamedTensor(
+            whole.shape, torch.float32, partial(drawn, name, whole.shape, generator)
+        )
         for name, whole in hf_tensors(config).items()
     }
     save_streamed(tmp_path / "run", 0, sources, fresh_state(config, torch.float32, {}))

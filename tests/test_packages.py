@@ -409,3 +409,15 @@ def test_a_stranger_at_the_top_and_a_shared_test_name_are_found(tmp_path):
     assert shared_test_names(tmp_path) == []
     (tmp_path / "apps/train/tests/__init__.py").write_text("")
     assert len(shared_test_names(tmp_path)) == 1
+
+
+def test_no_two_packages_export_one_name() -> None:
+    owners: dict[str, list[str]] = {}
+    for unit in units(ROOT):
+        if unit.is_app:
+            continue
+        top = unit.name.replace("-", "_")
+        for name in exported(all_modules(ROOT)[top][1]):
+            owners.setdefault(name, []).append(top)
+    twice = {name: each for name, each in owners.items() if len(each) > 1 and name != "main"}
+    assert not twice, f"give one of the two another name: {twice}"

@@ -10,7 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint, Location, Record, Source, Store, open_checkpoint, read_box
+from kenotron_ckpt import (
+    Checkpoint,
+    Location,
+    Record,
+    Store,
+    StreamedTensor,
+    open_checkpoint,
+    read_box,
+)
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh
 from kenotron_models import model_from_json
@@ -63,7 +71,7 @@ def average(
     for name, weight in weights.items():
         parts = [(each.store, own[name]) for each, own in zip(opened, records, strict=True)]
         dtype = getattr(torch, weight.dtype)
-        sources[name] = Source(weight.shape, dtype, partial(_mean, parts, name, dtype))
+        sources[name] = StreamedTensor(weight.shape, dtype, partial(_mean, parts, name, dtype))
     config, _ = model_from_json(state["model_config"])
     dtype = getattr(torch, next(iter(weights.values())).dtype)
     kept = {key: state[key] for key in ("tokenizer", "sequence_length") if key in state}

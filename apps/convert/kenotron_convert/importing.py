@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kenotron_ckpt import (
     Record,
-    Source,
+    StreamedTensor,
     open_safetensors,
     read_box,
     save_streamed,
@@ -77,7 +77,7 @@ def import_hf(
     deviation = _compared(source, dtype) if check else None
     wanted = {name: None if stays_fp32(name) else dtype for name in records}
     sources = {
-        name: Source(
+        name: StreamedTensor(
             record.shape,
             wanted[name] or getattr(torch, record.dtype),
             partial(_read, hf, name, record, wanted[name]),
@@ -139,7 +139,9 @@ def _compared(source: HFModel, dtype: torch.dtype | None) -> float | None:
         ) from error
 
 
-def write_or_remove(folder: Path, sources: Mapping[str, Source], state: dict[str, Any]) -> Path:
+def write_or_remove(
+    folder: Path, sources: Mapping[str, StreamedTensor], state: dict[str, Any]
+) -> Path:
     """Write step 0 of a run folder; where that fails, a folder that was not there is removed."""
     made = not folder.exists()
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Checkpoint, Location, Record, Source, open_checkpoint, read_box
+from kenotron_ckpt import Checkpoint, Location, Record, StreamedTensor, open_checkpoint, read_box
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
 from kenotron_dist import Mesh, TensorLayout
 from kenotron_dist.init import Normal, fill_
@@ -62,7 +62,7 @@ def upcycle(
     sources = dict(made.source(name, record) for name, record in records.items())
     dtype = getattr(torch, next(iter(records.values())).dtype)
     for name, shape in router_shapes(config).items():
-        sources[name] = Source(shape, dtype, partial(made.drawn, name, shape, dtype))
+        sources[name] = StreamedTensor(shape, dtype, partial(made.drawn, name, shape, dtype))
     kept = {key: state[key] for key in ("tokenizer",) if key in state}
     said = {"from": str(checkpoint.store), "noise": noise, "seed": seed}
     whole = {**fresh_state(config, dtype, {}), **kept, "upcycled": said}
@@ -82,13 +82,13 @@ class _Making:
         self.store, self.view = checkpoint.store, Mesh.connect().view
         self.experts, self.noise, self.std, self.seed = experts, noise, std, seed
 
-    def source(self, name: str, record: Record) -> tuple[str, Source]:
+    def source(self, name: str, record: Record) -> tuple[str, StreamedTensor]:
         """The new name of a tensor, and how it is made."""
         dtype, (new, copied) = getattr(torch, record.dtype), upcycled_name(name)
         if not copied:
-            return new, Source(record.shape, dtype, partial(self._read, record))
+            return new, StreamedTensor(record.shape, dtype, partial(self._read, record))
         shape = (self.experts, *record.shape)
-        return new, Source(shape, dtype, partial(self._copies, new, record))
+        return new, StreamedTensor(shape, dtype, partial(self._copies, new, record))
 
     def drawn(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """First values of a router: a function of seed, name and place."""

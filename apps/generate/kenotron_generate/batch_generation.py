@@ -14,7 +14,7 @@ from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model, remark_on
 from kenotron_generate.prompts import Prompt, with_stdin
 from kenotron_generate.shared_passes import SharedPasses
-from kenotron_generate.tokenizer_io import Words, Writer, open_words
+from kenotron_generate.tokenizer_io import PromptTokenizer, Writer, open_words
 from kenotron_models import Sampling, generate
 
 
@@ -98,7 +98,7 @@ class _Run:
     mesh: Mesh
     described: Description
     request: Request
-    words: Words
+    words: PromptTokenizer
     forward: SharedPasses
 
     def batch(self, first: int, prompts: Sequence[Prompt], *, alone: bool) -> list[Result]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resolve
+from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resolve_step
 from kenotron_dist import Mesh, named_parameters
 from kenotron_engine import Layouts, assemble
 from kenotron_models import (
@@ -67,7 +67,7 @@ def describe(path: str | Path) -> Description:
     """
     if (Path(path) / CONFIG).is_file():
         return _foreign(Path(path))
-    folder = resolve(path)
+    folder = resolve_step(path)
     manifest = read_manifest(folder)
     state = manifest.state
     if "model_config" not in state:

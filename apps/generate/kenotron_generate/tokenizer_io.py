@@ -15,7 +15,7 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
-class Words:
+class PromptTokenizer:
     """Encoding and decoding of a model's tokens."""
 
     to_ids: Callable[[str], list[int]]
@@ -55,7 +55,7 @@ class Words:
 
 def open_words(
     name: str | None, eos: Sequence[int], begin: int | None = None, *, special: bool
-) -> Words:
+) -> PromptTokenizer:
     """Open a tokenizer.
 
     Arguments: a folder or a name that transformers loads, a ``tokenizer.json``, or ``bytes``; None:
@@ -68,7 +68,7 @@ def open_words(
     if name is None or name == BYTES:
         ends = frozenset({END_OF_DOCUMENT, *(token for token in eos if token >= _BYTES)})
         begin = END_OF_DOCUMENT if begin is None or begin < _BYTES else begin
-        return Words(lambda text: encode([text], _BYTES).tolist(), decode, ends, begin)
+        return PromptTokenizer(lambda text: encode([text], _BYTES).tolist(), decode, ends, begin)
     if Path(name).suffix == ".json":
         return _tokenizer_file(Path(name), eos, begin, special=special)
     opened = open_transformers(name)
@@ -77,7 +77,7 @@ def open_words(
         found = opened.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
         return list(found["input_ids"])
 
-    return Words(
+    return PromptTokenizer(
         lambda text: list(opened(text, add_special_tokens=special)["input_ids"]),
         lambda ids: opened.decode(list(ids), skip_special_tokens=True),
         frozenset(eos),
@@ -95,10 +95,12 @@ def libraries(name: str | None) -> list[str]:
     return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
 
 
-def _tokenizer_file(path: Path, eos: Sequence[int], begin: int | None, *, special: bool) -> Words:
+def _tokenizer_file(
+    path: Path, eos: Sequence[int], begin: int | None, *, special: bool
+) -> PromptTokenizer:
     opened: Any = open_tokenizer(str(path), end_of_document=None)
     inner = opened.backend
-    return Words(
+    return PromptTokenizer(
         lambda text: list(inner.encode(text, add_special_tokens=special).ids),
         lambda ids: inner.decode(list(ids), skip_special_tokens=True),
         frozenset(eos),

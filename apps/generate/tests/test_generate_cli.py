@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 
-from kenotron_ckpt import Record, Source, open_safetensors, read_box, save_streamed
+from kenotron_ckpt import Record, StreamedTensor, open_safetensors, read_box, save_streamed
 from kenotron_generate.cli import main
 from kenotron_generate.load import describe, remark_on
 from kenotron_generate.prompts import read_prompts
@@ -122,7 +122,9 @@ def test_a_checkpoint_that_another_program_made_is_read(model: Path, tmp_path: P
     def read(record: Record) -> torch.Tensor:
         return read_box(model, record, (0,) * len(record.shape), record.shape)
 
-    sources = {n: Source(r.shape, torch.float32, partial(read, r)) for n, r in records.items()}
+    sources = {
+        n: StreamedTensor(r.shape, torch.float32, partial(read, r)) for n, r in records.items()
+    }
     save_streamed(tmp_path / "run", 7, sources, {"step": 7, "model_config": asdict(config)})
     words = ("--tokenizer", str(model), "--special-tokens", "--prompt", "abc")
     done = run(*plain(tmp_path / "run", *words))

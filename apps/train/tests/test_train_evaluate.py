@@ -13,7 +13,7 @@ import runs
 from evaluate_cases import job_of, task_file
 from own_runs import PRELOAD, documents, jsonl
 
-from kenotron_ckpt import MANIFEST, SaveReport
+from kenotron_ckpt import MANIFEST, LocalStore, SaveReport
 from kenotron_config import Config, EvaluateConfig
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import StepResult
@@ -283,7 +283,8 @@ def jobs(mesh: Mesh, config: Config, folder: Path) -> tuple[list[tuple[str, str]
     training = build_training(config, mesh)
     evaluations = Evaluations(training, listener, own_model=False)
     for step in (2, 4, 5, 6):
-        saved = SaveReport(step=step, folder=folder / f"run/{step}", blocked=0.0, durable=0.0)
+        store = LocalStore(folder / f"run/{step}")
+        saved = SaveReport(step=step, store=store, blocked=0.0, durable=0.0)
         evaluations.saved(saved)
     arrived = [evaluations.after(5, True, None, lambda: None)]
     for step in (4, 2):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from runs import arguments, metrics, train
 
-from kenotron_ckpt import TensorSize, read_manifest, read_record, resolve, write_safetensors
+from kenotron_ckpt import TensorSize, read_manifest, read_record, resolve_step, write_safetensors
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
 from kenotron_models import config_from_json, hf_import
@@ -33,7 +33,7 @@ def folder(tmp_path_factory) -> Path:
 
 def saved(folder: Path) -> dict[str, torch.Tensor]:
     """The weights of a run's checkpoint."""
-    step = resolve(folder / "checkpoints")
+    step = resolve_step(folder / "checkpoints")
     manifest = read_manifest(step)
     names = [name for name in manifest.records if not name.startswith("optimizer.")]
     return {name: read_record(step, manifest, name) for name in names}

@@ -11,7 +11,7 @@ import torch
 from runs import arguments, metrics, program, train
 from transformers import AutoModelForCausalLM
 
-from kenotron_ckpt import read_manifest, resolve
+from kenotron_ckpt import read_manifest, resolve_step
 from kenotron_convert.exporting import export_hf
 from kenotron_models import model_to_json
 from kenotron_nanotron import model_config
@@ -58,7 +58,7 @@ def test_an_export_is_the_same_model_without_multipliers(folder: Path, tmp_path:
     said = json.loads((tmp_path / "hf/config.json").read_text())
     assert said["dtype"] == "float32"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    state = read_manifest(resolve(folder / "checkpoints")).state["model_config"]
+    state = read_manifest(resolve_step(folder / "checkpoints")).state["model_config"]
     assert state["multipliers"]["embedding"] == 3.0
     table = model.get_input_embeddings().weight.detach()
     assert float(table.std()) == pytest.approx(0.6, rel=0.1)  # three times as large as it began
@@ -80,7 +80,7 @@ def test_generation_reads_the_multipliers(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_does_not_go_on_with_other_multipliers(folder: Path) -> None:
-    state = read_manifest(resolve(folder / "checkpoints")).state
+    state = read_manifest(resolve_step(folder / "checkpoints")).state
     tied = state["model_config"]["tie_word_embeddings"]
     same = {"model__dtype": state["dtype"], "model__model_config__tie_word_embeddings": tied}
     other = method(MORE.replace("3", "4"))

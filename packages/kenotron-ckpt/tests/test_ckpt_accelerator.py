@@ -15,7 +15,7 @@ from ckpt_checks import vectors
 
 from kenotron_ckpt import Saver, load, reader, threads
 from kenotron_ckpt.blocks import blocks_of
-from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.part_files import Part, plan_parts
 from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
@@ -192,7 +192,7 @@ def parts_of(*sizes: int) -> list[Part]:
 def test_locked_memory_is_never_more_than_the_limit(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], limit: int
 ) -> None:
-    host, arena = HostMemory(), Arena()
+    host, arena = HostMemory(), HostBuffer()
     host.install(monkeypatch)
     arena.fit(parts_of(*sizes), limit, pin=True)
     assert max(slot.numel() for slot in arena.slots) == max(sizes)
@@ -205,7 +205,7 @@ def test_locked_memory_is_never_more_than_the_limit(
 
 
 def test_memory_stays_locked_while_the_slots_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, arena = HostMemory(), Arena()
+    host, arena = HostMemory(), HostBuffer()
     host.install(monkeypatch)
     arena.fit(parts_of(5000), 1 << 20, pin=True)
     arena.fit(parts_of(4000), 1 << 20, pin=True)  # it fits in what there is
@@ -222,4 +222,4 @@ def test_memory_that_cannot_be_locked_is_an_error(monkeypatch: pytest.MonkeyPatc
         r"make pool_bytes \(host_cache_size\) smaller, or pin \(pin_host_cache\) false"
     )
     with pytest.raises(RuntimeError, match=words):
-        Arena().fit(parts_of(5000), 1 << 20, pin=True)
+        HostBuffer().fit(parts_of(5000), 1 << 20, pin=True)

@@ -10,7 +10,7 @@ import torch
 from ckpt_cases import PADDING, local, small
 
 import kenotron_ckpt.saving
-from kenotron_ckpt import latest_step, load, read_manifest, resolve, save
+from kenotron_ckpt import latest_step, load, read_manifest, resolve_step, save
 from kenotron_dist import Mesh, RankError, spawn
 
 
@@ -118,7 +118,7 @@ def test_a_killed_rank_leaves_the_former_checkpoint(tmp_path):
     assert not (tmp_path / "20" / "manifest.json").exists()
     # Rank 0 may have had the time to clear up.
     with pytest.raises(ValueError, match="is half-written|does not exist|it has neither"):
-        resolve(tmp_path / "20")
+        resolve_step(tmp_path / "20")
 
 
 def save_with_a_full_disk(mesh, folder):
@@ -182,13 +182,13 @@ def test_a_broken_checkpoint_is_named_and_passed_over(tmp_path, harm, sentence):
     harm(tmp_path / "20")
     assert (tmp_path / "latest.txt").read_text() == "20"
     with pytest.raises(ValueError, match=sentence):
-        resolve(tmp_path / "20")
+        resolve_step(tmp_path / "20")
     assert what_is_there(tmp_path) == (10, 1)
-    assert resolve(tmp_path) == tmp_path / "10"
+    assert resolve_step(tmp_path) == tmp_path / "10"
     harm(tmp_path / "10")
     assert latest_step(tmp_path) is None
     with pytest.raises(ValueError, match=r"(?s)no checkpoint in .* is complete:\n  20: .*\n  10: "):
-        resolve(tmp_path)
+        resolve_step(tmp_path)
 
 
 def load_flipped(mesh, folder):

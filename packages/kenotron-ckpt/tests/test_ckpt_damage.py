@@ -16,7 +16,7 @@ from kenotron_ckpt import (
     load,
     open_checkpoint,
     prune,
-    resolve,
+    resolve_step,
     save,
     verify_files,
 )
@@ -134,8 +134,8 @@ def test_what_others_put_there_is_no_checkpoint(crowded):
         "30: it is a checkpoint of Nanotron: `python -m kenotron_nanotron` makes one "
         "of ours of it, in another folder",
     }
-    assert resolve(crowded) == crowded / "20"
-    assert resolve(crowded / "40.old") == crowded / "40.old"  # a name of one's own is no step
+    assert resolve_step(crowded) == crowded / "20"
+    assert resolve_step(crowded / "40.old") == crowded / "40.old"  # a name of one's own is no step
 
 
 def test_what_others_put_there_stays(crowded):

@@ -22,7 +22,7 @@ from kenotron_ckpt import Saver, load
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.folder import manifest_at
-from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.reader import fill, plan_reads
 from kenotron_ckpt.share import plan_share
@@ -137,7 +137,7 @@ def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads)
     for mesh in views(sizes):
         tensors = of_rank(shape_of, mesh, zero)
         plan = plan_share(tensors, mesh, file_bytes, pool_bytes=pool_bytes, threads=threads)
-        arena = Arena()
+        arena = HostBuffer()
         arena.fit(plan.parts, pool_bytes, pin=False)
         jobs.append(
             Job(

@@ -7,7 +7,7 @@ import torch
 from ckpt_cases import small
 
 import kenotron_ckpt.saving
-from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve, save
+from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolve_step, save
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.reader import plan_reads
@@ -175,12 +175,12 @@ def test_pieces_that_do_not_cover_a_record_are_found_when_it_is_read(tmp_path):
 
 def test_paths_that_are_no_checkpoints(tmp_path):
     with pytest.raises(ValueError, match="no checkpoint at .*none: the path does not exist"):
-        resolve(tmp_path / "none")
+        resolve_step(tmp_path / "none")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="file: it is a file; give the folder it lies in"):
-        resolve(tmp_path / "file")
+        resolve_step(tmp_path / "file")
     with pytest.raises(ValueError, match=r"it has neither a manifest.json \(a step folder\) nor "):
-        resolve(tmp_path)
+        resolve_step(tmp_path)
     assert latest_step(tmp_path) is None
 
 

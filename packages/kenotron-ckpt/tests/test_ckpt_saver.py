@@ -9,7 +9,7 @@ from ckpt_checks import vectors
 
 from kenotron_ckpt import LocalStore, SaveFailed, Saver, load, open_checkpoint, read_manifest
 from kenotron_ckpt.blocks import blocks_of
-from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.part_files import plan_parts
 from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
 
@@ -229,7 +229,7 @@ def test_a_failed_save_in_the_foreground_is_reported_as_asked(tmp_path, monkeypa
 
 
 def test_slots_of_a_plan_that_fitted_serve_one_that_does_not():
-    view, arena = views_of(MeshConfig(), 0), Arena()
+    view, arena = views_of(MeshConfig(), 0), HostBuffer()
 
     def parts(tensors):
         return plan_parts(blocks_of(tensors, view), 40)

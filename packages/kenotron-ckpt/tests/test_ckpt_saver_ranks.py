@@ -16,7 +16,7 @@ import kenotron_ckpt.job
 import kenotron_ckpt.saver
 import kenotron_dist
 from kenotron_ckpt import Saver, load, store_at
-from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
@@ -121,7 +121,7 @@ def test_a_rank_that_dies_in_the_background_ends_all_within_seconds(tmp_path):
 
 def job_of(mesh, step_folder, notes):
     plan = plan_share(vectors(2), mesh, 1000)
-    arena = Arena()
+    arena = HostBuffer()
     arena.fit(plan.parts, 10**6, pin=False)
     return Job(
         number=1,

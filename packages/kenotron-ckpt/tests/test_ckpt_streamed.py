@@ -7,7 +7,7 @@ import torch
 
 from kenotron_ckpt import latest_step, load, read_manifest, read_record, save, verify_files
 from kenotron_ckpt.lock import FolderLock
-from kenotron_ckpt.streamed import Source, save_streamed
+from kenotron_ckpt.streamed import StreamedTensor, save_streamed
 from kenotron_dist import Mesh, TensorLayout
 
 VALUES = {
@@ -27,7 +27,7 @@ def sources(values=VALUES, log=None):
 
     alive = []
     return {
-        name: Source(tuple(each.shape), each.dtype, lambda name=name: make(name))
+        name: StreamedTensor(tuple(each.shape), each.dtype, lambda name=name: make(name))
         for name, each in values.items()
     }
 
@@ -70,7 +70,7 @@ def test_a_source_that_fails_leaves_the_checkpoint_of_before_or_none(tmp_path):
     def fail():
         raise ValueError("the source is damaged")
 
-    broken = sources() | {"z": Source((2,), torch.float32, fail)}
+    broken = sources() | {"z": StreamedTensor((2,), torch.float32, fail)}
     with pytest.raises(ValueError, match="the source is damaged"):
         save_streamed(tmp_path, 3, broken, {})
     assert latest_step(tmp_path) is None
@@ -85,7 +85,7 @@ def test_a_source_that_fails_leaves_the_checkpoint_of_before_or_none(tmp_path):
 def test_bad_arguments_are_named_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="step = -1: steps are counted from 0"):
         save_streamed(tmp_path / "a", -1, sources(), {})
-    odd = {"w": Source((2,), torch.complex64, lambda: torch.zeros(2))}
+    odd = {"w": StreamedTensor((2,), torch.complex64, lambda: torch.zeros(2))}
     with pytest.raises(ValueError, match="w: dtype complex64 cannot be stored"):
         save_streamed(tmp_path / "a", 0, odd, {})
     assert not (tmp_path / "a").exists()

@@ -21,7 +21,7 @@ from kenotron_cp import Scoring
 from kenotron_models import Context
 from kenotron_models.attention_backends import BACKENDS, Attend, chosen
 from kenotron_models.attention_flash import flash_runs
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 
 SIZES = (  # B, S, H, G, K
     (2, 256, 8, 8, 64),
@@ -34,15 +34,17 @@ SIZES = (  # B, S, H, G, K
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def seen(kind: str, batch: int, sequence: int, device: str) -> Sight:
+def seen(kind: str, batch: int, sequence: int, device: str) -> AttentionMask:
     """All earlier tokens, a window of a quarter of the row, or eight documents in a row."""
     places = torch.arange(sequence, device=device).expand(batch, sequence)
     if kind == "documents":
-        return Sight(Context(places % (sequence // 8)), None, True)
-    return Sight(Context(places), sequence // 4 if kind == "window" else None)
+        return AttentionMask(Context(places % (sequence // 8)), None, True)
+    return AttentionMask(Context(places), sequence // 4 if kind == "window" else None)
 
 
-def milliseconds(function: Attend, tensors: list[Tensor], sight: Sight) -> tuple[float, float]:
+def milliseconds(
+    function: Attend, tensors: list[Tensor], sight: AttentionMask
+) -> tuple[float, float]:
     """Of forward and of backward."""
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     times = [clock()]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kenotron_models import Context
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 
 # Three documents and padding; a document that begins in the middle of a text; one text.
 PLACES = [
@@ -59,9 +59,11 @@ def inputs(
     ]
 
 
-def sight_of(positions_BS: Tensor, window: int | None = None, documents: bool = False) -> Sight:
+def sight_of(
+    positions_BS: Tensor, window: int | None = None, documents: bool = False
+) -> AttentionMask:
     """What is seen of these positions."""
-    return Sight(Context(positions_BS), window, documents)
+    return AttentionMask(Context(positions_BS), window, documents)
 
 
 def with_gradients(function, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from kenotron_cp import Scoring
 from kenotron_models import Context, attention_backends, attention_flash, attention_varlen
 from kenotron_models.attention_backends import attend, chosen, prepare
-from kenotron_models.attention_mask import Sight, document_lengths
+from kenotron_models.attention_mask import AttentionMask, document_lengths
 
 CALLS: list[tuple[int, ...]] = []
 
@@ -79,7 +79,7 @@ def test_it_is_asked_for_the_same_numbers(
 ) -> None:
     tensors, places = inputs(3, 15, 4, kv_heads), positions(15)
     context = Context(places, host_positions_BS=places if host else None)
-    sight = Sight(context, window, documents)
+    sight = AttentionMask(context, window, documents)
     got = with_gradients(lambda *x: attend(*x, sight, Scoring(0.7)), tensors, torch.float32)
     assert CALLS == [(4, 3, 5, 1, 1, 1, 7, 8, 15) if documents else (15, 15, 15)]
     assert "mask" not in str(list(context._made)), "a full-square mask was made"
@@ -104,17 +104,17 @@ def test_lengths_are_read_from_the_host() -> None:
     assert lengths.begins.tolist() == [0, 4, 7, 12, 13, 14, 15, 22, 30, 45]
     assert (lengths.begins.dtype, lengths.longest) == (torch.int32, 15)
     on_meta = places.to("meta")  # which has no values
-    begins, longest = Sight(Context(on_meta, host_positions_BS=places), None, True).lengths
+    begins, longest = AttentionMask(Context(on_meta, host_positions_BS=places), None, True).lengths
     assert (begins.device.type, begins.shape, longest) == ("meta", (10,), 15)
     with pytest.raises(RuntimeError, match="meta"):
-        _ = Sight(Context(on_meta), None, True).lengths
+        _ = AttentionMask(Context(on_meta), None, True).lengths
 
 
 def test_rows_of_one_document_hide_nothing_more() -> None:
     whole, several = torch.arange(15).expand(3, 15), positions(15)
     for places, want in ((whole, True), (several, False)):
         context = Context(places.to("meta"), host_positions_BS=places)
-        assert Sight(context, None, documents=True).whole is want
+        assert AttentionMask(context, None, documents=True).whole is want
 
 
 @pytest.mark.parametrize(

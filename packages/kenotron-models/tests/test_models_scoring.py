@@ -15,7 +15,7 @@ from kenotron_cp import Scoring
 from kenotron_dist.rng import counter_key
 from kenotron_models import Context, attention_flash, attention_varlen
 from kenotron_models.attention_backends import BACKENDS, AttentionBackend, attend, attend_kept
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 from kenotron_models.attention_reference import attend_plain, dropout_of
 
 SINKS = torch.linspace(-1, 2, 4)
@@ -106,7 +106,7 @@ def test_a_cache_applies_a_field_or_refuses_it(field: str) -> None:
         with pytest.raises(ValueError, match="attention to a cache has no dropout: remove it, or"):
             attend_kept(q[:, -2:], *kept, None, scoring)
         return
-    mask = Sight(SIGHT.context).full_mask_BSS[:, None, -2:]
+    mask = AttentionMask(SIGHT.context).full_mask_BSS[:, None, -2:]
     want = attend_plain(q, k, v, SIGHT, scoring)[:, -2:]
     torch.testing.assert_close(attend_kept(q[:, -2:], *kept, mask, scoring), want)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve, store_at
+from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
 from kenotron_config import Config, EvaluateConfig, Mask, unavailable
 from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
@@ -82,7 +82,7 @@ def evaluate_main(argv: Sequence[str]) -> int:
 
 def _request(given: argparse.Namespace) -> Request:
     """Read what the flags ask for, above the checkpoint's config. Raises ValueError."""
-    folder = resolve(given.ckpt_path)
+    folder = resolve_step(given.ckpt_path)
     manifest = read_manifest(folder)
     if "model_config" not in manifest.state:
         raise ValueError(

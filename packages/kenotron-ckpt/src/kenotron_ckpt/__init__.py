@@ -13,7 +13,7 @@ from kenotron_ckpt.folder import (
     manifest_at,
     passed_over,
     read_manifest,
-    resolve,
+    resolve_step,
     steps_in,
 )
 from kenotron_ckpt.index import Manifest, Record, seal_of
@@ -38,7 +38,7 @@ from kenotron_ckpt.safetensors_folder import open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
-from kenotron_ckpt.streamed import Source, save_streamed
+from kenotron_ckpt.streamed import StreamedTensor, save_streamed
 from kenotron_ckpt.uploader import Uploader, UploadReport, start_uploader
 
 __all__ = [
@@ -60,7 +60,7 @@ __all__ = [
     "SaveFailed",
     "SaveReport",
     "Saver",
-    "Source",
+    "StreamedTensor",
     "Store",
     "TensorSize",
     "UploadReport",
@@ -88,7 +88,7 @@ __all__ = [
     "read_preferred",
     "read_record",
     "replace_text",
-    "resolve",
+    "resolve_step",
     "restore_random_state",
     "save",
     "save_streamed",

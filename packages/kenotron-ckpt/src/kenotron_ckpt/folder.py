@@ -56,7 +56,7 @@ def manifest_text(store: Store) -> str:
         raise ValueError(f"{MANIFEST} is damaged: it is not text ({error})") from None
 
 
-def resolve(path: Location) -> Path | str:
+def resolve_step(path: Location) -> Path | str:
     """Path or URL of the step folder that ``preferred`` finds, whose ValueError it raises."""
     store = preferred(path)
     return store.path if isinstance(store, LocalStore) else str(store)

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 _ADVICE = "make pool_bytes (host_cache_size) smaller, or pin (pin_host_cache) false"
 
 
-class Arena:
+class HostBuffer:
     """Slots that each hold one part at a time.
 
     With fewer slots than parts, part ``i`` comes to lie in slot ``i % len(slots)`` once what was

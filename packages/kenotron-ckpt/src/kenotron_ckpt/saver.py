@@ -11,7 +11,7 @@ from typing import Any
 
 from kenotron_ckpt.blocks import Tensors, places_of
 from kenotron_ckpt.collective_errors import on_all, on_first
-from kenotron_ckpt.host_buffer import Arena
+from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job, JobThread, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
@@ -86,7 +86,7 @@ class Saver:
         self._pool_bytes, self._file_bytes = pool_bytes, file_bytes
         self._pin = pin and mesh.device.type != "cpu"
         self._on_failure, self._on_commit = on_failure, on_commit
-        self._arena, self._pace = Arena(), Pace()
+        self._arena, self._pace = HostBuffer(), Pace()
         self._plan: tuple[list[Any], Plan] | None = None
         self._job: Job | None = None
         self._count, self._closed, self._failure = 0, False, ""
@@ -216,7 +216,7 @@ class Saver:
 
     def _leave(self) -> None:
         self._closed = True
-        self._arena, self._plan = Arena(), None  # a cancelled save has what it needs of them
+        self._arena, self._plan = HostBuffer(), None  # a cancelled save has what it needs of them
         # The memory is free when this returns, but for a save whose other ranks may be gone.
         if self._thread is not None:
             self._thread.end(wait=self._job is None or self._job.done.is_set())

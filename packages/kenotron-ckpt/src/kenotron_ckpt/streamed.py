@@ -22,7 +22,7 @@ from kenotron_dist import Mesh, TensorLayout
 
 
 @dataclass(frozen=True)
-class Source:
+class StreamedTensor:
     """A logical tensor that is made when its turn comes. It has elements."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Source:
 def save_streamed(
     folder: str | Path,
     step: int,
-    sources: Mapping[str, Source],
+    sources: Mapping[str, StreamedTensor],
     state: Mapping[str, Any],
     config_text: str | None = None,
     *,
@@ -78,7 +78,7 @@ def save_streamed(
     return path
 
 
-def _made(blocks: Sequence[Block], sources: Mapping[str, Source]) -> Iterator[Tensor]:
+def _made(blocks: Sequence[Block], sources: Mapping[str, StreamedTensor]) -> Iterator[Tensor]:
     """The values of blocks; those of one tensor follow one another, and it is made once."""
     name, whole = "", torch.empty(0)
     for block in blocks:

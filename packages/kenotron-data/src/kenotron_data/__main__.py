@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kenotron_data.hub import data_pieces
 from kenotron_data.source_files import file_pieces
-from kenotron_data.text_pieces import Piece
+from kenotron_data.text_pieces import TextPiece
 from kenotron_data.tokenise import Progress, part_groups, tokenise
 from kenotron_data.tokenise_part import PartMade
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer
@@ -65,7 +65,7 @@ def tokenize(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _pieces(name: str, chosen: argparse.Namespace, output: Path) -> list[Piece]:
+def _pieces(name: str, chosen: argparse.Namespace, output: Path) -> list[TextPiece]:
     """List the pieces of one source."""
     columns = (chosen.column,)
     if Path(name).is_dir() and output.resolve().is_relative_to(Path(name).resolve()):
@@ -84,7 +84,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def _tokenizer(
-    chosen: argparse.Namespace, folder: Path, parts: list[tuple[Piece, ...]]
+    chosen: argparse.Namespace, folder: Path, parts: list[tuple[TextPiece, ...]]
 ) -> TextTokenizer:
     """Open the tokenizer, or train one."""
     name = chosen.tokenizer_name_or_path

@@ -19,7 +19,7 @@ from kenotron_data.json_lines import is_json_lines
 from kenotron_data.source_files import file_pieces, split_of
 from kenotron_data.tables import DatasetRows
 from kenotron_data.text import TEXT_SUFFIXES
-from kenotron_data.text_pieces import Piece, first_rows
+from kenotron_data.text_pieces import TextPiece, first_rows
 from kenotron_data.token_cache import check_owner
 from kenotron_data.token_folder import TokenFolder
 from kenotron_data.tokenise import Progress, identity_of, part_groups, tokenise
@@ -83,7 +83,7 @@ def corpus_pieces(
     *,
     optional: Sequence[str] = (),
     validation: bool = False,
-) -> list[list[Piece]]:
+) -> list[list[TextPiece]]:
     """List the pieces of each data set of a section.
 
     Args:
@@ -97,7 +97,7 @@ def corpus_pieces(
     """
     sources = []
     for name, fraction in config.fractions.items():
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         for split in chosen_splits(config.splits, validation=validation):
             found = data_pieces(
                 name,
@@ -145,7 +145,7 @@ def data_pieces(
     optional: Sequence[str] = (),
     split: str = "train",
     config_name: str | None = None,
-) -> list[Piece]:
+) -> list[TextPiece]:
     """List the pieces of one data set.
 
     Args:
@@ -193,7 +193,7 @@ def _is_path(path: Path, name: str) -> bool:
 
 def dataset_pieces(
     dataset: Any, columns: Sequence[str], *, name: str, optional: Sequence[str] = ()
-) -> list[Piece]:
+) -> list[TextPiece]:
     """List the pieces of a `datasets.Dataset` that is loaded.
 
     Raises:
@@ -216,7 +216,7 @@ def dataset_pieces(
     ]
 
 
-def _of_fraction(name: str, pieces: list[Piece], fraction: float) -> list[Piece]:
+def _of_fraction(name: str, pieces: list[TextPiece], fraction: float) -> list[TextPiece]:
     if fraction == 1:
         return pieces
     whole = sum(piece.count() for piece in pieces)

@@ -16,7 +16,7 @@ from kenotron_data.config import SFTDatasetsConfig
 from kenotron_data.hub import corpus_pieces
 from kenotron_data.pack import check_index, check_indices
 from kenotron_data.row_samples import PAD, Int64Array, Rows
-from kenotron_data.text_pieces import Piece
+from kenotron_data.text_pieces import TextPiece
 from kenotron_data.tokenizer import Ids, TextTokenizer, without_end, wrap_tokenizer
 
 _TOGETHER = 256
@@ -101,7 +101,7 @@ class SupervisedExamples:
 
     def __init__(
         self,
-        pieces: Sequence[Piece],
+        pieces: Sequence[TextPiece],
         encoder: ExampleEncoder,
         sequence_length: int,
         *,
@@ -264,7 +264,7 @@ def _encoder(config: SFTDatasetsConfig, tokenizer: Any, validation: bool) -> Exa
 
 
 def _encoded(
-    pieces: Sequence[Piece], encoder: ExampleEncoder, most: int | None
+    pieces: Sequence[TextPiece], encoder: ExampleEncoder, most: int | None
 ) -> Iterator[tuple[tuple[int, int], list[Example]]]:
     """Yield the number of the piece, the place, and the examples; an error names the row."""
     rows: Iterable[tuple[int, int, tuple[Any, ...]]] = itertools.islice(

@@ -10,7 +10,7 @@ from kenotron_data.csv_rows import CSV_SUFFIXES, CsvRows, is_csv
 from kenotron_data.json_lines import JSON_SUFFIXES, JsonLines, is_json_lines
 from kenotron_data.tables import ParquetRows
 from kenotron_data.text import TEXT_SUFFIXES
-from kenotron_data.text_pieces import Piece, TextFile
+from kenotron_data.text_pieces import TextFile, TextPiece
 
 SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -27,7 +27,7 @@ def file_pieces(
     optional: Sequence[str] = (),
     split: str | None = None,
     glob_pattern: str | None = None,
-) -> list[Piece]:
+) -> list[TextPiece]:
     """List the files of a path, as pieces that are not cut yet.
 
     Args:
@@ -84,7 +84,7 @@ def _is_table(file: Path) -> bool:
     return is_json_lines(file) or is_csv(file) or file.suffix == ".parquet"
 
 
-def _piece(file: Path, columns: tuple[str, ...], optional: tuple[str, ...]) -> Piece:
+def _piece(file: Path, columns: tuple[str, ...], optional: tuple[str, ...]) -> TextPiece:
     if is_json_lines(file):
         return JsonLines(path=file, columns=columns, optional=optional)
     if is_csv(file):

@@ -16,7 +16,7 @@ Row: TypeAlias = tuple[int, tuple[Any, ...]]
 """Place of a row, and the values of its columns."""
 
 
-class Piece(Protocol):
+class TextPiece(Protocol):
     """Rows of a source that are read one after the other; it can be pickled."""
 
     @property
@@ -36,7 +36,7 @@ class Piece(Protocol):
         """Say which rows these are; another text once the data have changed."""
         ...
 
-    def cut(self, size: int) -> "Sequence[Piece]":
+    def cut(self, size: int) -> "Sequence[TextPiece]":
         """Cut into pieces of about `size` bytes; a piece that cannot be cut comes back whole."""
         ...
 
@@ -44,7 +44,7 @@ class Piece(Protocol):
         """Return the number of rows."""
         ...
 
-    def first(self, rows: int) -> "Piece":
+    def first(self, rows: int) -> "TextPiece":
         """Return the piece of the first `rows` rows."""
         ...
 
@@ -94,9 +94,9 @@ def file_identity(path: Path) -> str:
     return f"{os.path.abspath(path)}:{found.st_size}:{found.st_mtime_ns}"
 
 
-def first_rows(pieces: Sequence[Piece], rows: int) -> list[Piece]:
+def first_rows(pieces: Sequence[TextPiece], rows: int) -> list[TextPiece]:
     """Return the first rows of several pieces in order."""
-    taken: list[Piece] = []
+    taken: list[TextPiece] = []
     for piece in pieces:
         if rows <= 0:
             break
@@ -106,10 +106,10 @@ def first_rows(pieces: Sequence[Piece], rows: int) -> list[Piece]:
     return taken
 
 
-def grouped(pieces: Sequence[Piece], size: int) -> list[tuple[Piece, ...]]:
+def grouped(pieces: Sequence[TextPiece], size: int) -> list[tuple[TextPiece, ...]]:
     """Cut pieces to about `size` bytes and put small neighbours together, in order."""
-    groups: list[tuple[Piece, ...]] = []
-    waiting: list[Piece] = []
+    groups: list[tuple[TextPiece, ...]] = []
+    waiting: list[TextPiece] = []
     total = 0
     for piece in (small for whole in pieces for small in whole.cut(size)):
         own = piece.size

@@ -18,7 +18,7 @@ from typing import Any
 
 from kenotron_data.ahead import WorkedAhead
 from kenotron_data.file_lock import locked
-from kenotron_data.text_pieces import Piece, grouped
+from kenotron_data.text_pieces import TextPiece, grouped
 from kenotron_data.token_cache import check_sums, sums_of
 from kenotron_data.tokenise_part import EMPTY, Part, PartMade, PartMaker
 from kenotron_data.tokenizer import TextTokenizer
@@ -54,8 +54,8 @@ Progress = Callable[[PartMade, int], None]
 
 
 def part_groups(
-    sources: Sequence[Sequence[Piece]], part_size: int | None = None
-) -> list[list[tuple[Piece, ...]]]:
+    sources: Sequence[Sequence[TextPiece]], part_size: int | None = None
+) -> list[list[tuple[TextPiece, ...]]]:
     """Cut sources into parts.
 
     Args:
@@ -84,7 +84,7 @@ def part_groups(
 
 
 def tokenise(
-    groups: Sequence[Sequence[tuple[Piece, ...]]],
+    groups: Sequence[Sequence[tuple[TextPiece, ...]]],
     tokenizer: TextTokenizer,
     folder: str | os.PathLike[str],
     *,
@@ -153,7 +153,7 @@ def read_note(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def identity_of(groups: Iterable[Iterable[Iterable[Piece]]]) -> str:
+def identity_of(groups: Iterable[Iterable[Iterable[TextPiece]]]) -> str:
     """Return a fingerprint of the data: another one once a file, a row or an order has changed."""
     digest = hashlib.blake2b(digest_size=16)
     for number, source in enumerate(groups):
@@ -176,7 +176,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _note(
-    groups: Sequence[Sequence[tuple[Piece, ...]]], tokenizer: TextTokenizer, token_bytes: int
+    groups: Sequence[Sequence[tuple[TextPiece, ...]]], tokenizer: TextTokenizer, token_bytes: int
 ) -> dict[str, Any]:
     """Say what a folder is made of; equal notes make equal files."""
     return {
@@ -235,7 +235,7 @@ def _difference(found: dict[str, Any] | None, note: dict[str, Any]) -> str:
     return "was made with another tokenizer of this name, or by another version of this program"
 
 
-def _parts(groups: Sequence[Sequence[tuple[Piece, ...]]], folder: Path) -> list[Part]:
+def _parts(groups: Sequence[Sequence[tuple[TextPiece, ...]]], folder: Path) -> list[Part]:
     return [
         Part(
             path=folder / f"{source:03d}_{number:05d}.ds",

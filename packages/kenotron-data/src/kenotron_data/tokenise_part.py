@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kenotron_data.text_pieces import Piece
+from kenotron_data.text_pieces import TextPiece
 from kenotron_data.token_file import TokenFile
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenizer import Ids, TextTokenizer
@@ -18,7 +18,7 @@ _BATCH_DOCUMENTS = 1024
 EMPTY = ".empty"
 """Suffix of the mark of a part that has no token, in place of its file."""
 
-Placed = tuple[Piece, int, str]
+Placed = tuple[TextPiece, int, str]
 """A document: the piece and the place it comes from, and its text."""
 
 
@@ -33,7 +33,7 @@ class Part:
     """
 
     path: Path
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TextPiece, ...]
     size: int
 
     @property
@@ -113,12 +113,12 @@ class PartMaker:
         return found
 
 
-def texts_of(pieces: Sequence[Piece]) -> Iterator[str]:
+def texts_of(pieces: Sequence[TextPiece]) -> Iterator[str]:
     """Yield the documents of pieces. ValueError names a row without text."""
     return (text for _, _, text in _placed(pieces))
 
 
-def _placed(pieces: Sequence[Piece]) -> Iterator[Placed]:
+def _placed(pieces: Sequence[TextPiece]) -> Iterator[Placed]:
     for piece in pieces:
         for place, (text,) in piece:
             if not isinstance(text, str):
@@ -131,7 +131,7 @@ def _placed(pieces: Sequence[Piece]) -> Iterator[Placed]:
             yield piece, place, text
 
 
-def _batches(pieces: Sequence[Piece]) -> Iterator[list[Placed]]:
+def _batches(pieces: Sequence[TextPiece]) -> Iterator[list[Placed]]:
     batch: list[Placed] = []
     characters = 0
     for placed in _placed(pieces):

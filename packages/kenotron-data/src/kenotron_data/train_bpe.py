@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from kenotron_data.text_pieces import Piece
+from kenotron_data.text_pieces import TextPiece
 from kenotron_data.tokenise import identity_of, write_json
 from kenotron_data.tokenise_part import texts_of
 
@@ -14,7 +14,7 @@ _SMALLEST = 256 + 1
 
 
 def trained_bpe(
-    parts: Sequence[Sequence[Piece]],
+    parts: Sequence[Sequence[TextPiece]],
     vocab_size: int,
     path: Path,
     *,
@@ -43,7 +43,7 @@ def trained_bpe(
 
 
 def train_bpe(
-    parts: Sequence[Sequence[Piece]], vocab_size: int, path: Path, *, most_bytes: int = 1 << 30
+    parts: Sequence[Sequence[TextPiece]], vocab_size: int, path: Path, *, most_bytes: int = 1 << 30
 ) -> int:
     """Train a byte-level BPE and write its `tokenizer.json`.
 
@@ -91,7 +91,7 @@ def train_bpe(
     return tokenizer.get_vocab_size()
 
 
-def _beginnings(parts: Sequence[Sequence[Piece]], most_bytes: int) -> Iterator[str]:
+def _beginnings(parts: Sequence[Sequence[TextPiece]], most_bytes: int) -> Iterator[str]:
     """Yield texts until each part has given its share; the last one may be cut."""
     share = max(1, most_bytes // max(1, len(parts)))
     for part in parts:

@@ -20,7 +20,7 @@ from kenotron_models import attention_flash as flash
 from kenotron_models import attention_varlen as varlen
 from kenotron_models.attention_blocked import attend_blocks
 from kenotron_models.attention_flash import attend_flash, check_installed, flash_runs
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 from kenotron_models.attention_reference import attend_masked, attend_plain
 from kenotron_models.attention_varlen import attend_varlen
 
@@ -40,7 +40,7 @@ CUDNN_FIRST = [
 ]
 """Order of torch's kernels on devices of HOPPER and later, where cuDNN's uses their own units."""
 HOPPER = (9, 0)
-Attend = Callable[[Tensor, Tensor, Tensor, Sight, Scoring], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionMask, Scoring], Tensor]
 """(q (B, S, H, K), k and v (B, S, G, K), what is seen, what changes the scores) -> (B, S, H, K)."""
 
 
@@ -56,7 +56,7 @@ def attend(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    sight: Sight,
+    sight: AttentionMask,
     scoring: Scoring,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
@@ -120,7 +120,7 @@ def check_backend(backend: AttentionBackend, scoring: Scoring) -> None:
         check_installed()
 
 
-def prepare(sight: Sight, backend: AttentionBackend) -> None:
+def prepare(sight: AttentionMask, backend: AttentionBackend) -> None:
     """Make what the back end reads of ``sight`` once for the micro-batch, not in a compiled layer.
 
     The blocked and flash back ends are never part of one.
@@ -134,7 +134,7 @@ def prepare(sight: Sight, backend: AttentionBackend) -> None:
         _ = sight.mask_BSS, sdpa_order(sight)
 
 
-def chosen(q_BSHK: Tensor, sight: Sight) -> AttentionBackend:
+def chosen(q_BSHK: Tensor, sight: AttentionMask) -> AttentionBackend:
     """Return what ``auto`` means for these queries."""
     kernel = ragged_kernel(sight)
     if torch.compiler.is_compiling():  # a program can contain sdpa, and calls the others
@@ -158,7 +158,7 @@ def chosen_for(q_BSHK: Tensor, scoring: Scoring) -> AttentionBackend:
     return "plain" if scoring.unsupported(BACKENDS["blocked"].supports) else "blocked"
 
 
-def ragged_kernel(sight: Sight) -> AttentionBackend | None:
+def ragged_kernel(sight: AttentionMask) -> AttentionBackend | None:
     """Return the back end that needs no full-square mask where more than the future is hidden.
 
     None where nothing more is hidden, or the device has no such kernel. Made once per micro-batch.
@@ -175,7 +175,7 @@ def ragged_kernel(sight: Sight) -> AttentionBackend | None:
     return sight.context.once(("ragged kernel", sight.window, sight.documents), find)
 
 
-def sdpa_order(sight: Sight) -> list[SDPBackend] | None:
+def sdpa_order(sight: AttentionMask) -> list[SDPBackend] | None:
     """Return the order of torch's kernels on the micro-batch's device; None: torch's own order."""
     device = sight.context.positions_BS.device
     return sight.context.once(
@@ -183,13 +183,13 @@ def sdpa_order(sight: Sight) -> list[SDPBackend] | None:
     )
 
 
-def blocks_beat_masks(sight: Sight, device: torch.device) -> bool:
+def blocks_beat_masks(sight: AttentionMask, device: torch.device) -> bool:
     """Return True where blocks are faster than torch's own attention under a mask."""
     return device.type == "cpu" and sight.sequence >= MASKED_BLOCKS
 
 
 def attend_sdpa(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
     """torch's own attention, with a mask only if there is more to hide than the future."""
     mask = sight.mask_BSS

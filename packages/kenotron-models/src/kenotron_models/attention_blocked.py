@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kenotron_cp import Scoring
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 
 ROWS = 1024  # n * R of a block: enough for products at full speed
 QUERIES = (32, 256)  # bounds of n: a block computes n^2 / 2 scores in vain
@@ -52,7 +52,7 @@ class Shares(NamedTuple):
 
 
 def attend_blocks(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
     """Made for the CPU; scores are rounded to the dtype of q: (B, S, H, K)."""
     return BlockedAttention.apply(q_BSHK, k_BSGK, v_BSGK, scoring.sinks, sight, scoring)
@@ -68,7 +68,7 @@ class BlockedAttention(torch.autograd.Function):
         k_BSGK: Tensor,
         v_BSGK: Tensor,
         sinks: Tensor | None,
-        sight: Sight,
+        sight: AttentionMask,
         scoring: Scoring,
     ) -> Tensor:
         """Torch's own attention where nothing but the future is hidden, else by blocks."""
@@ -157,7 +157,7 @@ class Scratch:
         return self._future[queries]
 
 
-def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: Sight) -> Iterator[Block]:
+def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: AttentionMask) -> Iterator[Block]:
     """All blocks, row by row."""
     batch, sequence = q_BSHK.shape[:2]
     size = min(max(ROWS // ratio, QUERIES[0]), QUERIES[1])
@@ -188,7 +188,7 @@ def probabilities(
     q: Tensor,
     k: Tensor,
     block: Block,
-    sight: Sight,
+    sight: AttentionMask,
     scoring: Scoring,
     sinks_GR: Tensor | None,
     scratch: Scratch,
@@ -216,7 +216,7 @@ def probabilities(
     return Shares(shares.mul_((-beyond).sigmoid()), slope, beyond.sigmoid())
 
 
-def outside(block: Block, sight: Sight) -> Tensor:
+def outside(block: Block, sight: AttentionMask) -> Tensor:
     """Bool (n, last - low): the key is before what the query sees."""
     first_BS = sight.first_BS
     assert first_BS is not None  # something but the future is hidden

@@ -9,14 +9,14 @@ from torch import Tensor
 
 import kenotron_cp
 from kenotron_models.attention_backends import AttentionBackend
-from kenotron_models.attention_mask import Sight, starts_of
+from kenotron_models.attention_mask import AttentionMask, starts_of
 
 
 def attend_cut(
     q_BSHK: Tensor,
     k_BSGK: Tensor,
     v_BSGK: Tensor,
-    sight: Sight,
+    sight: AttentionMask,
     scoring: kenotron_cp.Scoring,
     backend: AttentionBackend = "auto",
 ) -> Tensor:
@@ -54,7 +54,7 @@ def attend_cut(
     )
 
 
-def sight_of_rows(sight: Sight) -> kenotron_cp.Visibility:
+def sight_of_rows(sight: AttentionMask) -> kenotron_cp.Visibility:
     """Return what tokens of the whole rows see, made once for all layers of a micro-batch."""
     cut = sight.context.cut
     assert cut is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp import Scoring
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 
 MAX_FEATURES = 256  # of a head, in flash-attn 2
 MULTIPLE = 8
@@ -57,7 +57,7 @@ def flash_runs(q_BSHK: Tensor) -> bool:
 
 
 def attend_flash(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
     """Documents become sequences of their own lengths; windows are flash-attn's own: (B, S, H, K).
 

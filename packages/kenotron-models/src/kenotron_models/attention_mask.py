@@ -28,7 +28,7 @@ class DocumentLengths(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Sight:
+class AttentionMask:
     """The tokens that each token of a micro-batch attends to, in layers of one kind."""
 
     context: Context

@@ -23,7 +23,7 @@ from kenotron_models.attention_backends import (
     prepare,
 )
 from kenotron_models.attention_cp import attend_cut, sight_of_rows
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 from kenotron_models.attention_reference import dropout_of
 from kenotron_models.build import Build
 from kenotron_models.context import Context
@@ -170,5 +170,5 @@ class Mixing(Part, Generic[Spec]):
             lambda: rotary_angles(context.positions_BS, width, theta, scaling),
         )
 
-    def _sight(self, context: Context) -> Sight:
-        return Sight(context, self.spec.window, self.spec.separate_documents)
+    def _sight(self, context: Context) -> AttentionMask:
+        return AttentionMask(context, self.spec.window, self.spec.separate_documents)

@@ -12,7 +12,7 @@ from torch import Tensor
 from kenotron_cp import Dropout, Scoring
 from kenotron_dist.rng import counter_key, uniform
 from kenotron_dist.rng import dropout as scaled_where_kept
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 from kenotron_models.context import Context
 
 
@@ -49,7 +49,7 @@ def dropout_of(context: Context, p: float, layer: int, first_head: int) -> Dropo
 
 
 def attend_plain(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
     """Compute ``attend_masked`` over the tokens that are seen: (B, S, H, K).
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kenotron_cp import Scoring
 from kenotron_models.attention_flash import problem
-from kenotron_models.attention_mask import Sight
+from kenotron_models.attention_mask import AttentionMask
 
 MODULE = "torch.nn.attention.varlen"
 MIN_CAPABILITY = (8, 0)
@@ -50,7 +50,7 @@ def varlen_runs(q_BSHK: Tensor) -> bool:
 
 
 def attend_varlen(
-    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: Sight, scoring: Scoring
+    q_BSHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, sight: AttentionMask, scoring: Scoring
 ) -> Tensor:
     """Documents become sequences of their own lengths; without documents rows do.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kenotron_cp import Cut
 from kenotron_dist import Axis
-from kenotron_models.attention_mask import Sight, starts_of
+from kenotron_models.attention_mask import AttentionMask, starts_of
 from kenotron_models.context import Context
 
 
@@ -59,7 +59,7 @@ def tokens_since_start(context: Context, *, documents: bool) -> Tensor | None:
 
 def _since(context: Context) -> Tensor | None:
     if (cut := context.cut) is None:
-        first = Sight(context, documents=True).first_BS
+        first = AttentionMask(context, documents=True).first_BS
         if first is None:
             return None
         return torch.arange(first.shape[1], device=first.device) - first

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt import Source, save_streamed
+from kenotron_ckpt import StreamedTensor, save_streamed
 from kenotron_nanotron.checkpoint import NanotronCheckpoint, read_nanotron
 from kenotron_nanotron.expert_names import Due
 from kenotron_nanotron.metadata import METADATA, MODEL_CONFIG
@@ -80,9 +80,9 @@ def import_nanotron(
     return save_streamed(folder, checkpoint.metadata.last_train_step, sources, state, text)
 
 
-def _source(due: Due, dtype: torch.dtype, read: Callable[[], Tensor]) -> Source:
+def _source(due: Due, dtype: torch.dtype, read: Callable[[], Tensor]) -> StreamedTensor:
     """Our tensor, made of theirs that ``read`` returns."""
-    return Source(due.own_shape, dtype, lambda: due.change(read()).contiguous())
+    return StreamedTensor(due.own_shape, dtype, lambda: due.change(read()).contiguous())
 
 
 def _known_names(checkpoint: NanotronCheckpoint) -> dict[str, Due]:
