@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -219,6 +220,46 @@ def test_a_value_against_the_rule_is_named(kind: type[Any]) -> None:
             said = rf"(?m)^{name}: .* it must divide {each.divides} \("
             with pytest.raises(ValueError, match=said):
                 replace(owner, **{name: whole + 1})
+
+
+STRANGERS = ("x", "2", [1], {"a": 1}, True, 1.5, -1, float("inf"), [[]], 10**30)
+"""Values of which no key takes all, as a config.json may have them."""
+
+
+def mistyped(hint: Any) -> Iterator[Any]:
+    """Values of another type than a key has."""
+    words = str(hint)
+    if "int" not in words and "float" not in words:
+        yield 7
+    if "str" not in words and "Literal" not in words:
+        yield "x"
+    yield from ({1, 2}, object())
+    if "tuple" not in words:
+        yield (1, 2)
+
+
+@every_family
+def test_a_value_of_another_type_is_named(kind: type[Any]) -> None:
+    for section, name, _ in keys_of(kind):
+        owner = owner_of(kind, section)
+        for value in mistyped(get_type_hints(type(owner))[name]):
+            with pytest.raises(ValueError, match=rf"(?m)^{name}: .*; it must be "):
+                replace(owner, **{name: value})
+
+
+@every_family
+def test_whatever_config_json_holds_is_read_or_a_value_error(kind: type[Any]) -> None:
+    try:
+        good = config_to_hf(base(kind))
+    except ValueError:
+        pytest.skip("Hugging Face has no such models")
+    for name in good:
+        for value in STRANGERS:
+            with contextlib.suppress(ValueError):
+                config_from_hf({**good, name: value})
+        without = {key: value for key, value in good.items() if key != name}
+        with contextlib.suppress(ValueError):
+            config_from_hf(without)
 
 
 @every_family

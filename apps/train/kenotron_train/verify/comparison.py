@@ -167,9 +167,11 @@ def compare(layout: list[Measured], one: Measured, relative: float) -> list[Chec
     gradients for its updates; how much they may deviate (``allowed``), 0: not by a bit. Raises
     ValueError where one process itself finds nan or inf.
     """
+    # Initial weights are equal to the bit.
     before = join_pieces([one.initial])
     pieces = [rank.initial for rank in layout]
     found = [_tensors(0, "initial weights", pieces, before, dict.fromkeys(before, 0.0))]
+    # Each step: loss and norm, gradients, weights after the same update; a failure ends it.
     for i, own in enumerate(one.steps):
         if not all(check.passed for check in found):
             break

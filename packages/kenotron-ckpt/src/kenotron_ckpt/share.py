@@ -66,6 +66,7 @@ def plan_share(
     Raises:
         ValueError: a line for each tensor that cannot be saved.
     """
+    # What cannot be saved is refused before anything is planned.
     problems = problems_of(tensors, mesh.view) or unstorable(tensors)
     problems += [f"volatile: {key} is not among the tensors" for key in {*volatile} - {*tensors}]
     if file_bytes < 1:
@@ -73,12 +74,14 @@ def plan_share(
     if problems:
         raise ValueError("\n".join(problems))
     early = {layout.name for key, (_, layout) in tensors.items() if key in volatile}
+    # Which blocks this rank writes, and how large a file may be: two fit into the pool.
     half = PIECE_BYTES if pool_bytes is None else max(1, pool_bytes // 2)
     blocks = share_of(blocks_of(tensors, mesh.view), mesh.view, min(half, PIECE_BYTES))
     total = sum(block.nbytes for block in blocks)
     limit = min(file_bytes, max(PIECE_BYTES, -(-total // threads)))
     if pool_bytes is not None and total > pool_bytes:
         limit = min(limit, half)
+    # Files: values that change soon come first, tensors without elements need none.
     first = plan_parts([block for block in blocks if block.name in early], limit)
     rest = plan_parts([b for b in blocks if b.name not in early], limit, len(first))
     empty = {

@@ -160,6 +160,7 @@ def parse_config(
     def read(text: str, name: str) -> Any:
         return _parse_yaml(text, name, environment, warn)
 
+    # The text, in the spelling of today, with the overrides.
     given = _plain(read(text, source_name), source_name)
     if mark := before_nanotron(given):
         raise ConfigError([f"{source_name}: {mark} {_BRRR}"])
@@ -169,6 +170,7 @@ def parse_config(
             changed.append(_override(data, override, read))
         except ConfigError as error:
             problems += error.problems
+    # Values: paths from home, without what concerns no training; then sections, one by one.
     data = expand_home(data, environment, report)
     data = without_others(data, lambda line: warn(f"{source_name}: {line}"))
     built = sections(Config, modernise(data, report), report)

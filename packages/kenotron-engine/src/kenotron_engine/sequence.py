@@ -103,6 +103,7 @@ def share_of(
     weight = 1 / count.float() if count is not None and spec.routes else None
     further = [after_next(each) for each in micros] if count is not None and spec.mtp_weight else []
     following: list[Tensor | None] = [tokens for tokens, _ in further] or [None] * len(micros)
+    # Alone: rows stay whole.
     if axis.size == 1:
         made = [
             Context(
@@ -113,6 +114,7 @@ def share_of(
             for micro, tokens in zip(micros, following, strict=True)
         ]  # fmt: skip
         return Share(micros, made, [labels for _, labels in further])
+    # Cut: tokens, labels, padding and what is predicted next are cut in the same way.
     way, layout = way_of(mode, spec, mesh.sizes), mode.layout
     own, cut = (
         [_cut(each, axis, layout) for each in micros],

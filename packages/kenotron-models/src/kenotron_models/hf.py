@@ -101,7 +101,13 @@ def config_from_hf(values: Mapping[str, Any]) -> AnyConfig:
     ]
     if wrong:
         raise ValueError("\n".join(wrong))
-    return read_config(kind, filled) if family.read is None else family.read(filled)
+    try:
+        return read_config(kind, filled) if family.read is None else family.read(filled)
+    except (TypeError, KeyError, AttributeError, IndexError, ArithmeticError) as error:
+        raise ValueError(
+            f"a value of the config.json of a {name} has another type than transformers writes "
+            f"({type(error).__name__}: {error}): compare it with the file of a published model"
+        ) from error
 
 
 def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:

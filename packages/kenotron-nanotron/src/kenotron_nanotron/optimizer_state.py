@@ -135,11 +135,13 @@ def read_optimizer(checkpoint: NanotronCheckpoint) -> NanotronOptimizer:
             f"{folder}: the engine {checkpoint.metadata.engine} pickles names and counts in a way "
             f"that torch's weights_only loader does not open{_WITHOUT}"
         )
+    # How the state was cut.
     config = folder / "optimizer_config.json"
     said = read_json(config)
     zero = _is_zero(config, said, checkpoint)
     sizes = _sizes(config, said, checkpoint)
     dp = sizes["dp_size"] if zero else 1
+    # The files of all ranks; their offsets, masters and counts must agree.
     files = {
         rank: _load(path)
         for rank, path in _paths(folder, zero, sizes["pp_size"], dp, sizes["tp_size"]).items()

@@ -63,6 +63,7 @@ class ParameterGathers:
                 "were cut by them: name all of them once"
             )
         self.wait()
+        # Which module reads a parameter first.
         modules, accumulator = list(modules), self._accumulator
         names = [self._read_by(module) for module in modules]
         first = {name: i for i, read in reversed(list(enumerate(names))) for name in read}
@@ -71,6 +72,7 @@ class ParameterGathers:
                 f"parameters {', '.join(missing)} belong to none of the {len(modules)} modules "
                 "given: give every module that reads parameters, in the order of the forward"
             )
+        # Buckets are cut into groups that are gathered in the order in which they are read.
         cut = [
             group
             for bucket in self._accumulator.buckets
@@ -78,6 +80,7 @@ class ParameterGathers:
         ]
         self.groups = sorted(cut, key=lambda group: min(first[span.name] for span in group))
         check_alike([[span.name for span in group] for group in self.groups], accumulator.peers)
+        # Every module waits for all groups that hold something it reads.
         held = [{span.name for span in group} for group in self.groups]
         self._readers = [
             (module, [i for i, group in enumerate(held) if group & read])

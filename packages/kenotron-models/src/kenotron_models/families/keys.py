@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
+from kenotron_models.families.types_of_keys import fits, words_of
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import MOST_LAYERS, DecoderSpec
 
@@ -114,10 +115,13 @@ def key_table(kind: type[Any]) -> dict[str, Key]:
     }
 
 
+hints_of = functools.cache(get_type_hints)
+
+
 @functools.cache
 def nullable(kind: type[Any]) -> frozenset[str]:
     """Return the fields of a config class that may be null."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     return frozenset(name for name, hint in hints.items() if type(None) in get_args(hint))
 
 
@@ -175,12 +179,14 @@ class KeyTable:
 
 
 def key_problems(config: KeyTable) -> list[str]:
-    """Name values that break the rule of their key."""
+    """Name values of another type than their key, and those that break its rule."""
     found = []
     for name, each in key_table(type(config)).items():
         value, words, null = getattr(config, name), "", name in nullable(type(config))
         if value is None:
             words = "" if null else "it must have a value"
+        elif not fits(value, hint := hints_of(type(config))[name]):
+            words = f"it must be {words_of(hint)}"
         elif each.least is not None and value < each.least:
             words = f"it must be at least {each.least}"
         elif each.rule is not None and not each.rule.holds(value):
