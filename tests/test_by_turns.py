@@ -114,7 +114,10 @@ def test_a_change_reaches_the_packages_that_need_it() -> None:
     assert not {"packages/kenotron-tp", "packages/kenotron-data"} & {*reached}
     assert reached["across"]["arguments"][-1] == "--touched=cp"
     reached = nox_lanes.affected(["packages/kenotron-dist/README.md"])
-    assert set(nox_lanes.lanes()) - {*reached} == {"packages/kenotron-data"}
+    assert set(nox_lanes.lanes()) - {*reached} == {
+        "packages/kenotron-data",
+        "packages/kenotron-command",
+    }
     assert set(nox_lanes.affected(["tests/grid.py"])) == {"across"}
     assert not nox_lanes.affected(["README.md"])
 

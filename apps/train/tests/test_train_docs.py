@@ -161,6 +161,9 @@ def test_commands_are_run_or_marked(name: str) -> None:
 def test_install_lines_name_the_version_of_torch(name: str) -> None:
     lines = (ROOT / name).read_text().splitlines()
     lines = [line for line in lines if line.startswith("pip install ") and "./packages/" in line]
+    if name.startswith("packages/kenotron-command/"):
+        assert lines
+        return  # it needs no torch
     assert lines and all(line.startswith("pip install torch==2.13.0 ") for line in lines), (
         "the newest torch, with CUDA, is 3 GB"
     )
