@@ -22,6 +22,7 @@ from kenotron_models import (
     MixtralConfig,
     MoEConfig,
     RouterSpec,
+    SmallSizes,
 )
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
 
@@ -119,7 +120,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
         "4.0 was given; from num_experts / top_k (4) on there is room for every choice and nothing "
         "is dropped: give less, or null",
     ),
-    (MixtralConfig, {"router_jitter_noise": 1.0}, "1.0 was given; it must be at least 0 and below"),
+    (MixtralConfig, {"router_jitter_noise": 1.0}, "1.0 was given; it must be at least 0, below 1"),
     (DeepseekV3Config, {"router_aux_loss_type": "batch"}, "one of sample, micro_batch, all_layers"),
 ]  # fmt: skip
 
@@ -134,6 +135,14 @@ def test_contradictory_keys_of_routing_are_refused(
 
 
 def test_a_factor_without_drops_in_a_small_copy_is_left_out() -> None:
-    config = MoEConfig(num_experts=64, top_k=4, expert_capacity_factor=4.0)
-    assert config.small_capacity(8, 4) is None
-    assert replace(config, expert_capacity_factor=1.25).small_capacity(8, 4) == 1.25
+    sizes = SmallSizes(
+        layers=4, period=4, heads=4, kv_heads=2, head_dim=8, vocab_size=96, tp=2, sequence=64,
+        small_sequence=16,
+    )  # fmt: skip
+    made = MixtralConfig(num_local_experts=64, num_experts_per_tok=4, expert_capacity_factor=15.0)
+    for config in (made, replace(made, expert_capacity_factor=1.25)):
+        small = config.small(sizes)
+        room = small.num_local_experts / small.num_experts_per_tok
+        factor = config.expert_capacity_factor
+        assert small.expert_capacity_factor == (factor if factor < room else None)
+    assert 1.25 < room < 15.0
