@@ -6,6 +6,7 @@ Nothing is allocated: layers are built on torch's meta device.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,19 +30,23 @@ def layer_activation(plan: CostPlan, layer: int, again: Recompute) -> int:
 
     The block of the module of `mtp` counts as one more layer.
     """
-    spec, parallel = plan.spec, plan.parallelism
-    return kept_bytes(
-        spec.trained_blocks[layer],
-        spec.hidden_size,
-        plan.micro_batch_size,
-        plan.row_tokens,
-        tp=parallel.tp,
-        mode=parallel.mode,
-        dtype=plan.dtype,
-        residual=torch.float32 if spec.residual_in_fp32 else None,
-        recompute=again,
-        fused_norms=_fuses_norms(plan.device, plan.dtype),
-    )
+    fused = _fuses_norms(plan.device, plan.dtype)
+    return kept_bytes(**measured_block(plan, layer, again), fused_norms=fused)
+
+
+def measured_block(plan: CostPlan, layer: int, again: Recompute) -> dict[str, Any]:
+    """Return the arguments of ``kept_bytes`` and ``sent_bytes`` for a block of a plan."""
+    return {
+        "block": plan.spec.trained_blocks[layer],
+        "width": plan.spec.hidden_size,
+        "rows": plan.micro_batch_size,
+        "sequence": plan.row_tokens,
+        "tp": plan.parallelism.tp,
+        "mode": plan.parallelism.mode,
+        "dtype": plan.dtype,
+        "residual": torch.float32 if plan.spec.residual_in_fp32 else None,
+        "recompute": again,
+    }
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ import torch
 from kenotron_engine import way_of
 from kenotron_models import LayerStack, Recompute, TransformersSpec, sent_bytes
 from kenotron_tp import tokens_at_a_time
-from kenotron_train.cost.activations import layer_activation, layers_by_rank, recomputed
+from kenotron_train.cost.activations import (
+    layer_activation,
+    layers_by_rank,
+    measured_block,
+    recomputed,
+)
 from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
 from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
 
@@ -73,16 +78,8 @@ def _sent(plan: CostPlan, layers: Sequence[int], again: Sequence[Recompute]) -> 
     for layer in layers:
         sent += Counter(
             sent_bytes(
-                spec.trained_blocks[layer],
-                spec.hidden_size,
-                plan.micro_batch_size,
-                plan.row_tokens,
-                tp=parallel.tp,
+                **measured_block(plan, layer, again[layer]),
                 ep=parallel.ep,
-                mode=parallel.mode,
-                dtype=plan.dtype,
-                residual=torch.float32 if spec.residual_in_fp32 else None,
-                recompute=again[layer],
                 cut=plan.cp_mode.cut(plan.sequence, parallel.cp),
                 way=way_of(plan.cp_mode, spec, parallel.grid),
             )

@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from kenotron_config import MetricsLoggingConfig
@@ -77,13 +76,8 @@ class Watching:
         self._profile.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._profile.__exit__(kind, error, trace)
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)
         if self._recorder is not None:
             self._recorder.close()
 

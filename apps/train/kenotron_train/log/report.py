@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 import time
-from types import TracebackType
 
 from rich.console import Console
 
@@ -83,12 +82,7 @@ class Report:
     def __enter__(self) -> Report:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def say(self, text: str, level: str = "info") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from kenotron_ckpt import (
     CheckpointsConfig,
@@ -88,12 +87,7 @@ class Uploads:
     def __enter__(self) -> Uploads:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for done in self._uploader.close(patience=0) if self._uploader is not None else ():
             self._say(done)
 

@@ -7,7 +7,6 @@ blocks of it, and micro-batches consecutive blocks of those.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
 
 from kenotron_data.ahead import WorkedAhead, WorkerKind, check_workers
 from kenotron_data.batch import Batch, Microbatches, RowSplit, TargetMask
@@ -187,12 +186,7 @@ class Loader(Iterator[Batch]):
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the loader."""
         self.close()
 

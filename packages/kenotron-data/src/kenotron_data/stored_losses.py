@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -141,12 +140,7 @@ class LossWriter:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Close the file; an error that is under way stays the one that is raised."""
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self._file.close()

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -86,12 +85,7 @@ class Meeting:
         self._came.wait(self._patience)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if isinstance(error, RuntimeError) and self._late.is_set():
             self._over.wait(self._patience)  # one that gave up took the store with it
         found = self._found

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -123,12 +122,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         if error is not None:
             text = str(error).partition("\n")[0]
             self._ended = f"{type(error).__name__}: {text}"
