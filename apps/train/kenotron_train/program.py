@@ -8,14 +8,11 @@ from kenotron_dist import shutdown
 from kenotron_train.cli import interrupted, main
 
 
-def program(
-    ctrl_c: Callable[..., Any] | int | None = None, end: Callable[[], None] = lambda: None
-) -> NoReturn:
+def program(ctrl_c: Callable[..., Any] | int | None = None) -> NoReturn:
     """Run the command line and end this process as a rank must: see ``shutdown``.
 
     Args:
         ctrl_c: handler of SIGINT from now on; None: the one that is there.
-        end: called when the work is done.
     """
     try:
         if ctrl_c is not None:
@@ -24,5 +21,4 @@ def program(
     except KeyboardInterrupt:  # outside of a run: flags are read, a report is drawn
         raise SystemExit(interrupted()) from None
     finally:
-        end()
         shutdown()

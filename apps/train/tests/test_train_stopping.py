@@ -62,11 +62,12 @@ def wait_for_steps(folder: Path, process: subprocess.Popen, steps: int) -> None:
 
 
 def ranks_of(pid: int) -> list[int]:
-    """Local ranks that the app has spawned: children of the forkserver that have a run to do."""
+    """Local ranks that the app has spawned: children of the fork of it that starts them."""
     return [
         child
         for child in descendants(pid)
-        if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes() and not descendants(child)
+        if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        and not descendants(child)
     ]
 
 
