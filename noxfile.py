@@ -58,18 +58,31 @@ def tests(session: nox.Session, package: Path) -> None:
     session.run(*ONCE_MORE, *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
 
 
-def wheel(session: nox.Session, package: Path) -> None:
-    """Install one package's wheel in a clean environment; run its README from an empty folder."""
-    wheels = build_wheels(session, closure(package))
-    pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in wheels)
-    install(session, package.name, pins=pins)
-    session.run(*(["uv"] if session.venv_backend == "uv" else []), "pip", "check")
-    readme = (package / "README.md").read_text()
-    for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
-        example = scratch(session, "readme") / "example.py"
-        example.write_text(code)
-        with session.chdir(scratch(session, "empty")):
-            session.run("python", str(example), env=TEST_ENV)
+def packages_after(session: nox.Session) -> list[Path]:
+    """The packages and apps that are named after `--`, without ``kenotron-``; else all packages."""
+    folders = {folder.name.removeprefix("kenotron-"): folder for folder in ALL}
+    if unknown := set(session.posargs) - {*folders}:
+        session.error(f"{sorted(unknown)} are no packages: choose of {', '.join(folders)}")
+    return [folders[name] for name in session.posargs] or PACKAGES
+
+
+@nox.session(venv_backend="uv")
+def wheels(session: nox.Session) -> None:
+    """Install each package's wheel and what it needs, no more; run its README in an empty folder.
+
+    Names of packages after `--` choose some: ``tp``.
+    """
+    for package in packages_after(session):
+        files = build_wheels(session, closure(package))
+        pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in files)
+        install(session, "--exact", package.name, pins=pins)
+        session.run("uv", "pip", "check")
+        readme = (package / "README.md").read_text()
+        for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
+            example = scratch(session, "readme") / "example.py"
+            example.write_text(code)
+            with session.chdir(scratch(session, "empty")):
+                session.run("python", str(example), env=TEST_ENV)
 
 
 def bench(session: nox.Session, folder: Path) -> None:
@@ -83,8 +96,8 @@ def bench(session: nox.Session, folder: Path) -> None:
 @nox.session
 def repo(session: nox.Session) -> None:
     """Check the shape of the repository: floors, rooms, sizes, versions. Needs no torch."""
-    session.install(PYTEST)
-    session.run("pytest", "--noconftest", *map(str, REPO_TESTS), *session.posargs)
+    session.install(PYTEST, XDIST)
+    session.run("pytest", "-n", "2", "--noconftest", *map(str, REPO_TESTS), *session.posargs)
 
 
 def check_style(session: nox.Session) -> None:
@@ -137,18 +150,24 @@ def run_lanes(session: nox.Session, chosen: dict[str, dict]) -> None:
 
 
 def named_lanes(session: nox.Session, *options: str) -> dict[str, dict]:
-    """The lanes that are named after `--`, or all."""
-    found = lanes(*options)
-    if unknown := set(session.posargs) - set(found):
-        session.error(f"{sorted(unknown)} are no lanes: choose of {', '.join(found)}")
-    return {name: found[name] for name in session.posargs or found}
+    """The lanes and folders that are named after `--`, or all lanes."""
+    found, folders = lanes(*options), {str(each.relative_to(ROOT)): each for each in ALL}
+    if unknown := set(session.posargs) - {*found, *folders}:
+        known = ", ".join(dict.fromkeys([*found, *folders]))
+        session.error(f"{sorted(unknown)} are no lanes: choose of {known}")
+    if not session.posargs:
+        return found
+    named = [folder for name, folder in folders.items() if name in session.posargs]
+    few = lanes(*options, folders=named) if named else {}
+    few = {name: lane for name, lane in few.items() if name not in ("across", "over NCCL")}
+    return few | {name: found[name] for name in session.posargs if name in found}
 
 
 @nox.session(name="tests")
 def some_variants(session: nox.Session) -> None:
     """Run every test; of those marked ``by_turns`` some variants, other ones every day.
 
-    Names of lanes after `--` choose some: ``across``, ``packages/kenotron-tp``, ``over NCCL``.
+    Names of lanes and folders after `--` choose: ``across``, ``packages/kenotron-tp``.
     """
     run_lanes(session, named_lanes(session, TODAY))
 
@@ -170,8 +189,6 @@ def affected_tests(session: nox.Session) -> None:
 
 for each in PACKAGES:
     add(f"tests-{each.name.removeprefix('kenotron-')}", tests, each, default=False)
-for each in PACKAGES:
-    add(f"wheel-{each.name.removeprefix('kenotron-')}", wheel, each)
 for each in ALL:
     if (each / "benchmarks").is_dir():
         add(f"bench-{each.name.removeprefix('kenotron-')}", bench, each, default=False)
@@ -197,13 +214,9 @@ def versions(session: nox.Session, section: str, *options: str) -> None:
 
     Names of packages and apps after `--` choose some; the rows of the others stay as they are.
     """
-    folders = {folder.name.removeprefix("kenotron-"): folder for folder in ALL}
-    chosen = session.posargs or [short for short in folders if folders[short] in PACKAGES]
-    if unknown := set(chosen) - set(folders):
-        session.error(f"{sorted(unknown)} are no packages: choose of {', '.join(folders)}")
     results = scratch(session, "results")
-    for short in chosen:
-        folder, result = folders[short], results / f"{short}.xml"
+    for folder in packages_after(session):
+        result = results / f"{folder.name}.xml"
         use = ALL if folder in APPS else closure(folder)
         what = (PYTEST, XDIST, *editable(use, [folder]))
         session.install("--exact", "--upgrade", *options, *what, env=COMPILED)

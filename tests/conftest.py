@@ -4,19 +4,9 @@ from pathlib import Path
 
 import pytest
 from grid import SECTIONS
+from loaded_ranks import LOADED
 
 from kenotron_dist import spawn
-
-LOADED = (
-    "torch._dynamo",
-    "kenotron_train.run.loop",
-    "transformers.activations",
-    "transformers.modeling_utils",
-    "transformers.generation.utils",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "pytest",
-)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

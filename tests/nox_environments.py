@@ -82,10 +82,8 @@ def build_wheels(session: nox.Session, folders: list[Path]) -> list[Path]:
     built = []
     for folder in folders:
         wheels = Path(all_wheels().name, folder.name)
-        if not wheels.exists() and session.venv_backend == "uv":
+        if not wheels.exists():
             session.run("uv", "build", "--quiet", "--wheel", f"--out-dir={wheels}", str(folder))
-        elif not wheels.exists():
-            session.run("pip", "wheel", "--quiet", "--no-deps", f"-w={wheels}", str(folder))
         built += wheels.glob("*.whl")
     return sorted(built)
 

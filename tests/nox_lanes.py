@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +25,51 @@ TEST_ENV = {
 }
 
 OVER_NCCL = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
+CHECKED = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "cp", "ep")]
+"""Their ``conftest.py`` lets torch compare every collective, in the whole process."""
 OPTIONS = ("--dist", "loadgroup", "--max-worker-restart=0", "--durations=15", "-p", "by_turns")
-WORKERS = {"programs": 3, "packages/kenotron-dist": 4}
+WORKERS = {"programs": 3, "communication": 3}
 """Of lanes whose tests wait more than they compute; the others have two."""
 
 
-def lanes(*options: str) -> dict[str, dict[str, Any]]:
+def lanes(*options: str, folders: Sequence[Path] = ALL) -> dict[str, dict[str, Any]]:
     """All lanes by name: what `tests/lanes.py` runs, the longest first.
 
-    Tests of apps/train that start programs wait more than they compute: a lane of their own.
+    A lane has several folders, so that few processes import torch and collect tests. Tests of
+    apps/train that start programs wait more than they compute: a lane of their own.
+
+    Args:
+        options: of pytest.
+        folders: packages and apps to be tested.
     """
     programs = _train_files_that_start_programs()
-    folders = {"across": _tests_across(), "programs": [str(file) for file in programs]}
-    folders |= {each.relative_to(ROOT).as_posix(): [str(each / "tests")] for each in reversed(ALL)}
-    folders["apps/train"] += [f"--ignore={file}" for file in programs]
+    train = ROOT / "apps/train"
+    others = [each for each in folders if each not in (*CHECKED, train)]
+    paths = {
+        "packages": [str(each / "tests") for each in others],
+        "across": _tests_across(),
+        "apps/train": [str(train / "tests"), *(f"--ignore={file}" for file in programs)],
+        "communication": [str(each / "tests") for each in CHECKED if each in folders],
+        "programs": [str(file) for file in programs],
+        "over NCCL": ["--most=2", "-m", "not gloo", *_files_that_communicate()],
+    }
+    without = [] if train in folders else ["apps/train", "programs"]
+    without += [] if {*OVER_NCCL} & {*folders} else ["over NCCL"]
+    loaded = {"packages": ("-p", "loaded_ranks")}
     environment = {"PYTHONPATH": str(ROOT / "tests")}
     found = {
         name: {
-            "arguments": ["-n", str(WORKERS.get(name, 2)), *OPTIONS, *options, *paths],
-            "environment": environment,
+            "arguments": [
+                "-n", str(WORKERS.get(name, 2)), *OPTIONS, *loaded.get(name, ()), *options, *each,
+            ],
+            "environment": dict(environment),
         }
-        for name, paths in folders.items()
-    }
-    over_nccl = [
-        "-n",
-        "2",
-        *OPTIONS,
-        *options,
-        "--most=2",
-        "-m",
-        "not gloo",
-        *_files_that_communicate(),
-    ]
-    fake = environment | {"KENOTRON_DEBUG": "fake_nccl"}
-    return found | {"over NCCL": {"arguments": over_nccl, "environment": fake}}
+        for name, each in paths.items()
+        if each and name not in without
+    }  # fmt: skip
+    if "over NCCL" in found:
+        found["over NCCL"]["environment"]["KENOTRON_DEBUG"] = "fake_nccl"
+    return found
 
 
 def changed_since(commit: str) -> list[str]:
@@ -76,24 +87,21 @@ def affected(files: Iterable[str], *options: str) -> dict[str, dict[str, Any]]:
 
     The rows of the grid are those that use what it touches (``--touched``).
     """
-    found, changed = lanes(*options), {"/".join(file.split("/")[:2]) for file in files}
+    changed = {"/".join(file.split("/")[:2]) for file in files}
     folders = {each.relative_to(ROOT).as_posix(): each for each in ALL}
-    if not changed & folders.keys() and not any(each.startswith("tests/") for each in changed):
+    of_tests = any(each.startswith("tests/") for each in changed)
+    if not changed & folders.keys() and not of_tests:
         return {}
-    reached = {
-        name
-        for name, folder in folders.items()
+    reached = [
+        folder
+        for folder in ALL
         if changed & {each.relative_to(ROOT).as_posix() for each in closure(folder)}
-    }
-    reached |= {"across"}
-    if reached & {each.relative_to(ROOT).as_posix() for each in OVER_NCCL}:
-        reached.add("over NCCL")
-    if "apps/train" in reached:
-        reached.add("programs")
+    ]
+    found = lanes(*options, folders=reached)
     touched = sorted(name.removeprefix("packages/kenotron-") for name in changed & folders.keys())
-    if touched and not any(each.startswith("tests/") for each in changed):
+    if touched and not of_tests:
         found["across"]["arguments"].append(f"--touched={','.join(touched)}")
-    return {name: lane for name, lane in found.items() if name in reached}
+    return found
 
 
 def _train_files_that_start_programs() -> list[Path]:

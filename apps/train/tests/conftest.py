@@ -7,7 +7,7 @@ import warm
 
 from kenotron_dist import spawn
 
-LOADED = (  # as in the tests across packages, some of which may come before or after in one process
+LOADED = (
     "torch._dynamo",
     "kenotron_train.run.loop",
     "transformers.activations",
