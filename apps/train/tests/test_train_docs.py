@@ -29,6 +29,7 @@ ROOT = runs.APP.parents[1]
 DOCS = runs.APP / "docs"
 FOUND = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("apps/*/README.md")]
 FOUND = sorted([*FOUND, *ROOT.glob("packages/*/README.md"), *ROOT.glob("apps/*/docs/*.md")])
+FOUND += sorted(ROOT.glob("apps/*/configs/*/README.md"))
 BEGINNING = ("apps/train/docs/first-training.md", "README.md", "apps/train/README.md")
 NAMES = [path.relative_to(ROOT).as_posix() for path in FOUND]
 NAMES = [*BEGINNING, *(name for name in NAMES if name not in BEGINNING)]  # in reading order

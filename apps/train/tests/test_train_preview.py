@@ -45,6 +45,23 @@ def test_sizes_of_stages_add_up_to_the_model():
     assert all(size >= 0 for stage in stages for size in stage.bytes_of.values())
 
 
+def test_logits_of_half_precision_count_as_on_a_gpu_wherever_it_is_checked(monkeypatch):
+    """All that a GPU has at a time, in float32 and rounded; a CPU has a part of them."""
+    big = ("model.model_config.vocab_size=131072", "tokens.sequence_length=4096")
+
+    def logits(*overrides):
+        (stage,) = stage_sizes(cost_plan(parse(*big, "tokens.micro_batch_size=1", *overrides)))
+        return stage.bytes_of["logits"]
+
+    half = logits("model.dtype=bfloat16")
+    assert half == 131072 * 4096 * (4 + 2)
+    small = logits("model.dtype=float32")
+    assert logits("model.dtype=bfloat16", "general.device=cpu") == small < half / 8
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    assert logits("model.dtype=bfloat16") == half
+    assert logits("model.dtype=float32") == 131072 * 4096 * (4 + 4)
+
+
 def test_what_ranks_send_is_that_of_their_blocks_and_micro_batches():
     config = parse(
         "parallelism.pp=2",

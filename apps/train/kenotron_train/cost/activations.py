@@ -30,8 +30,7 @@ def layer_activation(plan: CostPlan, layer: int, again: Recompute) -> int:
 
     The block of the module of `mtp` counts as one more layer.
     """
-    fused = _fuses_norms(plan.device, plan.dtype)
-    return kept_bytes(**measured_block(plan, layer, again), fused_norms=fused)
+    return kept_bytes(**measured_block(plan, layer, again), fused_norms=plan.on_accelerator)
 
 
 def measured_block(plan: CostPlan, layer: int, again: Recompute) -> dict[str, Any]:
@@ -111,10 +110,3 @@ def recomputed(plan: CostPlan) -> tuple[Recompute, ...]:
             f"parallelism.recompute_memory_gb: {error}: raise it, lower tokens.micro_batch_size, "
             "or use more tp, cp or pp"
         ) from error
-
-
-def _fuses_norms(device: str, dtype: torch.dtype) -> bool:
-    """Return whether RMSNorm is one kernel: on accelerators, for which half precision is meant."""
-    if device == "cpu":
-        return False
-    return torch.accelerator.is_available() or dtype != torch.float32

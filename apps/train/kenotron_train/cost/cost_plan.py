@@ -36,6 +36,13 @@ class CostPlan:
         """Tokens of a row on one rank of cp, padding included."""
         return self.cp_mode.cut(self.sequence, self.parallelism.cp).local
 
+    @property
+    def on_accelerator(self) -> bool:
+        """True where sizes are those of an accelerator, for which half precision is meant."""
+        if self.device == "cpu":
+            return False
+        return torch.accelerator.is_available() or self.dtype != torch.float32
+
 
 def cost_plan(config: Config) -> CostPlan:
     """Return what the memory and the transfers of a config's run follow from."""

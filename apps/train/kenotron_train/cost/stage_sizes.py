@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kenotron_engine import way_of
 from kenotron_models import LayerStack, Recompute, TransformersSpec, sent_bytes
 from kenotron_tp import tokens_at_a_time
@@ -50,25 +48,20 @@ def stage_sizes(plan: CostPlan) -> list[StageSize]:
             kept = sum(layer_activation(plan, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
-            nbytes["logits"] = _logits_bytes(
-                plan.micro_batch_size * plan.row_tokens,
-                plan.spec.vocab_size // plan.parallelism.tp,
-                plan.dtype,
-            )
+            nbytes["logits"] = _logits_bytes(plan)
         sent = {} if foreign else _sent(plan, stage.layers, again)
         sent |= sent_over_data(plan, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
 
-def _logits_bytes(tokens: int, width: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the logits that exist at a time, and on an accelerator of their softmax.
-
-    They depend on whether there is an accelerator here.
-    """
+def _logits_bytes(plan: CostPlan) -> int:
+    """Return the bytes of the logits that exist at a time, and on accelerators of their softmax."""
+    tokens = plan.micro_batch_size * plan.row_tokens
+    width = plan.spec.vocab_size // plan.parallelism.tp
     place, nbytes = "cpu", 4
-    if torch.accelerator.is_available():
-        place, nbytes = "cuda", 4 + dtype.itemsize
+    if plan.on_accelerator:
+        place, nbytes = "cuda", 4 + plan.dtype.itemsize
     return nbytes * width * min(tokens, tokens_at_a_time(tokens, width, place))
 
 
