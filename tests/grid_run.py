@@ -17,8 +17,8 @@ from grid import GLOBAL_BATCH, Row
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
 from kenotron_engine import Piece, join_pieces, pieces_of, weight_pieces
-from kenotron_models import (
-    AnyConfig,
+from kenotron_models import AnyConfig
+from kenotron_models.families import (
     DeepseekV3Config,
     LlamaConfig,
     Mamba2ModelConfig,
@@ -28,9 +28,9 @@ from kenotron_models import (
     NemotronHConfig,
     Qwen2Config,
     Qwen3Config,
-    RopeScaling,
     Starcoder2Config,
 )
+from kenotron_models.layers import RopeScaling
 from kenotron_train.assemble import Training, build_training
 from kenotron_train.config_file import parse_config
 from kenotron_train.life_cycle import LifeCycle

@@ -15,7 +15,8 @@ import torch
 
 from kenotron_config import Config
 from kenotron_data import Batch, Cursor
-from kenotron_dist import Mesh, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import Piece, Whole, build_model, join_pieces
 from kenotron_engine import gradients_of as engine_gradients
 from kenotron_train.assemble import Training, build_training, plan_of

@@ -10,7 +10,8 @@ import pytest
 import torch
 from test_shards_of_families import OPTIMIZER, STEPS, batches, configs
 
-from kenotron_dist import Mesh, record
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_fake_ranks
 from kenotron_engine import ModelPlan, build_training, training_step
 from kenotron_models import TransformersSpec, expert_layers

@@ -26,7 +26,8 @@ import gpu_waiting  # noqa: E402
 from gpu_items import Item, NotRunError, Setting, check  # noqa: E402
 
 from kenotron_dist import Axis  # noqa: E402
-from kenotron_models import Build, Context, LayerStack, LlamaConfig, build_decoder  # noqa: E402
+from kenotron_models import Build, Context, LayerStack, build_decoder  # noqa: E402
+from kenotron_models.families import LlamaConfig  # noqa: E402
 
 OPTIONAL = {"transformers", "liger_kernel", "torchtitan", "triton"}
 """Contestants that need not be there."""

@@ -18,7 +18,8 @@ import torch
 from kenotron_ckpt import StreamedTensor, open_safetensors, save_streamed
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import fresh_state
-from kenotron_models import FAMILIES, Mamba2ModelConfig
+from kenotron_models import FAMILIES
+from kenotron_models.families import Mamba2ModelConfig
 from kenotron_models.hf import config_from_hf, hf_tensors, load_theirs
 from kenotron_models.hf_import import compare_import, read_model
 

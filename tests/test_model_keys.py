@@ -15,19 +15,20 @@ import torch
 from torch import Tensor
 
 from kenotron_config import unread_model_keys
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_models import (
     FAMILIES,
     Build,
     Context,
     DecoderSpec,
     LayerStack,
-    LlaMoEConfig,
-    RopeScaling,
     build_decoder,
     parameter_count,
 )
+from kenotron_models.families import LlaMoEConfig
 from kenotron_models.hf import config_from_hf
+from kenotron_models.layers import RopeScaling
 
 LLAMOE = LlaMoEConfig(
     hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,

@@ -34,9 +34,10 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
     "torch.distributed": ["kenotron_dist/*"],
     "kenotron_dist.diagnosis": [  # collectives and placements are read without it
         "kenotron_dist/diagnosis/*",
-        "kenotron_dist/__init__.py",
         "kenotron_dist/mesh.py",
         "kenotron_dist/start.py",
+        "kenotron_[!d]*",
+        "apps/*",
     ],
     "torch.cuda": ["kenotron_dist/launch.py", "kenotron_engine/cuda_graphs.py"],
     "os.environ": ["kenotron_dist/launch.py", *PROGRAMS],
@@ -70,14 +71,19 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_data.config": "the data sections of a config, for programs only",
     "kenotron_dist.autograd": "its collectives have the names of those without gradients",
     "kenotron_dist.boxes": "arithmetic of placements, for packages that store or add up parts",
+    "kenotron_dist.diagnosis": "what explains hangs, failures and divergence",
     "kenotron_dist.gradients": "the steps of sum_gradients and clip_gradients, for slices",
     "kenotron_dist.init": "first values; names such as Normal need the module's",
     "kenotron_dist.launch": "what the launcher says, for programs only",
+    "kenotron_dist.placement": "how tensors are cut, and what is known of their cuts",
     "kenotron_dist.rng": "random masks; names such as dropout need the module's",
+    "kenotron_dist.statistics": "moments of cut tensors; names such as merge need the module's",
     "kenotron_dist.testing": "for tests only",
     "kenotron_dist.weight_products": "between layers and accumulators only",
+    "kenotron_models.families": "configs of the families, each of which many never need",
     "kenotron_models.hf": "the formats of Hugging Face, for programs only",
     "kenotron_models.hf_import": "its folders, read and compared, for programs only",
+    "kenotron_models.layers": "layers and their specs, for models of one's own",
 }
 TRAIN = "apps/train/kenotron_train"
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only

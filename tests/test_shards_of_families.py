@@ -31,7 +31,6 @@ from kenotron_models import (
     AnyConfig,
     Mup,
     Recompute,
-    TransformersConfig,
     TransformersSpec,
     config_from_json,
     expert_layers,
@@ -39,6 +38,7 @@ from kenotron_models import (
     multipliers_of,
     mup_scales,
 )
+from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import config_from_hf
 from kenotron_optim import (
     AdamWConfig,

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kenotron_config import Config
 from kenotron_dist import Axis, spawn
 from kenotron_engine import gradient_deviations
-from kenotron_models import Build, NormSpec, RopeScaling
+from kenotron_models import Build
 from kenotron_models.hf import config_to_hf, hf_tensors
+from kenotron_models.layers import NormSpec, RopeScaling
 
 
 def to_transformers(config: Config, ours: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -7,7 +7,8 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from kenotron_dist import Axis
-from kenotron_models import Build, Context, Experts, ExpertsSpec, RouterSpec
+from kenotron_models import Build, Context
+from kenotron_models.layers import Experts, ExpertsSpec, RouterSpec
 
 LAYERS, TOKENS, WIDTH, EXPERTS, TOP_K = 3, 20, 8, 6, 2
 

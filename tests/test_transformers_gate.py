@@ -11,7 +11,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from kenotron_dist import Axis
-from kenotron_models import AttentionSpec, Build, Context, NormSpec, Rope
+from kenotron_models import Build, Context
+from kenotron_models.layers import AttentionSpec, NormSpec, Rope
 
 THEIRS = Qwen3NextConfig(
     hidden_size=32,

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kenotron_models import RopeScaling, rotary_angles
+from kenotron_models.layers import RopeScaling, rotary_angles
 
 
 @pytest.mark.parametrize(

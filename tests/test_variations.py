@@ -15,7 +15,8 @@ from parity import BOUND, Layout, Trace
 
 from kenotron_config import Config
 from kenotron_dist import Mesh, spawn
-from kenotron_models import AnyConfig, Recompute, Starcoder2Config
+from kenotron_models import AnyConfig, Recompute
+from kenotron_models.families import Starcoder2Config
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop")
 STEPS = 6

@@ -22,22 +22,20 @@ from gpu_trainer import Trainer, draw_batch, llama
 from kenotron_dist import (
     Mesh,
     RankError,
-    StallReport,
-    TensorLayout,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
     broadcast_object,
-    check_replicas,
     gather_objects,
     receive,
     reduce_scatter,
     send,
     shift,
-    watch,
 )
+from kenotron_dist.diagnosis import StallReport, check_replicas, watch
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.testing import on_ranks
 from kenotron_pp import Schedule, interleaved, one_f_one_b, zero_bubble_v
 from kenotron_tp import TPMode

@@ -21,12 +21,10 @@ from gpu_program import program
 from gpu_trainer import Trainer, draw_batch, fill_on_device, llama
 from torch import Tensor
 
-from kenotron_dist import Axis, Mesh, TensorLayout
+from kenotron_dist import Axis, Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.weight_products import add_product, adds_in_fp32
 from kenotron_models import (
-    Attention,
-    AttentionSpec,
-    Block,
     Build,
     Context,
     LayerStack,
@@ -35,6 +33,7 @@ from kenotron_models import (
     compile_layers,
     generate,
 )
+from kenotron_models.layers import Attention, AttentionSpec, Block
 from kenotron_tp import cross_entropy
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}

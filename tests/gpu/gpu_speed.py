@@ -28,8 +28,9 @@ from gpu_trainer import (
 )
 
 from kenotron_dist import Axis, Mesh
-from kenotron_models import Block, Build, Context, Recompute, compile_layers
+from kenotron_models import Build, Context, Recompute, compile_layers
 from kenotron_models import training_flops as flops_of
+from kenotron_models.layers import Block
 from kenotron_tp import cross_entropy
 
 AXIS = Axis.solo("tp")

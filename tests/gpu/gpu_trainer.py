@@ -13,13 +13,13 @@ import torch
 from gpu_items import Setting
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, all_reduce, named_parameters, parameter_layouts
+from kenotron_dist import Mesh, all_reduce
 from kenotron_dist.init import initialize
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_models import (
     Build,
     Context,
     LayerStack,
-    LlamaConfig,
     Recompute,
     build_decoder,
     compile_layers,
@@ -27,6 +27,7 @@ from kenotron_models import (
     standard_init,
     training_flops,
 )
+from kenotron_models.families import LlamaConfig
 from kenotron_optim import (
     AdamWConfig,
     GlobalNorm,

@@ -30,7 +30,8 @@ from kenotron_convert.shards import deal
 from kenotron_convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from kenotron_convert.transformers_export import save_transformers
 from kenotron_dist import Mesh
-from kenotron_models import AnyConfig, Fold, Multipliers, TransformersConfig, folds, model_from_json
+from kenotron_models import AnyConfig, Fold, Multipliers, folds, model_from_json
+from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import (
     EMBEDDING,
     Part,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, read_box
-from kenotron_models import TransformersConfig, transformers_names
+from kenotron_models import transformers_names
+from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import cast
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, Location, Record, StreamedTensor, open_checkpoint, read_box
 from kenotron_convert.importing import TOKENIZER, check_free, fresh_state, write_or_remove
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
 from kenotron_dist.init import Normal, fill_
+from kenotron_dist.placement import TensorLayout
 from kenotron_models import config_from_json, router_shapes, upcycled_config, upcycled_name
 
 

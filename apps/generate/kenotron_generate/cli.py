@@ -12,7 +12,8 @@ from pathlib import Path
 from kenotron_ckpt import passed_over
 from kenotron_command import called
 from kenotron_data import printable
-from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist import STALLED, MeshConfig, RankError, first_to_say, start
+from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_dist.launch import launcher
 from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import Manifest, load, open_safetensors, read_manifest, resolve_step
-from kenotron_dist import Mesh, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import Layouts, assemble
 from kenotron_models import (
     Build,
     DecoderSpec,
     LayerStack,
-    TransformersConfig,
     build_decoder,
     layer_costs,
     model_from_json,
 )
+from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import CONFIG, EMBEDDING, hf_dtype, read_json
 from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_pp import Pipeline

@@ -14,7 +14,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_generate.cli import main, size_of
 from kenotron_generate.load import describe, load_model
-from kenotron_models import StackedLinear
+from kenotron_models.layers import StackedLinear
 
 PROMPTS = ["a", "the second is longer", "def main(argv): "]
 COUNT = 12

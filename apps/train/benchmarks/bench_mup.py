@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from kenotron_data import Batch
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan, Training, build_training, training_step
-from kenotron_models import Context, LlamaConfig, Mup, multipliers_of, mup_scales
+from kenotron_models import Context, Mup, multipliers_of, mup_scales
+from kenotron_models.families import LlamaConfig
 from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig
 
 WIDTHS, STEPS, SEEDS = (64, 128, 256, 512, 1024), 10, 4

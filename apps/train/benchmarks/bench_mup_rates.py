@@ -21,7 +21,8 @@ from bench_mup import OPTIMIZER
 from kenotron_data import Loader, PackedTokens, builtin_documents
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan, build_training, training_step
-from kenotron_models import LlamaConfig, Mup, multipliers_of, mup_scales
+from kenotron_models import Mup, multipliers_of, mup_scales
+from kenotron_models.families import LlamaConfig
 from kenotron_optim import AdamWConfig, LRSchedulerConfig
 
 WIDTHS = (64, 128, 256, 512)

@@ -16,15 +16,10 @@ import torch
 from kernel_counter import Cost, KernelCounter, counting
 from torch import nn
 
-from kenotron_dist import (
-    Axis,
-    Mesh,
-    MeshConfig,
-    named_parameters,
-    parameter_layouts,
-    weight_products,
-)
-from kenotron_models import Build, Context, LayerStack, LlamaConfig, build_decoder
+from kenotron_dist import Axis, Mesh, MeshConfig, weight_products
+from kenotron_dist.placement import named_parameters, parameter_layouts
+from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models.families import LlamaConfig
 from kenotron_optim import (
     AdamWConfig,
     GlobalNorm,

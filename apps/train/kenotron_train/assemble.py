@@ -27,7 +27,8 @@ class Training(kenotron_engine.Training):
 OwnModel = Callable[[Config, Mesh], list[tuple[str, nn.Module]]]
 """Layers of a model by name, in order, their parameters on the meta device. The first is called
 with tokens (T,) and a ``kenotron_models.Context``, each other one with what the one before it
-returned; the last returns logits (T, V/t). Cut parameters say so (``kenotron_dist.Placements``)."""
+returned; the last returns logits (T, V/t). Cut parameters say so
+(``kenotron_dist.placement.Placements``)."""
 
 
 def plan_of(config: Config) -> ModelPlan:

@@ -18,14 +18,8 @@ from rich.console import Console
 
 from kenotron_ckpt import SaveFailed
 from kenotron_config import Config, Mask, config_reference, json_schema
-from kenotron_dist import (
-    Diverged,
-    Mesh,
-    PeerLost,
-    RankError,
-    first_to_say,
-    resolve,
-)
+from kenotron_dist import Mesh, RankError, first_to_say, resolve
+from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.cost.cost_plan import cost_plan

@@ -17,7 +17,8 @@ from xxhash import xxh3_64_hexdigest
 
 from kenotron_config import Config
 from kenotron_dist import Mesh
-from kenotron_models import AnyConfig, LlamaConfig, MistralConfig, Qwen2Config
+from kenotron_models import AnyConfig
+from kenotron_models.families import LlamaConfig, MistralConfig, Qwen2Config
 from kenotron_train.failures.last_failure import noted
 from kenotron_train.run import loop
 from kenotron_train.run.same_model import check_model, model_of

@@ -12,7 +12,8 @@ from own_runs import DATASET, LAYOUTS, configure, jsonl, run
 
 from kenotron_config import ConfigError, ignored_keys
 from kenotron_data import Cursor
-from kenotron_dist import Mesh, named_parameters, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import NO_TARGET, global_counts, training_step
 from kenotron_models import Context
 from kenotron_train.assemble import build_training

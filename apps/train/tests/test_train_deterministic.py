@@ -18,7 +18,7 @@ from torch import nn
 
 from kenotron_config import Config, GeneralConfig
 from kenotron_dist import Mesh, RankError
-from kenotron_models import (
+from kenotron_models.families import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,

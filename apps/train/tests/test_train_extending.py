@@ -11,17 +11,10 @@ import runs
 import torch
 
 from kenotron_config.yaml_build import build
-from kenotron_dist import Axis, spawn, tie_storages
-from kenotron_models import (
-    AnyConfig,
-    Build,
-    Context,
-    Family,
-    LayerStack,
-    LlamaConfig,
-    build_decoder,
-    registry,
-)
+from kenotron_dist import Axis, spawn
+from kenotron_dist.placement import tie_storages
+from kenotron_models import AnyConfig, Build, Context, Family, LayerStack, build_decoder, registry
+from kenotron_models.families import LlamaConfig
 from kenotron_pp import SCHEDULES, Times, one_f_one_b, simulate
 from kenotron_train import train
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config

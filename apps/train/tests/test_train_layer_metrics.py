@@ -11,7 +11,8 @@ import torch
 from kenotron_config import Config
 from kenotron_dist import Mesh, Role, spawn
 from kenotron_engine import layer_metrics, step
-from kenotron_models import Qwen3Config, component_of, components, reported_name
+from kenotron_models import component_of, components, reported_name
+from kenotron_models.families import Qwen3Config
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.run import loop
 

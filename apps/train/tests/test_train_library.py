@@ -14,7 +14,8 @@ import runs
 import torch
 
 from kenotron_config import Config
-from kenotron_dist import Mesh, RankError, named_parameters
+from kenotron_dist import Mesh, RankError
+from kenotron_dist.placement import named_parameters
 from kenotron_train import LifeCycle, OwnData, replay_step, train
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.replay.replay import replay

@@ -18,7 +18,8 @@ import torch
 from test_train_graphed import batches, curve
 from test_train_rollback import PRELOAD, poison
 
-from kenotron_dist import Handle, Mesh, gather_pieces, named_parameters, spawn
+from kenotron_dist import Handle, Mesh, gather_pieces, spawn
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import LayerMetrics, step, weight_pieces
 from kenotron_optim import SlicedOptimizer, parameter_gather
 from kenotron_train import LifeCycle

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import SaveFailed, byte_checks, save
-from kenotron_dist import Mesh, TensorLayout, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import TensorLayout
 from kenotron_train.run.saving import check_saved
 
 

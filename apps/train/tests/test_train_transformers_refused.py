@@ -15,7 +15,8 @@ from kenotron_config import ConfigError
 from kenotron_convert import transformers_export
 from kenotron_convert.exporting import export_hf
 from kenotron_dist import Axis, Mesh
-from kenotron_models import Build, Context, LayerStack, TransformersConfig, build_decoder
+from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models.families import TransformersConfig
 from kenotron_models.transformers_model import check_buffers, cut_model, fill_buffers, spec_of
 from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
 from kenotron_train.assemble import build_training

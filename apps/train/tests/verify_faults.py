@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 
 from kenotron_config import Config
-from kenotron_dist import Mesh, Partial, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Partial, parameter_layouts
 from kenotron_engine import ModelPlan, build_model
 from kenotron_optim import GradAccumulator, SlicedOptimizer, Slices
 from kenotron_train.verify.comparison import Measured, measure

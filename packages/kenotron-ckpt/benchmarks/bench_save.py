@@ -29,7 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kenotron_ckpt import Saver, load
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 Times = tuple[float, float]
 """Seconds blocked, seconds until durable."""

@@ -5,7 +5,8 @@ from ckpt_kills import state_of
 
 from kenotron_ckpt import open_checkpoint, read_manifest
 from kenotron_ckpt.folder import is_verified
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 CPU = torch.device("cpu")
 

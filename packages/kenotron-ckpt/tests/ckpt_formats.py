@@ -26,7 +26,8 @@ def tensors():
 def write(folder):
     """Save the tensors as a step of a run folder."""
     from kenotron_ckpt import save
-    from kenotron_dist import Mesh, TensorLayout
+    from kenotron_dist import Mesh
+    from kenotron_dist.placement import TensorLayout
 
     values = {
         name: (value, TensorLayout(name, tuple(value.shape))) for name, value in tensors().items()

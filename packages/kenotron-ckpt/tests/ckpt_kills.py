@@ -19,7 +19,8 @@ from ckpt_cases import local, small
 
 from kenotron_ckpt import Saver, save
 from kenotron_ckpt.protocol import listen
-from kenotron_dist import Mesh, Shard, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Shard, TensorLayout
 
 MANY = 40
 """Bytes of a file, where a rank is to have several: each row of ``w`` has 16."""

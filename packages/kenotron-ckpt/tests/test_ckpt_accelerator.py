@@ -18,7 +18,8 @@ from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.part_files import Part, plan_parts
-from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
+from kenotron_dist import Mesh, MeshConfig, views_of
+from kenotron_dist.placement import TensorLayout
 
 KINDS = (LAZY, DEFAULT, SIDE)
 POOLS = (300, 900, 1 << 20)

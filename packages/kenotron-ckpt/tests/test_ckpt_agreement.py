@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import contradiction, has_manifests, load, save, unfinished
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 
 @pytest.fixture

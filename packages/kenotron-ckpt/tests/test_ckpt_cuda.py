@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import Saver, load
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 pytestmark = pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
 

@@ -21,7 +21,8 @@ from kenotron_ckpt import (
     verify_files,
 )
 from kenotron_ckpt.folder import is_verified
-from kenotron_dist import Mesh, Shard, TensorLayout, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import Shard, TensorLayout
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from kenotron_ckpt.folder import LONGEST_MANIFEST, defect
 from kenotron_ckpt.index import Manifest, UnknownVersion
 from kenotron_ckpt.manifest_rules import WIDTHS
 from kenotron_ckpt.part_files import CODES
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 HUGE = 10**4000
 

@@ -11,7 +11,8 @@ from kenotron_ckpt import Saver, latest_step, load, prune, read_manifest, resolv
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.reader import plan_reads
-from kenotron_dist import Mesh, Shard, TensorLayout, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import Shard, TensorLayout
 
 
 def tensor(name, shape, dtype=torch.float32, **options):

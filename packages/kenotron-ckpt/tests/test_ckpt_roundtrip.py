@@ -8,7 +8,8 @@ from ckpt_cases import MESHES, local, model, name_of, parameters, small, whole, 
 from safetensors.torch import load_file
 
 from kenotron_ckpt import load, read_manifest, save
-from kenotron_dist import Mesh, TensorLayout, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import TensorLayout
 
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 STATE = {"consumed": 12, "seed": 42, "losses": [1.5, 0.1]}

@@ -8,7 +8,8 @@ import torch
 
 from kenotron_ckpt import TensorSize, open_safetensors, read_box, reader, write_safetensors
 from kenotron_ckpt.safetensors_file import read_header
-from kenotron_dist import Mesh, Shard, TensorLayout, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import Shard, TensorLayout
 
 VALUES = {
     "a": torch.arange(24, dtype=torch.float32).view(6, 4),

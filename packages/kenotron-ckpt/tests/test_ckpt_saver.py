@@ -11,7 +11,8 @@ from kenotron_ckpt import LocalStore, SaveFailed, Saver, load, open_checkpoint, 
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.part_files import plan_parts
-from kenotron_dist import Mesh, MeshConfig, TensorLayout, views_of
+from kenotron_dist import Mesh, MeshConfig, views_of
+from kenotron_dist.placement import TensorLayout
 
 
 def read(folder, tensors):

@@ -14,7 +14,8 @@ from ckpt_kills import put
 
 from kenotron_ckpt import Saver
 from kenotron_ckpt.protocol import Step, listen
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 
 def test_what_on_commit_raises_is_reported_and_old_ones_go_all_the_same(tmp_path):

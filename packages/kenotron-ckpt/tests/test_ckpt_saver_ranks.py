@@ -20,15 +20,8 @@ from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import Job
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
-from kenotron_dist import (
-    Mesh,
-    MeshConfig,
-    RankError,
-    StoreMessages,
-    TensorLayout,
-    all_reduce,
-    spawn,
-)
+from kenotron_dist import Mesh, MeshConfig, RankError, StoreMessages, all_reduce, spawn
+from kenotron_dist.placement import TensorLayout
 
 
 def heard(saver):

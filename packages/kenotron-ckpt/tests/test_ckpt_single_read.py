@@ -23,7 +23,8 @@ from kenotron_ckpt import (
     read_preferred,
     save,
 )
-from kenotron_dist import Mesh, Shard, TensorLayout, barrier, spawn
+from kenotron_dist import Mesh, barrier, spawn
+from kenotron_dist.placement import Shard, TensorLayout
 
 SHARD = "shard-00000-of-00001.safetensors"
 
@@ -195,7 +196,8 @@ def test_no_program_computes_with_what_a_damaged_checkpoint_left(tmp_path):
 CHECKED = """
 import sys, torch
 from kenotron_ckpt import load, save
-from kenotron_dist import TensorLayout, spawn
+from kenotron_dist import spawn
+from kenotron_dist.placement import TensorLayout
 
 def work(mesh, folder):
     layout = TensorLayout("a", (8,))

@@ -35,7 +35,8 @@ from kenotron_ckpt import (
 from kenotron_ckpt.__main__ import main
 from kenotron_ckpt.protocol import listen
 from kenotron_ckpt.remote import RemoteError
-from kenotron_dist import Mesh, Shard, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Shard, TensorLayout
 from kenotron_dist.testing import on_ranks
 
 SHARD = "shard-00000-of-00001.safetensors"

@@ -8,7 +8,8 @@ import torch
 from kenotron_ckpt import latest_step, load, read_manifest, read_record, save, verify_files
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.streamed import StreamedTensor, save_streamed
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 VALUES = {
     "b": torch.arange(24, dtype=torch.float32).view(6, 4),

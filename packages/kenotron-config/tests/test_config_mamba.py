@@ -6,7 +6,9 @@ import pytest
 from test_config_nanotron import parse
 
 from kenotron_config import Config, ConfigError, ignored_keys, unavailable
-from kenotron_models import MambaModelConfig, MambaSpec, parameter_count
+from kenotron_models import parameter_count
+from kenotron_models.families import MambaModelConfig
+from kenotron_models.layers import MambaSpec
 
 SIZES = {
     "is_mamba_config": True, "d_model": 1536, "num_hidden_layers": 48, "vocab_size": 50277,

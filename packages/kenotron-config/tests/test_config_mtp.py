@@ -10,7 +10,7 @@ import pytest
 from kenotron_config import Config, ConfigError, dump_config, parse_config
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.mtp_checks import mtp_problems
-from kenotron_models import MoEConfig, Qwen2Config
+from kenotron_models.families import MoEConfig, Qwen2Config
 
 YAML = Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8")
 

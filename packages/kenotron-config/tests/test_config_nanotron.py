@@ -17,13 +17,13 @@ from kenotron_config import (
     parse_config,
     unavailable,
 )
-from kenotron_models import (
+from kenotron_models import config_from_json
+from kenotron_models.families import (
     LlamaConfig,
     LlaMoEConfig,
     MambaModelConfig,
     Qwen2Config,
     Starcoder2Config,
-    config_from_json,
 )
 
 BASE = yaml.safe_load(Path(__file__).with_name("tiny_llama.yaml").read_text(encoding="utf-8"))

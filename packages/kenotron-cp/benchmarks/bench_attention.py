@@ -41,7 +41,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kenotron_cp import AttentionSize, Cut, Kernel, Visibility, attend, attention_traffic
-from kenotron_dist import Mesh, barrier, record, spawn
+from kenotron_dist import Mesh, barrier, spawn
+from kenotron_dist.diagnosis import record
 
 WAYS = ("ring", "gather", "ulysses")
 ALONE = "one process"

@@ -6,7 +6,7 @@ from cp_cases import WAYS, Case
 
 from kenotron_cp import AttentionSize, Cut, Layout, Visibility, attend, attention_traffic
 from kenotron_cp.sequence_cut import cut_sequence
-from kenotron_dist import record
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 
 

@@ -8,17 +8,8 @@ from pathlib import Path
 
 import torch
 
-from kenotron_dist import (
-    all_gather,
-    all_reduce,
-    all_to_all,
-    barrier,
-    broadcast,
-    compare_collectives,
-    receive,
-    record,
-    send,
-)
+from kenotron_dist import all_gather, all_reduce, all_to_all, barrier, broadcast, receive, send
+from kenotron_dist.diagnosis import compare_collectives, record
 
 
 def line(mark):

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from hypothesis import strategies as st
 
-from kenotron_dist import Chunk, GridView, MeshConfig, Partial, Shard, TensorLayout, local_shape
+from kenotron_dist import GridView, MeshConfig, local_shape
 from kenotron_dist.grid import AXES, DATA_AXES
 from kenotron_dist.grid_view import views_of
+from kenotron_dist.placement import Chunk, Partial, Shard, TensorLayout
 
 SIZES = {"pp": (1, 2), "dp": (1, 2, 3), "cp": (1, 2), "tp": (1, 2, 3, 4)}
 

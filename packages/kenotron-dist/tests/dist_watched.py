@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kenotron_dist import Mesh, PeerLost, watch
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import PeerLost, watch
 
 LIMIT = timedelta(seconds=1)
 

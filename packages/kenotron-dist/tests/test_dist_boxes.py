@@ -9,7 +9,7 @@ from dist_layouts import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron_dist import Chunk, GridView, Partial, Shard, TensorLayout, gradient_sums, local_boxes
+from kenotron_dist import GridView, gradient_sums, local_boxes
 from kenotron_dist.boxes import (
     Box,
     gather_into,
@@ -21,6 +21,7 @@ from kenotron_dist.boxes import (
 )
 from kenotron_dist.flat import flat_blocks
 from kenotron_dist.grid import lines, rank_of
+from kenotron_dist.placement import Chunk, Partial, Shard, TensorLayout
 
 
 def numbers(layout, first=1):

@@ -7,16 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kenotron_dist import (
-    Mesh,
-    all_reduce,
-    barrier,
-    compare_collectives,
-    receive,
-    record,
-    send,
-)
-from kenotron_dist.diagnosis import collective_checker
+from kenotron_dist import Mesh, all_reduce, barrier, receive, send
+from kenotron_dist.diagnosis import collective_checker, compare_collectives, record
 from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
 from kenotron_dist.launch import debugging
 from kenotron_dist.testing import free_port, on_nccl, on_ranks

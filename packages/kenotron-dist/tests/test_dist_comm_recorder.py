@@ -9,15 +9,8 @@ import pytest
 import torch
 
 import kenotron_dist
-from kenotron_dist import (
-    all_gather,
-    all_reduce,
-    handle,
-    point_to_point,
-    record,
-    reduce_scatter,
-    shape_axes,
-)
+from kenotron_dist import all_gather, all_reduce, handle, point_to_point, reduce_scatter
+from kenotron_dist.diagnosis import record, shape_axes
 from kenotron_dist.testing import on_nccl, on_ranks
 
 SOURCES = Path(kenotron_dist.__file__).parent

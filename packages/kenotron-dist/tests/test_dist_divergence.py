@@ -3,7 +3,8 @@
 import dist_faults
 import pytest
 
-from kenotron_dist import RankError, first_divergence
+from kenotron_dist import RankError
+from kenotron_dist.diagnosis import first_divergence
 from kenotron_dist.diagnosis.divergence import divergence
 from kenotron_dist.in_flight import Entry, Ticket
 from kenotron_dist.testing import on_fake_ranks, on_ranks

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from kenotron_dist import Axis, FailureBroadcast, Mesh, receive, spawn
+from kenotron_dist import Axis, Mesh, receive, spawn
+from kenotron_dist.diagnosis import FailureBroadcast
 
 
 def give_up(mesh: Mesh) -> tuple[str, float]:

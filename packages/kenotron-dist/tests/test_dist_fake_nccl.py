@@ -11,18 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kenotron_dist import (
-    Mesh,
-    MeshConfig,
-    RankError,
-    all_gather,
-    all_reduce,
-    barrier,
-    shift,
-    watch,
-)
+from kenotron_dist import Mesh, MeshConfig, RankError, all_gather, all_reduce, barrier, shift
 from kenotron_dist.device import bind_thread, choose_device, register_backend
-from kenotron_dist.diagnosis import failure_broadcast
+from kenotron_dist.diagnosis import failure_broadcast, watch
 from kenotron_dist.fake_world import FAKE_NCCL
 from kenotron_dist.in_flight import CallsInFlight
 from kenotron_dist.launch import debugging

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kenotron_dist import Mesh, all_gather, all_reduce, gather_objects, host_number, record
+from kenotron_dist import Mesh, all_gather, all_reduce, gather_objects, host_number
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Chunk, Mesh, Partial, Shard, Tie, clip_gradients, spawn, sum_gradients
+from kenotron_dist import Mesh, clip_gradients, spawn, sum_gradients
+from kenotron_dist.placement import Chunk, Partial, Shard, Tie
 
 
 class Cut(nn.Module):

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kenotron_dist import FlatSlice, MeshConfig, Partial, Shard, TensorLayout
+from kenotron_dist import MeshConfig
 from kenotron_dist.grid import AXES, EXPERT_AXES, blocks_of, coords_of, line_through, lines, rank_of
 from kenotron_dist.grid_view import GridView, views_of
+from kenotron_dist.placement import FlatSlice, Partial, Shard, TensorLayout
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
 NAMES = st.sets(st.sampled_from(AXES)).map(lambda names: tuple(n for n in AXES if n in names))

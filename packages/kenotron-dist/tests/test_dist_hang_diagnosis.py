@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from kenotron_dist import Axis, Cause, PeerLost, StallReport, all_reduce, barrier
+from kenotron_dist import Axis, all_reduce, barrier
+from kenotron_dist.diagnosis import Cause, PeerLost, StallReport
 from kenotron_dist.diagnosis.hang_diagnosis import Beat, Inquiry, Seen
 from kenotron_dist.in_flight import CallsInFlight, Ticket
 from kenotron_dist.testing import on_ranks

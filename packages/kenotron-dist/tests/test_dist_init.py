@@ -11,11 +11,12 @@ from dist_layouts import cases
 from hypothesis import given, settings
 from torch import nn
 
-from kenotron_dist import Chunk, GridView, MeshConfig, Shard, TensorLayout, Tie, parameter_layouts
+from kenotron_dist import GridView, MeshConfig
 from kenotron_dist.boxes import Box, gather_into, local_shape, scatter
 from kenotron_dist.grid_view import views_of
 from kenotron_dist.hashing import key
 from kenotron_dist.init import TILE, Constant, Normal, Uniform, fill_, initialize, normal_block
+from kenotron_dist.placement import Chunk, Shard, TensorLayout, Tie, parameter_layouts
 
 ONE = {"pp": 1, "dp": 1, "cp": 1, "tp": 1}
 GRIDS = [

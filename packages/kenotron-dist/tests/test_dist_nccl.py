@@ -9,15 +9,9 @@ import test_dist_collectives as collectives
 import torch
 from torch.testing import assert_close
 
-from kenotron_dist import (
-    TensorLayout,
-    all_reduce,
-    broadcast_object,
-    check_replicas,
-    gather_objects,
-    receive,
-    send,
-)
+from kenotron_dist import all_reduce, broadcast_object, gather_objects, receive, send
+from kenotron_dist.diagnosis import check_replicas
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.testing import on_nccl
 
 

@@ -9,16 +9,14 @@ from dist_layouts import cases
 from hypothesis import given
 from torch import nn
 
-from kenotron_dist import (
-    Axis,
+from kenotron_dist import Axis, GridView, local_shape
+from kenotron_dist.placement import (
     Chunk,
     FlatSlice,
-    GridView,
     Partial,
     Shard,
     TensorLayout,
     Tie,
-    local_shape,
     materialize,
     named_parameters,
     named_placements,

@@ -6,17 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import (
-    Mesh,
-    RankError,
-    Shard,
-    Tie,
-    check_replicas,
-    named_parameters,
-    parameter_layouts,
-    spawn,
-)
+from kenotron_dist import Mesh, RankError, spawn
+from kenotron_dist.diagnosis import check_replicas
 from kenotron_dist.diagnosis.replica_check import checksum
+from kenotron_dist.placement import Shard, Tie, named_parameters, parameter_layouts
 
 
 class Model(nn.Module):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Tie, declare_roles, named_roles, parameter_layouts
+from kenotron_dist import declare_roles, named_roles
+from kenotron_dist.placement import Tie, parameter_layouts
 
 BIAS = "bias"
 

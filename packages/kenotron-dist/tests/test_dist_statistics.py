@@ -10,20 +10,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kenotron_dist import (
-    Chunk,
-    Mesh,
-    Shard,
-    TensorLayout,
-    local_boxes,
-    local_shape,
-    merge,
-    moments,
-    no_moments,
-    spawn,
-    statistics_of,
-    tensor_moments,
-)
+from kenotron_dist import Mesh, local_boxes, local_shape, spawn
+from kenotron_dist.placement import Chunk, Shard, TensorLayout
+from kenotron_dist.statistics import merge, moments, no_moments, statistics_of, tensor_moments
 
 SHAPES = {"cut": (8, 6), "columns": (5, 12), "heads": (12, 3), "norm": (7,), "late": (4, 4)}
 

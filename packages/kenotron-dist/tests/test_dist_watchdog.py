@@ -13,16 +13,8 @@ import pytest
 import torch
 from dist_watched import LIMIT, Job, body
 
-from kenotron_dist import (
-    STALLED,
-    Mesh,
-    all_gather,
-    all_reduce,
-    barrier,
-    receive,
-    spawn,
-    watch,
-)
+from kenotron_dist import STALLED, Mesh, all_gather, all_reduce, barrier, receive, spawn
+from kenotron_dist.diagnosis import watch
 from kenotron_dist.testing import free_port
 
 

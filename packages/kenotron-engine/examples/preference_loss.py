@@ -31,7 +31,7 @@ from kenotron_engine import (
     token_losses,
     training_step,
 )
-from kenotron_models import LlamaConfig
+from kenotron_models.families import LlamaConfig
 from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig
 
 

@@ -10,7 +10,7 @@ import torch
 from kenotron_data import Batch, Loader, RandomTokens
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan, Training, build_training
-from kenotron_models import LlamaConfig, MoEConfig, Qwen2Config
+from kenotron_models.families import LlamaConfig, MoEConfig, Qwen2Config
 from kenotron_optim import AdamWConfig, LRSchedulerConfig, OptimizerConfig
 
 LLAMA = LlamaConfig(

@@ -14,7 +14,8 @@ from torch import nn
 from kenotron_data import Batch
 from kenotron_dist.boxes import scatter
 from kenotron_engine import Training, Whole, evaluate
-from kenotron_models import Choice, Context, Experts, Router
+from kenotron_models import Context
+from kenotron_models.layers import Choice, Experts, Router
 
 Token = tuple[int, int, int]
 """Layer, number of the sample, position."""

@@ -10,7 +10,8 @@ import pytest
 import torch
 from engine_cases import EXPERTS, LLAMA, batches_of, plan, training_of
 
-from kenotron_dist import Entry, Mesh, record
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import Entry, record
 from kenotron_dist.testing import on_fake_ranks, on_ranks
 from kenotron_engine import training_step
 from kenotron_optim import MuonConfig

@@ -21,7 +21,7 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
-from kenotron_models import NemotronHConfig, Qwen3NextConfig
+from kenotron_models.families import NemotronHConfig, Qwen3NextConfig
 from kenotron_pp import SCHEDULES
 from kenotron_tp import TPMode
 

@@ -19,7 +19,7 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
-from kenotron_models import Mamba2ModelConfig, MambaModelConfig
+from kenotron_models.families import Mamba2ModelConfig, MambaModelConfig
 from kenotron_tp import TPMode
 
 STEPS = 5

@@ -13,7 +13,8 @@ from engine_cases import EXPERTS, LLAMA, batches_of, plan, training_of
 from torch import Tensor
 
 from kenotron_data import Batch, MicroBatch
-from kenotron_dist import Mesh, RankError, named_parameters
+from kenotron_dist import Mesh, RankError
+from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
     Model,

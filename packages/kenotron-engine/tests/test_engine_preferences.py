@@ -15,7 +15,8 @@ from engine_cases import LLAMA, batches_of, plan, training_of
 from torch import Tensor
 
 from kenotron_data import Batch
-from kenotron_dist import Mesh, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
     Piece,

@@ -11,7 +11,9 @@ import pytest
 import torch
 from engine_cases import ADAMW, EXPERTS, LLAMA, batches_of, plan
 
-from kenotron_dist import Mesh, named_parameters, record
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import record
+from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import Training, build_training, training_step
 from kenotron_models import DecoderSpec

@@ -25,7 +25,8 @@ from kenotron_engine import (
 )
 from kenotron_engine.sequence import check_cut
 from kenotron_engine.training import _check_graphed
-from kenotron_models import AttentionSpec, DecoderSpec
+from kenotron_models import DecoderSpec
+from kenotron_models.layers import AttentionSpec
 
 Rows = list[list[int]]
 

@@ -22,7 +22,7 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
-from kenotron_models import Starcoder2Config
+from kenotron_models.families import Starcoder2Config
 from kenotron_optim import MuonConfig
 from kenotron_pp import SCHEDULES
 from kenotron_tp import TPMode

@@ -10,7 +10,8 @@ import torch
 from engine_cases import ADAMW, batches_of
 from test_engine_hybrid import HYBRID, NEXT
 
-from kenotron_dist import Mesh, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import ModelPlan, build_training, training_step
 from kenotron_models import DecoderSpec

@@ -19,17 +19,16 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
-from kenotron_models import (
-    DecoderSpec,
+from kenotron_models import DecoderSpec, Recompute
+from kenotron_models.families import (
     Gemma2Config,
     Gemma3Config,
     GptOssConfig,
     OLMo3Config,
     Phi3Config,
-    Recompute,
-    RopeScaling,
     SmolLM3Config,
 )
+from kenotron_models.layers import RopeScaling
 from kenotron_tp import TPMode
 
 STEPS = 4

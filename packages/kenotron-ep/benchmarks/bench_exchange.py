@@ -33,8 +33,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Mesh, barrier, record, spawn
+from kenotron_dist import Axis, Mesh, barrier, spawn
 from kenotron_dist.autograd import all_gather_from, reduce_scatter_to
+from kenotron_dist.diagnosis import record
 from kenotron_ep import (
     ExchangeSize,
     exchange_traffic,

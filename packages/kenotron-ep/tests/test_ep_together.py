@@ -5,7 +5,7 @@ import torch
 from ep_cases import Case, by_expert, normal, run, share
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import record
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import mix_experts
 

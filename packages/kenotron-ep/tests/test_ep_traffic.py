@@ -6,7 +6,7 @@ import pytest
 import torch
 from ep_cases import normal, own, routed
 
-from kenotron_dist import record
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import (
     ExchangeSize,

@@ -25,16 +25,8 @@ from bench_experts import DTYPES, about, in_turns
 from torch import Tensor, nn
 
 from kenotron_dist import Axis
-from kenotron_models import (
-    Build,
-    Context,
-    LayerStack,
-    LlamaConfig,
-    MixtralConfig,
-    Qwen3Config,
-    Qwen3MoEConfig,
-    build_decoder,
-)
+from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models.families import LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoEConfig
 from kenotron_tp import cross_entropy
 
 ROWS, LENGTH, VOCABULARY = 2, 512, 4096

@@ -32,9 +32,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Mesh, barrier, record, spawn
+from kenotron_dist import Axis, Mesh, barrier, spawn
+from kenotron_dist.diagnosis import record
 from kenotron_ep import ExchangeSize, exchange_traffic
-from kenotron_models import MLP, Build, Context, Experts, ExpertsSpec, MLPSpec, RouterSpec
+from kenotron_models import Build, Context
+from kenotron_models.layers import MLP, Experts, ExpertsSpec, MLPSpec, RouterSpec
 
 SIZES = {  # experts, of a token, D, F, tokens
     "8 of 512, 2": (8, 2, 512, 1024, 1024),

@@ -33,19 +33,21 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, Mesh, spawn
 from kenotron_models import (
-    AttentionSpec,
-    BlockSpec,
     Build,
     Context,
     DecoderSpec,
-    GatedDeltaSpec,
     LayerStack,
-    Mamba2Spec,
-    MambaSpec,
-    MLPSpec,
     Sampling,
     build_decoder,
     generate,
+)
+from kenotron_models.layers import (
+    AttentionSpec,
+    BlockSpec,
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MLPSpec,
 )
 
 WIDTH, VOCABULARY, PROMPT, NEW, LAYERS = 256, 4096, 64, 48, 4

@@ -28,17 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Mesh, named_parameters, spawn
+from kenotron_dist import Axis, Mesh, spawn
+from kenotron_dist.placement import named_parameters
 from kenotron_models import (
     Build,
     Context,
     LayerStack,
-    LlamaConfig,
     Sampling,
     build_decoder,
     compile_layers,
     generate,
 )
+from kenotron_models.families import LlamaConfig
 from kenotron_tp import cross_entropy
 
 SIZES: dict[str, tuple[dict[str, int], int, int]] = {  # sizes, rows, tokens of a row

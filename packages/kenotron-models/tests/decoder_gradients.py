@@ -13,40 +13,36 @@ from attention_cases import positions
 from torch import Tensor
 
 from kenotron_cp import AttentionWay, Layout, cut_sequence
-from kenotron_dist import (
-    Mesh,
-    TensorLayout,
-    all_reduce,
-    local_boxes,
-    parameter_layouts,
-    sum_gradients,
-)
+from kenotron_dist import Mesh, all_reduce, local_boxes, sum_gradients
 from kenotron_dist.init import Initializer, Normal, initialize
+from kenotron_dist.placement import TensorLayout, parameter_layouts
 from kenotron_dist.rng import counter_key
 from kenotron_models import (
-    AttentionSpec,
-    BlockSpec,
     Build,
     Context,
     DecoderSpec,
+    LayerStack,
+    Recompute,
+    SequenceCut,
+    build_decoder,
+    compile_layers,
+    standard_init,
+)
+from kenotron_models.layers import (
+    AttentionSpec,
+    BlockSpec,
     Experts,
     ExpertsSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
-    LayerStack,
     Mamba2Spec,
     MambaSpec,
     MLPSpec,
     NormSpec,
     PartSpec,
-    Recompute,
     Rope,
     RopeScaling,
     RouterSpec,
-    SequenceCut,
-    build_decoder,
-    compile_layers,
-    standard_init,
 )
 from kenotron_models.mlp import ClampedSwiGLU
 from kenotron_tp import TPMode, cross_entropy

@@ -12,17 +12,11 @@ import torch
 from decoder_gradients import complete, recurrent
 from torch import Tensor
 
-from kenotron_dist import Axis, GridView, parameter_layouts, spawn
+from kenotron_dist import Axis, GridView, spawn
 from kenotron_dist.init import initialize
-from kenotron_models import (
-    Build,
-    Context,
-    KVCache,
-    LayerStack,
-    PartSpec,
-    build_decoder,
-    standard_init,
-)
+from kenotron_dist.placement import parameter_layouts
+from kenotron_models import Build, Context, LayerStack, build_decoder, standard_init
+from kenotron_models.layers import KVCache, PartSpec
 
 ONE = Build(Axis.solo("tp"))
 Gradients = Callable[..., Any]

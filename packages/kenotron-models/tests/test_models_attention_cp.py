@@ -11,15 +11,8 @@ from decoder_gradients import SPECS, complete, gradients
 from torch import Tensor
 
 from kenotron_dist import Axis, spawn
-from kenotron_models import (
-    Block,
-    Build,
-    Context,
-    KVCache,
-    LayerStack,
-    SequenceCut,
-    build_decoder,
-)
+from kenotron_models import Build, Context, LayerStack, SequenceCut, build_decoder
+from kenotron_models.layers import Block, KVCache
 
 
 @cache

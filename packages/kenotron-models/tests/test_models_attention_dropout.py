@@ -12,9 +12,10 @@ from torch import Tensor
 from kenotron_cp import Dropout, Scoring
 from kenotron_dist import Axis
 from kenotron_dist.rng import counter_key, uniform
-from kenotron_models import Attention, AttentionSpec, Build, Context
+from kenotron_models import Build, Context
 from kenotron_models.attention_backends import attend
 from kenotron_models.attention_reference import dropout_of
+from kenotron_models.layers import Attention, AttentionSpec
 
 HERE = Build(Axis.solo("tp"), device="cpu")
 SPEC = AttentionSpec(heads=4, kv_heads=2, head_dim=6, dropout=0.25)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kenotron_cp import Scoring
 from kenotron_dist import Axis
-from kenotron_models import Build, LlamaConfig, attention_flash, build_decoder
+from kenotron_models import Build, attention_flash, build_decoder
 from kenotron_models.attention_backends import attend, chosen
+from kenotron_models.families import LlamaConfig
 
 CALLS: list[str] = []
 

@@ -12,23 +12,23 @@ from attention_cases import formula, positions, seen
 from torch import Tensor
 
 import kenotron_models.attention_mix as attention_module
-from kenotron_dist import Axis, Chunk, Shard
-from kenotron_models import (
+from kenotron_dist import Axis
+from kenotron_dist.placement import Chunk, Shard
+from kenotron_models import Build, Context
+from kenotron_models.attention_backends import keep_out_of_programs
+from kenotron_models.families import Qwen2Config
+from kenotron_models.layers import (
     Attention,
     AttentionSpec,
     Block,
     BlockSpec,
-    Build,
-    Context,
     MLPSpec,
     NormSpec,
-    Qwen2Config,
     Rope,
     RopeScaling,
     rotary_angles,
     rotate,
 )
-from kenotron_models.attention_backends import keep_out_of_programs
 from kenotron_models.recompute import Recompute
 
 HERE = Build(Axis.solo("tp"), device="cpu")

@@ -11,7 +11,8 @@ from torch import Tensor
 from kenotron_cp import cut_sequence
 from kenotron_dist import Axis, Mesh, all_reduce
 from kenotron_dist.testing import on_ranks
-from kenotron_models import Build, Context, Experts, ExpertsSpec, RouterSpec, SequenceCut
+from kenotron_models import Build, Context, SequenceCut
+from kenotron_models.layers import Experts, ExpertsSpec, RouterSpec
 from kenotron_models.router_losses import LoadSums, balance, load_sums
 from kenotron_tp import TPMode
 

@@ -13,18 +13,10 @@ from torch import Tensor
 from kenotron_cp import cut_sequence
 from kenotron_dist import Axis, Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_models import (
-    Build,
-    Context,
-    DeepseekV3Config,
-    Experts,
-    ExpertsSpec,
-    MixtralConfig,
-    MoEConfig,
-    RouterSpec,
-    SmallSizes,
-)
+from kenotron_models import Build, Context, SmallSizes
 from kenotron_models.expert_capacity import capacity_of, drop_beyond_capacity
+from kenotron_models.families import DeepseekV3Config, MixtralConfig, MoEConfig
+from kenotron_models.layers import Experts, ExpertsSpec, RouterSpec
 
 ROWS, SEQUENCE, TOP_K, EXPERTS, ROOM = 3, 13, 2, 4, 5
 

@@ -8,23 +8,19 @@ import pytest
 import torch
 
 from kenotron_cp import Cut, Layout
-from kenotron_dist import Mesh, record
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import record
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import ExchangeSize, exchange_traffic
-from kenotron_models import (
-    Block,
-    BlockSpec,
-    Build,
-    Context,
+from kenotron_models import Build, Context, Recompute, SequenceCut, sent_bytes
+from kenotron_models.families import (
     DeepseekV3Config,
     LlamaConfig,
     Mamba2ModelConfig,
     MambaModelConfig,
     MixtralConfig,
-    Recompute,
-    SequenceCut,
-    sent_bytes,
 )
+from kenotron_models.layers import Block, BlockSpec
 from kenotron_tp import TPMode
 
 ROWS, SEQUENCE, WIDTH = 2, 24, 64

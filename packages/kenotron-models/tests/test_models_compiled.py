@@ -10,15 +10,8 @@ from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
 from kenotron_dist import Axis
-from kenotron_models import (
-    Build,
-    Context,
-    LayerStack,
-    LlamaConfig,
-    Qwen2Config,
-    Starcoder2Config,
-    build_decoder,
-)
+from kenotron_models import Build, Context, LayerStack, build_decoder
+from kenotron_models.families import LlamaConfig, Qwen2Config, Starcoder2Config
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "grouped_query": True}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kenotron_models import LlamaConfig
+from kenotron_models.families import LlamaConfig
 from kenotron_models.families.keys import key_problems
 from kenotron_models.rope_scaling import RopeScaling
 

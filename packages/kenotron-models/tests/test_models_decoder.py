@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Axis, Mesh, spawn
 from kenotron_dist.init import Constant, Initializer, Normal, initialize
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_models import (
     Build,
     Context,
     LayerStack,
-    LlamaConfig,
     build_decoder,
     forward_flops,
     layer_costs,
@@ -19,6 +19,7 @@ from kenotron_models import (
     standard_init,
     training_flops,
 )
+from kenotron_models.families import LlamaConfig
 from kenotron_tp import TPMode
 
 TINY = LlamaConfig(

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import re
 
-from kenotron_models import (
-    LlamaConfig,
-    MixtralConfig,
-    MoEConfig,
-    Qwen2Config,
-    describe,
-    parameter_count,
-)
+from kenotron_models import describe, parameter_count
+from kenotron_models.families import LlamaConfig, MixtralConfig, MoEConfig, Qwen2Config
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,

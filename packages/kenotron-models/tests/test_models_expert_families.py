@@ -7,20 +7,15 @@ from typing import Any
 
 import pytest
 
-from kenotron_models import (
-    AttentionSpec,
+from kenotron_models import SmallSizes, upcycled_config
+from kenotron_models.families import (
     DeepseekV3Config,
-    ExpertsSpec,
     Glm4MoEConfig,
     MixtralConfig,
-    MLPSpec,
     MoEConfig,
     OLMoEConfig,
     Qwen2Config,
     Qwen3MoEConfig,
-    RopeScaling,
-    SmallSizes,
-    upcycled_config,
 )
 from kenotron_models.hf import (
     config_from_hf,
@@ -29,6 +24,7 @@ from kenotron_models.hf import (
     not_carried,
     stays_fp32,
 )
+from kenotron_models.layers import AttentionSpec, ExpertsSpec, MLPSpec, RopeScaling
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

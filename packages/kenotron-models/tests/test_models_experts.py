@@ -14,10 +14,9 @@ from torch.nn import functional as F
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
 from kenotron_ep import DispatchWay, ExchangeSize, exchange_traffic
-from kenotron_models import (
+from kenotron_models import Build, Context
+from kenotron_models.layers import (
     MLP,
-    Build,
-    Context,
     Experts,
     ExpertsSpec,
     MLPSpec,

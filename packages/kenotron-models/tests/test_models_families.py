@@ -13,19 +13,14 @@ import pytest
 import torch
 from toy_family import TOY, ShiftSpec, ToyConfig
 
-from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Axis, Mesh, spawn
 from kenotron_dist.init import initialize
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_models import (
     FAMILIES,
-    AttentionSpec,
-    BlockSpec,
     Build,
     Context,
-    KVCache,
     LayerStack,
-    LlamaConfig,
-    MLPSpec,
-    Qwen2Config,
     Recompute,
     build_decoder,
     config_from_json,
@@ -36,7 +31,9 @@ from kenotron_models import (
     registry,
     standard_init,
 )
+from kenotron_models.families import LlamaConfig, Qwen2Config
 from kenotron_models.hf import config_to_hf, differences
+from kenotron_models.layers import AttentionSpec, BlockSpec, KVCache, MLPSpec
 from kenotron_tp import TPMode
 
 

@@ -5,23 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kenotron_dist import Axis, Mesh, materialize, named_parameters, parameter_layouts
+from kenotron_dist import Axis, Mesh
 from kenotron_dist.init import Normal, initialize
-from kenotron_models import (
-    Build,
-    Context,
+from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
+from kenotron_models import Build, Context, LayerStack, Multipliers, build_decoder, folds
+from kenotron_models.families import (
     DeepseekV3Config,
     Gemma2Config,
-    LayerStack,
     LlamaConfig,
-    Multipliers,
     OLMo2Config,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoEConfig,
     Starcoder2Config,
-    build_decoder,
-    folds,
 )
 
 SIZES = {

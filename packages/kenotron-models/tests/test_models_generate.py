@@ -8,29 +8,32 @@ import pytest
 import torch
 from torch import Tensor
 
-from kenotron_dist import Mesh, RankError, parameter_layouts, spawn
+from kenotron_dist import Mesh, RankError, spawn
 from kenotron_dist.init import initialize
+from kenotron_dist.placement import parameter_layouts
 from kenotron_models import (
     Build,
     Context,
+    LayerStack,
+    Sampling,
+    build_decoder,
+    generate,
+    standard_init,
+)
+from kenotron_models.families import (
     Gemma2Config,
     Gemma3Config,
     GptOssConfig,
-    KVCache,
-    LayerStack,
     LlamaConfig,
     Mamba2ModelConfig,
     MambaModelConfig,
     MistralConfig,
     OLMo2Config,
     Qwen3Config,
-    Sampling,
     SmolLM3Config,
     Starcoder2Config,
-    build_decoder,
-    generate,
-    standard_init,
 )
+from kenotron_models.layers import KVCache
 from kenotron_tp import TPMode
 
 V = 53

@@ -11,8 +11,9 @@ from torch._dynamo import reset
 from torch._dynamo.utils import counters
 
 from kenotron_dist import Axis, Mesh, spawn
-from kenotron_models import Build, Context, LayerStack, LlamaConfig, attention_varlen, build_decoder
+from kenotron_models import Build, Context, LayerStack, attention_varlen, build_decoder
 from kenotron_models.compiled import compile_layers
+from kenotron_models.families import LlamaConfig
 from kenotron_tp import TPMode
 
 CONFIG = LlamaConfig(

@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kenotron_models import (
+from kenotron_models.families import (
     LlamaConfig,
     MistralConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
-    RopeScaling,
     Starcoder2Config,
 )
 from kenotron_models.families.mamba import SSMConfig
@@ -27,6 +26,7 @@ from kenotron_models.hf import (
     read_hf_config,
     with_its_head,
 )
+from kenotron_models.layers import RopeScaling
 
 SIZES = {
     "hidden_size": 32,

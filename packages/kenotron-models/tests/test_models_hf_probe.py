@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kenotron_models import MistralConfig, RopeScaling
+from kenotron_models.families import MistralConfig
 from kenotron_models.hf_probe import SHORT, probes_of
+from kenotron_models.layers import RopeScaling
 
 
 def test_texts_of_a_comparison_reach_windows_stretched_positions_and_documents() -> None:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kenotron_models import (
-    AttentionSpec,
-    BlockSpec,
-    DecoderSpec,
-    LlamaConfig,
-    MLPSpec,
-    Phi3Config,
-    Rope,
-)
+from kenotron_models import DecoderSpec
+from kenotron_models.families import LlamaConfig, Phi3Config
 from kenotron_models.hf import hf_tensors
 from kenotron_models.hf_tensors import LLAMA_NAMES, tensors_of
+from kenotron_models.layers import AttentionSpec, BlockSpec, MLPSpec, Rope
 
 OURS = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

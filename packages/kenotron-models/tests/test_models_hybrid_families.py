@@ -12,28 +12,28 @@ from family_cases import SIZES, assert_read_as_written
 
 from kenotron_dist import Axis
 from kenotron_models import (
-    AttentionSpec,
     Build,
     Context,
-    ExpertsSpec,
-    GatedDeltaSpec,
-    GraniteHybridConfig,
-    JambaConfig,
     LayerStack,
-    Mamba2Spec,
-    MambaSpec,
-    MLPSpec,
-    NormSpec,
-    Qwen3NextConfig,
     Recompute,
-    RopeScaling,
     SmallSizes,
     build_decoder,
     config_from_json,
     cut_sizes,
 )
+from kenotron_models.families import GraniteHybridConfig, JambaConfig, Qwen3NextConfig
 from kenotron_models.families.hybrid_layers import layer_words
 from kenotron_models.hf import config_from_hf, config_to_hf
+from kenotron_models.layers import (
+    AttentionSpec,
+    ExpertsSpec,
+    GatedDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MLPSpec,
+    NormSpec,
+    RopeScaling,
+)
 
 DELTA = {
     **SIZES, "head_dim": 16, "linear_num_key_heads": 4, "linear_num_value_heads": 8,

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from kenotron_models import (
-    FAMILIES,
+from kenotron_models import FAMILIES, SmallSizes, config_from_json
+from kenotron_models.families import (
     DeepseekV3Config,
     Gemma3Config,
     GraniteHybridConfig,
@@ -27,15 +27,13 @@ from kenotron_models import (
     Qwen2Config,
     Qwen3MoEConfig,
     Qwen3NextConfig,
-    RopeScaling,
-    SmallSizes,
     SmolLM3Config,
     Starcoder2Config,
-    config_from_json,
 )
 from kenotron_models.families.keys import OF_CONFIG, Key, KeyTable, key_table
 from kenotron_models.families.mamba import SSMConfig
 from kenotron_models.hf import config_from_hf, config_to_hf
+from kenotron_models.layers import RopeScaling
 
 BASES: dict[type[Any], dict[str, Any]] = {
     Qwen2Config: {"attention_bias": True},

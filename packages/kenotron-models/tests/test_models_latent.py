@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from kenotron_dist import Axis
 from kenotron_dist.testing import on_ranks
-from kenotron_models import Build, Context, rotary_angles, rotate
+from kenotron_models import Build, Context
 from kenotron_models.latent_attention import LatentAttention
+from kenotron_models.layers import rotary_angles, rotate
 
 
 def test_it_is_attention_with_keys_and_values_of_a_latent() -> None:

@@ -11,24 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from kenotron_dist import Axis, Mesh, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Axis, Mesh, spawn
 from kenotron_dist.init import Constant, initialize
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_models import (
-    MLP,
     Build,
     Context,
     DecoderSpec,
-    Embedding,
-    LayerNorm,
     LayerStack,
-    LlamaConfig,
-    MistralConfig,
-    MLPSpec,
-    NormSpec,
-    Qwen2Config,
-    Qwen3Config,
     Recompute,
-    Starcoder2Config,
     build_decoder,
     config_from_json,
     forward_flops,
@@ -36,6 +27,14 @@ from kenotron_models import (
     standard_init,
 )
 from kenotron_models.dropout import drop_features
+from kenotron_models.families import (
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Starcoder2Config,
+)
+from kenotron_models.layers import MLP, Embedding, LayerNorm, MLPSpec, NormSpec
 from kenotron_models.norm import OffsetRMSNorm
 from kenotron_tp import TPMode
 

@@ -11,18 +11,10 @@ from decoder_gradients import MAMBA, gradients_fp64, recurrent
 from mixer_cases import ONE, documents_are_apart, one_by_one_as_in_parallel, same_as_one, stack_of
 
 from kenotron_cp import Cut, Layout
-from kenotron_dist import Axis, parameter_layouts
-from kenotron_models import (
-    BlockSpec,
-    Build,
-    Context,
-    KVCache,
-    LayerStack,
-    NormSpec,
-    build_decoder,
-    kept_bytes,
-    sent_bytes,
-)
+from kenotron_dist import Axis
+from kenotron_dist.placement import parameter_layouts
+from kenotron_models import Build, Context, LayerStack, build_decoder, kept_bytes, sent_bytes
+from kenotron_models.layers import BlockSpec, KVCache, NormSpec
 from kenotron_models.state_init import FirstSteps
 
 LAYOUTS = [

@@ -11,11 +11,8 @@ from toy_family import ToyConfig
 
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_models import (
-    Block,
-    BlockSpec,
-    Build,
-    Context,
+from kenotron_models import Build, Context, Recompute, kept_bytes
+from kenotron_models.families import (
     LlamaConfig,
     MambaModelConfig,
     MistralConfig,
@@ -23,10 +20,9 @@ from kenotron_models import (
     OLMoEConfig,
     Qwen2Config,
     Qwen3Config,
-    Recompute,
     Starcoder2Config,
-    kept_bytes,
 )
+from kenotron_models.layers import Block, BlockSpec
 from kenotron_models.memory import bytes_alive
 from kenotron_tp import TPMode
 

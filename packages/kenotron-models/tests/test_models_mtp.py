@@ -14,13 +14,13 @@ from kenotron_models import (
     Build,
     Context,
     LayerStack,
-    LlamaConfig,
     build_decoder,
     forward_flops,
     layer_costs,
     parameter_count,
     standard_init,
 )
+from kenotron_models.families import LlamaConfig
 from kenotron_models.shapes import decoder_layouts
 
 LLAMA = LlamaConfig(

@@ -5,19 +5,14 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from kenotron_dist import Axis, Mesh, materialize, named_parameters, parameter_layouts
+from kenotron_dist import Axis, Mesh
 from kenotron_dist.init import initialize
+from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
 from kenotron_models import (
     Build,
-    Gemma2Config,
-    GptOssConfig,
     LayerStack,
-    LlamaConfig,
-    MambaModelConfig,
     Multipliers,
     Mup,
-    Qwen3MoEConfig,
-    Starcoder2Config,
     TransformersSpec,
     build_decoder,
     multipliers_of,
@@ -25,6 +20,14 @@ from kenotron_models import (
     mup_scales,
     mup_table,
     standard_init,
+)
+from kenotron_models.families import (
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MambaModelConfig,
+    Qwen3MoEConfig,
+    Starcoder2Config,
 )
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 60, "max_position_embeddings": 8}

@@ -10,24 +10,19 @@ import torch
 import torch.nn.functional as F
 
 from kenotron_dist import Axis
-from kenotron_models import (
+from kenotron_models import Build, Context, DecoderSpec, Recompute, build_decoder, cut_sizes
+from kenotron_models.families import NemotronHConfig
+from kenotron_models.families.nemotron_h import LEAST_STEP
+from kenotron_models.hf import config_from_hf, config_to_hf, exported_tensors
+from kenotron_models.layers import (
     AttentionSpec,
     BlockSpec,
-    Build,
-    Context,
-    DecoderSpec,
     ExpertsSpec,
     Mamba2Spec,
     MLPSpec,
-    NemotronHConfig,
-    Recompute,
     Rope,
     RouterSpec,
-    build_decoder,
-    cut_sizes,
 )
-from kenotron_models.families.nemotron_h import LEAST_STEP
-from kenotron_models.hf import config_from_hf, config_to_hf, exported_tensors
 from kenotron_models.small import SmallSizes
 
 SMALL = NemotronHConfig(

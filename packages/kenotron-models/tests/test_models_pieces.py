@@ -11,19 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kenotron_dist import Axis
-from kenotron_models import (
-    MLP,
-    Attention,
-    Build,
-    Context,
-    LlamaConfig,
-    MLPSpec,
-    RMSNorm,
-    build_decoder,
-    rotary_angles,
-    rotate,
-)
+from kenotron_models import Build, Context, build_decoder
 from kenotron_models.decoder import LayerStack
+from kenotron_models.families import LlamaConfig
+from kenotron_models.layers import MLP, Attention, MLPSpec, RMSNorm, rotary_angles, rotate
 
 ONE = Axis.solo("tp")
 HERE = Build(ONE, device="cpu")

@@ -6,18 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from kenotron_dist import Axis, parameter_layouts
+from kenotron_dist import Axis
 from kenotron_dist.init import Constant, Normal
-from kenotron_models import (
-    Build,
-    LayerStack,
+from kenotron_dist.placement import parameter_layouts
+from kenotron_models import Build, LayerStack, build_decoder, standard_init
+from kenotron_models.families import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
     Starcoder2Config,
-    build_decoder,
-    standard_init,
 )
 
 SIZES = {

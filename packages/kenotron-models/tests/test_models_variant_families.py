@@ -12,27 +12,18 @@ import torch.nn.functional as F
 from family_cases import SIZES, assert_read_as_written
 
 from kenotron_dist import Axis
-from kenotron_models import (
-    AttentionSpec,
-    Block,
-    BlockSpec,
-    Build,
-    Context,
+from kenotron_models import Build, Context, Recompute, SmallSizes, build_decoder, config_from_json
+from kenotron_models.families import (
     Gemma2Config,
     Gemma3Config,
     GptOssConfig,
-    MLPSpec,
     OLMo2Config,
     OLMo3Config,
     Phi3Config,
-    Recompute,
-    RopeScaling,
-    SmallSizes,
     SmolLM3Config,
-    build_decoder,
-    config_from_json,
 )
 from kenotron_models.hf import config_from_hf, config_to_hf, differences
+from kenotron_models.layers import AttentionSpec, Block, BlockSpec, MLPSpec, RopeScaling
 from kenotron_models.mlp import ClampedSwiGLU
 
 LINEAR = RopeScaling(factor=8.0, rope_type="linear")

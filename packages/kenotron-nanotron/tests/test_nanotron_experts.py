@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import load, read_manifest
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_nanotron import import_nanotron
 
 W1 = "model/model/decoder/0/pp_block/block_sparse_moe/experts/mlp/w1/module/"

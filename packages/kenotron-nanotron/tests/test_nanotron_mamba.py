@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from kenotron_ckpt import load, read_manifest
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_nanotron import import_nanotron
 
 H, C, N, R, W, VOCAB = 16, 32, 6, 3, 4, 40

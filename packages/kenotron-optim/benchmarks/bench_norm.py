@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_optim import GlobalNorm, GradAccumulator, clip_
 
 TENSORS, SIZE = 200, 250_000

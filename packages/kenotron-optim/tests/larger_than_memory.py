@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, materialize, named_parameters, parameter_layouts, spawn
+from kenotron_dist import Mesh, spawn
+from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 
 WIDTH, LAYERS, STEPS, ROOM = 1024, 48, 3, 0.85

@@ -10,7 +10,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, Partial, Shard, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
 from kenotron_dist.autograd import (
     all_gather_from,
     copy_to,
@@ -19,6 +19,7 @@ from kenotron_dist.autograd import (
     scatter_to,
 )
 from kenotron_dist.boxes import gather_into, scatter
+from kenotron_dist.placement import Partial, Shard, named_parameters, parameter_layouts
 
 D, F, E, TOKENS = 6, 5, 4, 16
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
+from kenotron_dist import Mesh
+from kenotron_dist.placement import (
     Chunk,
-    Mesh,
     Partial,
     Shard,
     TensorLayout,

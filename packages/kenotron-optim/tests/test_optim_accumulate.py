@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, SlicedOptimizer, Slices, decay_groups
 

@@ -12,7 +12,8 @@ from test_optim_fused import ADAM, NAN, Reads
 from test_optim_memory import SIZES, held
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.rng import counter_key
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (

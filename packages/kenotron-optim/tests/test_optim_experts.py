@@ -7,7 +7,9 @@ import torch
 from optim_experts import E, Net, batch, whole_tensors
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, Shard, TensorLayout, check_replicas, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import check_replicas
+from kenotron_dist.placement import Shard, TensorLayout, named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 from kenotron_optim.bucket_order import order_buckets

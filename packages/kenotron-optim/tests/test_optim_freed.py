@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_dist.weight_products import taker_of
 from kenotron_optim import GradAccumulator, SlicedOptimizer, parameter_groups, partition

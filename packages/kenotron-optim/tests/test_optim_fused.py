@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, SlicedOptimizer, clip_, clip_coefficient, decay_groups
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from kenotron_dist import TensorLayout, Tie, declare_roles, parameter_layouts
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import TensorLayout, Tie, parameter_layouts
 from kenotron_optim import (
     LRMultiplier,
     ParameterGroup,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import named_parameters, parameter_layouts
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import (
-    Mesh,
+from kenotron_dist import Mesh
+from kenotron_dist.placement import (
     TensorLayout,
     Tie,
     named_parameters,

@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
+from kenotron_dist import Mesh, declare_roles
+from kenotron_dist.placement import (
     Chunk,
     Fused,
-    Mesh,
     Shard,
     TensorLayout,
-    declare_roles,
     named_parameters,
     parameter_layouts,
 )

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
+from kenotron_dist import Mesh, declare_roles
+from kenotron_dist.boxes import gather_into, local_shape, scatter
+from kenotron_dist.placement import (
     Chunk,
     Fused,
-    Mesh,
     Shard,
     TensorLayout,
-    declare_roles,
     named_parameters,
     parameter_layouts,
 )
-from kenotron_dist.boxes import gather_into, local_shape, scatter
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GradAccumulator,

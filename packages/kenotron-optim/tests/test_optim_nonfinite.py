@@ -6,7 +6,8 @@ import optim_pieces as model
 import pytest
 import torch
 
-from kenotron_dist import Mesh, RankError, named_parameters, parameter_layouts
+from kenotron_dist import Mesh, RankError
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GlobalNorm,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, clip, clip_
 from kenotron_optim.clip import _powers

@@ -11,7 +11,8 @@ from test_optim_compact_state import RULES
 from test_optim_shards import Net, bytes_of, data
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GlobalNorm,

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kenotron_dist import Mesh, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import parameter_layouts
 from kenotron_optim import (
     AdamWConfig,
     GlobalNorm,

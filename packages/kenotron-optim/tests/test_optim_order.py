@@ -6,16 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import (
-    Mesh,
-    Partial,
-    RankError,
-    Shard,
-    named_parameters,
-    parameter_layouts,
-    record,
-)
+from kenotron_dist import Mesh, RankError
 from kenotron_dist.autograd import all_gather_from, reduce_scatter_to
+from kenotron_dist.diagnosis import record
+from kenotron_dist.placement import Partial, Shard, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator
 from kenotron_optim.config import Reduce

@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
-    Handle,
-    Mesh,
-    RankError,
-    Tie,
-    gather_pieces,
-    named_parameters,
-    parameter_layouts,
-    tie_storages,
-)
+from kenotron_dist import Handle, Mesh, RankError, gather_pieces
+from kenotron_dist.placement import Tie, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GradAccumulator,

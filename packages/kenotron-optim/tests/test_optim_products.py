@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
-    Mesh,
-    Tie,
-    named_parameters,
-    parameter_layouts,
-    tie_storages,
-)
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Tie, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.testing import on_ranks
 from kenotron_dist.weight_products import taker_of
 from kenotron_optim import GradAccumulator, partition

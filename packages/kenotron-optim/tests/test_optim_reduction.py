@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Axis, named_parameters, parameter_layouts
+from kenotron_dist import Axis
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, reduction
 from kenotron_optim.data_axes import DataAxes

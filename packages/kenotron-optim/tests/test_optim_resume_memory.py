@@ -7,7 +7,8 @@ import torch
 from optim_live_bytes import LiveBytes
 from torch import nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     AdamWConfig,

@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Handle, Mesh, gather_pieces, named_parameters, parameter_layouts, sum_rows
+from kenotron_dist import Handle, Mesh, gather_pieces, sum_rows
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, SlicedOptimizer, decay_groups, parameter_shards
 from kenotron_optim import slice_sums as sums_module

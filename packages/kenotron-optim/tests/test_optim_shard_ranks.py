@@ -10,7 +10,9 @@ import torch
 from optim_experts import Net as Experts
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, named_parameters, parameter_layouts, record
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import record
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import (
     GlobalNorm,

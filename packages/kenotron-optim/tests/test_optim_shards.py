@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kenotron_dist import Mesh, Tie, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Tie, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, clip_, decay_groups
 

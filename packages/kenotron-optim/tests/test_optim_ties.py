@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
-    Mesh,
-    Partial,
-    Tie,
-    named_parameters,
-    parameter_layouts,
-    tie_storages,
-)
+from kenotron_dist import Mesh
+from kenotron_dist.placement import Partial, Tie, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GlobalNorm, GradAccumulator, SlicedOptimizer, decay_groups
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, RankError, parameter_layouts
+from kenotron_dist import Mesh, RankError
+from kenotron_dist.placement import parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import GradAccumulator, ZeroOptimizer
 from kenotron_optim.zero_optimizer import units_of

@@ -40,8 +40,9 @@ from tp_models import (
     whole_weights,
 )
 
-from kenotron_dist import Axis, Mesh, parameter_layouts, sum_gradients
+from kenotron_dist import Axis, Mesh, sum_gradients
 from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import parameter_layouts
 from kenotron_tp import cross_entropy
 from kenotron_tp.sequence import mark_partial
 

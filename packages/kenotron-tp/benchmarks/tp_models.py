@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk
+from kenotron_dist import Axis
+from kenotron_dist.placement import Chunk
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, vocabulary_chunk
 
 Turns = tuple[Tensor, Tensor]

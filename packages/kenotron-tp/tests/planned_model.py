@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from kenotron_dist import Chunk
+from kenotron_dist.placement import Chunk
 
 VOCAB, WIDTH, HEADS, KV_HEADS, HEAD, INNER = 53, 16, 8, 4, 4, 24
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from tp_ranks import check_parameters, equal, own_rows, part, whole_numbers
 
-from kenotron_dist import Axis, Chunk, Shard
+from kenotron_dist import Axis
+from kenotron_dist.placement import Chunk, Shard
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import VocabParallelEmbedding, embedding, vocabulary_chunk
 

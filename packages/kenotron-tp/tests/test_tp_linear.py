@@ -14,16 +14,8 @@ from torch.testing import assert_close
 from tp_ranks import check_parameters, equal, normal, own_rows, part, parts_of_all, whole_numbers
 
 import kenotron_tp as kt
-from kenotron_dist import (
-    Axis,
-    Chunk,
-    Mesh,
-    Partial,
-    Shard,
-    all_gather,
-    parameter_layouts,
-    spawn,
-)
+from kenotron_dist import Axis, Mesh, all_gather, spawn
+from kenotron_dist.placement import Chunk, Partial, Shard, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import (
     ColumnParallelLinear,

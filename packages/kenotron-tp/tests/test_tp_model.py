@@ -10,8 +10,9 @@ from torch import nn
 from torch.testing import assert_close
 from tp_ranks import check_parameters, whole_gradients
 
-from kenotron_dist import Axis, Chunk, WeightQueue, deferring, parameter_layouts
+from kenotron_dist import Axis, WeightQueue, deferring
 from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import Chunk, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import (
     ColumnParallelLinear,

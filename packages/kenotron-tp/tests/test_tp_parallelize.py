@@ -9,16 +9,9 @@ from planned_model import PLAN, TIED, VOCAB, Model
 from torch import nn
 from torch.testing import assert_close
 
-from kenotron_dist import (
-    Chunk,
-    Mesh,
-    Shard,
-    Tie,
-    named_parameters,
-    parameter_layouts,
-    sum_gradients,
-)
+from kenotron_dist import Mesh, sum_gradients
 from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import Chunk, Shard, Tie, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
 from kenotron_tp import ColumnParallelLinear, VocabParallelEmbedding, parallelize
 

@@ -2,15 +2,9 @@
 
 import torch
 
-from kenotron_dist import (
-    GridView,
-    Shard,
-    TensorLayout,
-    all_reduce,
-    gradient_sums,
-    parameter_layouts,
-)
+from kenotron_dist import GridView, all_reduce, gradient_sums
 from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import Shard, TensorLayout, parameter_layouts
 
 
 def whole_numbers(*shape, seed, dtype=torch.float32):

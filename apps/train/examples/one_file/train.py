@@ -21,32 +21,19 @@ from torch import Tensor
 
 from kenotron_ckpt import Checkpoint, Saver, has_manifests, read_preferred
 from kenotron_data import Batch, Cursor, Loader, builtin_documents, custom_loader
-from kenotron_dist import (
-    Mesh,
-    MeshConfig,
-    TensorLayout,
-    all_reduce,
-    named_parameters,
-    parameter_layouts,
-    shutdown,
-    start,
-    tie_storages,
-)
+from kenotron_dist import Mesh, MeshConfig, all_reduce, shutdown, start
 from kenotron_dist.init import initialize
+from kenotron_dist.placement import TensorLayout, named_parameters, parameter_layouts, tie_storages
 from kenotron_models import (
-    AttentionSpec,
-    BlockSpec,
     Build,
     Context,
     DecoderSpec,
     LayerStack,
-    MLPSpec,
-    NormSpec,
-    Rope,
     build_decoder,
     layer_costs,
     standard_init,
 )
+from kenotron_models.layers import AttentionSpec, BlockSpec, MLPSpec, NormSpec, Rope
 from kenotron_optim import (
     GlobalNorm,
     GradAccumulator,

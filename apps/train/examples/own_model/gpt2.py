@@ -8,16 +8,9 @@ from torch import nn
 
 from kenotron_config import Config
 from kenotron_dist import Mesh, shutdown
-from kenotron_models import (
-    AttentionSpec,
-    BlockSpec,
-    Build,
-    DecoderSpec,
-    LlamaConfig,
-    MLPSpec,
-    NormSpec,
-    build_decoder,
-)
+from kenotron_models import Build, DecoderSpec, build_decoder
+from kenotron_models.families import LlamaConfig
+from kenotron_models.layers import AttentionSpec, BlockSpec, MLPSpec, NormSpec
 from kenotron_train import train
 
 

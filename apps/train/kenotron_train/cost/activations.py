@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from kenotron_dist import Axis, TensorLayout, parameter_layouts
+from kenotron_dist import Axis
+from kenotron_dist.placement import TensorLayout, parameter_layouts
 from kenotron_engine import StageLayers, recompute_within, stages_of
 from kenotron_models import (
     Build,

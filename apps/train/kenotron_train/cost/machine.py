@@ -14,15 +14,9 @@ from torch import nn
 import kenotron_optim as optim
 from kenotron_config import Device, ParallelismConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_dist import (
-    MeshConfig,
-    TensorLayout,
-    gpu_problem,
-    named_parameters,
-    usable_cores,
-    visible_gpus,
-)
+from kenotron_dist import MeshConfig, gpu_problem, usable_cores, visible_gpus
 from kenotron_dist.launch import local_ranks
+from kenotron_dist.placement import TensorLayout, named_parameters
 from kenotron_models import expert_parameters, parameter_count
 from kenotron_optim import Held, OptimizerConfig
 from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from kenotron_config import Config, Mask
-from kenotron_dist import PeerLost, RankError
+from kenotron_dist import RankError
+from kenotron_dist.diagnosis import PeerLost
 from kenotron_dist.launch import launcher
 from kenotron_train.called import called
 from kenotron_train.config_file import load_config

@@ -15,7 +15,8 @@ import torch
 
 from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
 from kenotron_config import Config, EvaluateConfig, Mask, unavailable
-from kenotron_dist import STALLED, Mesh, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_dist import STALLED, Mesh, MeshConfig, RankError, first_to_say, start
+from kenotron_dist.diagnosis import PeerLost
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
 from kenotron_train.called import called

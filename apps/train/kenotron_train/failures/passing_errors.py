@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 
 from kenotron_ckpt import SaveFailed
-from kenotron_dist import STALLED, PeerLost, RankError
+from kenotron_dist import STALLED, RankError
+from kenotron_dist.diagnosis import PeerLost
 
 PASSING = (
     errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO,

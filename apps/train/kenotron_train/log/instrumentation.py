@@ -10,7 +10,7 @@ from typing import Any
 
 from kenotron_config import MetricsLoggingConfig
 from kenotron_data import Batch
-from kenotron_dist import record
+from kenotron_dist.diagnosis import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training

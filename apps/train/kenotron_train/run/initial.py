@@ -14,12 +14,12 @@ from kenotron_dist import Mesh
 from kenotron_engine import Records
 from kenotron_models import (
     DecoderSpec,
-    TransformersConfig,
     TransformersSpec,
     config_from_json,
     is_tied_copy,
     transformers_tensors,
 )
+from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import (
     CONFIG,
     EMBEDDING,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from kenotron_data import Batch
-from kenotron_dist import check_equal, gather_objects, named_parameters
+from kenotron_dist import gather_objects
+from kenotron_dist.diagnosis import check_equal
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.failures.nonfinite_record import samples_of

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kenotron_ckpt import CheckpointsConfig, DataStatesConfig, SaveFailed, Saver, open_checkpoint
 from kenotron_config import dump_config
-from kenotron_dist import TensorLayout
+from kenotron_dist.placement import TensorLayout
 from kenotron_models import model_to_json
 from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state

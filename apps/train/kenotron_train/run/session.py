@@ -13,7 +13,8 @@ import torch
 
 from kenotron_ckpt import Saver
 from kenotron_config import Config
-from kenotron_dist import Mesh, Signals, all_reduce, listening, watch
+from kenotron_dist import Mesh, Signals, all_reduce, listening
+from kenotron_dist.diagnosis import watch
 from kenotron_dist.rng import key
 from kenotron_train.assemble import OwnModel, Training, build_training
 from kenotron_train.cost.cost_plan import mesh_sizes

@@ -15,7 +15,9 @@ import numpy as np
 
 from kenotron_config import Config, ParallelismConfig
 from kenotron_data import Batch, Corpus, Cursor
-from kenotron_dist import Mesh, RankError, named_parameters, spawn, watch
+from kenotron_dist import Mesh, RankError, spawn
+from kenotron_dist.diagnosis import watch
+from kenotron_dist.placement import named_parameters
 from kenotron_engine import (
     GRADIENT_TOLERANCE,
     Piece,

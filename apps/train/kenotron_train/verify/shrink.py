@@ -23,7 +23,8 @@ from kenotron_data.config import (
     NanosetDatasetsConfig,
     SFTDatasetsConfig,
 )
-from kenotron_dist import Axis, parameter_layouts
+from kenotron_dist import Axis
+from kenotron_dist.placement import parameter_layouts
 from kenotron_engine import way_of
 from kenotron_models import AnyConfig, Build, LayerStack, SizedConfig, build_decoder
 from kenotron_optim import LRMultiplier, MuonConfig, OptimizerConfig

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_dist import Box, GridView, TensorLayout, ViewOf, local_boxes, local_shape
+from kenotron_dist import Box, GridView, ViewOf, local_boxes, local_shape
 from kenotron_dist.boxes import replica_index, replicas, view_of
+from kenotron_dist.placement import TensorLayout
 
 Tensors = Mapping[str, tuple[Tensor, TensorLayout]]
 """Local tensors and their layouts, by keys that are unique on a rank."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from kenotron_ckpt.loading import Loaded, open_checkpoint
 from kenotron_ckpt.random_state import restore_random_state
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 _STATE = "optimizer."
 GROUPS = "optimizer_groups"

@@ -18,7 +18,8 @@ from kenotron_ckpt.saving import discard
 from kenotron_ckpt.share import FILE_BYTES, check_state, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.store import LocalStore
 from kenotron_ckpt.writer import write_part
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import AnyConfig, TransformersConfig, cut_sizes
+from kenotron_models import AnyConfig, cut_sizes
+from kenotron_models.families import TransformersConfig
 from kenotron_optim import OptimizerConfig, shard_ranks_problems
 
 LAYERS_BESIDE_DECODER = ("embedding", "final norm", "head")

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
-from kenotron_models import ExpertsSpec, expert_layers
+from kenotron_models import expert_layers
+from kenotron_models.layers import ExpertsSpec
 
 
 def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:

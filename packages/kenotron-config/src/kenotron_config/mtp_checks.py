@@ -3,7 +3,8 @@
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.init_sections import ExistingCheckpointInitConfig, SpectralMupInitConfig
 from kenotron_config.sections import ModelConfig
-from kenotron_models import TransformersConfig, expert_layers
+from kenotron_models import expert_layers
+from kenotron_models.families import TransformersConfig
 
 
 def mtp_problems(model: ModelConfig, doremi: DoReMiConfig | None = None) -> list[str]:

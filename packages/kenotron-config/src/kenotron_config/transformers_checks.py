@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from kenotron_config.init_sections import RandomInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig
-from kenotron_models import TransformersConfig, TransformersSpec, layers_on_meta
+from kenotron_models import TransformersSpec, layers_on_meta
+from kenotron_models.families import TransformersConfig
 
 PATH = "model.model_config"
 WHOLE = "a model of transformers computes whole samples, and knows nothing of this"

@@ -14,17 +14,6 @@ from kenotron_dist.collectives import (
 from kenotron_dist.cores import usable_cores
 from kenotron_dist.defer import DeferredGradients, WeightQueue, deferring
 from kenotron_dist.device import gpu_problem, visible_gpus
-from kenotron_dist.diagnosis.comm_recorder import (
-    Recorder,
-    compare_collectives,
-    record,
-    shape_axes,
-)
-from kenotron_dist.diagnosis.divergence import Diverged, first_divergence
-from kenotron_dist.diagnosis.failure_broadcast import FailureBroadcast
-from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
-from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
-from kenotron_dist.diagnosis.watchdog import Watchdog, watch
 from kenotron_dist.environment import World, resolve
 from kenotron_dist.exit_process import STALLED, leave
 from kenotron_dist.fake_world import host_number
@@ -32,30 +21,11 @@ from kenotron_dist.gradients import clip_gradients, sum_gradients
 from kenotron_dist.grid import DATA_AXES, coords_of
 from kenotron_dist.grid_view import GridView, ViewOf, views_of
 from kenotron_dist.handle import Handle, settle
-from kenotron_dist.in_flight import Entry
 from kenotron_dist.inplace_collectives import gather_pieces, gather_rows, sum_rows
 from kenotron_dist.launch import from_env, tell_launcher
 from kenotron_dist.mesh import Mesh, MeshConfig
 from kenotron_dist.objects import broadcast_object, gather_objects
 from kenotron_dist.page_locked import page_locked
-from kenotron_dist.placement import (
-    TensorLayout,
-    materialize,
-    named_parameters,
-    named_placements,
-    parameter_layouts,
-    tie_storages,
-)
-from kenotron_dist.placement_kinds import (
-    Chunk,
-    FlatSlice,
-    Fused,
-    Partial,
-    Placement,
-    Placements,
-    Shard,
-    Tie,
-)
 from kenotron_dist.point_to_point import Route, receive, send, shift
 from kenotron_dist.rank_error import RankError
 from kenotron_dist.roles import MATRICES, Role, Roles, declare_roles, named_roles
@@ -64,29 +34,13 @@ from kenotron_dist.signals import Signals, listening
 from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
 from kenotron_dist.start import first_cause, first_to_say, start
-from kenotron_dist.statistics import (
-    Statistics,
-    merge,
-    moments,
-    no_moments,
-    statistics_of,
-    sum_moments,
-    tensor_moments,
-)
 from kenotron_dist.store_messages import StoreMessages
 
 __all__ = [
     "Axis",
     "Box",
-    "Cause",
-    "Chunk",
     "DATA_AXES",
     "DeferredGradients",
-    "FailureBroadcast",
-    "Diverged",
-    "Entry",
-    "FlatSlice",
-    "Fused",
     "GradientSum",
     "GridView",
     "Handle",
@@ -95,24 +49,13 @@ __all__ = [
     "MeshConfig",
     "MessageRefused",
     "StoreMessages",
-    "Partial",
-    "PeerLost",
-    "Placement",
-    "Placements",
     "RankError",
-    "Recorder",
     "Role",
     "Roles",
     "Route",
     "STALLED",
-    "Shard",
     "Signals",
-    "StallReport",
-    "Statistics",
-    "TensorLayout",
-    "Tie",
     "ViewOf",
-    "Watchdog",
     "WeightQueue",
     "World",
     "all_gather",
@@ -121,15 +64,11 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_object",
-    "check_equal",
-    "check_replicas",
     "clip_gradients",
-    "compare_collectives",
     "coords_of",
     "declare_roles",
     "deferring",
     "first_cause",
-    "first_divergence",
     "first_to_say",
     "from_env",
     "gather_objects",
@@ -142,36 +81,22 @@ __all__ = [
     "listening",
     "local_boxes",
     "local_shape",
-    "materialize",
-    "merge",
-    "moments",
-    "named_parameters",
-    "named_placements",
     "named_roles",
-    "no_moments",
     "page_locked",
-    "parameter_layouts",
     "receive",
-    "record",
     "reduce_scatter",
     "resolve",
     "send",
     "settle",
-    "shape_axes",
     "shift",
     "shutdown",
     "spawn",
     "start",
-    "statistics_of",
     "sum_gradients",
-    "sum_moments",
     "sum_rows",
     "tell_launcher",
-    "tensor_moments",
-    "tie_storages",
     "tree_sum",
     "usable_cores",
     "views_of",
     "visible_gpus",
-    "watch",
 ]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from kenotron_dist.axis import Axis
 from kenotron_dist.device import default_device, indexed
-from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
 from kenotron_dist.fake_world import FAKE, join_fake_world
 from kenotron_dist.gloo_threads import let_gloo_threads_wait
 from kenotron_dist.grid import (
@@ -122,10 +121,11 @@ class Mesh:
             touch(world, known, mesh.device)
         for names in [*((name,) for name in AXES), ("dp", "cp"), ("dp", "cp", "tp"), AXES]:
             mesh._view(names)
-        if ep > 1:  # else the lines of experts are lines that there are
-            for name in EXPERT_AXES[1:]:
-                mesh._view((name,))
+        for name in EXPERT_AXES[1:] if ep > 1 else ():  # else their lines are lines that there are
+            mesh._view((name,))
         if live and config.world_size > 1 and compared:
+            from kenotron_dist.diagnosis.collective_checker import CollectiveChecker
+
             CollectiveChecker(mesh.pulse, mesh.rank, dist.distributed_c10d._get_default_store())
         return mesh
 

@@ -16,13 +16,33 @@ from torch import Tensor, nn
 
 from kenotron_dist.grid import DATA_AXES, grid_of
 from kenotron_dist.placement_kinds import (
+    Chunk,
     FlatSlice,
+    Fused,
     Partial,
     Placement,
+    Placements,
     Shard,
     Tie,
 )
 from kenotron_dist.roles import Role, named_roles, role_of_tie
+
+__all__ = [
+    "Chunk",
+    "FlatSlice",
+    "Fused",
+    "Partial",
+    "Placement",
+    "Placements",
+    "Shard",
+    "TensorLayout",
+    "Tie",
+    "materialize",
+    "named_parameters",
+    "named_placements",
+    "parameter_layouts",
+    "tie_storages",
+]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,16 @@ from kenotron_dist.collectives import all_gather
 from kenotron_dist.mesh import Mesh
 from kenotron_dist.placement import TensorLayout
 
+__all__ = [
+    "Statistics",
+    "merge",
+    "moments",
+    "no_moments",
+    "statistics_of",
+    "sum_moments",
+    "tensor_moments",
+]
+
 FIELDS = 9
 """Count, mean, sums of (x - mean) to the 2nd, 3rd and 4th, sum of magnitudes, zeros, min, max."""
 NEAR_ZERO = 1e-10

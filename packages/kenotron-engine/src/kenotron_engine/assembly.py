@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, TensorLayout, materialize, parameter_layouts
+from kenotron_dist import Mesh
 from kenotron_dist.init import Constant, Initializer, initialize
+from kenotron_dist.placement import TensorLayout, materialize, parameter_layouts
 from kenotron_engine.model_plan import ModelPlan, check_balance, one_f_one_b
 from kenotron_engine.sequence import check_cut
 from kenotron_engine.stages import stages_of
 from kenotron_models import (
     Build,
     Context,
-    Head,
     LayerStack,
     TransformersLayer,
     build_decoder,
@@ -24,6 +24,7 @@ from kenotron_models import (
     mup_init,
     standard_init,
 )
+from kenotron_models.layers import Head
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
 
 Records = dict[str, tuple[Tensor, TensorLayout]]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kenotron_dist import all_reduce
-from kenotron_models import Experts, ExpertsSpec, Router, expert_layers
+from kenotron_models import expert_layers
+from kenotron_models.layers import Experts, ExpertsSpec, Router
 
 if TYPE_CHECKING:
     from kenotron_engine.training import Training

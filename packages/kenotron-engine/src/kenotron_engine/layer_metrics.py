@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import (
-    Mesh,
+from kenotron_dist import Mesh
+from kenotron_dist.statistics import (
     merge,
     moments,
     no_moments,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kenotron_data import MicroBatch
-from kenotron_dist import Mesh, named_parameters
+from kenotron_dist import Mesh
+from kenotron_dist.placement import named_parameters
 from kenotron_engine.assembly import Model, Records
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.sequence import Share, share_of

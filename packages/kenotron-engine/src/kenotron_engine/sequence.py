@@ -19,17 +19,8 @@ from torch import Tensor, nn
 from kenotron_cp import AttentionWay, Cut, Layout, cut_sequence
 from kenotron_data import MicroBatch
 from kenotron_dist import Axis, Mesh
-from kenotron_models import (
-    AttentionSpec,
-    Block,
-    Context,
-    DecoderSpec,
-    Embedding,
-    Head,
-    LayerNorm,
-    RMSNorm,
-    SequenceCut,
-)
+from kenotron_models import Context, DecoderSpec, SequenceCut
+from kenotron_models.layers import AttentionSpec, Block, Embedding, Head, LayerNorm, RMSNorm
 
 NO_TARGET = -100
 """Label of a position that has no target."""

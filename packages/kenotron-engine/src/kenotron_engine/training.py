@@ -9,7 +9,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from kenotron_dist import Mesh, check_replicas, deferring, named_parameters
+from kenotron_dist import Mesh, deferring
+from kenotron_dist.diagnosis import check_replicas
+from kenotron_dist.placement import named_parameters
 from kenotron_engine.assembly import Model, Records, build_model, first_values
 from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.model_on_mesh import ModelOnMesh
@@ -86,7 +88,7 @@ class Training(ModelOnMesh):
     def check_replicas(self) -> None:
         """Compare replicas of parameters over ranks. Collective over the mesh.
 
-        Raises ValueError as ``kenotron_dist.check_replicas``.
+        Raises ValueError as ``kenotron_dist.diagnosis.check_replicas``.
         """
         records = self.records()
         layouts = {layout.name: layout for layout in self.model.layouts.values()}

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_cp import AttentionSize, AttentionWay, Cut, Visibility, attention_traffic
-from kenotron_dist import Chunk, declare_roles
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import Chunk
 from kenotron_models.attention_mix import Mixing, MixingSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_cp import Scoring
-from kenotron_dist import Placements, Shard, declare_roles
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import Placements, Shard
 from kenotron_models.attention_backends import (
     AttentionBackend,
     attend,

@@ -8,7 +8,8 @@ from typing import TypedDict
 
 import torch
 
-from kenotron_dist import Axis, Chunk
+from kenotron_dist import Axis
+from kenotron_dist.placement import Chunk
 from kenotron_tp import ColumnParallelLinear, RowParallelLinear, TPMode
 
 EP_ALONE = Axis.solo("ep")

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from kenotron_cp import AttentionWay, Cut
-from kenotron_dist import shape_axes
+from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MicroBatch, block_on_meta
 from kenotron_models.part import SendsOverSequence

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
-from kenotron_dist import Shard, Tie, declare_roles
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import Shard, Tie
 from kenotron_models.block import Block
 from kenotron_models.build import Build
 from kenotron_models.context import Context

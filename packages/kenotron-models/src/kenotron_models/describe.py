@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kenotron_dist import Fused, Partial, Placement, Shard, TensorLayout, Tie
+from kenotron_dist.placement import Fused, Partial, Placement, Shard, TensorLayout, Tie
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import Architecture
 

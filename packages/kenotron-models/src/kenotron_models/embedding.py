@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Partial, declare_roles
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import Partial
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from kenotron_dist import MATRICES, TensorLayout
+from kenotron_dist import MATRICES
+from kenotron_dist.placement import TensorLayout
 from kenotron_models.block import BlockSpec
 from kenotron_models.mtp import mtp_work
 from kenotron_models.part import Sparse

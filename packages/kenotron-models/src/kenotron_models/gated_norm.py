@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Placements, Roles, Shard
+from kenotron_dist import Roles
 from kenotron_dist.autograd import copy_to, reduce_from
+from kenotron_dist.placement import Placements, Shard
 from kenotron_models.build import Build
 from kenotron_models.recompute import whole
 

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kenotron_dist import Mesh, TensorLayout, materialize, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout, materialize, named_parameters, parameter_layouts
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.decoder import LayerStack, build_decoder

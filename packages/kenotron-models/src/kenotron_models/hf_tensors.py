@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kenotron_dist import TensorLayout
+from kenotron_dist.placement import TensorLayout
 from kenotron_models.rope import Rope
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.spec import Architecture

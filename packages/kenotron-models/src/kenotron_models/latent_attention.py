@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Chunk, Partial, Placements, Roles, declare_roles
+from kenotron_dist import Roles, declare_roles
 from kenotron_dist.autograd import all_gather_from, copy_to
+from kenotron_dist.placement import Chunk, Partial, Placements
 from kenotron_models.attention import Attention, AttentionSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_cp import AttentionWay, Cut
-from kenotron_dist import Chunk, Placements, Roles, Shard, declare_roles
+from kenotron_dist import Roles, declare_roles
 from kenotron_dist.init import Constant, Initializer
+from kenotron_dist.placement import Chunk, Placements, Shard
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.gated_norm import GatedGroupNorm

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Chunk, declare_roles
+from kenotron_dist import declare_roles
+from kenotron_dist.placement import Chunk
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.part import Normed, Part

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Partial, Placements, Roles
+from kenotron_dist import Roles
+from kenotron_dist.placement import Partial, Placements
 from kenotron_models.block import Block
 from kenotron_models.build import Build
 from kenotron_models.context import Context

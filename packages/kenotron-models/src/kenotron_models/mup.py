@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from kenotron_dist import MATRICES, Fused, Role, TensorLayout, parameter_layouts
+from kenotron_dist import MATRICES, Role
 from kenotron_dist.init import Normal
+from kenotron_dist.placement import Fused, TensorLayout, parameter_layouts
 from kenotron_models.decoder import LayerStack, build_decoder
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.part import HasFirstValues

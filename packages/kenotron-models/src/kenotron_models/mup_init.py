@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import TensorLayout
 from kenotron_dist.boxes import Box
 from kenotron_dist.init import Initializer, Normal, normal_block
+from kenotron_dist.placement import TensorLayout
 from kenotron_models.mup import ParameterScale
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.spec import DecoderSpec

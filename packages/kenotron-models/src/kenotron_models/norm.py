@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Axis, Chunk, Partial, Placements, Roles, Shard, all_reduce
+from kenotron_dist import Axis, Roles, all_reduce
+from kenotron_dist.placement import Chunk, Partial, Placements, Shard
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 

@@ -6,8 +6,9 @@ import math
 import re
 from collections.abc import Callable
 
-from kenotron_dist import MATRICES, Role, TensorLayout
+from kenotron_dist import MATRICES, Role
 from kenotron_dist.init import Constant, Initializer, Normal, Uniform
+from kenotron_dist.placement import TensorLayout
 from kenotron_models.part import HasFirstValues
 from kenotron_models.spec import Architecture
 

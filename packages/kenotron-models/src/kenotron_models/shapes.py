@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from kenotron_dist import Axis, TensorLayout, parameter_layouts
+from kenotron_dist import Axis
+from kenotron_dist.placement import TensorLayout, parameter_layouts
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.decoder import LayerStack, build_decoder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Partial, Placements, Roles
+from kenotron_dist import Roles
+from kenotron_dist.placement import Partial, Placements
 from kenotron_models.build import Build
 from kenotron_tp import matmul
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Chunk, Placements, Roles, Shard
+from kenotron_dist import Roles
 from kenotron_dist.autograd import all_gather_from
 from kenotron_dist.init import Constant, Initializer, Uniform
+from kenotron_dist.placement import Chunk, Placements, Shard
 from kenotron_models.build import Build
 from kenotron_models.segments import Segments
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kenotron_dist import Fused, Placements, Role, Roles, Shard, WeightQueue
+from kenotron_dist import Role, Roles, WeightQueue
+from kenotron_dist.placement import Fused, Placements, Shard
 from kenotron_models.build import Build
 from kenotron_tp import product
 

@@ -6,7 +6,7 @@ import json
 import math
 from functools import lru_cache
 
-from kenotron_dist import TensorLayout
+from kenotron_dist.placement import TensorLayout
 from kenotron_models.shapes import decoder_layouts
 from kenotron_models.transformers_spec import TransformersSpec
 

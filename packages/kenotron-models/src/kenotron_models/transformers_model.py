@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Chunk, Role, declare_roles
+from kenotron_dist import Role, declare_roles
+from kenotron_dist.placement import Chunk
 from kenotron_models.build import Build
 from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_tp import Style, parallelize, vocabulary_chunk

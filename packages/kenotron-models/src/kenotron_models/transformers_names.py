@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kenotron_dist import parameter_layouts
+from kenotron_dist.placement import parameter_layouts
 from kenotron_models.decoder import LayerStack
 from kenotron_models.hf_tensors import Part, Whole
 from kenotron_models.transformers_layers import TransformersLayer

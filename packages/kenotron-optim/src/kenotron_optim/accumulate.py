@@ -1,8 +1,7 @@
 """fp32 gradient buffers, filled by autograd hooks and reduced to the owners' slices.
 
-A hook on every parameter moves its gradient to a buffer and frees it. Sums over data-parallel ranks
-start while the last backward still runs, sums that other placements ask for in ``finish``.
-"""
+Hooks move gradients to buffers and free them. Sums over data-parallel ranks start while the last
+backward still runs, sums that other placements ask for in ``finish``."""
 
 from __future__ import annotations
 
@@ -13,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import DATA_AXES, Axis, Mesh, TensorLayout
+from kenotron_dist import DATA_AXES, Axis, Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_dist.weight_products import Factors, adds_in_fp32, current_backward
 from kenotron_optim.bucket_order import order_buckets
 from kenotron_optim.checks import (
@@ -66,8 +66,8 @@ class GradAccumulator:
         shard_ranks: so many consecutive ranks of dp (each with its cp ranks) own slices; other
             blocks of them own the same, and sums run over these afterwards. None: all.
 
-    Frozen parameters are left out; one that gets no gradient has a zero one. An accumulator that is
-    made later over the same parameters takes their gradients.
+    Frozen parameters are left out; one without a gradient counts as zero. The parameters'
+    gradients go to the accumulator that was made last.
 
     Raises:
         ValueError: a parameter without a layout, of another shape or not contiguous, an unknown

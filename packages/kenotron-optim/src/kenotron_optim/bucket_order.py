@@ -8,7 +8,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from kenotron_dist import Mesh, TensorLayout
+from kenotron_dist import Mesh
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim.data_axes import data_axes
 from kenotron_optim.partition import Bucket, make_buckets
 

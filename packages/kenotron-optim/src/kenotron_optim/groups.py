@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from kenotron_dist import Role, TensorLayout
+from kenotron_dist import Role
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import Kind, LRMultiplier
 
 KIND_ROLES: dict[Kind, frozenset[Role]] = {

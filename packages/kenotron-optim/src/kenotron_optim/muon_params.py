@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kenotron_dist import MATRICES, Chunk, Fused, TensorLayout
+from kenotron_dist import MATRICES
+from kenotron_dist.placement import Chunk, Fused, TensorLayout
 
 Shape = tuple[int, ...]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from kenotron_dist import MeshConfig, TensorLayout, gradient_sums, views_of
+from kenotron_dist import MeshConfig, gradient_sums, views_of
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.muon_params import matrix_parts
 from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule

@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import TensorLayout
 from kenotron_dist.gradients import scale_by
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim import torch_groups
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.compact_state import compact_state
@@ -147,7 +147,7 @@ class SlicedOptimizer:
                 ranks, such as the layers. Collective over the data axes.
             fill: with stage 3, gives a module its first values. It is called with one after the
                 other, and no other has memory then: parameters may have had none so far
-                (``kenotron_dist.materialize``).
+                (``kenotron_dist.placement.materialize``).
 
         Raises:
             ValueError: ``modules`` is no list of modules, a parameter belongs to none of them, or

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, Box, Mesh, TensorLayout, broadcast, gradient_sums, tree_sum
+from kenotron_dist import Axis, Box, Mesh, broadcast, gradient_sums, tree_sum
 from kenotron_dist.gradients import sum_views
+from kenotron_dist.placement import TensorLayout
 
 Read = Callable[[str, TensorLayout], Tensor]
 """(parameter name, layout) -> its accumulated gradient, in the parameter's shape."""

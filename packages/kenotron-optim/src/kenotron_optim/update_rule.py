@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import adam
 
-from kenotron_dist import TensorLayout
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.matrix_exchange import MatrixExchange
 from kenotron_optim.muon import MuonMomentum

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kenotron_dist import TensorLayout
+from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.weight_average_config import WeightAverageConfig

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Mesh, check_replicas, named_parameters, parameter_layouts
+from kenotron_dist import Mesh
+from kenotron_dist.diagnosis import check_replicas
+from kenotron_dist.placement import named_parameters, parameter_layouts
 from kenotron_optim.accumulate import GradAccumulator
 from kenotron_optim.clip import GlobalNorm, clip_coefficient
 from kenotron_optim.groups import ParameterGroup, decay_groups
@@ -55,8 +57,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: a mesh with a pipeline, parameters that differ between replicas, two names of
-            one Parameter (``kenotron_dist.Tie``), and what the parts refuse. Collective over the
-            mesh.
+            one Parameter (``placement.Tie`` of kenotron-dist), and what the parts refuse.
+            Collective over the mesh.
     """
 
     def __init__(

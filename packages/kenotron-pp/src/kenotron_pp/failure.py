@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kenotron_dist import Axis, Diverged, FailureBroadcast, PeerLost
+from kenotron_dist import Axis
+from kenotron_dist.diagnosis import Diverged, FailureBroadcast, PeerLost
 
 
 class PipelineError(RuntimeError):

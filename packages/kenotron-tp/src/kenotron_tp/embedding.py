@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Placements, Roles, Shard
+from kenotron_dist import Axis, Roles
 from kenotron_dist.autograd import reduce_from, reduce_scatter_to
+from kenotron_dist.placement import Chunk, Placements, Shard
 from kenotron_tp.cut import check_axis, cut_parameter, take_parts
 from kenotron_tp.sequence import call_mode, check_tokens, pad_tokens
 

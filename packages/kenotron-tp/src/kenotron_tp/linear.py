@@ -16,7 +16,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Partial, Placements, Roles, Shard, WeightQueue
+from kenotron_dist import Axis, Roles, WeightQueue
+from kenotron_dist.placement import Chunk, Partial, Placements, Shard
 from kenotron_tp.cut import check_axis, cut_parameter, take_parts
 from kenotron_tp.matmul import How, matmul
 from kenotron_tp.sequence import call_mode, check_tokens, rows_of_rank, whole_tokens

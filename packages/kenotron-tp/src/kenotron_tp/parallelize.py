@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from kenotron_dist import Axis, Partial, Placement, Tie
+from kenotron_dist import Axis
+from kenotron_dist.placement import Partial, Placement, Tie
 from kenotron_tp.cut import check_axis
 from kenotron_tp.plan_checks import attention_problems, unsaid_problems
 from kenotron_tp.plan_names import Named, match_plan

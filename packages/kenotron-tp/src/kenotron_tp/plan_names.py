@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from kenotron_dist import Chunk
+from kenotron_dist.placement import Chunk
 from kenotron_tp.planned_layers import (
     DIVIDED,
     OTHER_NAMES,

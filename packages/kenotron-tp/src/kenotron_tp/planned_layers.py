@@ -10,8 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Chunk, Shard
+from kenotron_dist import Axis
 from kenotron_dist.autograd import gather_from, scatter_to
+from kenotron_dist.placement import Chunk, Shard
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
 

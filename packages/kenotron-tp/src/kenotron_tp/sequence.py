@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kenotron_dist import Axis, Partial, Placements
+from kenotron_dist import Axis
 from kenotron_dist.autograd import gather_from, scatter_to
+from kenotron_dist.placement import Partial, Placements
 
 
 def rows_of_rank(tokens: int, axis: Axis) -> int:

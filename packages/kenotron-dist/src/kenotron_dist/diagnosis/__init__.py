@@ -4,5 +4,31 @@
 ``failure_broadcast`` informs peers of a failure; ``comm_recorder`` lists a rank's communications,
 and ``divergence`` compares such lists between ranks; ``replica_check`` compares values that must be
 equal. All of it reads ``kenotron_dist.in_flight``,
-in which each communication is noted. Public names are those of ``kenotron_dist``.
+in which each communication is noted.
 """
+
+from kenotron_dist.diagnosis.comm_recorder import Recorder, compare_collectives, record, shape_axes
+from kenotron_dist.diagnosis.divergence import Diverged, first_divergence
+from kenotron_dist.diagnosis.failure_broadcast import FailureBroadcast
+from kenotron_dist.diagnosis.hang_diagnosis import Cause, PeerLost, StallReport
+from kenotron_dist.diagnosis.replica_check import check_equal, check_replicas
+from kenotron_dist.diagnosis.watchdog import Watchdog, watch
+from kenotron_dist.in_flight import Entry
+
+__all__ = [
+    "Cause",
+    "Diverged",
+    "Entry",
+    "FailureBroadcast",
+    "PeerLost",
+    "Recorder",
+    "StallReport",
+    "Watchdog",
+    "check_equal",
+    "check_replicas",
+    "compare_collectives",
+    "first_divergence",
+    "record",
+    "shape_axes",
+    "watch",
+]
