@@ -27,6 +27,7 @@ from nox_environments import (
     PYTEST,
     ROOT,
     RUFF,
+    SITE,
     XDIST,
     build_wheels,
     closure,
@@ -98,6 +99,15 @@ def lint(session: nox.Session) -> None:
     """Check style and layout of the code with ruff."""
     session.install(RUFF)
     check_style(session)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in ``build/docs/site``; a warning or a broken link fails."""
+    session.install(PYTEST, RUFF, *SITE)
+    session.run("python", "tests/site_pages.py", "build/docs")
+    session.run("mkdocs", "build", "--strict", "--config-file", "build/docs/mkdocs.yml")
+    session.run("python", "tests/site_pages.py", "build/docs", "--built")
 
 
 @nox.session(default=False)

@@ -27,6 +27,7 @@ PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issu
 XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
+SITE = ("mkdocs-material>=9.8,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3", "mkdocs<2")
 # Tests start many processes: one thread each, and modules are compiled at installation, by uv as by
 # pip: each process would compile torch anew, 8 s instead of 3.
 COMPILED = {"UV_COMPILE_BYTECODE": "1"}
