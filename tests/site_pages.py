@@ -3,7 +3,7 @@
 ``python tests/site_pages.py FOLDER`` writes ``FOLDER/pages`` and ``FOLDER/mkdocs.yml``, from which
 mkdocs builds the site: ``nox -s docs``. A page lies where its document lies in the repository, so
 links between documents stay. A file that is no document and that a page links to becomes a page.
-``--built`` looks for the public names in the site that was built.
+``--built`` looks for the public names in the built site, and for what it loads from elsewhere.
 """
 
 import json
@@ -154,6 +154,8 @@ def write(folder: Path, root: Path = ROOT) -> None:
     versions = sorted({project["version"], *(each.name for each in site.glob("*/"))}, key=Version)
     listed = [{"version": each, "title": each, "aliases": []} for each in reversed(versions)]
     (site / "versions.json").write_text(json.dumps(listed), encoding="utf-8")
+    newest = f'<meta http-equiv="refresh" content="0; url={versions[-1]}/index.html">\n'
+    (site / "index.html").write_text(newest, encoding="utf-8")
     settings = {
         "INHERIT": os.path.relpath(root / DOCS / "mkdocs.yml", folder),
         "docs_dir": "pages",
@@ -164,15 +166,19 @@ def write(folder: Path, root: Path = ROOT) -> None:
     (folder / "mkdocs.yml").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
-def unseen(folder: Path, root: Path = ROOT) -> list[str]:
-    """List the public names that the built pages do not have."""
-    built = "".join(file.read_text(encoding="utf-8") for file in folder.glob("site/*/api/*.html"))
+def complaints(folder: Path, root: Path = ROOT) -> list[str]:
+    """List public names that the built pages do not have, and what they load from elsewhere."""
+    built = "".join(file.read_text(encoding="utf-8") for file in folder.glob("site/*/**/*.html"))
     found = [d for unit in api.documented_packages(root) for d in api.public_definitions(unit)]
     names = [d.module if api.is_module(d) else f"{d.module}.{d.name}" for d in found]
-    return [name for name in names if f'id="{name}"' not in built]
+    loaded = re.findall(
+        r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="?(?:https?:)?//[^>]*>', built
+    )
+    return [name for name in names if f'id="{name}"' not in built] + loaded
 
 
 if __name__ == "__main__":
     if "--built" in sys.argv:
-        sys.exit(f"not in the site: {names}" if (names := unseen(Path(sys.argv[1]))) else 0)
+        found = complaints(Path(sys.argv[1]))
+        sys.exit(f"not in the site, or not of it: {found}" if found else 0)
     write(Path(sys.argv[1]).resolve())

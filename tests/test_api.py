@@ -25,6 +25,20 @@ def test_the_page_has_every_public_name(unit):
             assert (found.module, name) in shown or f"{module}.{name}" in modules
 
 
+@pytest.mark.parametrize("unit", api.units(api.ROOT), ids=lambda unit: unit.name)
+def test_docstrings_are_markdown(unit):
+    rest = re.compile(r"^ *={4,}|::$|:(?:class|func|meth|mod):`|^ *\.\. \w+::", re.MULTILINE)
+    found = [
+        f"{path}:{node.value.lineno}: {mark[0]!r} is reStructuredText"
+        for path, tree in unit.modules.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and (mark := rest.search(str(node.value.value)))
+    ]
+    assert not found
+
+
 SHAPE = re.compile(
     r"\((?:[\w./*+ -]{0,14},)+[\w./*+ -]{0,14}\)"  # (T, D), (n/t, ...), (B * S, H/t + G/t), (W,)
     r"|\bscalars?\b|\bany shape|\bsame shape|\bits shape|\b(?:of|own) shape|\bshape (?:of|that)\b"

@@ -3,12 +3,11 @@
 import ast
 import os
 import re
-import subprocess
 
 import api
 import pytest
 import site_pages
-from test_rooms import ROOT
+from test_rooms import ROOT, imported_modules, public_names, repository_files
 
 GUIDES = [path for path in site_pages.documents() if path.startswith(site_pages.DOCS)]
 
@@ -22,9 +21,7 @@ def in_menu(entries):
 
 
 def test_every_document_is_a_page():
-    command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "*.md"]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert {*site_pages.documents()} == {p for p in listing.split() if (ROOT / p).exists()}
+    assert {*site_pages.documents()} == {p for p in repository_files(ROOT) if p.endswith(".md")}
 
 
 def test_every_page_is_in_the_menu_once():
@@ -87,6 +84,9 @@ def test_guides_name_keys_that_there_are(name):
 
 
 @pytest.mark.parametrize("path", GUIDES)
-def test_blocks_of_python_in_guides_parse(path):
+def test_blocks_of_python_in_guides_parse_and_import_public_names(path):
+    public = public_names(ROOT)
     for code in re.findall(r"^```python\n(.*?)^```", (ROOT / path).read_text(), re.M | re.S):
-        ast.parse(code)
+        for name, _ in imported_modules("tests/a.py", ast.parse(code)):
+            module, _, last = name.rpartition(".")
+            assert module not in public or last in public[module], f"{path}: {name}"
