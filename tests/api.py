@@ -17,8 +17,8 @@ WIDTH = 96
 
 
 def documented_packages(root: Path = ROOT) -> list[Unit]:
-    """List the packages, which have a page each."""
-    return [unit for unit in units(root) if not unit.is_app]
+    """List the packages and programs that have public names, and so a page each."""
+    return [unit for unit in units(root) if any(public_modules(unit).values())]
 
 
 def public_modules(unit: Unit) -> dict[str, list[str]]:

@@ -116,7 +116,7 @@ def navigation(root: Path = ROOT) -> list[dict]:
         {"Start": ["index.md", {"Install and train": "start.md"}, f"{DOCS}/first-training.md"]},
         *({name: each} for name, each in guides.items()),
         {"Packages": [{u.name: place(f"{u.path}/README.md")} for u in units]},
-        {"API": [{u.name: f"api/{u.name}.md"} for u in units if not u.is_app]},
+        {"API": [{u.name: f"api/{u.name}.md"} for u in api.documented_packages(root)]},
         {"Results": [f"{DOCS}/standing.md", "tests/GRID.md", "benchmarks.md", *RESULTS]},
         {
             "Project": [
