@@ -17,35 +17,31 @@ import nox
 
 sys.path.append(str(Path(__file__).parent / "tests"))
 
-from grid import SECTIONS
+import nox_before_release  # noqa: F401 - more sessions
 from nox_environments import (
     ALL,
     APPS,
-    COMPILED,
     PACKAGES,
     PYREFLY,
     PYTEST,
     ROOT,
     RUFF,
+    SITE,
     XDIST,
     build_wheels,
     closure,
-    editable,
     install,
     install_tree,
-    newest_python,
+    packages_after,
     scratch,
 )
-from nox_lanes import REPO_TESTS, TEST_ENV, affected, changed_since, lanes
+from nox_lanes import AT_ONCE, REPO_TESTS, TEST_ENV, affected, changed_since, lanes
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
 nox.options.error_on_external_run = True
 
-# While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
-# 3.8 would start another one and then wait for ever for tests that nobody has.
 ONCE_MORE = ("python", str(ROOT / "tests/once_more.py"))  # pytest, and a few failures again
-AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 TODAY = f"--turn={datetime.date.today().toordinal()}"
 
 if os.environ.get("PIP_FIND_LINKS"):  # uv reads none of pip's settings
@@ -56,33 +52,6 @@ def tests(session: nox.Session, package: Path) -> None:
     """Test one package, installed with only the siblings that it declares."""
     install_tree(session, PYTEST, XDIST, use=closure(package), test=[package])
     session.run(*ONCE_MORE, *AT_ONCE, str(package / "tests"), *session.posargs, env=TEST_ENV)
-
-
-def packages_after(session: nox.Session) -> list[Path]:
-    """The packages and apps that are named after `--`, without ``kenotron-``; else all packages."""
-    folders = {folder.name.removeprefix("kenotron-"): folder for folder in ALL}
-    if unknown := set(session.posargs) - {*folders}:
-        session.error(f"{sorted(unknown)} are no packages: choose of {', '.join(folders)}")
-    return [folders[name] for name in session.posargs] or PACKAGES
-
-
-@nox.session(venv_backend="uv")
-def wheels(session: nox.Session) -> None:
-    """Install each package's wheel and what it needs, no more; run its README in an empty folder.
-
-    Names of packages after `--` choose some: ``tp``.
-    """
-    for package in packages_after(session):
-        files = build_wheels(session, closure(package))
-        pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in files)
-        install(session, "--exact", package.name, pins=pins)
-        session.run("uv", "pip", "check")
-        readme = (package / "README.md").read_text()
-        for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
-            example = scratch(session, "readme") / "example.py"
-            example.write_text(code)
-            with session.chdir(scratch(session, "empty")):
-                session.run("python", str(example), env=TEST_ENV)
 
 
 def bench(session: nox.Session, folder: Path) -> None:
@@ -111,6 +80,16 @@ def lint(session: nox.Session) -> None:
     """Check style and layout of the code with ruff."""
     session.install(RUFF)
     check_style(session)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site in ``build/docs/site``; a warning or a broken link fails."""
+    session.install(PYTEST, RUFF, *SITE)
+    session.run("python", "tests/site_pages.py", "build/docs")
+    build = ("mkdocs", "build", "--strict", "--config-file", "build/docs/mkdocs.yml")
+    session.run(*build, env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("python", "tests/site_pages.py", "build/docs", "--built")
 
 
 @nox.session(default=False)
@@ -187,6 +166,25 @@ def affected_tests(session: nox.Session) -> None:
     run_lanes(session, chosen)
 
 
+@nox.session(venv_backend="uv")
+def wheels(session: nox.Session) -> None:
+    """Install each package's wheel and what it needs, no more; run its README in an empty folder.
+
+    Names of packages after `--` choose some: ``tp``.
+    """
+    for package in packages_after(session):
+        files = build_wheels(session, closure(package))
+        pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in files)
+        install(session, "--exact", package.name, pins=pins)
+        session.run("uv", "pip", "check")
+        readme = (package / "README.md").read_text()
+        for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
+            example = scratch(session, "readme") / "example.py"
+            example.write_text(code)
+            with session.chdir(scratch(session, "empty")):
+                session.run("python", str(example), env=TEST_ENV)
+
+
 for each in PACKAGES:
     add(f"tests-{each.name.removeprefix('kenotron-')}", tests, each, default=False)
 for each in ALL:
@@ -207,89 +205,6 @@ def bench_mup(session: nox.Session) -> None:
     install_tree(session, use=ALL, test=[])
     for name in ("bench_mup", "bench_mup_rates"):
         session.run("python", f"apps/train/benchmarks/{name}.py", *session.posargs)
-
-
-def versions(session: nox.Session, section: str, *options: str) -> None:
-    """Test packages one by one, each with only what it declares; write `tests/VERSIONS.md`.
-
-    Names of packages and apps after `--` choose some; the rows of the others stay as they are.
-    """
-    results = scratch(session, "results")
-    for folder in packages_after(session):
-        result = results / f"{folder.name}.xml"
-        use = ALL if folder in APPS else closure(folder)
-        what = (PYTEST, XDIST, *editable(use, [folder]))
-        session.install("--exact", "--upgrade", *options, *what, env=COMPILED)
-        session.run(
-            "pytest", "-n", "2", "--dist", "loadgroup", f"--junit-xml={result}",
-            str(folder / "tests"), env=TEST_ENV, success_codes=[0, 1],
-        )  # fmt: skip
-        session.run("python", "tests/version_table.py", section, str(folder), str(result))
-    session.run("python", "tests/version_table.py", section)
-
-
-@nox.session(name="tests-oldest", default=False, python="3.11", venv_backend="uv")
-def tests_oldest(session: nox.Session) -> None:
-    """Test packages with the oldest versions that they declare: `tests/VERSIONS.md`."""
-    versions(session, "oldest", "--resolution", "lowest-direct")
-
-
-@nox.session(name="tests-newest", default=False, python=newest_python(), venv_backend="uv")
-def tests_newest(session: nox.Session) -> None:
-    """Test packages with the newest versions there are: `tests/VERSIONS.md`."""
-    versions(session, "newest")
-
-
-def measure(session: nox.Session, section: str) -> None:
-    """Run a part of the grid and write what was measured into `tests/GRID.md`."""
-    install_tree(session, PYTEST, XDIST, use=ALL, test=ALL)
-    results = scratch(session, "results")
-    rows = ("tests/test_parity.py", "-k", "a_row_has", f"--grid={section}")
-    patience = ("-o", "faulthandler_timeout=1800")  # for 20 steps of eight ranks on two cores
-    codes = [*range(2)]  # rows that fail belong into the table, too
-    session.run(
-        "pytest", *AT_ONCE, *rows, *patience, "--grid-results", str(results), *session.posargs,
-        env=TEST_ENV, success_codes=codes,
-    )  # fmt: skip
-    session.run("python", "tests/grid_table.py", section, str(results))
-    verified = ("tests/test_parity.py", "-k", "a_row_is", f"--grid={section}")
-    session.run("pytest", *AT_ONCE, *verified, *session.posargs, env=TEST_ENV)
-
-
-@nox.session(default=False)
-def grid(session: nox.Session) -> None:
-    """Measure all rows of the grid, of which `tests` checks some: `tests/GRID.md`."""
-    for section in SECTIONS:
-        measure(session, section)
-
-
-@nox.session(name="grid-full", default=False)
-def grid_full(session: nox.Session) -> None:
-    """Measure every layout of up to eight ranks, 20 steps a row: `tests/GRID.md`."""
-    measure(session, "full")
-
-
-@nox.session(default=False)
-def fuzz(session: nox.Session) -> None:
-    """Compare random trainings with one process; `-- --count 200` before a release."""
-    install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("python", "tests/fuzz.py", *session.posargs, env=TEST_ENV)
-
-
-@nox.session(default=False)
-def memory(session: nox.Session) -> None:
-    """See that ranks occupy no more after 2,000 steps than after 20."""
-    install_tree(session, PYTEST, use=ALL, test=ALL)
-    env = TEST_ENV | {"KENOTRON_MEMORY_STEPS": "2000"}
-    patience = "faulthandler_timeout=3600"
-    session.run("pytest", "apps/train/tests/test_train_memory.py", "-o", patience, env=env)
-
-
-@nox.session(default=False)
-def mutants(session: nox.Session) -> None:
-    """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
-    install_tree(session, PYTEST, use=ALL, test=ALL)
-    session.run("python", "tests/mutants.py", *session.posargs, env=TEST_ENV)
 
 
 @nox.session(default=False)

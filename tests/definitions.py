@@ -41,9 +41,6 @@ def definition(name: str, module: str, trees: Trees) -> Found | None:
 
     A name that is imported is followed to where it is defined, in any package of `trees`.
     """
-    if f"{module}.{name}" in trees:
-        path, tree = trees[f"{module}.{name}"]
-        return Found(name, f"{module}.{name}", path, [tree], ast.get_docstring(tree))
     if module not in trees:
         return None
     path, tree = trees[module]
@@ -62,7 +59,11 @@ def definition(name: str, module: str, trees: Trees) -> Found | None:
                 if (alias.asname or alias.name) == name:
                     single = ast.Module([ast.ImportFrom(node.module, [alias], node.level)], [])
                     source = next(imported_modules(path, ast.fix_missing_locations(single)))[0]
-                    return definition(alias.name, source.rpartition(".")[0], trees)
+                    if source != f"{module}.{name}":
+                        return definition(alias.name, source.rpartition(".")[0], trees)
+    if f"{module}.{name}" in trees:
+        path, tree = trees[f"{module}.{name}"]
+        return Found(name, f"{module}.{name}", path, [tree], ast.get_docstring(tree))
     return None
 
 

@@ -27,6 +27,7 @@ PYTEST = "pytest>=9,<9.2"  # with 9.2, pytest-xdist 3.8 sees no groups (its issu
 XDIST = "pytest-xdist>=3.6,<4"
 RUFF = "ruff>=0.17,<0.18"
 PYREFLY = "pyrefly>=1.4,<1.5"
+SITE = ("mkdocs-material>=9.8,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3", "mkdocs<2")
 # Tests start many processes: one thread each, and modules are compiled at installation, by uv as by
 # pip: each process would compile torch anew, 8 s instead of 3.
 COMPILED = {"UV_COMPILE_BYTECODE": "1"}
@@ -42,6 +43,14 @@ def closure(folder: Path) -> list[Path]:
     declared = " ".join(re.split(r"[^\w-]", text)[0] for text in project(folder)["dependencies"])
     siblings = [package for package in PACKAGES if package.name in declared.split()]
     return list(dict.fromkeys([*(each for s in siblings for each in closure(s)), folder]))
+
+
+def packages_after(session: nox.Session) -> list[Path]:
+    """The packages and apps that are named after `--`, without ``kenotron-``; else all packages."""
+    folders = {folder.name.removeprefix("kenotron-"): folder for folder in ALL}
+    if unknown := set(session.posargs) - {*folders}:
+        session.error(f"{sorted(unknown)} are no packages: choose of {', '.join(folders)}")
+    return [folders[name] for name in session.posargs] or PACKAGES
 
 
 def scratch(session: nox.Session, name: str) -> Path:

@@ -13,7 +13,7 @@ from nox_environments import ALL, ROOT, closure
 
 REPO_TESTS = [
     ROOT / f"tests/test_{name}.py"
-    for name in ("api", "lock", "packages", "rooms", "spack", "versions")
+    for name in ("api", "lock", "packages", "rooms", "site", "spack", "versions")
 ]  # no torch
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -24,6 +24,9 @@ TEST_ENV = {
     "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
 }
 
+# While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
+# 3.8 would start another one and then wait for ever for tests that nobody has.
+AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 OVER_NCCL = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
 CHECKED = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "cp", "ep")]
 """Their ``conftest.py`` lets torch compare every collective, in the whole process."""

@@ -464,7 +464,12 @@ def test_a_whole_config_is_taken_at_the_door_only():
 
 def test_the_sessions_of_nox_keep_the_size():
     assert not complaints(
-        sizes, ROOT, ["noxfile.py", "tests/nox_environments.py", "tests/nox_lanes.py"]
+        sizes,
+        ROOT,
+        [
+            "noxfile.py",
+            *(f"tests/nox_{each}.py" for each in ("environments", "lanes", "before_release")),
+        ],
     )
 
 

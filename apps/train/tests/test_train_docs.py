@@ -69,7 +69,7 @@ def printed() -> dict[str, str]:
 def here(trained: Path, printed: dict[str, str], request: pytest.FixtureRequest) -> Path:
     """The folder of a reader of all documents; a reader of later ones alone has a run before."""
     folder = trained.with_name("here")
-    begins = any(BEGINNING[0] in item.nodeid for item in request.session.items)
+    begins = any(f"run[{BEGINNING[0]}" in item.nodeid for item in request.session.items)
     if not begins:
         printed[FIRST] = trained.with_name("printed.txt").read_text()
     skipped = shutil.ignore_patterns("checkpoints") if begins else None

@@ -1,16 +1,14 @@
 """Collectives with gradients: each one's backward is its transpose.
 
-=====================  ==================  ==================
-function               forward             backward
-=====================  ==================  ==================
-``copy_to``            identity            all-reduce
-``reduce_from``        all-reduce          identity
-``gather_from``        all-gather          own slice
-``scatter_to``         own slice           all-gather
-``all_gather_from``    all-gather          reduce-scatter
-``reduce_scatter_to``  reduce-scatter      all-gather
-``all_to_all``         all-to-all          all-to-all back
-=====================  ==================  ==================
+| function              | forward        | backward        |
+|-----------------------|----------------|-----------------|
+| ``copy_to``           | identity       | all-reduce      |
+| ``reduce_from``       | all-reduce     | identity        |
+| ``gather_from``       | all-gather     | own slice       |
+| ``scatter_to``        | own slice      | all-gather      |
+| ``all_gather_from``   | all-gather     | reduce-scatter  |
+| ``reduce_scatter_to`` | reduce-scatter | all-gather      |
+| ``all_to_all``        | all-to-all     | all-to-all back |
 
 The first four leave or enter a region where every rank computes the same; the next two a region
 where every rank holds other rows (sequence parallelism). The names are Megatron-LM's

@@ -1,7 +1,7 @@
 """From a launcher's variables to a process group, and out again.
 
 The only file that reads the environment, and only when its functions are called. A program starts
-with ``from_env()`` and ends, whatever happened, with ``shutdown()``::
+with ``from_env()`` and ends, whatever happened, with ``shutdown()``:
 
     try:
         main()

@@ -1,6 +1,6 @@
 """Start ranks in tests: nothing is loaded twice, and a stuck rank is soon seen.
 
-For the tests of programs on this package, too::
+For the tests of programs on this package, too:
 
     def work(mesh):
         return all_reduce(torch.ones(1), mesh["dp"]).item()

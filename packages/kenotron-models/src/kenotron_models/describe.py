@@ -14,7 +14,7 @@ _BLOCKS = "layers."
 def describe(config: Architecture) -> str:
     """Return a line for each tensor of a decoder; equal blocks that follow one another are one.
 
-    A line has the name, the whole shape, the role, and what the ranks of an axis do with it::
+    A line has the name, the whole shape, the role, and what the ranks of an axis do with it:
 
         layers.0 ... layers.21
           attention.qkv.weight    3,072 x 2,048    hidden    tp cuts dim 0

@@ -1,13 +1,11 @@
 """The product of a layer: alone, or cut over ranks with its communication, forward and backward.
 
-=======  ==================  =========================  ==========================
-product  tokens              forward                    backward
-=======  ==================  =========================  ==========================
-column   whole               y = x W^T                  dx = all-reduce(dy W)
-column   cut (sequence)      y = all-gather(x) W^T      dx = reduce-scatter(dy W)
-row      whole               y = all-reduce(x W^T)      dx = dy W
-row      cut (sequence)      y = reduce-scatter(x W^T)  dx = all-gather(dy) W
-=======  ==================  =========================  ==========================
+| product | tokens         | forward                   | backward                  |
+|---------|----------------|---------------------------|---------------------------|
+| column  | whole          | y = x W^T                 | dx = all-reduce(dy W)     |
+| column  | cut (sequence) | y = all-gather(x) W^T     | dx = reduce-scatter(dy W) |
+| row     | whole          | y = all-reduce(x W^T)     | dx = dy W                 |
+| row     | cut (sequence) | y = reduce-scatter(x W^T) | dx = all-gather(dy) W     |
 
 Shapes: T tokens, n tokens of a rank, I input and O output features of the local weight (O, I).
 """

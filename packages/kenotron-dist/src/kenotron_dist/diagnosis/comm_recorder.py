@@ -71,7 +71,7 @@ class Recorder(Listening):
 
 
 def record(mesh: Mesh) -> Recorder:
-    """Record what this rank communicates over the axes of ``mesh``, until it is closed::
+    """Record what this rank communicates over the axes of ``mesh``, until it is closed:
 
         with record(mesh) as recorder:
             step()
@@ -86,7 +86,7 @@ def shape_axes(sizes: Mapping[str, int], backend: str = "nccl") -> tuple[dict[st
     """Return axes without processes, and what records their communication, until it is closed.
 
     This process is their first rank. Collectives of tensors on device meta give shapes, and their
-    bytes are recorded as if they were sent::
+    bytes are recorded as if they were sent:
 
         axes, recorder = shape_axes({"tp": 8})
         with recorder:
