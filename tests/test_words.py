@@ -37,6 +37,15 @@ def test_the_example_of_a_word_is_one_that_its_flags_allow(name: str) -> None:
     assert callable(word.load(word.run))
 
 
+def test_every_word_has_its_own_name_in_its_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kenotron"])
+    called = {word: each.flags().prog for word, each in WORDS.items()}
+    del called["plan"]  # a training with --check
+    assert called == {word: f"kenotron {word}" for word in called}
+
+
 def kenotron(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kenotron_command", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=200)
@@ -62,6 +71,8 @@ def test_a_word_trains_shows_and_refuses(tmp_path: Path) -> None:
     assert "iteration: 2 / 2" in done.stdout
     shown = kenotron("inspect", "checkpoints", cwd=tmp_path)
     assert shown.returncode == 0 and "step 2" in shown.stdout, shown.stdout + shown.stderr
+    missing = kenotron("inspect", "none", cwd=tmp_path)
+    assert missing.returncode == 2 and missing.stderr.startswith("error: no checkpoint at none")
     bad = kenotron("train", "--set", "tokens.train_step=2", cwd=tmp_path)
     assert bad.returncode == 1 and "did you mean" in bad.stderr
     helped = kenotron("verify", "--help", cwd=tmp_path)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kenotron_data import printable
+from kenotron_command import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model, remark_on
 from kenotron_generate.prompts import Prompt, with_stdin

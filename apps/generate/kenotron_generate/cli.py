@@ -10,9 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
-from kenotron_command import called
-from kenotron_data import printable
-from kenotron_dist import STALLED, Diverged, MeshConfig, PeerLost, RankError, first_to_say, start
+from kenotron_command import OK, called, fail, framed
+from kenotron_dist import Diverged, MeshConfig, explained, first_to_say, start
 from kenotron_dist.launch import launcher
 from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
@@ -25,38 +24,34 @@ COMMAND = "kenotron-generate"
 AXES = ("pp", "dp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
 """Errors whose message is enough; others come with a traceback."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a model adds to prompts; the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
     arguments = generate_parser().parse_args(argv)
-    try:
-        request = _request(arguments)
-        described = describe(arguments.ckpt_path)
-        _say_which(described, arguments.ckpt_path)
-        sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
-        _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
-        start(
-            continue_prompts,
-            described,
-            request,
-            config=MeshConfig(**sizes),
-            preload=libraries(tokenizer_name(described, request)),
-            threads=_threads(arguments.threads),
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except PeerLost as error:
-        return _fail(str(error), STALLED)
-    except RankError as error:
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        return _fail(str(error) if known else error.trace, error.code)
-    except USER_ERRORS as error:
-        return _fail(str(error))
-    return 0
+    return framed(
+        lambda: _generate(arguments),
+        explain=lambda error: explained(error, *USER_ERRORS),
+        report=lambda text, status: fail(text if first_to_say(text) else "", status),
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    request = _request(arguments)
+    described = describe(arguments.ckpt_path)
+    _say_which(described, arguments.ckpt_path)
+    sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
+    _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
+    start(
+        continue_prompts,
+        described,
+        request,
+        config=MeshConfig(**sizes),
+        preload=libraries(tokenizer_name(described, request)),
+        threads=_threads(arguments.threads),
+    )
+    return OK
 
 
 def _request(arguments: argparse.Namespace) -> Request:
@@ -108,12 +103,6 @@ def _say_which(described: Description, given: str) -> None:
     newer = passed_over(described.folder)
     more = f"; newer steps {newer} are damaged or not what latest.txt names" if newer else ""
     print(f"reading {described.folder}{more}", file=sys.stderr)
-
-
-def _fail(text: str, code: int = 1) -> int:
-    if first_to_say(text):
-        print(f"error: {printable(text)}", file=sys.stderr, flush=True)
-    return code
 
 
 def size_of(name: str, given: int, described: Description) -> int:

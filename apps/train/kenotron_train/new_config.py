@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 
+from kenotron_command import framed
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG
-from kenotron_train.log.printing import say
+from kenotron_train.log.printing import fail, say
 
 
 def new_parser() -> argparse.ArgumentParser:
@@ -24,21 +24,18 @@ def new_parser() -> argparse.ArgumentParser:
 def new_main(words: list[str]) -> int:
     """Write the file, which must not be there; the exit status."""
     file: Path = new_parser().parse_args(words).file
+    return framed(lambda: _write(file), ValueError, report=fail)
+
+
+def _write(file: Path) -> int:
     try:
         if file.suffix not in (".yaml", ".yml"):
             raise ValueError(f"{file} is no name of a config: give one that ends with .yaml")
         with file.open("x", encoding="utf-8") as opened:
             opened.write(DEFAULT_CONFIG.read_text(encoding="utf-8"))
     except FileExistsError:
-        return _failed(f"{file} is there: give another name, or remove it")
+        raise ValueError(f"{file} is there: give another name, or remove it") from None
     except OSError as error:
-        return _failed(f"{file} cannot be written: {error.strerror}")
-    except ValueError as error:
-        return _failed(str(error))
+        raise ValueError(f"{file} cannot be written: {error.strerror}") from None
     say(f"wrote {file}; train with: {called('--config-file', shlex.quote(str(file)))}")
     return 0
-
-
-def _failed(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    return 1
