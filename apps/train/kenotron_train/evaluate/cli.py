@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
-from kenotron_command import FAILED, OK, framed
+from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
 from kenotron_dist import Mesh, MeshConfig, explained, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
@@ -30,7 +30,6 @@ from kenotron_train.evaluate.validation import validate_model
 from kenotron_train.log.printing import fail, say
 
 CONFIG = "config.yaml"
-AXES = ("pp", "dp", "cp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError)
 
 
@@ -63,7 +62,7 @@ def _start(given: argparse.Namespace) -> int:
     """Evaluate on the ranks that are asked for; the exit status."""
     request = _request(given)
     check_evaluate(request.section)
-    sizes = _sizes(given, request.folder)
+    sizes = layout_sizes(given, read_manifest(request.folder).mesh)
     found: dict[str, Any] = start(
         _evaluate,
         request,
@@ -174,12 +173,6 @@ def _tokenizer(
     return (str(converted) if converted.is_dir() else None), None
 
 
-def _sizes(given: argparse.Namespace, folder: Path | str) -> dict[str, int]:
-    """Ranks along each axis; 0 stands for the size of the training."""
-    trained = read_manifest(folder).mesh
-    return {name: getattr(given, name) or int(trained.get(name, 1)) for name in AXES}
-
-
 def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
     model = read_model(request.folder, mesh)
@@ -265,8 +258,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     flag = argparse.BooleanOptionalAction
     add("--perplexity", action=flag, help="held-out samples of each source")
     add("--tokenizer", metavar="NAME", help="instead of the checkpoint's; bytes: ids are bytes")
-    for axis in AXES:
-        add(f"--{axis}", type=int, default=1, metavar="N", help="ranks; 0: as trained (default: 1)")
+    add_layout(parser)
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs enough")
     add("--output", metavar="FILE", help="default: evaluations/STEP.json next to the step folder")
     add("--threads", type=count, metavar="N", help="CPU threads of each rank")

@@ -10,6 +10,7 @@ from kenotron_command.frame import (
     framed,
     printable,
 )
+from kenotron_command.layout import LAYOUT, add_layout, layout_sizes
 from kenotron_command.word import GROUP, Word, called, installed_words
 
 __all__ = [
@@ -17,12 +18,15 @@ __all__ = [
     "FAILED",
     "GROUP",
     "INTERRUPTED",
+    "LAYOUT",
     "OK",
     "Word",
+    "add_layout",
     "called",
     "fail",
     "framed",
     "installed_words",
+    "layout_sizes",
     "main",
     "printable",
 ]
