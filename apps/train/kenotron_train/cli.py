@@ -40,7 +40,7 @@ from kenotron_train.failures.passing_errors import as_passing, status_of
 from kenotron_train.flag_reference import flag_reference
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say
-from kenotron_train.new_config import new_main, new_parser
+from kenotron_train.new_folder import new_main, new_parser
 from kenotron_train.replay.replay import replay, step_or_record
 from kenotron_train.report.cli import report_main, report_parser
 from kenotron_train.run.loop import run
@@ -193,7 +193,7 @@ def _seconds(text: str) -> float:
 
 COMMANDS = """\
 commands, each with its own --help:
-  new FILE          write a config to change
+  new DIR           write a folder to begin with
   verify            compare a layout with one process
   report RUN ...    draw runs
   evaluate          evaluate a checkpoint
