@@ -20,7 +20,7 @@ from typing import Any
 
 AT_ONCE = 2
 """Lanes at a time, of some workers each."""
-BUDGET = 3
+BUDGET = 2
 """Unsteady tests that are put up with: each is a fault to be mended."""
 ONCE_MORE = Path(__file__).with_name("once_more.py")
 NO_TESTS = 5

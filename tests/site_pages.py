@@ -41,7 +41,7 @@ def place(path: str) -> str:
 def documents(root: Path = ROOT) -> list[str]:
     """List the documents that become pages."""
     patterns = ("*.md", ".github/*.md", "tests/*.md", "apps/*/*.md", "packages/*/*.md")
-    patterns += (f"{DOCS}/*.md", "apps/*/configs/*/*.md", "apps/*/examples/*/*.md")
+    patterns += (f"{DOCS}/*.md", "apps/*/configs/*/*.md", "apps/*/examples/**/*.md")
     found = [file for each in patterns for file in sorted(root.glob(each))]
     return [file.relative_to(root).as_posix() for file in found]
 

@@ -28,14 +28,16 @@ FIRST_FLOOR = {f"kenotron-{room}" for room in ("tp", "pp", "cp", "ep", "optim", 
 SECOND_FLOOR = {"kenotron-models", "kenotron-nanotron"}
 COMPOSED = {f"kenotron-{room}" for room in ("tp", "pp", "optim", "ckpt", "data", "models")}
 ENGINE = {*COMPOSED, "kenotron-dist", "kenotron-cp", "kenotron-ep"} - {"kenotron-ckpt"}
-THIRD_FLOOR = {"kenotron-config": COMPOSED, "kenotron-engine": ENGINE}
+THIRD_FLOOR = {"kenotron-config": COMPOSED | {"kenotron-command"}, "kenotron-engine": ENGINE}
 RUNNING = {"dist", "tp", "pp", "models", "ckpt", "data", "command"}
 RUNNING = {f"kenotron-{room}" for room in RUNNING}
 FLOORS = {  # who may import whom: always something lower in the house
     **dict.fromkeys(GROUND, frozenset()),
+    "kenotron-data": {"kenotron-command"},  # the frame of its program
     **dict.fromkeys(FIRST_FLOOR, {"kenotron-dist"}),
+    "kenotron-ckpt": {"kenotron-dist", "kenotron-command"},
     "kenotron-models": {f"kenotron-{room}" for room in ("dist", "tp", "cp", "ep")},
-    "kenotron-nanotron": {"kenotron-ckpt"},
+    "kenotron-nanotron": {"kenotron-ckpt", "kenotron-command"},
     **THIRD_FLOOR,
     "kenotron-generate": RUNNING | {"kenotron-engine"},
     "kenotron-convert": RUNNING,

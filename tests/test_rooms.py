@@ -149,7 +149,8 @@ def repository_files(root: Path) -> list[str]:
 
 def is_test(path: str) -> bool:
     """Say whether `path` is a test, a benchmark or an example, which hold no room of the house."""
-    return bool({"tests", "benchmarks", "examples"} & {*path.split("/")}) or path == "noxfile.py"
+    folders = {"tests", "benchmarks", "examples", "templates"}
+    return bool(folders & {*path.split("/")}) or path == "noxfile.py"
 
 
 def python_files(root: Path, *, tests: bool = False) -> list[str]:

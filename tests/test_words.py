@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kenotron_command import GROUP, installed_words, main
+from kenotron_command import GROUP, LAYOUT, installed_words, main
 
 ROOT = Path(__file__).parents[1]
 WORDS = installed_words()
@@ -35,6 +35,34 @@ def test_the_example_of_a_word_is_one_that_its_flags_allow(name: str) -> None:
     assert (start, own) == ("kenotron", name)
     word.flags().parse_args(rest)
     assert callable(word.load(word.run))
+
+
+def test_words_that_take_a_layout_have_the_same_flags_for_it() -> None:
+    """An axis that one of them lacks, or explains in another way, is named."""
+    axes = {f"--{axis}" for axis in LAYOUT}
+    of_words = {
+        name: {
+            flag: (action.type, action.default, action.metavar, action.help)
+            for action in word.flags()._actions
+            for flag in axes & {*action.option_strings}
+        }
+        for name, word in WORDS.items()
+    }
+    taking = {name: found for name, found in of_words.items() if found}
+    assert {*taking} == {"generate", "evaluate"}
+    for name, found in taking.items():
+        assert axes == found.keys(), name
+        for axis, what in LAYOUT.items():
+            assert found[f"--{axis}"] == (int, 1, "N", f"{what}; 0: as trained (default: 1)"), name
+
+
+def test_every_word_has_its_own_name_in_its_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kenotron"])
+    called = {word: each.flags().prog for word, each in WORDS.items()}
+    del called["plan"]  # a training with --check
+    assert called == {word: f"kenotron {word}" for word in called}
 
 
 def kenotron(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -62,6 +90,8 @@ def test_a_word_trains_shows_and_refuses(tmp_path: Path) -> None:
     assert "iteration: 2 / 2" in done.stdout
     shown = kenotron("inspect", "checkpoints", cwd=tmp_path)
     assert shown.returncode == 0 and "step 2" in shown.stdout, shown.stdout + shown.stderr
+    missing = kenotron("inspect", "none", cwd=tmp_path)
+    assert missing.returncode == 2 and missing.stderr.startswith("error: no checkpoint at none")
     bad = kenotron("train", "--set", "tokens.train_step=2", cwd=tmp_path)
     assert bad.returncode == 1 and "did you mean" in bad.stderr
     helped = kenotron("verify", "--help", cwd=tmp_path)

@@ -12,20 +12,17 @@ from pathlib import Path
 
 import torch
 
-from kenotron_command import called
+from kenotron_command import OK, called, framed, printable
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import compare_hf, import_hf, model_config
 from kenotron_convert.shards import parse_size
 from kenotron_convert.tokenizer_files import tokenizer_files
 from kenotron_convert.upcycling import upcycle
-from kenotron_data import printable
 from kenotron_dist.launch import threads_of_rank
 
 COMMAND = "kenotron-convert"
 """Name of the installed program."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 CKPT = ("--ckpt", "--ckpt-path")
 PLACE = "a step folder or a run folder; a path or URL"
 """The second as other programs have it."""
@@ -36,16 +33,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 def main(argv: Sequence[str] | None = None) -> int:
     """Convert a model; the exit status."""
     arguments = convert_parser().parse_args(argv)
-    try:
-        torch.set_num_threads(_threads(arguments.threads))
-        print(arguments.run(arguments), flush=True)
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except (ValueError, OSError) as error:
-        print(f"error: {printable(str(error))}", file=sys.stderr)
-        return 1
-    return 0
+    return framed(lambda: _convert(arguments), ValueError, OSError)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    torch.set_num_threads(_threads(arguments.threads))
+    print(arguments.run(arguments), flush=True)
+    return OK
 
 
 def _threads(given: int | None) -> int:

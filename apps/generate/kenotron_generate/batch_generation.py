@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kenotron_data import printable
+from kenotron_command import printable
 from kenotron_dist import Mesh, broadcast_object, gather_objects
 from kenotron_generate.load import Description, load_model, remark_on
 from kenotron_generate.prompts import Prompt, with_stdin
@@ -26,7 +26,7 @@ class Request:
     """None: what rank 0 finds on standard input."""
     max_new_tokens: int
     batch_size: int
-    """Texts that are continued together on one dp rank."""
+    """Texts that are continued together on one replica."""
     sampling: Sampling
     stop: list[str]
     template: bool
@@ -64,7 +64,8 @@ def tokenizer_name(described: Description, request: Request) -> str | None:
 def continue_prompts(mesh: Mesh, described: Description, request: Request) -> None:
     """Print what the model adds to the prompts. Collective over the mesh.
 
-    Dp rank r of d continues prompts r, r + d, r + 2d... Raises ValueError for bad input, OSError.
+    The replicas, which are the ranks of dp and cp, share the prompts: a text is continued whole by
+    one of them. Raises ValueError for bad input, OSError.
     """
     read = with_stdin(request.prompts) if mesh.rank == 0 else None
     prompts: list[Prompt] = broadcast_object(read, mesh.world)
@@ -78,15 +79,16 @@ def continue_prompts(mesh: Mesh, described: Description, request: Request) -> No
         print(remark_on(described), file=sys.stderr, flush=True)
     run = _Run(mesh, described, request, words, passes)
     started = time.perf_counter()
-    share = -(-len(prompts) // mesh.sizes["dp"])  # consecutive, so that numbers follow one another
-    first = mesh["dp"].rank * share
+    replicas = mesh["dp", "cp"]
+    share = -(-len(prompts) // replicas.size)  # consecutive, so that numbers follow one another
+    first = replicas.rank * share
     own = prompts[first : first + share]
     results: list[Result] = []
     for begin in range(0, len(own), request.batch_size):
         batch = own[begin : begin + request.batch_size]
         results += run.batch(first + begin, batch, alone=len(prompts) == 1)
     passes.finish()
-    gathered = gather_objects([asdict(result) for result in results], mesh["dp"])
+    gathered = gather_objects([asdict(result) for result in results], replicas)
     if mesh.rank == 0:
         whole = [Result(**values) for part in gathered for values in part]
         _tell(whole, request.jsonl)

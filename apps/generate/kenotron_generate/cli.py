@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from kenotron_ckpt import passed_over
-from kenotron_command import called
-from kenotron_data import printable
-from kenotron_dist import STALLED, MeshConfig, RankError, first_to_say, start
-from kenotron_dist.diagnosis import Diverged, PeerLost
+from kenotron_command import OK, add_layout, called, fail, framed, layout_sizes
+from kenotron_dist import MeshConfig, explained, first_to_say, start
+from kenotron_dist.diagnosis import Diverged
 from kenotron_dist.launch import launcher
 from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
@@ -23,41 +22,36 @@ from kenotron_models import Sampling, expert_layers
 
 COMMAND = "kenotron-generate"
 """Name of the installed program."""
-AXES = ("pp", "dp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError, Diverged)
 """Errors whose message is enough; others come with a traceback."""
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what a model adds to prompts; the exit status."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
     arguments = generate_parser().parse_args(argv)
-    try:
-        request = _request(arguments)
-        described = describe(arguments.ckpt_path)
-        _say_which(described, arguments.ckpt_path)
-        sizes = {name: size_of(name, getattr(arguments, name), described) for name in AXES}
-        _check_ep(described, sizes["dp"], sizes["tp"], sizes["ep"])
-        start(
-            continue_prompts,
-            described,
-            request,
-            config=MeshConfig(**sizes),
-            preload=libraries(tokenizer_name(described, request)),
-            threads=_threads(arguments.threads),
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except PeerLost as error:
-        return _fail(str(error), STALLED)
-    except RankError as error:
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        return _fail(str(error) if known else error.trace, error.code)
-    except USER_ERRORS as error:
-        return _fail(str(error))
-    return 0
+    return framed(
+        lambda: _generate(arguments),
+        explain=lambda error: explained(error, *USER_ERRORS),
+        report=lambda text, status: fail(text if first_to_say(text) else "", status),
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    request = _request(arguments)
+    described = describe(arguments.ckpt_path)
+    _say_which(described, arguments.ckpt_path)
+    sizes = layout_sizes(arguments, described.sizes)
+    _check_ep(described, sizes)
+    start(
+        continue_prompts,
+        described,
+        request,
+        config=MeshConfig(**sizes),
+        preload=libraries(tokenizer_name(described, request)),
+        threads=_threads(arguments.threads),
+    )
+    return OK
 
 
 def _request(arguments: argparse.Namespace) -> Request:
@@ -111,29 +105,16 @@ def _say_which(described: Description, given: str) -> None:
     print(f"reading {described.folder}{more}", file=sys.stderr)
 
 
-def _fail(text: str, code: int = 1) -> int:
-    if first_to_say(text):
-        print(f"error: {printable(text)}", file=sys.stderr, flush=True)
-    return code
-
-
-def size_of(name: str, given: int, described: Description) -> int:
-    """Ranks along an axis; 0 stands for the size of the training, which dp does not have."""
-    if given < 0:
-        raise ValueError(f"--{name} {given}: give a number of ranks, or 0 for the checkpoint's")
-    return given or (1 if name == "dp" else described.sizes.get(name, 1))
-
-
-def _check_ep(described: Description, dp: int, tp: int, ep: int) -> None:
+def _check_ep(described: Description, sizes: Mapping[str, int]) -> None:
     """Raise ValueError unless ep divides the ranks of a stage and the experts of every layer."""
-    if ep == 1:
+    if (ep := sizes["ep"]) == 1:
         return
     if not described.model.routes:
         raise ValueError(f"--ep {ep}: {described.folder} has no experts; leave --ep out")
-    if dp * tp % ep:
+    if (ranks := sizes["dp"] * sizes["cp"] * sizes["tp"]) % ep:
         raise ValueError(
-            f"--ep {ep}: it must divide dp x tp ({dp * tp}), the ranks of a pipeline stage; change "
-            "--ep, --dp or --tp"
+            f"--ep {ep}: it must divide dp x cp x tp ({ranks}), the ranks of a pipeline stage; "
+            "change --ep, --dp, --cp or --tp"
         )
     for part in expert_layers(described.model).values():
         if (count := part.router.experts) % ep:
@@ -228,20 +209,6 @@ def generate_parser() -> argparse.ArgumentParser:
         help="compare an HF model folder with transformers first, up to 1e9 parameters "
         "(default: yes)",
     )
-    _add_layout(parser)
-    return parser  # fmt: skip
-
-
-def _add_layout(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of ranks and threads."""
-    add = parser.add_argument
-    add("--tp", type=int, default=1, help="tensor-parallel ranks (default: 1); 0: as trained")
-    add("--pp", type=int, default=1, help="pipeline ranks (default: 1); 0: as trained")
-    add("--dp", type=int, default=1, help="groups of ranks that share the prompts (default: 1)")
-    add(
-        "--ep",
-        type=int,
-        default=1,
-        help="ranks, of dp x tp, that share the experts (default: 1); 0: as trained",
-    )
+    add_layout(parser)
     add("--threads", type=int, help="CPU threads of each rank (default: a share of the cores)")
+    return parser

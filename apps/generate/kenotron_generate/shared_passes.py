@@ -1,4 +1,4 @@
-"""Forward passes of dp replicas that share experts: all replicas make each pass together."""
+"""Forward passes of replicas that share experts: all replicas make each pass together."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from kenotron_pp import Pipeline
 class SharedPasses:
     """Forward pass of a pipeline for ``kenotron_models.generate``.
 
-    Where experts are cut over dp ranks, a pass exchanges tokens with other dp replicas, whose texts
-    end at other times. Each pass then begins by counting the replicas that have texts. One that has
-    none left takes part with a token that no expert sees, until no replica has any. Where the ranks
-    of tp hold all experts, replicas are independent, and nothing is counted.
+    Where experts are cut over ranks of dp or cp, a pass exchanges tokens with other replicas, whose
+    texts end at other times. Each pass then begins by counting the replicas that have texts. One
+    that has none left takes part with a token that no expert sees, until no replica has any. Where
+    the ranks of tp hold all experts, replicas are independent, and nothing is counted.
 
     Args:
         pipeline: this rank's stage.
-        mesh: its ranks; cp must be 1.
+        mesh: its ranks; those of cp are replicas as those of dp are.
     """
 
     def __init__(self, pipeline: Pipeline, mesh: Mesh) -> None:
         self._pipeline, self._device = pipeline, mesh.device
         apart = mesh.sizes["tp"] % mesh.config.ep == 0  # ranks of ep are neighbours along tp
-        self._replicas = None if apart else mesh["dp"]
+        self._replicas = None if apart else mesh["dp", "cp"]
 
     def __call__(self, tokens: Tensor, context: Context) -> Tensor | None:
         """Return the logits of ``context.outputs`` on the last stage, None on the others.
 
-        Collective over pp and tp, and over dp where replicas share experts.
+        Collective over pp and tp, and over dp and cp where replicas share experts.
 
         Args:
             tokens: (T,), those of all texts.

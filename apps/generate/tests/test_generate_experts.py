@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import tiny
 
+from kenotron_command import layout_sizes
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
-from kenotron_generate.cli import main, size_of
+from kenotron_generate.cli import generate_parser, main
 from kenotron_generate.load import describe, load_model
 from kenotron_models.layers import StackedLinear
 
@@ -23,6 +24,7 @@ LAYOUTS = [
     {"dp": 2, "tp": 2, "ep": 4},
     {"dp": 2, "pp": 2, "ep": 2},
     {"dp": 4, "ep": 2},  # the last replica has no prompt
+    {"cp": 2, "tp": 2, "ep": 4},
 ]
 
 
@@ -74,8 +76,9 @@ def test_draws_and_ends_are_those_of_one_process(
 
 def test_ranks_of_experts_are_those_of_training_on_request(models: dict[str, Path]) -> None:
     described = replace(describe(models["qwen3_moe"]), sizes={"dp": 4, "ep": 4})
-    assert size_of("ep", 0, described) == 4 and size_of("ep", 2, described) == 2
-    assert size_of("ep", 0, describe(models["qwen3_moe"])) == 1  # Hugging Face says nothing
+    for asked, trained, ep in [("0", described.sizes, 4), ("2", described.sizes, 2), ("0", {}, 1)]:
+        given = generate_parser().parse_args(["--ckpt-path", "a", "--ep", asked])
+        assert layout_sizes(given, trained)["ep"] == ep
 
 
 def stacks(mesh: Mesh, folder: Path) -> set[int]:
@@ -92,7 +95,7 @@ def test_each_rank_has_its_experts_only(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--ep", "2"], "--ep 2: it must divide dp x tp (1), the ranks of a pipeline stage"),
+        (["--ep", "2"], "--ep 2: it must divide dp x cp x tp (1), the ranks of a pipeline stage"),
         (["--ep", "3", "--dp", "3"], "--ep 3: it must divide the 8 experts of a layer"),
         (["--ep", "-1"], "--ep -1: give a number of ranks, or 0 for the checkpoint's"),
     ],

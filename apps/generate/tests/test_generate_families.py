@@ -71,7 +71,7 @@ def test_prompts_of_different_lengths_go_on_as_if_alone(
 ) -> None:
     prompts = ["a", "the second is longer", "in", "the fourth, longest of all of them"]
     flags = [word for prompt in prompts for word in ("--prompt", prompt)]
-    together = run(models[name], tmp_path / "out.jsonl", *flags, "--batch-size", "3", "--dp", "2")
+    together = run(models[name], tmp_path / "out.jsonl", *flags, "--batch-size", "3", "--cp", "2")
     assert [result["index"] for result in together] == [0, 1, 2, 3]
     for prompt, result in zip(prompts, together, strict=True):
         assert result["prompt"] == prompt
@@ -81,7 +81,13 @@ def test_prompts_of_different_lengths_go_on_as_if_alone(
 def test_draws_are_the_same_on_every_layout(models: dict[str, Path], tmp_path: Path) -> None:
     drawn = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--prompt", PROMPT]
     more = [*drawn, "--prompt", "b", "--repetition-penalty", "1.1", "--seed", "5"]
-    layouts = [["--tp", "1"], ["--tp", "2", "--pp", "2"], ["--dp", "2"], ["--no-cache"]]
+    layouts = [
+        ["--tp", "1"],
+        ["--tp", "2", "--pp", "2"],
+        ["--dp", "2"],
+        ["--cp", "2"],
+        ["--no-cache"],
+    ]
     found = [
         [result["tokens"] for result in run(models["llama"], tmp_path / "out", *more, *layout)]
         for layout in layouts

@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from rich.console import Console
-
 from kenotron_ckpt import SaveFailed
+from kenotron_command import FAILED, INTERRUPTED
 from kenotron_config import Config, Mask, config_reference, json_schema
-from kenotron_dist import Mesh, RankError, first_to_say, resolve
+from kenotron_dist import Mesh, RankError, explained, first_to_say, resolve
 from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
@@ -33,8 +32,8 @@ from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import as_passing, status_of
 from kenotron_train.flag_reference import flag_reference
 from kenotron_train.log.instrumentation import check_watching
-from kenotron_train.log.printing import on_screen, say
-from kenotron_train.new_config import new_main, new_parser
+from kenotron_train.log.printing import fail, say
+from kenotron_train.new_folder import new_main, new_parser
 from kenotron_train.replay.replay import replay, step_or_record
 from kenotron_train.report.cli import report_main, report_parser
 from kenotron_train.run.loop import run
@@ -47,10 +46,6 @@ from kenotron_train.verify.cli import verify_main, verify_parser
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed, Diverged)
 """Errors whose message is enough; others come with a traceback."""
-_NO_MASK = Mask()
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 def main(
@@ -161,7 +156,7 @@ def _train(
 
 def interrupted() -> int:
     """Report that Ctrl-C ended the program. Returns the exit status."""
-    return _fail("interrupted", INTERRUPTED)
+    return fail("interrupted", INTERRUPTED)
 
 
 def _show(text: str) -> int:
@@ -171,21 +166,8 @@ def _show(text: str) -> int:
 
 def _failed(error: Exception, said: str, mask: Mask) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
-    text, code = str(error), status_of(error)
-    if isinstance(error, RankError):
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        text = text if known else error.trace
-    return _fail("\n".join(filter(None, (text, said))), code, mask)
-
-
-def _fail(text: str, code: int = 1, mask: Mask = _NO_MASK) -> int:
-    with contextlib.suppress(OSError, ValueError):
-        if on_screen():
-            Console().show_cursor()  # a rank that died may have left its progress bar unfinished
-    if first_to_say(text):
-        with contextlib.suppress(OSError):  # it is not read: the status is enough
-            print(f"error: {mask.line(text)}", file=sys.stderr, flush=True)
-    return code
+    text, _ = explained(error, *USER_ERRORS) or (str(error), FAILED)
+    return fail("\n".join(filter(None, (text, said))), status_of(error), mask)
 
 
 def _warn(text: str) -> None:
@@ -204,7 +186,7 @@ def _seconds(text: str) -> float:
 
 COMMANDS = """\
 commands, each with its own --help:
-  new FILE          write a config to change
+  new DIR           write a folder to begin with
   verify            compare a layout with one process
   report RUN ...    draw runs
   evaluate          evaluate a checkpoint

@@ -54,10 +54,10 @@ DOREMI = Word(
     ("doremi",),
 )
 NEW = Word(
-    "write a config to change",
-    "kenotron new my.yaml",
+    "write a folder to begin with: a training, a config, a mixer, a loss",
+    "kenotron new mine --template config",
     _RUN,
-    "kenotron_train.new_config:new_parser",
+    "kenotron_train.new_folder:new_parser",
     ("new",),
 )
 INSPECT = Word(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import runs
 
-EXAMPLE = runs.APP / "examples/one_file"
+EXAMPLE = runs.APP / "kenotron_train/templates/training"
 
 
 def curve(folder: Path, *flags: str) -> list[float]:

@@ -243,11 +243,11 @@ def test_bad_input_is_one_sentence_and_status_2(run, tmp_path, capsys):
     shutil.rmtree(run / "20")
     next((run / "5").glob("shard-*")).unlink()
     for arguments, sentence in [
-        (["inspect", tmp_path / "none"], "inspect: no checkpoint at .*none: the path does not ex"),
-        (["inspect", tmp_path / "file"], "inspect: no checkpoint at .*file: it is a file"),
-        (["verify", tmp_path / "empty"], "verify: no checkpoint at .*empty: it has neither a mani"),
-        (["inspect", run / "5"], "inspect: the checkpoint at .* cannot be read: shard"),
-        (["diff", run / "5", run], "diff: the checkpoint at .* cannot be read"),
+        (["inspect", tmp_path / "none"], "error: no checkpoint at .*none: the path does not ex"),
+        (["inspect", tmp_path / "file"], "error: no checkpoint at .*file: it is a file"),
+        (["verify", tmp_path / "empty"], "error: no checkpoint at .*empty: it has neither a mani"),
+        (["inspect", run / "5"], "error: the checkpoint at .* cannot be read: shard"),
+        (["diff", run / "5", run], "error: the checkpoint at .* cannot be read"),
     ]:  # fmt: skip
         assert main(list(map(str, arguments))) == 2
         shown = capsys.readouterr()

@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 import kenotron_command.word as word_module
-from kenotron_command import GROUP, Word, called, installed_words, main
+from kenotron_command import GROUP, Word, called, fail, framed, installed_words, main, printable
 from kenotron_command.completion import SHELLS, completion, flags_of
 
 STARTED = []
@@ -135,3 +135,50 @@ def test_a_program_is_called_as_it_was_started(monkeypatch):
     ]:
         monkeypatch.setattr(sys, "argv", [own])
         assert called("python apps/train", words, name="kenotron-train") == want
+    monkeypatch.setattr(sys, "argv", ["/bin/kenotron"])
+    assert called("python -m kenotron_ckpt") == "kenotron"  # its subcommands are words
+    monkeypatch.setattr(sys, "argv", ["kenotron_ckpt/__main__.py"])
+    assert called("python -m kenotron_ckpt") == "python -m kenotron_ckpt"
+
+
+def raising(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_a_known_error_is_a_line_and_a_status(capsys):
+    assert framed(lambda: 3) == 3
+    for error, status in [(ValueError("no \x1b[31m"), 1), (KeyboardInterrupt(), 130)]:
+        assert framed(raising(error), ValueError) == status
+    assert capsys.readouterr().err == "error: no \ufffd[31m\nerror: interrupted\n"
+    assert framed(raising(OSError("a")), ValueError, OSError, status=2) == 2
+    with pytest.raises(TypeError):
+        framed(raising(TypeError("a mistake in the program")), ValueError)
+
+
+def test_an_error_may_be_explained_and_reported_in_another_way(capsys):
+    told = []
+    given = {
+        "explain": lambda error: (f"it: {error}", 75),
+        "report": lambda *a: told.append(a) or 9,
+    }
+    assert framed(raising(OSError("a")), **given) == 9 and told == [("it: a", 75)]
+    with pytest.raises(OSError, match="b"):
+        framed(raising(OSError("b")), OSError, explain=lambda error: None)
+    assert fail("", 75) == 75 and capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_seen_enough_changes_no_status():
+    code = "from kenotron_command import framed; framed(lambda: print('x' * 10**6) or 1)"
+    command, pipe = [sys.executable, "-c", code], subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe) as job:
+        job.stdout.read(1)
+        job.stdout.close()
+        assert job.stderr.read() == b""
+    assert job.returncode == 0
+
+
+def test_control_characters_do_not_reach_a_terminal():
+    assert printable("a\x1b[2J\x07é\tb\nc\x9b") == "a\ufffd[2J\ufffdé\tb\nc\ufffd"

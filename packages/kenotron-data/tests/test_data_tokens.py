@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kenotron_data
 from kenotron_data import END_OF_DOCUMENT, decode, encode
 
 
@@ -45,7 +44,3 @@ def test_ids_that_cannot_be_decoded_are_named():
         decode([1, -100])
     with pytest.raises(ValueError, match=r"one dimension, but their shape is \(1, 2\)"):
         decode(np.zeros((1, 2), dtype=np.int64))
-
-
-def test_control_characters_do_not_reach_a_terminal():
-    assert kenotron_data.printable("a\x1b[2J\x07é\tb\nc\x9b") == "a\ufffd[2J\ufffdé\tb\nc\ufffd"

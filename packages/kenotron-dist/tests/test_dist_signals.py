@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from kenotron_dist import first_cause, listening, tell_launcher
+from kenotron_dist import explained, first_cause, listening, tell_launcher
 from kenotron_dist.signals import ECHO, STOPS, Signals
 from kenotron_dist.spawn import RankError
 
@@ -110,6 +110,18 @@ def test_the_parent_and_the_rank_name_one_cause() -> None:
     assert first_cause(error) == "rank 0 has ended (ValueError: bad field)"
     heard = RankError(2, "ValueError", str(error), "trace")
     assert first_cause(heard) == "rank 2 has ended (ValueError: bad field)"
+
+
+def test_an_error_is_a_message_and_an_exit_code() -> None:
+    failed = RankError(2, "ValueError", "bad field", "trace", ("ValueError", "Exception"), code=3)
+    assert explained(failed, ValueError) == ("rank 2: ValueError: bad field", 3)
+    assert explained(failed, OSError) == ("trace", 3)
+    assert explained(RankError(2, "killed", "by signal 9", code=75)) == (
+        "rank 2: killed: by signal 9",
+        75,
+    )
+    assert explained(ValueError("bad"), ValueError) == ("bad", 1)
+    assert explained(KeyError("bad"), ValueError) is None
 
 
 def test_torchrun_is_told_in_its_own_file(tmp_path) -> None:

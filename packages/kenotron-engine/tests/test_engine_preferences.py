@@ -31,7 +31,7 @@ from kenotron_engine import (
 from kenotron_models import Context
 from kenotron_tp import TPMode
 
-EXAMPLE = Path(__file__).parent.parent / "examples/preference_loss.py"
+EXAMPLE = Path(__file__).parent.parent / "src/kenotron_engine/examples/preference_loss.py"
 LAYOUTS = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"pp": 2, "tp": 2}, {"cp": 2, "dp": 2}]
 BETA = 0.7
 

@@ -26,9 +26,12 @@ def test_the_command_imports_a_checkpoint(tmp_path):
 
 
 def test_bad_input_is_one_sentence(tmp_path, capsys):
-    assert main([str(tmp_path / "no\x1b[31mne"), str(tmp_path / "out")]) == 2
+    assert main([str(tmp_path / "no\x1b[31mne"), str(tmp_path / "out")]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("no checkpoint of Nanotron at ") and "there is no such folder" in said
+    assert (
+        said.startswith("error: no checkpoint of Nanotron at ")
+        and "there is no such folder" in said
+    )
     assert "\x1b" not in said and len(said.splitlines()) == 1
     with pytest.raises(SystemExit) as stopped:
         main([str(tmp_path)])

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from kenotron_command import framed
 from kenotron_config import Config, Mask
-from kenotron_dist import RankError
-from kenotron_dist.diagnosis import PeerLost
+from kenotron_dist import explained
 from kenotron_dist.launch import launcher
 from kenotron_train.called import called
 from kenotron_train.config_file import load_config
 from kenotron_train.doremi.reference_pass import write_reference_losses
-from kenotron_train.log.printing import say
+from kenotron_train.log.printing import fail, say
 from kenotron_train.run.domain_weights import read_average
 from kenotron_train.run.start_ranks import start_ranks
 
@@ -75,9 +74,11 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
     """Do one command of DoReMi, or all; ``train`` trains. Returns the exit status."""
     given = doremi_parser().parse_args(argv)
     file, overrides = given.config_file or str(EXAMPLE), tuple(given.set)
-    config = None
-    try:
+    known: list[Config] = []
+
+    def work() -> int:
         config = load_config(file, overrides)
+        known.append(config)
         if config.doremi is None:
             raise ValueError(f"{file}: doremi: is missing; add it with domain_names")
         walk = _Walk(file, overrides, config)
@@ -89,10 +90,12 @@ def doremi_main(argv: Sequence[str], train: Train) -> int:
                 f"one ({', '.join(COMMANDS)})"
             )
         return _all(walk, train)
-    except KeyboardInterrupt:
-        return _fail("interrupted", 130)
-    except (RankError, PeerLost, OSError, ValueError) as error:
-        return _fail(Mask(config).line(str(error)), 1)
+
+    return framed(
+        work,
+        explain=lambda error: explained(error, OSError, ValueError),
+        report=lambda text, status: fail(text, status, Mask(*known)),
+    )
 
 
 def _all(walk: _Walk, train: Train) -> int:
@@ -124,11 +127,6 @@ def _weights(walk: _Walk) -> int:
     say(f"  domain_names: {json.dumps(list(average))}")
     say(f"  domain_weights: {json.dumps(list(average.values()))}")
     return 0
-
-
-def _fail(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    return code
 
 
 def doremi_parser() -> argparse.ArgumentParser:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 
 from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
-from kenotron_config import Config, EvaluateConfig, Mask, unavailable
-from kenotron_dist import STALLED, Mesh, MeshConfig, RankError, first_to_say, start
-from kenotron_dist.diagnosis import PeerLost
+from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
+from kenotron_config import Config, EvaluateConfig, unavailable
+from kenotron_dist import Mesh, MeshConfig, explained, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
 from kenotron_train.called import called
@@ -28,13 +27,10 @@ from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
 from kenotron_train.evaluate.text_tokens import libraries
 from kenotron_train.evaluate.validation import validate_model
-from kenotron_train.log.printing import say
+from kenotron_train.log.printing import fail, say
 
 CONFIG = "config.yaml"
-AXES = ("pp", "dp", "cp", "tp", "ep")
 USER_ERRORS = (ValueError, OSError, ImportError)
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +53,25 @@ def evaluate_main(argv: Sequence[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks fork, and share the cores
     os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
     given = evaluate_parser().parse_args(argv)
-    try:
-        request = _request(given)
-        check_evaluate(request.section)
-        sizes = _sizes(given, request.folder)
-        found: dict[str, Any] = start(
-            _evaluate,
-            request,
-            config=MeshConfig(**sizes),
-            preload=libraries(request.tokenizer[0]) if request.section.tasks else (),
-            device=given.device,
-            threads=given.threads,
-        )
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except PeerLost as error:
-        return _fail(str(error), STALLED)
-    except RankError as error:
-        known = error.is_any(*USER_ERRORS, PeerLost) or not error.trace
-        return _fail(str(error) if known else error.trace, error.code)
-    except USER_ERRORS as error:
-        return _fail(str(error))
-    return 1 if found["failure"] else 0
+    return framed(
+        lambda: _start(given), explain=lambda error: explained(error, *USER_ERRORS), report=fail
+    )
+
+
+def _start(given: argparse.Namespace) -> int:
+    """Evaluate on the ranks that are asked for; the exit status."""
+    request = _request(given)
+    check_evaluate(request.section)
+    sizes = layout_sizes(given, read_manifest(request.folder).mesh)
+    found: dict[str, Any] = start(
+        _evaluate,
+        request,
+        config=MeshConfig(**sizes),
+        preload=libraries(request.tokenizer[0]) if request.section.tasks else (),
+        device=given.device,
+        threads=given.threads,
+    )
+    return FAILED if found["failure"] else OK
 
 
 def _request(given: argparse.Namespace) -> Request:
@@ -180,12 +173,6 @@ def _tokenizer(
     return (str(converted) if converted.is_dir() else None), None
 
 
-def _sizes(given: argparse.Namespace, folder: Path | str) -> dict[str, int]:
-    """Ranks along each axis; 0 stands for the size of the training."""
-    trained = read_manifest(folder).mesh
-    return {name: getattr(given, name) or int(trained.get(name, 1)) for name in AXES}
-
-
 def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
     model = read_model(request.folder, mesh)
@@ -233,15 +220,9 @@ def _show(found: Evaluation, output: Path) -> None:
     for line in found.lines():
         say(line)
     if found.failure:
-        _fail(found.failure)
+        fail(found.failure)
     else:
         say(f"Written in {found.seconds:.1f} s: {output}")
-
-
-def _fail(text: str, code: int = 1) -> int:
-    if first_to_say(text):
-        print(f"error: {Mask().line(text)}", file=sys.stderr, flush=True)
-    return code
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
@@ -277,8 +258,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     flag = argparse.BooleanOptionalAction
     add("--perplexity", action=flag, help="held-out samples of each source")
     add("--tokenizer", metavar="NAME", help="instead of the checkpoint's; bytes: ids are bytes")
-    for axis in AXES:
-        add(f"--{axis}", type=int, default=1, metavar="N", help="ranks; 0: as trained (default: 1)")
+    add_layout(parser)
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there are GPUs enough")
     add("--output", metavar="FILE", help="default: evaluations/STEP.json next to the step folder")
     add("--threads", type=count, metavar="N", help="CPU threads of each rank")

@@ -7,8 +7,15 @@ import os
 import sys
 from collections.abc import Callable
 
-from kenotron_config import masked
+from rich.console import Console
+
+from kenotron_command import FAILED
+from kenotron_command import fail as command_fail
+from kenotron_config import Mask, masked
+from kenotron_dist import first_to_say
 from kenotron_dist.launch import launcher
+
+_NO_MASK = Mask()
 
 
 def say(text: str) -> None:
@@ -29,6 +36,14 @@ def on_screen() -> bool:
     too, so colours and cursor movements would be in it.
     """
     return sys.stdout.isatty() and launcher() != "mpi"
+
+
+def fail(text: str, status: int = FAILED, mask: Mask = _NO_MASK) -> int:
+    """Report an error on one of the ranks that have it. Returns the exit status."""
+    with contextlib.suppress(OSError, ValueError):
+        if on_screen():
+            Console().show_cursor()  # a rank that died may have left its progress bar unfinished
+    return command_fail(mask.line(text) if first_to_say(text) else "", status)
 
 
 class StandardOutput:

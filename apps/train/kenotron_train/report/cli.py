@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from kenotron_config import Mask
+from kenotron_command import framed
 from kenotron_train.called import called
-from kenotron_train.log.printing import say
+from kenotron_train.log.printing import fail, say
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
@@ -21,22 +20,22 @@ from kenotron_train.report.page import AXES, can_draw_png, report_html, write_pn
 def report_main(argv: Sequence[str]) -> int:
     """Write report.html and report.png; the exit status."""
     arguments = report_parser().parse_args(argv)
+    return framed(lambda: _draw(arguments), OSError, ValueError, report=fail)
+
+
+def _draw(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.output or _folder_of(arguments.runs[0]))
-    try:
-        runs = [
-            with_evaluations(run, Path(_folder_of(name)))
-            for run, name in zip(read_runs(arguments.runs), arguments.runs, strict=True)
-        ]
-        folder.mkdir(parents=True, exist_ok=True)
-        page = folder / "report.html"
-        fresh = page.with_name("new.report.html")
-        fresh.write_text(report_html(runs, arguments.x), encoding="utf-8")
-        fresh.replace(page)
-        if can_draw_png():
-            write_png(folder / "report.png", runs, arguments.x)
-    except (OSError, ValueError) as error:
-        print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
-        return 1
+    runs = [
+        with_evaluations(run, Path(_folder_of(name)))
+        for run, name in zip(read_runs(arguments.runs), arguments.runs, strict=True)
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "report.html"
+    fresh = page.with_name("new.report.html")
+    fresh.write_text(report_html(runs, arguments.x), encoding="utf-8")
+    fresh.replace(page)
+    if can_draw_png():
+        write_png(folder / "report.png", runs, arguments.x)
     _show(summary(runs))
     if table := last_figures(runs):
         _show([list(column) for column in zip(*table, strict=True)])

@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from kenotron_ckpt import latest_step
-from kenotron_data import decode, encode, printable
+from kenotron_command import printable
+from kenotron_data import decode, encode
 from kenotron_models import Sampling, TransformersSpec, generate
 from kenotron_train.assemble import Training
 from kenotron_train.log.report import Report

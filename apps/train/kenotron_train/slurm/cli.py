@@ -13,10 +13,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kenotron_config import Mask, ParallelismConfig, credentials, dump_config, masked
+from kenotron_command import framed
+from kenotron_config import ParallelismConfig, credentials, dump_config, masked
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
-from kenotron_train.log.printing import say
+from kenotron_train.log.printing import fail, say
 from kenotron_train.slurm.job import SlurmJob, script_of
 from kenotron_train.slurm.provenance import packages, provenance
 
@@ -31,22 +32,22 @@ _OPTIONS = {
 def slurm_main(argv: Sequence[str]) -> int:
     """Write the script of a job and submit it, or show it; the exit status."""
     given = slurm_parser().parse_args(argv)
-    try:
-        config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-        _check_credentials(asdict(config))
-        job, cwd = _job(given, config.general.project), Path.cwd()
-        sizes = config.parallelism
-        folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())
-        script = script_of(job, sizes, folder, [sys.executable, _program()], cwd)
-        _warn(job, sizes)
-        if given.dry_run:
-            say(script.removesuffix("\n"))
-            return 0
-        words = [sys.executable, _program(), "slurm", *map(masked, argv)]
-        number = submit(script, dump_config(config), folder, words, cwd)
-    except (OSError, ValueError) as error:
-        print(f"error: {Mask().line(str(error))}", file=sys.stderr, flush=True)
-        return 1
+    return framed(lambda: _submit(given, argv), OSError, ValueError, report=fail)
+
+
+def _submit(given: argparse.Namespace, argv: Sequence[str]) -> int:
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    _check_credentials(asdict(config))
+    job, cwd = _job(given, config.general.project), Path.cwd()
+    sizes = config.parallelism
+    folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())
+    script = script_of(job, sizes, folder, [sys.executable, _program()], cwd)
+    _warn(job, sizes)
+    if given.dry_run:
+        say(script.removesuffix("\n"))
+        return 0
+    words = [sys.executable, _program(), "slurm", *map(masked, argv)]
+    number = submit(script, dump_config(config), folder, words, cwd)
     say(f"Submitted job {number}: {job.places(sizes.world_size)}\nScript, config and log: {folder}")
     return 0
 

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kenotron_command import BAD_INPUT, framed
 from kenotron_config import ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
+from kenotron_train.log.printing import fail
 from kenotron_train.verify.comparison import allowed, compare_with_one
 from kenotron_train.verify.report import Verdict, show, write_json
 from kenotron_train.verify.shrink import changes, has_documents, shrink
 
 RANKS = 8
 STEPS = 3
-BAD_INPUT = 2
-"""Exit status where nothing was compared, as argparse has it."""
-INTERRUPTED = 130
 
 
 def verify_main(argv: Sequence[str]) -> int:
@@ -31,29 +29,28 @@ def verify_main(argv: Sequence[str]) -> int:
     0: they agree; 1: they do not, or the layout does not run; 2: there is nothing to compare.
     """
     given = verify_parser().parse_args(argv)
+    return framed(lambda: _verify(given), OSError, ValueError, status=BAD_INPUT, report=fail)
+
+
+def _verify(given: argparse.Namespace) -> int:
     begin = time.monotonic()
     name = given.config_file or "the embedded config"
-    try:
-        if launcher() != "none":
-            raise ValueError("verify starts its processes itself: run it without a launcher")
-        target = None if given.json is None else _target(given.json)
-        config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-        small = shrink(config, given.ranks, given.steps)
-        before, after = config.parallelism, small.parallelism
-        _check_ranks(before, after, given.ranks)
-        threads = given.threads or threads_of_rank(after.world_size)
-        layers, compiled = small.decoder.num_hidden_layers, small.model.compile
-        bound = allowed(after, layers, compiled=compiled)
-        checks, broken = compare_with_one(small, has_documents(config), threads, bound)
-        different = changes(config, small)
-        verdict = Verdict(name, before, after, small.tokens, bound, different, checks, broken)
-        show(verdict, time.monotonic() - begin)
-        if target is not None:
-            write_json(target, verdict)
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
-    except (OSError, ValueError) as error:
-        return _fail(str(error), BAD_INPUT)
+    if launcher() != "none":
+        raise ValueError("verify starts its processes itself: run it without a launcher")
+    target = None if given.json is None else _target(given.json)
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    small = shrink(config, given.ranks, given.steps)
+    before, after = config.parallelism, small.parallelism
+    _check_ranks(before, after, given.ranks)
+    threads = given.threads or threads_of_rank(after.world_size)
+    layers, compiled = small.decoder.num_hidden_layers, small.model.compile
+    bound = allowed(after, layers, compiled=compiled)
+    checks, broken = compare_with_one(small, has_documents(config), threads, bound)
+    different = changes(config, small)
+    verdict = Verdict(name, before, after, small.tokens, bound, different, checks, broken)
+    show(verdict, time.monotonic() - begin)
+    if target is not None:
+        write_json(target, verdict)
     return 0 if verdict.passed else 1
 
 
@@ -75,11 +72,6 @@ def _target(text: str) -> Path:
     if not os.access(target if target.exists() else target.absolute().parent, os.W_OK):
         raise ValueError(f"--json {target}: no permission to write there; name another file")
     return target
-
-
-def _fail(text: str, code: int) -> int:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    return code
 
 
 def verify_parser() -> argparse.ArgumentParser:

@@ -8,35 +8,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TextIO
 
 from kenotron_ckpt.compare import differences
 from kenotron_ckpt.folder import preferred, read_manifest
 from kenotron_ckpt.inspection import describe, render
 from kenotron_ckpt.verification import verify_steps
+from kenotron_command import BAD_INPUT, called, framed, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     chosen = command_parser().parse_args(arguments)
-    try:
-        return chosen.run(chosen)
-    except BrokenPipeError:  # the reader, head say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except (ValueError, OSError) as error:
-        _print(f"{chosen.command}: {error}", file=sys.stderr)
-        return 2
+    return framed(lambda: chosen.run(chosen), ValueError, OSError, status=BAD_INPUT)
 
 
 def _print(text: str, file: TextIO | None = None, flush: bool = False) -> None:
     """Print a text without what a terminal would obey: names may come from a hostile file."""
-    kept = (c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
-    print("".join(kept), file=file, flush=flush)
+    print(printable(text), file=file, flush=flush)
 
 
 def inspect(chosen: argparse.Namespace) -> int:
@@ -73,7 +64,7 @@ def diff(chosen: argparse.Namespace) -> int:
 def command_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     parser = argparse.ArgumentParser(
-        prog="kenotron" if Path(sys.argv[0]).name == "kenotron" else "python -m kenotron_ckpt",
+        prog=called("python -m kenotron_ckpt"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -85,7 +76,8 @@ def command_parser() -> argparse.ArgumentParser:
     one.add_argument("--json", action="store_true", help="all of it as JSON, every record")
     one.set_defaults(run=inspect)
 
-    one = commands.add_parser("verify", help="read every byte and compare checksums")
+    name = called("python -m kenotron_ckpt verify", name="kenotron-check-bytes")
+    one = commands.add_parser("verify", prog=name, help="read every byte and compare checksums")
     one.add_argument("path", help="a step folder, or a run folder (all its steps); a path or a URL")
     one.set_defaults(run=verify)
 

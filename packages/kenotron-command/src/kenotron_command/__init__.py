@@ -1,6 +1,32 @@
 """The command ``kenotron``: its words are entry points of the programs that are installed."""
 
 from kenotron_command.command import main
+from kenotron_command.frame import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    OK,
+    fail,
+    framed,
+    printable,
+)
+from kenotron_command.layout import LAYOUT, add_layout, layout_sizes
 from kenotron_command.word import GROUP, Word, called, installed_words
 
-__all__ = ["GROUP", "Word", "called", "installed_words", "main"]
+__all__ = [
+    "BAD_INPUT",
+    "FAILED",
+    "GROUP",
+    "INTERRUPTED",
+    "LAYOUT",
+    "OK",
+    "Word",
+    "add_layout",
+    "called",
+    "fail",
+    "framed",
+    "installed_words",
+    "layout_sizes",
+    "main",
+    "printable",
+]

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 
 from kenotron_command.completion import SHELLS, completion
+from kenotron_command.frame import BAD_INPUT, OK, fail
 from kenotron_command.word import Word, installed_words
 
-OK, WRONG = 0, 2
-"""Exit statuses of the command itself; a word has those of its program."""
 HELP = ("-h", "--help")
 
 
@@ -33,9 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] == "completion":
             return _completion(words[1:], known)
         if words[0] not in known:
-            return _fail(f"there is no word {words[0]!r}{_advice(words[0], known)}")
+            return _unknown(words[0], known)
     except ValueError as error:
-        return _fail(str(error))
+        return fail(str(error), BAD_INPUT)
     return _start(known[words[0]], words[1:])
 
 
@@ -55,7 +54,7 @@ def _help(rest: list[str], known: Mapping[str, Word]) -> int:
     """Print all words, or the help of one."""
     if rest:
         if rest[0] not in known:
-            return _fail(f"there is no word {rest[0]!r}{_advice(rest[0], known)}")
+            return _unknown(rest[0], known)
         return _start(known[rest[0]], ["--help"])
     width = max([len("completion"), *map(len, known)])
     rows = {name: word.summary for name, word in known.items()}
@@ -71,18 +70,15 @@ def _help(rest: list[str], known: Mapping[str, Word]) -> int:
 def _completion(rest: list[str], known: Mapping[str, Word]) -> int:
     """Print the script of a shell."""
     if len(rest) != 1 or rest[0] not in SHELLS:
-        return _fail(f"completion {' '.join(rest)}: name one shell of {', '.join(SHELLS)}")
+        text = f"completion {' '.join(rest)}: name one shell of {', '.join(SHELLS)}"
+        return fail(text, BAD_INPUT)
     parsers = {name: word.flags() for name, word in known.items()}
     print(completion(rest[0], parsers, {name: word.summary for name, word in known.items()}))
     return OK
 
 
-def _advice(word: str, known: Mapping[str, Word]) -> str:
+def _unknown(word: str, known: Mapping[str, Word]) -> int:
     near = difflib.get_close_matches(word, known, n=1)
     listed = ", ".join(known) or "none: no program is installed that adds words"
-    return (f"; did you mean {near[0]}?" if near else "") + f" (words: {listed})"
-
-
-def _fail(text: str) -> int:
-    print(f"error: {text}", file=sys.stderr, flush=True)
-    return WRONG
+    advice = f"; did you mean {near[0]}?" if near else ""
+    return fail(f"there is no word {word!r}{advice} (words: {listed})", BAD_INPUT)

@@ -65,19 +65,20 @@ def installed_words() -> dict[str, Word]:
     return found
 
 
-def called(program: str, words: Sequence[str] = (), *, name: str) -> str:
+def called(program: str, words: Sequence[str] = (), *, name: str = "kenotron") -> str:
     """Return what a program is called in its help and its errors.
 
     Args:
         program: its name where it was started neither by this command nor as ``name``.
         words: a subcommand, which is a word of this command as well; or flags.
-        name: name of its own script, and after the hyphen its word here.
+        name: name of its own script, and after the hyphen its word here; by default its words are
+            its subcommands.
 
     Returns:
         ``kenotron verify``, ``kenotron-train verify`` or ``python apps/train verify``.
     """
     own = Path(sys.argv[0]).name
-    if own == "kenotron":
+    if own == "kenotron" != name:
         is_word = bool(words) and not words[0].startswith("-")
         return " ".join([own, *([] if is_word else [name.removeprefix("kenotron-")]), *words])
     return " ".join([own if own == name else program, *words])

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kenotron_data import printable
+from kenotron_command import printable
 
 TAG = "!env"
 _SHORTEST = 4

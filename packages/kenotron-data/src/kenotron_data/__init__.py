@@ -34,7 +34,7 @@ from kenotron_data.token_folder import TokenFolder, tokenizer_of_folder
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenise import tokenise
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer, open_transformers
-from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode, printable
+from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode
 from kenotron_data.train_bpe import train_bpe
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
 
@@ -88,7 +88,6 @@ __all__ = [
     "origins",
     "permutation_key",
     "permute",
-    "printable",
     "random_corpus",
     "split",
     "supervised",

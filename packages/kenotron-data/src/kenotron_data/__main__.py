@@ -1,7 +1,6 @@
 """`python -m kenotron_data tokenize`: text into files of tokens.
 
-Exit status: 0; 2 when the command cannot do its work, with one sentence why; 130 when it was
-stopped. A run that was stopped continues when it is called again.
+A run that was stopped continues when it is called again.
 """
 
 import argparse
@@ -11,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from kenotron_command import called, framed
 from kenotron_data.hub import data_pieces
 from kenotron_data.source_files import file_pieces
 from kenotron_data.text_pieces import TextPiece
 from kenotron_data.tokenise import Progress, part_groups, tokenise
 from kenotron_data.tokenise_part import PartMade
 from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer
-from kenotron_data.tokens import printable
 from kenotron_data.train_bpe import trained_bpe
 
 _MEGABYTE = 1_000_000
@@ -26,14 +25,7 @@ _MEGABYTE = 1_000_000
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     chosen = command_parser().parse_args(arguments)
-    try:
-        return chosen.run(chosen)
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        print(f"{chosen.command}: {printable(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{chosen.command}: stopped; call it again to continue", file=sys.stderr)
-        return 130
+    return framed(lambda: chosen.run(chosen), ValueError, OSError, ImportError, RuntimeError)
 
 
 def tokenize(chosen: argparse.Namespace) -> int:
@@ -143,7 +135,7 @@ def _lines() -> Callable[[PartMade, int], None]:
 def command_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     parser = argparse.ArgumentParser(
-        prog="kenotron" if Path(sys.argv[0]).name == "kenotron" else "python -m kenotron_data",
+        prog=called("python -m kenotron_data"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

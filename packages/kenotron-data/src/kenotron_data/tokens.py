@@ -69,9 +69,3 @@ def decode(ids: Sequence[int] | NDArray[np.integer]) -> str:
     data = np.where(array < _BYTES, array, _NEVER_IN_UTF8).astype(np.uint8)
     documents = np.split(np.delete(data, ends), ends - np.arange(len(ends)))
     return "".join(document.tobytes().decode("utf-8", errors="replace") for document in documents)
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which a terminal would obey, by U+FFFD; keep tabs and lines."""
-    kept = ("\n", "\t")
-    return "".join(c if c.isprintable() or c in kept else "\N{REPLACEMENT CHARACTER}" for c in text)

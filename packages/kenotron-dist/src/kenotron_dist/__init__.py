@@ -33,7 +33,7 @@ from kenotron_dist.shutdown import shutdown
 from kenotron_dist.signals import Signals, listening
 from kenotron_dist.signed_store import MessageRefused
 from kenotron_dist.spawn import spawn
-from kenotron_dist.start import first_cause, first_to_say, start
+from kenotron_dist.start import explained, first_cause, first_to_say, start
 from kenotron_dist.store_messages import StoreMessages
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "coords_of",
     "declare_roles",
     "deferring",
+    "explained",
     "first_cause",
     "first_to_say",
     "from_env",

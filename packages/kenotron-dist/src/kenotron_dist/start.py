@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from kenotron_dist.diagnosis.hang_diagnosis import PeerLost
 from kenotron_dist.diagnosis.watchdog import watch
+from kenotron_dist.exit_process import STALLED
 from kenotron_dist.launch import (
     MOST_THREADS,
     check_launched,
@@ -103,6 +104,24 @@ def first_to_say(text: str) -> bool:
         return store.add(f"kenotron-said/{text}", 1) == 1
     except RuntimeError:  # the store is gone: better twice than never
         return True
+
+
+def explained(error: Exception, *known: type[Exception]) -> tuple[str, int] | None:
+    """Return the message and the exit code for what ended a program on a mesh.
+
+    Args:
+        error: what ``start`` raised.
+        known: errors whose message is enough, on the rank that raised one, too.
+
+    Returns:
+        For another error of a rank its traceback and code; for another one of this process None.
+    """
+    if isinstance(error, PeerLost):
+        return str(error), STALLED
+    if isinstance(error, RankError):
+        is_known = error.is_any(*known, PeerLost) or not error.trace
+        return str(error) if is_known else error.trace, error.code
+    return (str(error), 1) if isinstance(error, known) else None
 
 
 def first_cause(error: BaseException) -> str:

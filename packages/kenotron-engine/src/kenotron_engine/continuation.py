@@ -24,14 +24,15 @@ def continue_texts(
 ) -> list[list[int]]:
     """Return the new tokens of each text, the same on every rank and for every layout.
 
-    Where dp replicas communicate in their passes, each of them continues all texts.
+    The ranks of dp and cp share the texts. Where they communicate in their passes, each of them
+    continues all texts.
 
     Args:
         model: the model. Layers of transformers read the whole text again for each token.
         prompts: tokens of each text.
         window: longest text that the model reads, in tokens; see ``kenotron_models.generate``.
         max_new_tokens: how many to add at most.
-        batch_size: texts that a dp rank continues together.
+        batch_size: texts that such a rank continues together.
         sampling: how tokens are chosen.
         ends: asked about each new token on all ranks that continue its text: (text, token) ->
             whether the text ends with it. It must answer the same on all of them.
@@ -39,10 +40,10 @@ def continue_texts(
     Collective over the mesh. Raises ValueError as ``generate``, on all ranks.
     """
     _check(prompts, model.plan.spec.vocab_size)
-    mesh = model.mesh
-    apart = model.replicas_are_apart
-    share = -(-len(prompts) // mesh.sizes["dp"]) if apart else len(prompts)
-    first = mesh["dp"].rank * share if apart else 0
+    mesh, apart = model.mesh, model.replicas_are_apart
+    replicas = mesh["dp", "cp"]  # each text is whole on one of them
+    share = -(-len(prompts) // replicas.size) if apart else len(prompts)
+    first = replicas.rank * share if apart else 0
     own = prompts[first : first + share]
     new: list[list[int]] = []
 
@@ -70,7 +71,7 @@ def continue_texts(
         new += [[token for token in each if token is not None] for each in found]
     if not apart:
         return new
-    return [tokens for part in gather_objects(new, mesh["dp"]) for tokens in part]
+    return [tokens for part in gather_objects(new, replicas) for tokens in part]
 
 
 def _check(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:

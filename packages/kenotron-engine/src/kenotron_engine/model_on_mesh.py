@@ -25,9 +25,9 @@ class ModelOnMesh:
 
     @property
     def replicas_are_apart(self) -> bool:
-        """True where dp replicas make their forward passes without one another.
+        """True where replicas (ranks of dp and cp) make their forward passes without one another.
 
-        They do unless experts are cut over dp ranks.
+        They do unless experts are cut over them.
         """
         return self.mesh.sizes["tp"] % self.mesh.config.ep == 0  # ep ranks are neighbours along tp
 

@@ -1,7 +1,4 @@
-"""``python -m kenotron_nanotron THEIRS OURS``: import a checkpoint of Nanotron or Kénotron.
-
-Exit status: 0; 2 when it cannot be imported, with one sentence why.
-"""
+"""``python -m kenotron_nanotron THEIRS OURS``: import a checkpoint of Nanotron or Kénotron."""
 
 from __future__ import annotations
 
@@ -11,29 +8,29 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kenotron_ckpt import read_manifest
+from kenotron_command import called, framed, printable
 from kenotron_nanotron.conversion import import_nanotron
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import a checkpoint, and print what was not taken over; returns the exit status."""
     chosen = command_parser().parse_args(arguments)
-    try:
-        folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
-        manifest = read_manifest(folder)
-    except (ValueError, OSError) as error:
-        print(_shown(str(error)), file=sys.stderr)
-        return 2
-    print(_shown(f"{folder}: step {manifest.step}, {len(manifest.records)} records"))
+    return framed(lambda: _import(chosen), ValueError, OSError)
+
+
+def _import(chosen: argparse.Namespace) -> int:
+    folder = import_nanotron(chosen.source, chosen.folder, optimizer=chosen.optimizer)
+    manifest = read_manifest(folder)
+    print(printable(f"{folder}: step {manifest.step}, {len(manifest.records)} records"))
     for note in manifest.state["imported"]["notes"]:
-        print(_shown(f"  {note}"))
+        print(printable(f"  {note}"))
     return 0
 
 
 def command_parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
-    is_word = Path(sys.argv[0]).name == "kenotron"
     parser = argparse.ArgumentParser(
-        prog="kenotron import-nanotron" if is_word else "python -m kenotron_nanotron",
+        prog=called("python -m kenotron_nanotron", name="kenotron-import-nanotron"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -41,11 +38,6 @@ def command_parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path, help="the run folder to write the step to")
     parser.add_argument("--optimizer", action="store_true", help="also Adam's state, from pickles")
     return parser
-
-
-def _shown(text: str) -> str:
-    """Text without what a terminal would obey: names may come from a hostile file."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     python train.py --pp 2 --dp 2 --tp 2 --steps 50    # eight processes of this machine
     python train.py --steps 100                        # one process resumes where they ended
     torchrun --nproc-per-node 4 train.py --dp 4        # any launcher
+    python train.py --check                            # layouts of two have the losses of one
 
 The losses are the same on every layout, up to rounding. Only Kénotron's packages are used: read
 from ``main`` on, then what interests you in theirs. Checkpoints go to ./one_file, and a run resumes
@@ -12,6 +13,8 @@ Shapes: T tokens of a micro-batch, V vocabulary; ``/t`` is divided by tp size.
 """
 
 import argparse
+import os
+import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -196,13 +199,32 @@ def main(mesh: Mesh, steps: int) -> list[float]:
     return losses
 
 
+def fresh(mesh: Mesh, folder: str, steps: int) -> list[float]:
+    """Train in an empty folder. Runs on every rank."""
+    os.chdir(folder)
+    return main(mesh, steps)
+
+
+def check(steps: int = 4) -> None:
+    """Compare the losses of layouts of two processes with those of one."""
+    one: list[float] = []
+    for layout in (MeshConfig(), MeshConfig(tp=2), MeshConfig(pp=2), MeshConfig(dp=2)):
+        with tempfile.TemporaryDirectory() as folder:
+            losses = start(fresh, folder, steps, config=layout)
+        one = one or losses
+        apart = max(abs(a - b) for a, b in zip(one, losses, strict=True))
+        assert apart < 2e-4, f"{layout}: a loss is {apart} from that of one process"
+        print(f"{layout}: losses within {apart:.0e} of one process", flush=True)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     for name, size in (("pp", 1), ("dp", 1), ("tp", 1), ("steps", 100)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--check", action="store_true", help="compare layouts, and end")
     given = parser.parse_args()
     layout = MeshConfig(pp=given.pp, dp=given.dp, tp=given.tp)
     try:
-        start(main, given.steps, config=layout)
+        check() if given.check else start(main, given.steps, config=layout)
     finally:
         shutdown()

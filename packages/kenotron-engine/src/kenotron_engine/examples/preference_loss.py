@@ -116,7 +116,8 @@ def train(mesh: Mesh, steps: int = 10) -> list[tuple[float, float]]:
 if __name__ == "__main__":
     one = spawn(train)[0]
     print(f"loss {one[0][0]:.4f} -> {one[-1][0]:.4f}, ordered {one[0][1]:.2f} -> {one[-1][1]:.2f}")
-    for axis in ("dp", "tp", "pp", "cp"):
-        many = spawn(train, **{axis: 2})[0]
-        assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(one, many, strict=True)), axis
-        print(f"{axis} 2: the same to 1e-4")
+    layouts: list[dict[str, Any]] = [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"cp": 2}]
+    for layout in layouts:
+        many = spawn(train, **layout)[0]
+        assert all(abs(a[0] - b[0]) < 1e-4 for a, b in zip(one, many, strict=True)), layout
+        print(f"{layout}: the same to 1e-4")
