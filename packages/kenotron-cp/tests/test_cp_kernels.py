@@ -6,10 +6,13 @@ from cp_dense import normal
 from torch.nn.functional import scaled_dot_product_attention
 
 from kenotron_cp import EFFICIENT, FLASH_CPU, PLAIN, Kernel, PartialAttention, Scoring, Tile
-from kenotron_cp.kernels import default_kernel
+from kenotron_cp.kernels import SHAPES, default_kernel
 from kenotron_cp.partial import finite, merge
 
 KERNELS = [PLAIN, FLASH_CPU]
+
+
+SIZES = (2, 3, 5, 6), (2, 3, 7, 6), (2, 3, 7, 4)
 
 
 def some(depth=8, width=8, dtype=torch.float64):
@@ -97,3 +100,16 @@ def test_half_precision_is_computed_in_fp32_on_cpus():
 )
 def test_what_torchs_kernel_does_not_take_is_computed_plainly(device, dtype, depth, width, kernel):
     assert default_kernel(device, dtype, depth, width) is kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_on_meta_nothing_is_computed_and_shapes_are_those_of_the_plain_kernel(dtype):
+    assert default_kernel("meta", dtype, 6, 4) is SHAPES and SHAPES.dtype(dtype) == PLAIN.dtype(
+        dtype
+    )
+    q, k, v = (torch.empty(size, dtype=SHAPES.dtype(dtype), device="meta") for size in SIZES)
+    tile = Tile(Scoring(scale=0.5, cap=2.0))
+    plain, found = PLAIN.forward(q, k, v, tile), SHAPES.forward(q, k, v, tile)
+    grads = [kernel.backward(plain.out, q, k, v, *plain, tile) for kernel in (PLAIN, SHAPES)]
+    for one, other in zip((*plain, *grads[0]), (*found, *grads[1]), strict=True):
+        assert (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)

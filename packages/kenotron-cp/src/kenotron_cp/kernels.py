@@ -190,10 +190,22 @@ def _efficient_backward(
     return dq, dk, dv
 
 
+def _shapes_forward(q: Tensor, _k: Tensor, v: Tensor, _tile: Tile) -> PartialAttention:
+    return PartialAttention(q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1]))
+
+
+def _shapes_backward(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, _tile: Tile
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
 PLAIN = Kernel(
     "plain", _plain_forward, _plain_backward, accumulated, frozenset({"scale", "cap", "dropout"})
 )
 """Products and a softmax, in fp32 (fp64 for fp64); on any device. The reference of the others."""
+SHAPES = Kernel("shapes", _shapes_forward, _shapes_backward, accumulated, PLAIN.supports)
+"""For meta tensors, which have nothing to compute: a dozen operations there take 2 ms in Python."""
 FLASH_CPU = Kernel("flash_cpu", _flash_cpu_forward, _flash_cpu_backward, accumulated)
 """torch's flash attention on CPUs, in fp32 (fp64 for fp64): its half-precision one is slower."""
 EFFICIENT = Kernel("efficient", _efficient_forward, _efficient_backward, lambda dtype: dtype)
@@ -206,13 +218,13 @@ def default_kernel(device: str, dtype: torch.dtype, depth: int, width: int) -> K
     CUTLASS takes fp32, bf16 and fp16, and rows of features in units of 16 bytes.
 
     Args:
-        device: ``cpu``, ``cuda`` or another.
+        device: ``cpu``, ``cuda``, ``meta`` or another.
         dtype: of the inputs.
         depth: features of a query or key.
         width: features of a value.
     """
-    if device == "cpu":
-        return FLASH_CPU
+    if device in ("cpu", "meta"):
+        return FLASH_CPU if device == "cpu" else SHAPES
     aligned = all(size * dtype.itemsize % _UNIT == 0 for size in (depth, width))
     fits = dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
     return EFFICIENT if device == "cuda" and fits else PLAIN
