@@ -29,6 +29,7 @@ HUGGING_FACE = [
     "kenotron_data/sft.py",
     "kenotron_data/tokenizer.py",
     "kenotron_data/train_bpe.py",
+    "kenotron_data/transformers_tokenizer.py",
 ]
 ROOMS = {  # a module, or a name in one: the files that may use it (paths start below src/)
     "torch.distributed": ["kenotron_dist/*"],

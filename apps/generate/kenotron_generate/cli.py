@@ -11,13 +11,13 @@ from pathlib import Path
 
 from kenotron_ckpt import passed_over
 from kenotron_command import OK, add_layout, called, fail, framed, layout_sizes
+from kenotron_data import tokenizer_libraries
 from kenotron_dist import MeshConfig, explained, first_to_say, start
 from kenotron_dist.diagnosis import Diverged
 from kenotron_dist.launch import launcher
 from kenotron_generate.batch_generation import Request, continue_prompts, tokenizer_name
 from kenotron_generate.load import Description, describe
 from kenotron_generate.prompts import FROM_STDIN, read_prompts, with_stdin
-from kenotron_generate.tokenizer_io import libraries
 from kenotron_models import Sampling, expert_layers
 
 COMMAND = "kenotron-generate"
@@ -48,7 +48,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         described,
         request,
         config=MeshConfig(**sizes),
-        preload=libraries(tokenizer_name(described, request)),
+        preload=tokenizer_libraries(tokenizer_name(described, request)),
         threads=_threads(arguments.threads),
     )
     return OK

@@ -86,15 +86,6 @@ def open_words(
     )
 
 
-def libraries(name: str | None) -> list[str]:
-    """Modules that ``open_words`` imports for this tokenizer."""
-    if name is None or name == BYTES:
-        return []
-    if Path(name).suffix == ".json":
-        return ["tokenizers"]
-    return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
-
-
 def _tokenizer_file(
     path: Path, eos: Sequence[int], begin: int | None, *, special: bool
 ) -> PromptTokenizer:

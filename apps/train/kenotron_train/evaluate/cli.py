@@ -15,6 +15,7 @@ import torch
 from kenotron_ckpt import Location, open_checkpoint, read_manifest, resolve_step, store_at
 from kenotron_command import FAILED, OK, add_layout, framed, layout_sizes
 from kenotron_config import Config, EvaluateConfig, unavailable
+from kenotron_data import tokenizer_libraries
 from kenotron_dist import Mesh, MeshConfig, explained, start
 from kenotron_engine import ModelOnMesh, ModelPlan, Validation, build_model
 from kenotron_models import model_from_json
@@ -25,7 +26,6 @@ from kenotron_train.data.stage_dataset import open_corpus
 from kenotron_train.data_plan import DataPlan, data_plan
 from kenotron_train.evaluate.evaluator import Evaluator, check_evaluate
 from kenotron_train.evaluate.results import FOLDER, Evaluation, write_evaluation
-from kenotron_train.evaluate.text_tokens import libraries
 from kenotron_train.evaluate.validation import validate_model
 from kenotron_train.log.printing import fail, say
 
@@ -67,7 +67,7 @@ def _start(given: argparse.Namespace) -> int:
         _evaluate,
         request,
         config=MeshConfig(**sizes),
-        preload=libraries(request.tokenizer[0]) if request.section.tasks else (),
+        preload=tokenizer_libraries(request.tokenizer[0]) if request.section.tasks else (),
         device=given.device,
         threads=given.threads,
     )

@@ -56,15 +56,6 @@ def open_text_tokens(name: str | None, revision: str | None, vocab_size: int) ->
     return _transformers(open_transformers(name, revision), _generation_ends(name))
 
 
-def libraries(name: str | None) -> list[str]:
-    """Modules that ``open_text_tokens`` imports for a tokenizer."""
-    if name is None or name == BYTES:
-        return []
-    if Path(name).suffix == ".json":
-        return ["tokenizers"]
-    return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
-
-
 def _tokenizers_file(name: str) -> TextTokens:
     opened: Any = open_tokenizer(name, end_of_document=None)
     inner, end = opened.backend, opened.end

@@ -33,9 +33,10 @@ from kenotron_data.token_file import TokenFile
 from kenotron_data.token_folder import TokenFolder, tokenizer_of_folder
 from kenotron_data.token_writer import TokenWriter
 from kenotron_data.tokenise import tokenise
-from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer, open_transformers
+from kenotron_data.tokenizer import BYTES, TextTokenizer, open_tokenizer, tokenizer_libraries
 from kenotron_data.tokens import END_OF_DOCUMENT, decode, encode
 from kenotron_data.train_bpe import train_bpe
+from kenotron_data.transformers_tokenizer import open_transformers
 from kenotron_data.validation import hold_out, hold_out_each, validation_batches
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "text_documents",
     "tokenise",
     "tokenise_section",
+    "tokenizer_libraries",
     "tokenizer_of_folder",
     "train_bpe",
     "validation_batches",

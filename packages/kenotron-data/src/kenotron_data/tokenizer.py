@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kenotron_data.hub_reach import asked_once
 from kenotron_data.tokens import END_OF_DOCUMENT, encode
+from kenotron_data.transformers_tokenizer import open_transformers
 from kenotron_data.word_cache import WordCache, word_cache
 
 Ids: TypeAlias = NDArray[np.integer]
@@ -229,26 +229,13 @@ def without_end(tokenizer: TextTokenizer) -> TextTokenizer:
     return replace(changed, end=None, fingerprint=f"{tokenizer.fingerprint}:without end")
 
 
-def open_transformers(name_or_path: str, revision: str | None = None) -> Any:
-    """Open a tokenizer of `transformers`; raises ImportError or ValueError with the reason."""
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise ImportError(
-            f"tokenizer {name_or_path!r}: names and folders need transformers: install it, or "
-            "kenotron-data[hub]; 'bytes' and a tokenizer.json do without"
-        ) from error
-    try:
-        options: Any = {"revision": revision or "main", "trust_remote_code": False}
-        with asked_once(name_or_path, "tokenizer"):
-            return AutoTokenizer.from_pretrained(name_or_path, **options)
-    except Exception as error:  # any class: transformers passes on those of its back ends
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        which = f"{name_or_path!r}" + (f", revision {revision!r}" if revision else "")
-        raise ValueError(
-            f"tokenizer {which}: transformers cannot open it ({said}); give 'bytes', a "
-            "tokenizer.json, a folder, or a name of the hub"
-        ) from error
+def tokenizer_libraries(name: str | None) -> list[str]:
+    """List the modules that are imported when a tokenizer is opened: none for bytes and None."""
+    if name is None or name == BYTES:
+        return []
+    if Path(name).suffix == ".json":
+        return ["tokenizers"]
+    return ["transformers.models.auto.tokenization_auto", "transformers.activations"]
 
 
 def _tokenizers_file(path: Path) -> Any:

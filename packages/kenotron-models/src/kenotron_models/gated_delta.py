@@ -107,11 +107,7 @@ class GatedDelta(Recurrent):
     ``in_proj`` is for each key head its query, its key, the values and the gates of its value
     heads; after all of them for each key head the shares and the steps of its value heads.
 
-    Args:
-        spec: what it is made of.
-        width: D.
-        build: how and where.
-        layer: its number in the model, from 0.
+    ``Recurrent`` has the arguments.
 
     Raises:
         ValueError: the axis does not divide G.

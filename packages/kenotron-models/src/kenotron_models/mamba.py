@@ -124,11 +124,7 @@ class StepProjection(nn.Module):
 class Mamba(Recurrent):
     """Channels are cut over tp: ``in_proj`` (2C, D) is x, then z; ``x_proj`` sums over tp.
 
-    Args:
-        spec: what it is made of.
-        width: D.
-        build: how and where.
-        layer: its number in the model, from 0.
+    ``Recurrent`` has the arguments.
 
     Raises:
         ValueError: the axis does not divide C, or the kernel cannot be used.

@@ -118,11 +118,7 @@ class Mamba2(Recurrent):
 
     ``in_proj`` is z, x, B, C and the steps, one after the other.
 
-    Args:
-        spec: what it is made of.
-        width: D.
-        build: how and where.
-        layer: its number in the model, from 0.
+    ``Recurrent`` has the arguments.
 
     Raises:
         ValueError: the axis does not divide H, or groups and axis do not divide one another.

@@ -33,6 +33,8 @@ Scan = Callable[..., Scanned]
 class Recurrent(Part, ABC):
     """A convolution, then a scan whose state passes from token to token.
 
+    Its kinds are made of a spec, the width D, a ``Build`` (how and where) and ``layer``.
+
     Args:
         convolution: over the channels that are scanned.
         layer: its number in the model, from 0: the cache depends on it.
