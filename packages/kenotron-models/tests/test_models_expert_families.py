@@ -196,3 +196,10 @@ def test_what_a_training_alone_reads_keeps_no_model_from_its_export(
     assert not_carried(config) == lost
     noisy = Qwen3MoEConfig(**SIZES, router_jitter_noise=0.1, **NO_BALANCE)
     assert not_carried(noisy) == ["router_jitter_noise: 0.1"]
+
+
+@pytest.mark.parametrize("given", [{"a": 1}, "12", [1.0], [True]])
+def test_layers_without_experts_are_a_list_of_numbers(given: Any) -> None:
+    keys = config_to_hf(Qwen3MoEConfig(**SIZES))
+    with pytest.raises(ValueError, match="mlp_only_layers: .* was given; it must be a list of"):
+        config_from_hf(keys | {"mlp_only_layers": given})

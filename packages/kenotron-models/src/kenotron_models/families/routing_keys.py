@@ -204,6 +204,8 @@ def sparse_from_hf(values: Mapping[str, Any]) -> list[int]:
     step, without = values["decoder_sparse_step"], values.get("mlp_only_layers") or []
     if type(step) is not int or step < 1:
         raise ValueError(f"decoder_sparse_step: {step!r} was given; it must be at least 1")
+    if not isinstance(without, list | tuple) or any(type(each) is not int for each in without):
+        raise ValueError(f"mlp_only_layers: {without!r} was given; it must be a list of layers")
     found = sparse_layers(values["num_hidden_layers"], step, without)
     if not found:
         raise ValueError(
