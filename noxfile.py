@@ -8,7 +8,6 @@ import datetime
 import functools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +36,7 @@ from nox_environments import (
     scratch,
 )
 from nox_lanes import REPO_TESTS, TEST_ENV, affected, changed_since, lanes
+from nox_release import make_release, run_readme
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
@@ -77,12 +77,13 @@ def wheels(session: nox.Session) -> None:
         pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in files)
         install(session, "--exact", package.name, pins=pins)
         session.run("uv", "pip", "check")
-        readme = (package / "README.md").read_text()
-        for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
-            example = scratch(session, "readme") / "example.py"
-            example.write_text(code)
-            with session.chdir(scratch(session, "empty")):
-                session.run("python", str(example), env=TEST_ENV)
+        run_readme(session, package)
+
+
+@nox.session(default=False, venv_backend="uv")
+def release(session: nox.Session) -> None:
+    """Build the packages of the last commit into `dist/`, or a folder after `--`, and try them."""
+    make_release(session, Path(*session.posargs or ["dist"]).absolute())
 
 
 def bench(session: nox.Session, folder: Path) -> None:
