@@ -82,7 +82,7 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
 TRAIN = "apps/train/kenotron_train"
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
     "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
-    "slurm",
+    "slurm", "kubernetes",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
     "kenotron_config/availability.py",
