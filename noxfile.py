@@ -8,7 +8,6 @@ import datetime
 import functools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +35,7 @@ from nox_environments import (
     scratch,
 )
 from nox_lanes import AT_ONCE, REPO_TESTS, TEST_ENV, affected, changed_since, lanes
+from nox_release import run_readme
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv|virtualenv"  # uv hard-links torch: many sessions, one copy
@@ -177,12 +177,7 @@ def wheels(session: nox.Session) -> None:
         pins = tuple(f"{file.name.split('-')[0]} @ {file.as_uri()}" for file in files)
         install(session, "--exact", package.name, pins=pins)
         session.run("uv", "pip", "check")
-        readme = (package / "README.md").read_text()
-        for code in re.findall(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE):
-            example = scratch(session, "readme") / "example.py"
-            example.write_text(code)
-            with session.chdir(scratch(session, "empty")):
-                session.run("python", str(example), env=TEST_ENV)
+        run_readme(session, package)
 
 
 for each in PACKAGES:

@@ -1,5 +1,7 @@
 """Sessions of nox that take half an hour and more: before a release, or once the core changed."""
 
+from pathlib import Path
+
 import nox
 from grid import SECTIONS
 from nox_environments import (
@@ -16,6 +18,7 @@ from nox_environments import (
     scratch,
 )
 from nox_lanes import AT_ONCE, TEST_ENV
+from nox_release import make_release
 
 
 def versions(session: nox.Session, section: str, *options: str) -> None:
@@ -99,3 +102,9 @@ def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""
     install_tree(session, PYTEST, use=ALL, test=ALL)
     session.run("python", "tests/mutants.py", *session.posargs, env=TEST_ENV)
+
+
+@nox.session(default=False, venv_backend="uv")
+def release(session: nox.Session) -> None:
+    """Build the packages of the last commit into `dist/`, or a folder after `--`, and try them."""
+    make_release(session, Path(*session.posargs or ["dist"]).absolute())

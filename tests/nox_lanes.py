@@ -13,7 +13,17 @@ from nox_environments import ALL, ROOT, closure
 
 REPO_TESTS = [
     ROOT / f"tests/test_{name}.py"
-    for name in ("api", "lock", "packages", "rooms", "site", "spack", "versions")
+    for name in (
+        "api",
+        "containers",
+        "lock",
+        "packages",
+        "release",
+        "rooms",
+        "site",
+        "spack",
+        "versions",
+    )
 ]  # no torch
 TEST_ENV = {
     "OMP_NUM_THREADS": "1",

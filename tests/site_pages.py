@@ -127,6 +127,7 @@ def navigation(root: Path = ROOT) -> list[dict]:
                 "CONTRIBUTING.md",
                 "github/SECURITY.md",
                 "github/AGENTS.md",
+                "github/RELEASING.md",
                 {"Changes": [{u.name: place(f"{u.path}/CHANGELOG.md")} for u in units]},
             ]
         },

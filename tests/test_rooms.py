@@ -87,9 +87,11 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_models.layers": "layers and their specs, for models of one's own",
 }
 TRAIN = "apps/train/kenotron_train"
+NOX = "environments", "lanes", "before_release", "release"
+"""What ``noxfile.py`` imports: ``tests/nox_*.py``."""
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
     "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
-    "slurm",
+    "slurm", "kubernetes",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
     "kenotron_config/availability.py",
@@ -470,7 +472,7 @@ def test_the_sessions_of_nox_keep_the_size():
         ROOT,
         [
             "noxfile.py",
-            *(f"tests/nox_{each}.py" for each in ("environments", "lanes", "before_release")),
+            *(f"tests/nox_{each}.py" for each in NOX),
         ],
     )
 

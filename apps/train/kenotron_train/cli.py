@@ -31,6 +31,7 @@ from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import as_passing, status_of
 from kenotron_train.flag_reference import flag_reference
+from kenotron_train.kubernetes.cli import kubernetes_main, kubernetes_parser
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say
 from kenotron_train.new_folder import new_main, new_parser
@@ -71,14 +72,15 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "new": new_main,
     "report": report_main,
     "slurm": slurm_main,
+    "kubernetes": kubernetes_main,
     "verify": verify_main,
     "evaluate": evaluate_main,
     "doremi": lambda words: doremi_main(words, lambda flags, leaves: main(flags, leaves=leaves)),
     "config-reference": lambda _: _show(config_reference()),
     "flag-reference": lambda _: _show(
         flag_reference(
-            [train_parser(), new_parser(), slurm_parser(), verify_parser(), evaluate_parser()]
-            + [doremi_parser(), report_parser()]
+            [train_parser(), new_parser(), slurm_parser(), kubernetes_parser(), verify_parser()]
+            + [evaluate_parser(), doremi_parser(), report_parser()]
         )
     ),
 }
@@ -191,6 +193,7 @@ commands, each with its own --help:
   report RUN ...    draw runs
   evaluate          evaluate a checkpoint
   slurm             submit a training, or write its script
+  kubernetes        print the manifest of a training
   doremi            learn the weights of domains
   config-reference  what every key of a config means
   flag-reference    what every flag does"""

@@ -46,6 +46,13 @@ SLURM = Word(
     "kenotron_train.slurm.cli:slurm_parser",
     ("slurm",),
 )
+KUBERNETES = Word(
+    "print the manifest of a training for Kubernetes: a JobSet or a TrainJob",
+    "kenotron kubernetes --config-file my.yaml --nodes 2 --image kenotron:cuda --claim runs",
+    _RUN,
+    "kenotron_train.kubernetes.cli:kubernetes_parser",
+    ("kubernetes",),
+)
 DOREMI = Word(
     "learn the weights of domains with a small model",
     "kenotron doremi --config-file my.yaml",

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_command import framed
-from kenotron_config import ParallelismConfig, credentials, dump_config, masked
+from kenotron_config import credentials, dump_config, masked
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.log.printing import fail, say
+from kenotron_train.placement import placement_warning, ranks_on_nodes
 from kenotron_train.slurm.job import SlurmJob, script_of
 from kenotron_train.slurm.provenance import packages, provenance
 
@@ -37,26 +38,28 @@ def slurm_main(argv: Sequence[str]) -> int:
 
 def _submit(given: argparse.Namespace, argv: Sequence[str]) -> int:
     config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
-    _check_credentials(asdict(config))
+    check_credentials(asdict(config))
     job, cwd = _job(given, config.general.project), Path.cwd()
     sizes = config.parallelism
     folder = _new_folder(Path(config.checkpoints.checkpoints_path).absolute())
     script = script_of(job, sizes, folder, [sys.executable, _program()], cwd)
-    _warn(job, sizes)
+    if warning := placement_warning(job.ranks_per_node(sizes), sizes.tp):
+        print(warning, file=sys.stderr)
     if given.dry_run:
         say(script.removesuffix("\n"))
         return 0
     words = [sys.executable, _program(), "slurm", *map(masked, argv)]
     number = submit(script, dump_config(config), folder, words, cwd)
-    say(f"Submitted job {number}: {job.places(sizes.world_size)}\nScript, config and log: {folder}")
+    places = ranks_on_nodes(sizes.world_size, job.nodes)
+    say(f"Submitted job {number}: {places}\nScript, config and log: {folder}")
     return 0
 
 
-def _check_credentials(keys: dict[str, Any]) -> None:
+def check_credentials(keys: dict[str, Any]) -> None:
     """Refuse a config whose file for the job would lack what is masked in it."""
     if found := credentials(keys):
         raise ValueError(
-            f"{', '.join(found)}: a URL with credentials was given, which the folder of the job "
+            f"{', '.join(found)}: a URL with credentials was given, which the files of the job "
             "must not keep: write !env NAME in the config, and set NAME where you submit"
         )
 
@@ -126,25 +129,17 @@ def _program() -> str:
     return str(Path(sys.argv[0]).absolute())
 
 
-def _warn(job: SlurmJob, sizes: ParallelismConfig) -> None:
-    tasks, tp = job.tasks_per_node(sizes), sizes.tp
-    if tasks % tp:
-        print(
-            f"Warning: with tp {tp} and {tasks} on each node, processes of one tp group are on "
-            "different nodes, which is slow",
-            file=sys.stderr,
-        )
-
-
-def _count(text: str, least: int = 1) -> int:
+def count(text: str, least: int = 1) -> int:
+    """Read a whole number of at least `least`."""
     value = int(text)
     if value < least:
         raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
 
 
-def _whole(text: str) -> int:
-    return _count(text, least=0)
+def whole(text: str) -> int:
+    """Read a whole number of at least 0."""
+    return count(text, least=0)
 
 
 def slurm_parser() -> argparse.ArgumentParser:
@@ -156,17 +151,17 @@ def slurm_parser() -> argparse.ArgumentParser:
         "in a folder below checkpoints_path.",
     )
     add = parser.add_argument
-    add("--nodes", type=_count, required=True, metavar="N", help="nodes that train together")
+    add("--nodes", type=count, required=True, metavar="N", help="nodes that train together")
     add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
     add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
     add(
         "--gpus-per-node",
-        type=_whole,
+        type=whole,
         metavar="N",
         help="GPUs of a node, one process each; 0: train on CPUs (default: what the config's sizes "
         "need)",
     )
-    add("--cpus-per-task", type=_count, metavar="N", help="CPUs of each process")
+    add("--cpus-per-task", type=count, metavar="N", help="CPUs of each process")
     for name, what in _OPTIONS.items():
         add(f"--{name}", help=what)
     add("--time", metavar="TIME", help="time limit in Slurm's formats: 90 (minutes), 12:00:00, 2-0")
@@ -180,18 +175,18 @@ def slurm_parser() -> argparse.ArgumentParser:
     )
     add(
         "--stop-before",
-        type=_count,
+        type=count,
         default=300,
         metavar="SECONDS",
         help="save and stop so long before the end of the time (default: 300)",
     )
     add(
         "--retries",
-        type=_whole,
+        type=whole,
         default=2,
         metavar="N",
         help="new starts after failures in a row, of ranks or nodes that were lost (default: 2)",
     )
-    add("--stall-limit", type=_count, metavar="SECONDS", help="as for a training (default: 300)")
+    add("--stall-limit", type=count, metavar="SECONDS", help="as for a training (default: 300)")
     add("--dry-run", action="store_true", help="show the script; write and submit nothing")
     return parser

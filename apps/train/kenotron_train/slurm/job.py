@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kenotron_config import ParallelismConfig
+from kenotron_train.placement import ranks_on_nodes, ranks_per_node
 from kenotron_train.slurm.durations import seconds_of
 
 TEMPLATE = Path(__file__).with_name("job.sbatch")
@@ -52,38 +53,13 @@ class SlurmJob:
     stall_limit: int | None = None
     """Seconds that a rank may let others wait; None: the training's default."""
 
-    def tasks_per_node(self, sizes: ParallelismConfig) -> int:
-        """Processes on each node. Raises ValueError when they do not fit the config's sizes."""
-        world, shown = sizes.world_size, f"{sizes.described} = {sizes.world_size} processes"
-        if not self.gpus_per_node:
-            if world % self.nodes:
-                known = ", ".join(str(n) for n in range(1, world + 1) if world % n == 0)
-                raise ValueError(
-                    f"--nodes {self.nodes}: {shown} cannot be divided among so many nodes evenly: "
-                    f"choose --nodes from {known}, or change parallelism.dp, pp, cp or tp"
-                )
-            return world // self.nodes
-        total, rest = self.nodes * self.gpus_per_node, world // sizes.dp
-        if world != total:
-            fixes = ["change parallelism.dp, pp, cp or tp"]
-            if total % rest == 0:
-                fixes = [f"--set parallelism.dp={total // rest}"]
-            if world % self.gpus_per_node == 0:
-                fixes.append(f"--nodes {world // self.gpus_per_node}")
-            raise ValueError(
-                f"{shown}, one a GPU, but --nodes {self.nodes} with --gpus-per-node "
-                f"{self.gpus_per_node} have {total} GPUs: {', or '.join(fixes)}"
-            )
-        return self.gpus_per_node
-
-    def places(self, world: int) -> str:
-        """Return how many processes run on how many nodes, in words."""
-        processes = f"{world} process" + "es" * (world > 1)
-        return f"{processes} on {self.nodes} node" + "s" * (self.nodes > 1)
+    def ranks_per_node(self, sizes: ParallelismConfig) -> int:
+        """Return the number of processes on each node; see `placement.ranks_per_node`."""
+        return ranks_per_node(self.nodes, self.gpus_per_node, sizes)
 
     def check(self, sizes: ParallelismConfig) -> None:
         """Raise ValueError for what Slurm would refuse, or what would never train."""
-        self.tasks_per_node(sizes)
+        self.ranks_per_node(sizes)
         if not 0 < self.stop_before <= 65_535:
             raise ValueError(f"--stop-before {self.stop_before}: give 1 to 65535 seconds")
         limit = math.inf
@@ -138,14 +114,14 @@ def script_of(
     paths = {"checkpoints_path": str(folder), "the current folder": str(cwd)}
     for what, path in (paths | {"the interpreter": python, "the program": program}).items():
         _check_path(what, path)
-    tasks = job.tasks_per_node(sizes)
+    tasks = job.ranks_per_node(sizes)
     gpus = tasks if job.gpus_per_node is None else job.gpus_per_node
     asked = [*job.options]
     asked += [("gpus-per-node", str(gpus))] if gpus else []
     asked += [("cpus-per-task", str(job.cpus_per_task))] if job.cpus_per_task else []
     asked += [("time", job.time)] if job.time else []
     values = {
-        "title": f"{job.places(sizes.world_size)}: {sizes.described}",
+        "title": f"{ranks_on_nodes(sizes.world_size, job.nodes)}: {sizes.described}",
         "name": shlex.quote(job.name),
         "nodes": job.nodes,
         "tasks": tasks,

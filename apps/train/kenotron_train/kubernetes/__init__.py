@@ -1,0 +1,1 @@
+"""A training as a job of Kubernetes."""
