@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] == "completion":
             return _completion(words[1:], known)
         if words[0] not in known:
-            return _fail(f"there is no word {words[0]!r}{_advice(words[0], known)}")
+            return _fail(f"there is no command {words[0]!r}{_advice(words[0], known)}")
     except ValueError as error:
         return _fail(str(error))
     return _start(known[words[0]], words[1:])
@@ -55,16 +55,16 @@ def _help(rest: list[str], known: Mapping[str, Word]) -> int:
     """Print all words, or the help of one."""
     if rest:
         if rest[0] not in known:
-            return _fail(f"there is no word {rest[0]!r}{_advice(rest[0], known)}")
+            return _fail(f"there is no command {rest[0]!r}{_advice(rest[0], known)}")
         return _start(known[rest[0]], ["--help"])
     width = max([len("completion"), *map(len, known)])
     rows = {name: word.summary for name, word in known.items()}
-    rows["completion"] = f"print what completes these words in a shell ({', '.join(SHELLS)})"
-    print("usage: kenotron WORD ...\n\nwords, each with its own --help:")
+    rows["completion"] = f"print what completes these commands in a shell ({', '.join(SHELLS)})"
+    print("usage: kenotron COMMAND ...\n\ncommands, each with its own --help:")
     for name in sorted(rows):
         print(f"  {name:{width}}  {rows[name]}")
     if not known:
-        print("  no program is installed that adds words: pip install ./apps/train")
+        print("  no program is installed that adds commands: pip install ./apps/train")
     return OK
 
 
@@ -79,8 +79,8 @@ def _completion(rest: list[str], known: Mapping[str, Word]) -> int:
 
 def _advice(word: str, known: Mapping[str, Word]) -> str:
     near = difflib.get_close_matches(word, known, n=1)
-    listed = ", ".join(known) or "none: no program is installed that adds words"
-    return (f"; did you mean {near[0]}?" if near else "") + f" (words: {listed})"
+    listed = ", ".join(known) or "none: no program is installed that adds commands"
+    return (f"; did you mean {near[0]}?" if near else "") + f" (commands: {listed})"
 
 
 def _fail(text: str) -> int:
