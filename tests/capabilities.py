@@ -115,7 +115,7 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
 
 def table(root: Path = ROOT, held: dict[str, list[str]] = HELD) -> str:
     """The table in Markdown. Raises ValueError for a test that does not exist."""
-    lines = ["| what it does | held by |", "|---|---|"]
+    lines = ["| what it does | tested by |", "|---|---|"]
     for capability, names in held.items():
         files: dict[str, bool] = {}
         for name in names:

@@ -96,7 +96,7 @@ def _export(arguments: argparse.Namespace) -> str:
         print(f"passed over {printable(reason)}", file=sys.stderr)
     if not done.tokenizer:
         print(
-            "no tokenizer: the checkpoint names none that is here; give --tokenizer",
+            "no tokenizer: the run read bytes, or its tokenizer is not here; give --tokenizer",
             file=sys.stderr,
         )
     if done.not_carried:

@@ -98,7 +98,8 @@ def import_hf(
 def opened(hf: Path) -> HFModel:
     """Read config.json and headers of a model folder. Raises ValueError, OSError."""
     if not (hf / CONFIG).is_file():
-        raise ValueError(f"{hf} is no model of Hugging Face: it has no {CONFIG}")
+        reason = f"it has no {CONFIG}" if hf.is_dir() else "there is no such folder; download it"
+        raise ValueError(f"{hf} is no model of Hugging Face: {reason}")
     return read_model(open_safetensors(hf))
 
 

@@ -430,6 +430,8 @@ def test_pickles_and_folders_that_are_no_models_are_refused(hf, capsys):
     (hf / "config.json").unlink()
     assert imported(hf) == 1
     assert "it has no config.json" in capsys.readouterr().err
+    assert imported(hf.with_name("none")) == 1
+    assert "none is no model of Hugging Face: there is no such folder" in capsys.readouterr().err
     assert left_in(hf.parent) == ["hf"]
 
 

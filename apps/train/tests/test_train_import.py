@@ -192,6 +192,8 @@ def test_imported_weights_go_on_as_our_own_without_an_optimizer(
     done = runs.train(tmp_path / "c", *flags)
     assert done.returncode == 1
     assert "has no exp_avg, exp_avg_sq, master of optimizer.optimizer_factory" in done.stderr
+    assert "it has weights only; begin a run from them with another" in done.stderr
+    assert f"model.init_method: {{path: {tmp_path / 'ours/3'}}}" in done.stderr
 
 
 def changed(stopped: Path, folder: Path, file: str, change: Callable[[dict], object]) -> Path:

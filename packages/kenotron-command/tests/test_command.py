@@ -75,8 +75,8 @@ def test_help_ends_with_an_example(capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["cuont"], "there is no word 'cuont'; did you mean count? (words: count, lines)"),
-        (["help", "x"], "there is no word 'x' (words: count, lines)"),
+        (["cuont"], "there is no command 'cuont'; did you mean count? (commands: count, lines)"),
+        (["help", "x"], "there is no command 'x' (commands: count, lines)"),
         (["completion"], "completion : name one shell of bash, zsh, fish"),
         (["completion", "csh"], "completion csh: name one shell of bash, zsh, fish"),
     ],
@@ -97,7 +97,7 @@ def test_without_programs_the_list_says_so(words, capsys):
     words.clear()
     assert main([]) == 0 and "no program is installed" in capsys.readouterr().out
     assert main(["count"]) == 2
-    assert "(words: none: no program is installed that adds words)" in capsys.readouterr().err
+    assert "(commands: none: no program is installed that adds commands)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("shell", SHELLS)

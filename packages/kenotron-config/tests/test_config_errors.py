@@ -189,6 +189,13 @@ def test_the_name_of_an_optimizer_says_which_keys_it_has():
     )
 
 
+def test_keys_of_two_forms_of_a_section_exclude_one_another():
+    assert problems("model.init_method.path=folder") == [
+        "--set: model.init_method: path excludes std; set the whole section: "
+        "model.init_method={path: ...}"
+    ]
+
+
 def test_unknown_keys_name_the_nearest_one():
     text = edited("  tp: 1\n", "  tp: 1\n  tp_mod: REDUCE_SCATTER\n")
     assert problems(text=text) == [

@@ -303,6 +303,8 @@ def test_errors_of_a_folder_name_the_file(text, sentence, tmp_path):
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=sentence):
         read_hf_config(tmp_path)
+    with pytest.raises(ValueError, match="Hugging Face: there is no such folder"):
+        read_hf_config(tmp_path / "none")
 
 
 @pytest.mark.parametrize(

@@ -228,4 +228,4 @@ def _names(folders: Sequence[str]) -> list[str]:
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{'/'.join(part)} ({i})" for i, part in enumerate(parts, 1)]  # one folder twice
+    return [f"{Path(*part)} ({i})" for i, part in enumerate(parts, 1)]  # one folder twice

@@ -23,10 +23,15 @@ def check_optimizer(
     if missing := {
         kind: name for each in gather_objects(first, mesh.world) for kind, name in each.items()
     }:
+        other = (
+            f"was written with another optimizer, without {min(missing.values())}; choose that one"
+            if there
+            else "has weights only; begin a run from them with another "
+            f"checkpoints.checkpoints_path and model.init_method: {{path: {folder}}}"
+        )
         raise ValueError(
             f"{folder} has no {', '.join(sorted(missing))} of optimizer.optimizer_factory "
-            f"({rule}): it was written with another optimizer, "
-            f"without {min(missing.values())}; choose that one, or start this one afresh with "
+            f"({rule}): it {other}, or start this one afresh with "
             f"checkpoints.load_optimizer: false and checkpoints.resume_checkpoint_path: {folder}"
         )
     extra = ", ".join(sorted(set(map(_kind, there)) - set(map(_kind, needed))))

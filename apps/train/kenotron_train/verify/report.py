@@ -68,7 +68,7 @@ def show(verdict: Verdict, seconds: float) -> None:
 
 
 def _print(verdict: Verdict, console: Console) -> None:
-    console.print(f"A small copy of {verdict.name}, with made-up tokens:")
+    console.print(f"A small copy of {verdict.name}, with synthetic tokens:")
     table = _table("key", "config", "copy")
     for key, old, new in verdict.changes:
         table.add_row(".".join(key.split(".")[-2:]), old, new)
@@ -138,7 +138,7 @@ def _checks(checks: list[Check]) -> Table:
             str(check.step or ""),
             check.what,
             f"{check.deviation:.1e}" if check.deviation else "0",
-            f"{check.bound:.1e}" if check.bound else "no bit",
+            f"{check.bound:.1e}" if check.bound else "bitwise",
             "" if check.passed else "FAIL",
             check.worst if check.deviation else "",
         )
@@ -164,9 +164,9 @@ def _conclusion(verdict: Verdict) -> list[str]:
         return [passed, f"{lost} of the config: not compared, see --ranks"] if lost else [passed]
     tensors = next((check for check in failed if check.departures), None)
     lines = [] if tensors is None else _departures(tensors, verdict.allowed)
-    step = f"step {failed[0].step}" if failed[0].step else "before the first step"
+    step = f"at step {failed[0].step}" if failed[0].step else "before the first step"
     said = ", ".join(f"{check.what} ({check.deviation:.1e})" for check in failed)
-    return [*lines, f"FAIL: {layout} departs from one process at {step}: {said}"]
+    return [*lines, f"FAIL: {layout} departs from one process {step}: {said}"]
 
 
 def _departures(check: Check, relative: float) -> list[str]:

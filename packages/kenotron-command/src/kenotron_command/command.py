@@ -58,12 +58,12 @@ def _help(rest: list[str], known: Mapping[str, Word]) -> int:
         return _start(known[rest[0]], ["--help"])
     width = max([len("completion"), *map(len, known)])
     rows = {name: word.summary for name, word in known.items()}
-    rows["completion"] = f"print what completes these words in a shell ({', '.join(SHELLS)})"
-    print("usage: kenotron WORD ...\n\nwords, each with its own --help:")
+    rows["completion"] = f"print what completes these commands in a shell ({', '.join(SHELLS)})"
+    print("usage: kenotron COMMAND ...\n\ncommands, each with its own --help:")
     for name in sorted(rows):
         print(f"  {name:{width}}  {rows[name]}")
     if not known:
-        print("  no program is installed that adds words: pip install ./apps/train")
+        print("  no program is installed that adds commands: pip install ./apps/train")
     return OK
 
 
@@ -79,6 +79,6 @@ def _completion(rest: list[str], known: Mapping[str, Word]) -> int:
 
 def _unknown(word: str, known: Mapping[str, Word]) -> int:
     near = difflib.get_close_matches(word, known, n=1)
-    listed = ", ".join(known) or "none: no program is installed that adds words"
+    listed = ", ".join(known) or "none: no program is installed that adds commands"
     advice = f"; did you mean {near[0]}?" if near else ""
-    return fail(f"there is no word {word!r}{advice} (words: {listed})", BAD_INPUT)
+    return fail(f"there is no command {word!r}{advice} (commands: {listed})", BAD_INPUT)

@@ -181,7 +181,14 @@ def _chosen(
         marker = next((f.name for f in fields(member) if _marks(f)), None)
         if marker is not None and value.get(marker):
             return member
-    return max(members, key=lambda member: _fitness(member, value))
+    best = max(members, key=lambda member: _fitness(member, value))
+    own, every = ({f.name for m in each for f in fields(m)} for each in ((best,), members))
+    for name in value:
+        if name in every - own and not any(_marks(f) for m in members for f in fields(m)):
+            others = ", ".join(key for key in value if key in own)
+            report(path, f"{name} excludes {others}; set the whole section: {path}={{{name}: ...}}")
+            return None
+    return best
 
 
 def _fitness(member: type, value: dict[str, Any]) -> tuple[int, bool]:

@@ -117,7 +117,8 @@ def read_hf_config(folder: str | Path) -> tuple[AnyConfig, dict[str, Any]]:
     """
     path = Path(folder) / CONFIG
     if not path.is_file():
-        raise ValueError(f"{folder} is no model of Hugging Face: it has no {CONFIG}")
+        reason = f"it has no {CONFIG}" if Path(folder).is_dir() else "there is no such folder"
+        raise ValueError(f"{folder} is no model of Hugging Face: {reason}")
     values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path}: a {type(values).__name__} was found; it must be a mapping")

@@ -2,7 +2,7 @@
 
 Of each pair of rows the first is preferred. The policy that is trained is compared with itself
 before the first step. The file runs on one process and on layouts of two, with the same losses:
-``python preference_loss.py``.
+``python packages/kenotron-engine/examples/preference_loss.py``.
 
 Shapes: M micro-batches, B rows of a micro-batch (B / 2 pairs), n tokens of a row on this rank.
 """
