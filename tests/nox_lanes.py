@@ -46,7 +46,7 @@ WORKERS = {"programs": 3, "communication": 3}
 
 
 def lanes(*options: str, folders: Sequence[Path] = ALL) -> dict[str, dict[str, Any]]:
-    """All lanes by name: what `tests/lanes.py` runs, the longest first.
+    """All lanes by name, in an order in which both of those that run at a time end together.
 
     A lane has several folders, so that few processes import torch and collect tests. Tests of
     apps/train that start programs wait more than they compute: a lane of their own.
@@ -60,10 +60,10 @@ def lanes(*options: str, folders: Sequence[Path] = ALL) -> dict[str, dict[str, A
     others = [each for each in folders if each not in (*CHECKED, train)]
     paths = {
         "packages": [str(each / "tests") for each in others],
-        "across": _tests_across(),
         "apps/train": [str(train / "tests"), *(f"--ignore={file}" for file in programs)],
         "communication": [str(each / "tests") for each in CHECKED if each in folders],
         "programs": [str(file) for file in programs],
+        "across": _tests_across(),
         "over NCCL": ["--most=2", "-m", "not gloo", *_files_that_communicate()],
     }
     without = [] if train in folders else ["apps/train", "programs"]

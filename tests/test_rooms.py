@@ -477,6 +477,15 @@ def test_the_sessions_of_nox_keep_the_size():
     )
 
 
+def test_ci_runs_every_session_that_nox_runs():
+    texts = [(ROOT / name).read_text() for name in ("noxfile.py", "tests/nox_before_release.py")]
+    found = re.findall(r"^@nox\.session(.*)\ndef (\w+)", "\n".join(texts), re.MULTILINE)
+    named = {"some_variants": "tests"}
+    usual = {named.get(name, name) for options, name in found if "default=False" not in options}
+    ci = re.findall(r"--session ([\w ]+)", (ROOT / ".ci/run").read_text())
+    assert {"repo", "tests", "wheels"} <= usual == {*" ".join(ci).split()}
+
+
 def test_no_file_names_a_place_on_one_machine():
     paths = [path for path in repository_files(ROOT) if Path(path).suffix in TEXT]
     found = complaints(local_paths, ROOT, paths)

@@ -10,12 +10,15 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
 import torch
 
+import kenotron_ckpt.saving
 from kenotron_config import Config
 from kenotron_data import Batch
 from kenotron_dist import Mesh, spawn
@@ -143,7 +146,14 @@ def test_communication_counts_inside_the_step_alone() -> None:
     assert unknown.times.communication is None
 
 
-def test_a_run_writes_what_it_took(tmp_path: Path) -> None:
+def test_a_run_writes_what_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = kenotron_ckpt.saving.write_part
+
+    def slow(*arguments: Any) -> Any:  # by more than a busy machine delays the other steps
+        time.sleep(0.2)
+        return write(*arguments)
+
+    monkeypatch.setattr(kenotron_ckpt.saving, "write_part", slow)
     train(Mesh.connect(), config_of(tmp_path, checkpoints__checkpointing_engine="torch"))
     steps = runs.metrics(tmp_path)
     assert [s["consumed_samples"] for s in steps] == [4, 8, 12, 16, 20, 24]
@@ -151,7 +161,7 @@ def test_a_run_writes_what_it_took(tmp_path: Path) -> None:
     assert all(0 <= s["data_wait_s"] < s["step_time_s"] for s in steps)
     assert all(s["communication_s"] == 0 for s in steps)
     assert all(s["tokens_per_sec"] == s["tokens"] / s["step_time_s"] for s in steps)
-    saved = [s["save_blocked_s"] > 1e-3 for s in steps]
+    saved = [s["save_blocked_s"] > 0.2 for s in steps]
     assert saved == [False, False, True, False, False, True]
 
 
