@@ -35,7 +35,7 @@ TEST_ENV = {
 }
 
 # While one starts its processes, others compute. A worker that dies ends the session: pytest-xdist
-# 3.8 would start another one and then wait for ever for tests that nobody has.
+# 3.8 would start another one and then wait without end for the tests of the one that died.
 AT_ONCE = ("-n", "auto", "--dist", "loadgroup", "--max-worker-restart=0")
 OVER_NCCL = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "pp", "optim")]
 CHECKED = [ROOT / f"packages/kenotron-{name}" for name in ("dist", "tp", "cp", "ep")]

@@ -108,7 +108,7 @@ def install_from(session: nox.Session, index: Path, found: list[Release], sbom: 
     """Install each package alone from the index, run its README, and list what is installed.
 
     The first one is installed by pip, which sees this index only: what others publish is there
-    before. Nobody else's package of one of these names can take its place.
+    before. No foreign package of one of these names can take its place.
     """
     sbom.mkdir()
     first = next(each for each in found if each.name == FIRST)

@@ -58,7 +58,10 @@ def framed(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except Exception as error:
-        told = (str(error), status) if isinstance(error, known) else None
-        if (told := explain(error) if explain else told) is None:
+        if explain is not None:
+            told = explain(error)
+        else:
+            told = (str(error), status) if isinstance(error, known) else None
+        if told is None:
             raise
         return report(*told)

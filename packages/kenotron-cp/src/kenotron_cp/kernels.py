@@ -223,8 +223,10 @@ def default_kernel(device: str, dtype: torch.dtype, depth: int, width: int) -> K
         depth: features of a query or key.
         width: features of a value.
     """
-    if device in ("cpu", "meta"):
-        return FLASH_CPU if device == "cpu" else SHAPES
+    if device == "cpu":
+        return FLASH_CPU
+    if device == "meta":
+        return SHAPES
     aligned = all(size * dtype.itemsize % _UNIT == 0 for size in (depth, width))
     fits = dtype in (torch.float32, torch.bfloat16, torch.float16) and aligned
     return EFFICIENT if device == "cuda" and fits else PLAIN
