@@ -1,23 +1,37 @@
-"""Line charts and heat maps as SVG, for pages that need nothing else."""
+"""Line charts and heat maps of matplotlib, as SVG inside a page and as one picture."""
 
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Sequence
+import io
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kenotron_train.log.numbers import short
 from kenotron_train.report.curves import Points
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 COLOURS = ("#2a78b5", "#d9661f", "#2f9e5b", "#c23b5a", "#7d5fb2", "#8a6d3b", "#d072b0", "#607080")
-WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 30, 34
-SHADES = 10
-"""Shades of a heat map."""
+SIZE = 5.0, 2.9
+"""Inches of a chart in a page, where 72 units of the SVG are an inch."""
+SHADE, SHADES = "#c23b5a", 10
+"""Colour of a heat map, and how many shades of it."""
+WIDEST = 48
+"""Characters of a line of a title."""
 MOST_NAMES = 16
 """Rows of a heat map whose names stand next to them."""
+INK = "#010203"
+"""Stands for the colour of the page's text, which is light on dark pages."""
+Chart = Callable[["Axes"], None]
+"""Draws on axes."""
 
 
 @dataclass(frozen=True)
@@ -30,25 +44,32 @@ class Line:
     dashed: bool = False
 
 
-def line_chart(title: str, x_title: str, lines: Sequence[Line], from_zero: bool = False) -> str:
-    """An SVG picture of the curves on common axes; with a remark when there is nothing to draw.
+def line_chart(title: str, x_title: str, lines: Sequence[Line], from_zero: bool = False) -> Chart:
+    """Return a chart of curves on common axes; with a remark when there is nothing to draw.
 
     ``from_zero``: the axis of figures that are not negative begins at 0.
     """
-    points = [point for line in lines for point in line.points]
-    parts = [_text(LEFT, 18, title, "title")]
-    if not points:
-        parts.append(_text(WIDTH / 2, HEIGHT / 2, "no figures", "none"))
-    else:
-        x_low, x_high = _range([x for x, _ in points])
-        y_low, y_high = _range([y for _, y in points] + [0.0] * from_zero)
-        parts += _axes(x_title, (x_low, x_high), (y_low, y_high))
-        parts += [_curve(line, (x_low, x_high), (y_low, y_high)) for line in lines if line.points]
-    return _picture(title, parts)
+
+    def draw(axes: Axes) -> None:
+        _titles(axes, title, x_title)
+        axes.grid(alpha=0.2)
+        for line in lines:
+            if line.points:
+                style, mark = "--" if line.dashed else "-", "o" if len(line.points) == 1 else ""
+                xs, ys = zip(*line.points, strict=True)
+                (drawn,) = axes.plot(xs, ys, style, color=line.colour, marker=mark, linewidth=1.6)
+                drawn.set_gid(f"curve: {line.name}")
+        if not any(line.points for line in lines):
+            axes.text(0.5, 0.5, "no figures", transform=axes.transAxes, ha="center")
+            axes.set(xticks=[], yticks=[])
+        elif from_zero:
+            axes.set_ylim(bottom=0)
+
+    return draw
 
 
-def heat_map(title: str, x_title: str, rows: Sequence[tuple[str, Points]], low: float) -> str:
-    """An SVG picture of one row of shades for each curve, from top to bottom.
+def heat_map(title: str, x_title: str, rows: Sequence[tuple[str, Points]], low: float) -> Chart:
+    """Return a chart of one row of shades for each curve, from top to bottom.
 
     Args:
         title: stands above it, with what the darkest shade means.
@@ -56,102 +77,103 @@ def heat_map(title: str, x_title: str, rows: Sequence[tuple[str, Points]], low: 
         rows: name and points of each, at least one point.
         low: the figure that has no shade, as have those below.
     """
-    first, last = _range([x for _, points in rows for x, _ in points])
-    xs = (first - (last - first) / max(1, max(len(p) for _, p in rows) - 1), last)
+    ends = [x for _, points in rows for x, _ in points]
+    most = max(len(points) for _, points in rows)
+    first = min(ends) - ((max(ends) - min(ends)) / (most - 1) if max(ends) > min(ends) else 1)
     high = max(low, *(y for _, points in rows for _, y in points))
-    height = (HEIGHT - TOP - BOTTOM) / len(rows)
     every = -(-len(rows) // MOST_NAMES)
-    parts = [_text(LEFT, 18, f"{title} ({short(low)}: no shade, {short(high)}: darkest)", "title")]
-    for number, (name, points) in enumerate(rows):
-        top = TOP + number * height
-        if number % every == 0:
-            parts.append(_text(LEFT - 6, top + height / 2 + 4, name, "y"))
-        parts += _shades(name, points, (xs, low, high), (top, height))
-    parts += [_text(_x(value, xs), HEIGHT - 16, short(value), "x") for value in ticks(*xs)]
-    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_title, "x"))
-    return _picture(title, parts)
+
+    def draw(axes: Axes) -> None:
+        _titles(axes, f"{title} ({short(low)}: no shade, {short(high)}: darkest)", x_title)
+        for number, (name, points) in enumerate(rows):
+            _shade(axes, (name, number), points, (first, low, high))
+        names = {number: name for number, (name, _) in enumerate(rows) if number % every == 0}
+        axes.set(xlim=(first, max(ends)), ylim=(len(rows), 0))
+        axes.set_yticks([number + 0.5 for number in names], list(names.values()))
+
+    return draw
 
 
-def _shades(
-    name: str,
-    points: Points,
-    scale: tuple[tuple[float, float], float, float],
-    place: tuple[float, float],
-) -> list[str]:
-    """Rectangles of a row of a heat map; neighbours of one shade are one."""
-    (xs, low, high), (top, height), found = scale, place, []
-    start, step = _x(xs[0], xs), (high - low or 1.0) / SHADES
+def _shade(
+    axes: Axes, row: tuple[str, int], points: Points, scale: tuple[float, float, float]
+) -> None:
+    """Draw a row of a heat map; neighbours of one shade are one rectangle."""
+    from matplotlib.patches import Rectangle
+
+    (name, number), (start, low, high) = row, scale
+    step = (high - low or 1.0) / SHADES
     for shade, group in groupby(points, lambda point: round(max(0.0, point[1] - low) / step)):
         same = list(group)
-        stop = _x(same[-1][0], xs)
-        said = f"{name}, to {short(same[-1][0])}: {short(max(y for _, y in same))}"
-        found.append(
-            f'<rect class="heat" x="{start:.1f}" y="{top:.1f}" width="{max(stop - start, 1):.1f}" '
-            f'height="{height:.1f}" fill-opacity="{shade / SHADES:.1f}">'
-            f"<title>{html.escape(said)}</title></rect>"
-        )
+        stop = same[-1][0]
+        drawn = Rectangle((start, number), stop - start, 1, color=SHADE, alpha=shade / SHADES, lw=0)
+        drawn.set_gid(f"shade: {name}, to {short(stop)}: {short(max(y for _, y in same))}")
+        axes.add_patch(drawn)
         start = stop
-    return found
 
 
-def _picture(title: str, parts: Sequence[str]) -> str:
-    body, label = "\n".join(parts), html.escape(title, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">\n{body}\n</svg>'
+def _titles(axes: Axes, title: str, x_title: str) -> None:
+    axes.set_title(textwrap.fill(title, WIDEST), loc="left", fontsize=10, fontweight="bold")
+    axes.set_xlabel(x_title)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers within [low, high], at most ``most``; 1, 2 or 5 times a power of ten apart."""
-    rough = (high - low) / max(1, most - 1)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
-    first = math.ceil(low / step - 1e-9)
-    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+def _style() -> AbstractContextManager[None]:
+    """Ink for all that is no curve, and text that stays text."""
+    import matplotlib
+
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+    rules = dict.fromkeys((*inked, "grid.color"), INK) | {"font.family": "sans-serif"}
+    rules |= {"font.size": 10, "svg.fonttype": "none", "text.parse_math": False}
+    return matplotlib.rc_context(rules | {"svg.hashsalt": "kenotron", "figure.dpi": 72})
 
 
-def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest, apart from one another."""
-    low, high = min(values), max(values)
-    if low == high:
-        room = abs(low) / 2 or 1.0
-        return low - room, high + room
-    return low, high
+def picture(title: str, chart: Chart) -> str:
+    """Return a chart as SVG for the middle of a page, in the ink of the page.
+
+    Its curves and shades show their names under the mouse.
+    """
+    from matplotlib.figure import Figure
+
+    written = io.StringIO()
+    with _style():
+        figure = Figure(figsize=SIZE, layout="constrained")
+        chart(figure.subplots())
+        figure.savefig(written, format="svg", transparent=True, metadata={"Date": None})
+    text = written.getvalue()
+    for part in (r"\A.*?(?=<svg)", "<metadata>.*?</metadata>", "<style.*?</style>"):
+        text = re.sub(part, "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r'<g id="(curve|shade): (.*?)">', r'<g class="\1"><title>\2</title>', text)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text).replace(INK, "currentColor")
+    box = re.search(r'viewBox="[^"]*"', text)
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{html.escape(title)}"'
+    return re.sub(
+        r"<svg.*?>", f'{head} xmlns:xlink="http://www.w3.org/1999/xlink">', text, count=1,
+        flags=re.DOTALL,
+    )  # fmt: skip
 
 
-def _place(value: float, ends: tuple[float, float], start: float, stop: float) -> float:
-    low, high = ends
-    return start + (value - low) / (high - low) * (stop - start)
+def write_png(path: Path, charts: Sequence[Chart], names: dict[str, str]) -> None:
+    """Write charts as one picture, two in a line.
 
+    Args:
+        path: of the picture, replaced when it is whole.
+        charts: at least one.
+        names: the colour of each name of the legend.
 
-def _x(value: float, ends: tuple[float, float]) -> float:
-    return _place(value, ends, LEFT, WIDTH - RIGHT)
+    Raises OSError.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
-
-def _y(value: float, ends: tuple[float, float]) -> float:
-    return _place(value, ends, HEIGHT - BOTTOM, TOP)
-
-
-def _axes(x_title: str, xs: tuple[float, float], ys: tuple[float, float]) -> list[str]:
-    found = []
-    for value in ticks(*ys):
-        y = _y(value, ys)
-        found.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        found.append(_text(LEFT - 6, y + 4, short(value), "y"))
-    found += [_text(_x(value, xs), HEIGHT - 16, short(value), "x") for value in ticks(*xs)]
-    return [*found, _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 2, x_title, "x")]
-
-
-def _curve(line: Line, xs: tuple[float, float], ys: tuple[float, float]) -> str:
-    places = [f"{_x(x, xs):.1f},{_y(y, ys):.1f}" for x, y in line.points]
-    dash = ' stroke-dasharray="5 3"' if line.dashed else ""
-    name = f"<title>{html.escape(line.name)}</title>"
-    if len(places) == 1:
-        x, y = places[0].split(",")
-        return f'<circle cx="{x}" cy="{y}" r="3" fill="{line.colour}">{name}</circle>'
-    points = " ".join(places)
-    return (
-        f'<polyline class="curve" stroke="{line.colour}"{dash} points="{points}">{name}</polyline>'
-    )
-
-
-def _text(x: float, y: float, text: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>'
+    rows = -(-len(charts) // 2)
+    figure = Figure(figsize=(12, 3.75 * rows), layout="constrained")
+    places = list(figure.subplots(rows, 2, squeeze=False).flat)
+    for axes, chart in zip(places, charts, strict=False):
+        chart(axes)
+    for axes in places[len(charts) :]:
+        axes.set_axis_off()
+    handles = [Line2D([], [], color=colour, label=name) for name, colour in names.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
+    fresh = path.with_name(f"new.{path.name}")
+    figure.savefig(fresh, dpi=110, format="png")
+    fresh.replace(path)

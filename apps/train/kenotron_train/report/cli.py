@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +15,13 @@ from kenotron_train.called import called
 from kenotron_train.log.printing import fail, say
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
-from kenotron_train.report.page import AXES, can_draw_png, report_html, write_png
+from kenotron_train.report.page import AXES, report_html, write_picture
 
 
 def report_main(argv: Sequence[str]) -> int:
     """Write report.html and report.png; the exit status."""
     arguments = report_parser().parse_args(argv)
-    return framed(lambda: _draw(arguments), OSError, ValueError, report=fail)
+    return framed(lambda: _draw(arguments), OSError, ValueError, ModuleNotFoundError, report=fail)
 
 
 def _draw(arguments: argparse.Namespace) -> int:
@@ -29,20 +30,27 @@ def _draw(arguments: argparse.Namespace) -> int:
         with_evaluations(run, Path(_folder_of(name)))
         for run, name in zip(read_runs(arguments.runs), arguments.runs, strict=True)
     ]
+    _show(summary(runs))
+    if table := last_figures(runs):
+        _show([list(column) for column in zip(*table, strict=True)])
+    if not can_draw():
+        raise ModuleNotFoundError(
+            "the pictures need matplotlib, which is not installed: pip install "
+            "'./apps/train[report]' in the repository; the figures stand above"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
     fresh = page.with_name("new.report.html")
     fresh.write_text(report_html(runs, arguments.x), encoding="utf-8")
     fresh.replace(page)
-    if can_draw_png():
-        write_png(folder / "report.png", runs, arguments.x)
-    _show(summary(runs))
-    if table := last_figures(runs):
-        _show([list(column) for column in zip(*table, strict=True)])
-    say(f"Written: {page}" + (f" and {folder / 'report.png'}" if can_draw_png() else ""))
-    if not can_draw_png():
-        say("No PNG, for want of matplotlib: pip install './apps/train[report]' in the repository")
+    write_picture(folder / "report.png", runs, arguments.x)
+    say(f"Written: {page} and {folder / 'report.png'}")
     return 0
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _folder_of(run: str) -> Path:
@@ -68,8 +76,8 @@ def report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=called("report"),
         description="Draw loss, learning rate, throughput, memory, evaluations and the load of "
-        "experts of one run, or of several to compare them: report.html needs nothing else, "
-        "report.png needs matplotlib.",
+        "experts of one run, or of several to compare them, to report.html and report.png. Needs "
+        "matplotlib.",
     )
     parser.add_argument(
         "runs", nargs="+", metavar="RUN_DIR", help="a checkpoints_path with metrics.jsonl in it"

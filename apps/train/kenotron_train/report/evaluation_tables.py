@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_train.evaluate.results import FOLDER, checked_evaluation, read_evaluations
-from kenotron_train.report.charts import COLOURS, Line, line_chart
+from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
 from kenotron_train.report.curves import Run
 
 Points = list[tuple[float, float]]
@@ -68,10 +68,11 @@ def evaluation_charts(runs: Sequence[Run], x: str) -> str:
     if not table:
         return ""
     rows = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in table]
-    charts = [
-        line_chart(name, x, [_line(run, name, x, place) for place, run in enumerate(runs)])
+    lines = {
+        name: [_line(run, name, x, place) for place, run in enumerate(runs)]
         for name, *_ in table[1:]
-    ]
+    }
+    charts = [picture(name, line_chart(name, x, each)) for name, each in lines.items()]
     return (
         "<h2>Evaluations</h2>\n<table>\n"
         + "\n".join(f"<tr>{row}</tr>" for row in rows)

@@ -1,13 +1,20 @@
-"""A report of runs: one HTML file that needs no other, and a PNG where matplotlib is installed."""
+"""A report of runs: one HTML file that needs no other, and the same pictures as a PNG."""
 
 from __future__ import annotations
 
 import html
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from kenotron_train.report.charts import COLOURS, Line, heat_map, line_chart
+from kenotron_train.report.charts import (
+    COLOURS,
+    Chart,
+    Line,
+    heat_map,
+    line_chart,
+    picture,
+    write_png,
+)
 from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, Run, summary
 from kenotron_train.report.evaluation_tables import evaluation_charts
 
@@ -21,12 +28,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem aut
 table { border-collapse: collapse; display: block; overflow-x: auto; }
 th, td { text-align: right; padding: .25rem .75rem; border-bottom: 1px solid #8885; }
 th:first-child, td:first-child { text-align: left; white-space: nowrap; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 1rem; }
-svg { width: 100%; height: auto; font-size: 12px; fill: currentColor; }
-.title { font-weight: 600; font-size: 14px; }
-.x, .none { text-anchor: middle; } .y { text-anchor: end; }
-.grid { stroke: #8883; fill: none; } .curve { fill: none; stroke-width: 1.6; }
-.heat { fill: #c23b5a; } summary { cursor: pointer; margin: 1rem 0; }
+.panels { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 360px), 1fr)); gap: 1rem; margin: 1rem 0; }
+svg { width: 100%; height: auto; } summary { cursor: pointer; margin: 1rem 0; }
 .key { display: inline-block; width: 1em; height: .6em; margin-right: .4em; }
 """  # noqa: E501 (lines of CSS)
 
@@ -43,6 +46,11 @@ def panel_lines(panel: Panel, runs: Sequence[Run], x: str) -> list[Line]:
         for i, run in enumerate(runs)
         for place, key in enumerate(panel.keys)
     ]
+
+
+def panel_chart(panel: Panel, runs: Sequence[Run], x: str) -> Chart:
+    """The chart of a panel."""
+    return line_chart(panel.headline(runs), x, panel_lines(panel, runs, x), panel.from_zero)
 
 
 def panels_of(runs: Sequence[Run]) -> tuple[Panel, ...]:
@@ -62,9 +70,13 @@ def expert_charts(runs: Sequence[Run], x: str) -> str:
     for run in runs:
         curves = [(n, run.points(keys[n][0], AXES[x], MOST_SHADES)) for n in run.expert_layers]
         if curves and all(points for _, points in curves):
-            maps.append(heat_map(f"{run.name}: load max/mean", x, curves, 1.0))
+            title = f"{run.name}: load max/mean"
+            maps.append(picture(title, heat_map(title, x, curves, 1.0)))
     panels = [Panel(f"{n}: load max/mean (dashed: entropy)", keys[n]) for n in layers]
-    charts = [line_chart(panel.title, x, panel_lines(panel, runs, x)) for panel in panels]
+    charts = [
+        picture(panel.title, line_chart(panel.title, x, panel_lines(panel, runs, x)))
+        for panel in panels
+    ]
     return (
         '<h2>Experts</h2>\n<div class="panels">\n' + "\n".join(maps) + "\n</div>\n"
         "<details><summary>Each layer</summary>\n"
@@ -74,10 +86,7 @@ def expert_charts(runs: Sequence[Run], x: str) -> str:
 
 def report_html(runs: Sequence[Run], x: str = "step") -> str:
     """The whole page."""
-    charts = [
-        line_chart(p.headline(runs), x, panel_lines(p, runs, x), p.from_zero)
-        for p in panels_of(runs)
-    ]
+    charts = [picture(p.headline(runs), panel_chart(p, runs, x)) for p in panels_of(runs)]
     title = html.escape(", ".join(run.name for run in runs))
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -115,38 +124,7 @@ def _key(number: int) -> str:
     return f'<span class="key" style="background:{colour_of(number)}"></span>'
 
 
-def can_draw_png() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def write_png(path: Path, runs: Sequence[Run], x: str = "step") -> None:
-    """The same panels as a picture. Needs matplotlib; raises OSError."""
-    from matplotlib.figure import Figure
-
-    panels = panels_of(runs)
-    rows = -(-len(panels) // 2)
-    figure = Figure(figsize=(12, 3.75 * rows), layout="constrained")
-    places = figure.subplots(rows, 2).flat
-    for axes in places[len(panels) :]:
-        axes.set_axis_off()
-    for axes, panel in zip(places, panels, strict=False):
-        axes.set_title(panel.headline(runs), fontsize=11, loc="left")
-        axes.set_xlabel(x)
-        axes.grid(alpha=0.25)
-        for line in panel_lines(panel, runs, x):
-            if line.points:
-                style, mark = "--" if line.dashed else "-", "o" if len(line.points) == 1 else None
-                xs, ys = zip(*line.points, strict=True)
-                axes.plot(xs, ys, color=line.colour, linestyle=style, marker=mark, linewidth=1.3)
-        if panel.from_zero:
-            axes.set_ylim(bottom=0)
-    names = [run.name for run in runs]
-    handles = [
-        figure.axes[0].plot([], [], color=colour_of(i), label=name)[0]
-        for i, name in enumerate(names)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    fresh = path.with_name(f"new.{path.name}")
-    figure.savefig(fresh, dpi=110, format="png")
-    fresh.replace(path)
+def write_picture(path: Path, runs: Sequence[Run], x: str = "step") -> None:
+    """Write the panels as a PNG. Raises OSError."""
+    names = {run.name: colour_of(i) for i, run in enumerate(runs)}
+    write_png(path, [panel_chart(panel, runs, x) for panel in panels_of(runs)], names)
