@@ -174,9 +174,10 @@ def test_a_checkpoint_of_another_model_is_refused(stopped: Path, tmp_path: Path)
 def test_changed_data_and_batch_are_named_on_resume(stopped: Path, tmp_path: Path) -> None:
     done = resumed(
         stopped, tmp_path, tokens__micro_batch_size=1, tokens__limit_val_batches=0,
-        data_stages__0__data__seed=7,
+        data_stages__0__data__seed=7, general__seed=8,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "general.seed changes from 42 to 8: dropout draws other numbers" in done.stdout
     assert "global_batch_size changes from 4 to 2" in done.stdout
     words = "(tokens.limit_val_batches) changes from True to False: samples may come twice"
     assert words in done.stdout and "[WARNING|" in done.stdout

@@ -183,6 +183,9 @@ def test_paths_that_are_no_checkpoints(tmp_path):
     with pytest.raises(ValueError, match=r"it has neither a manifest.json \(a step folder\) nor "):
         resolve_step(tmp_path)
     assert latest_step(tmp_path) is None
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="as models of transformers: `kenotron convert hf-to-ken"):
+        resolve_step(tmp_path)
 
 
 def fail_on(mesh, ranks, kinds):

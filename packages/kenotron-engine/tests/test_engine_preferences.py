@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from kenotron_dist import Mesh
 from kenotron_dist.placement import named_parameters
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import (
+    ModelOnMesh,
+    NextToken,
     Piece,
+    Share,
     build_model,
     gradient,
     gradient_deviations,
@@ -126,3 +130,17 @@ def test_the_example_learns_its_pairs() -> None:
     steps = on_ranks(learned)[0]
     assert steps[0][0] == pytest.approx(0.6931, abs=1e-4)  # log 2: the policy is its reference
     assert steps[-1][0] < steps[0][0] / 4 and steps[-1][1] == 1
+
+
+class Bare(NextToken):
+    """Forgets ``Parts``."""
+
+    def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> Any:
+        return lambda x, microbatch: x.sum() / count
+
+
+def test_a_loss_that_returns_a_tensor_is_named() -> None:
+    mesh = Mesh.connect()
+    training = training_of(mesh, plan())
+    with pytest.raises(TypeError, match=r"the loss of Bare returned Tensor: return Parts\(total\)"):
+        training_step(training, batches_of(mesh, 1)[0], 1, objective=Bare())

@@ -24,7 +24,7 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
-from kenotron_train.run.changed_rate import changed_rate
+from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
@@ -144,8 +144,8 @@ def _load_from(
     progress = comparable(Progress.from_state(state, _fresh(training)), state["reading"], reading)
     remark = _remark(training, progress, state, folder) + dropped + remark
     if mesh.rank == 0:  # which prints it
-        steps = training.config.tokens.train_steps
-        remark += changed_rate(progress, training.schedule, steps, manifest.config)
+        steps, seed = config.tokens.train_steps, config.general.seed
+        remark += changed_config(progress, training.schedule, steps, seed, manifest.config)
     for reason in checkpoint.passed_over:
         remark += f"; passed over {reason}"
     return progress, remark, folder

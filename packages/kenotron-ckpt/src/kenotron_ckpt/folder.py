@@ -33,6 +33,11 @@ NANOTRONS = (
     "it is a checkpoint of Nanotron: `python -m kenotron_nanotron` makes one of ours "
     "of it, in another folder"
 )
+_TRANSFORMERS = (
+    "config.json",
+    "it has config.json, as models of transformers: `kenotron convert hf-to-kenotron` makes a "
+    "checkpoint of such a model, in another folder",
+)
 
 
 def read_manifest(path: Location) -> Manifest:
@@ -104,6 +109,8 @@ def step_names(store: Store) -> list[str]:
     steps = _steps(there)
     if not steps and any(fnmatch(name, SHARDS) for name in there):
         return [""]
+    if not steps and _TRANSFORMERS[0] in there:
+        raise ValueError(f"no checkpoint at {store}: {_TRANSFORMERS[1]}")
     if not steps:
         raise ValueError(
             f"no checkpoint at {store}: it has neither a {MANIFEST} (a step folder) nor folders "

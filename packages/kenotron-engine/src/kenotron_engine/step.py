@@ -19,7 +19,7 @@ from kenotron_dist import Mesh, all_gather, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
-from kenotron_engine.objective import Objective
+from kenotron_engine.objective import Objective, Parts
 from kenotron_engine.training import Training
 from kenotron_optim import (
     NonFinite,
@@ -192,7 +192,11 @@ def gradient(
         of_micro, reports = goal.loss(training, share, count), list[Tensor]()
 
         def own_loss(x: Tensor, microbatch: int) -> Tensor:
-            parts = of_micro(x, microbatch)
+            if not isinstance(parts := of_micro(x, microbatch), Parts):
+                raise TypeError(
+                    f"the loss of {type(goal).__name__} returned {type(parts).__name__}: return "
+                    "Parts(total), see Objective.loss"
+                )
             if parts.reports:
                 own = [each.detach().float()[None] for each in parts.reports]
                 reports.append(torch.cat(own) if len(own) > 1 else own[0])
