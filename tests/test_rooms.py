@@ -96,6 +96,7 @@ FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
     "kenotron_config/availability.py",
     "kenotron_config/cautions.py",
+    "kenotron_config/elastic.py",
     "kenotron_config/ignored.py",
     "kenotron_config/yaml_config.py",
     "kenotron_train/assemble.py",
@@ -107,6 +108,7 @@ TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, o
     "doremi/reference_pass.py",
     "log/log_plan.py",
     "replay/replay.py",
+    "run/elastic.py",
     "run/loop.py",
     "run/preview.py",
     "run/session.py",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import math
 import os
@@ -17,8 +16,9 @@ from pathlib import Path
 from kenotron_ckpt import SaveFailed
 from kenotron_command import FAILED, INTERRUPTED
 from kenotron_config import Config, Mask, config_reference, json_schema
-from kenotron_dist import Mesh, RankError, explained, first_to_say, resolve
+from kenotron_dist import Mesh, RankError, explained, resolve, visible_gpus
 from kenotron_dist.diagnosis import Diverged, PeerLost
+from kenotron_dist.launch import launcher
 from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.cost.cost_plan import cost_plan
@@ -32,11 +32,13 @@ from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.failures.passing_errors import as_passing, status_of
 from kenotron_train.flag_reference import flag_reference
 from kenotron_train.kubernetes.cli import kubernetes_main, kubernetes_parser
+from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
-from kenotron_train.log.printing import fail, say
+from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
 from kenotron_train.replay.replay import replay, step_or_record
 from kenotron_train.report.cli import report_main, report_parser
+from kenotron_train.run.elastic import with_those_left
 from kenotron_train.run.loop import run
 from kenotron_train.run.preview import cannot_run, preview
 from kenotron_train.run.start_ranks import start_ranks
@@ -106,7 +108,9 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
     """Train as the flags ask. Returns the exit status."""
     config, folder, before = None, None, None
     try:
-        config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set)
+        ranks = arguments.ranks or visible_gpus() or None
+        config = load_config(arguments.config_file or DEFAULT_CONFIG, arguments.set, ranks)
+        _check_ranks(arguments.ranks, config)
         folder = config.checkpoints.checkpoints_path
         before = latest_start(Path(folder))
         if arguments.check:
@@ -120,13 +124,18 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
         cost = cost_plan(config)
         check_machine(cost, config.data_stages)
         for line in host_cautions(cost) if resolve(os.environ).rank == 0 else ():
-            _warn(line)
+            warn(line)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # ranks and workers are many
         os.environ.setdefault("TQDM_DISABLE", "1")  # lines of a log, not bars of libraries
         limit = timedelta(seconds=arguments.stall_limit)
         given = (arguments.config_file is None, loader, deadline, arguments.replay_step, leaves)
         threads = arguments.threads
-        stopped = start_ranks(_train, config, limit, *given, leaves=leaves, threads=threads)
+
+        def begin(config: Config, hooks: tuple[LifeCycle, ...]) -> str:
+            more = {"leaves": leaves, "threads": threads}
+            return start_ranks(_train, config, limit, *given, hooks, **more)
+
+        stopped = with_those_left(begin, config, ranks)
     except KeyboardInterrupt:
         return interrupted()
     except (RankError, PeerLost, *USER_ERRORS) as error:
@@ -145,15 +154,30 @@ def _train(
     deadline: float,
     replayed: int | Path | None,
     leaves: bool,
+    hooks: tuple[LifeCycle, ...],
 ) -> str:
     """Train, or replay a step, on a rank; return why it ended before the last step, if it did."""
     if replayed is not None:
         replay(mesh, config, replayed, loader)
         return ""
     try:
-        return run(mesh, config, sample, loader, deadline=deadline, leaves=leaves).stopped
+        done = run(mesh, config, sample, loader, deadline=deadline, leaves=leaves, hooks=hooks)
+        return done.stopped
     except OSError as error:
         raise as_passing(error) from error
+
+
+def _check_ranks(ranks: int | None, config: Config) -> None:
+    """Refuse a number of processes that nothing follows, or that a launcher has decided."""
+    if ranks is None:
+        return
+    if launcher() != "none":
+        raise ValueError(f"--ranks {ranks}: a launcher has started the processes; leave it out")
+    if not config.parallelism.dp_auto:
+        raise ValueError(
+            f"--ranks {ranks}: the config has {config.world_size} processes "
+            f"({config.parallelism.described}); leave it out, or set parallelism.dp=auto"
+        )
 
 
 def interrupted() -> int:
@@ -170,13 +194,6 @@ def _failed(error: Exception, said: str, mask: Mask) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
     text, _ = explained(error, *USER_ERRORS) or (str(error), FAILED)
     return fail("\n".join(filter(None, (text, said))), status_of(error), mask)
-
-
-def _warn(text: str) -> None:
-    """Print on standard error what is known before there are ranks."""
-    if first_to_say(text):
-        with contextlib.suppress(OSError):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _seconds(text: str) -> float:
@@ -238,21 +255,7 @@ def train_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not train: print a JSON schema of configs, for editors",
     )
-    parser.add_argument(
-        "--stall-limit",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="report a rank that lets others wait longer than this (default: 300), or that has not "
-        "met them by then (30 at least)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="CPU threads of each rank (default: OMP_NUM_THREADS, else an equal share of the "
-        "cores)",
-    )
+    _add_processes(parser)
     parser.add_argument(
         "--replay-step",
         type=step_or_record,
@@ -269,3 +272,29 @@ def train_parser() -> argparse.ArgumentParser:
         "time as Slurm writes it (11:55:00, 2-00:00:00)",
     )
     return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the processes and their threads."""
+    parser.add_argument(
+        "--ranks",
+        type=count,
+        metavar="N",
+        help="local processes that parallelism.dp: auto follows (default: a process a GPU, else "
+        "those of one data rank)",
+    )
+    parser.add_argument(
+        "--stall-limit",
+        type=_seconds,
+        default=300.0,
+        metavar="SECONDS",
+        help="report a rank that lets others wait longer than this (default: 300), or that has not "
+        "met them by then (30 at least)",
+    )
+    parser.add_argument(
+        "--threads",
+        type=count,
+        metavar="N",
+        help="CPU threads of each rank (default: OMP_NUM_THREADS, else an equal share of the "
+        "cores)",
+    )

@@ -11,17 +11,22 @@ from pathlib import Path
 import kenotron_config
 from kenotron_config import Config, Mask
 from kenotron_dist import resolve
+from kenotron_dist.launch import launcher
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 """The training that runs when no file is given."""
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(
+    path: str | Path, overrides: Iterable[str] = (), ranks: int | None = None
+) -> Config:
     """Read a training config from a YAML file; `!env` reads this process's environment.
 
     Args:
         path: the YAML file, in UTF-8.
         overrides: changes of single values; see `kenotron_config.load_config`.
+        ranks: processes of a run without a launcher, which `parallelism.dp: auto` follows; under
+            one those that it has started.
 
     Returns:
         The checked config.
@@ -29,7 +34,11 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: there is no such file, or anything in it is wrong; names every problem.
     """
-    return kenotron_config.load_config(path, overrides, environment=os.environ, warn=_warn)
+    with contextlib.suppress(ValueError):  # which is reported where ranks meet
+        ranks = resolve(os.environ).world_size if launcher() != "none" else ranks
+    return kenotron_config.load_config(
+        path, overrides, environment=os.environ, world=ranks, warn=_warn
+    )
 
 
 def parse_config(

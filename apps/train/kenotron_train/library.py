@@ -17,6 +17,7 @@ from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.failures.last_failure import latest_start, told
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.replay.replay import replay
+from kenotron_train.run.elastic import with_those_left
 from kenotron_train.run.loop import Outcome, run
 from kenotron_train.run.start_ranks import start_ranks
 
@@ -32,6 +33,7 @@ def train(
     stall_limit: timedelta = timedelta(minutes=5),
     time_limit: timedelta | None = None,
     threads: int | None = None,
+    ranks: int | None = None,
 ) -> Outcome:
     """Train as ``python apps/train`` does; what its last steps reported, and why it stopped, if so.
 
@@ -44,6 +46,8 @@ def train(
         time_limit: of the run: before that it saves and stops, as it does on a signal.
         threads: CPU threads of each rank (default: ``OMP_NUM_THREADS``, else an equal share of the
             cores).
+        ranks: local processes that ``parallelism.dp: auto`` follows; a run whose process dies goes
+            on with those that are left.
 
     Without a launcher local processes are started: then all of it must be picklable, the hooks are
     copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end
@@ -53,8 +57,12 @@ def train(
     Raises what the run raises; RankError, which names the rank, where processes were started.
     """
     deadline = math.inf if time_limit is None else time.monotonic() + time_limit.total_seconds()
-    given = (loader, model, tuple(hooks), deadline)
-    return _start(_train, config, loader, stall_limit, *given, threads=threads)
+
+    def begin(config: Config, more: tuple[LifeCycle, ...]) -> Outcome:
+        given = (loader, model, (*hooks, *more), deadline)
+        return start_ranks(_train, config, stall_limit, *given, threads=threads)
+
+    return _start(begin, config, loader, ranks)
 
 
 def replay_step(
@@ -73,25 +81,27 @@ def replay_step(
 
     Raises what the replay raises, see ``replay``; RankError where processes were started.
     """
-    return _start(replay, config, loader, stall_limit, what, loader, model)
+
+    def begin(config: Config, _: tuple[LifeCycle, ...]) -> dict[str, Any]:
+        return start_ranks(replay, config, stall_limit, what, loader, model)
+
+    return _start(begin, config, loader)
 
 
 def _start(
-    work: Callable[..., T],
+    begin: Callable[[Config, tuple[LifeCycle, ...]], T],
     config: Config | str | Path,
     loader: Hook | None,
-    limit: timedelta,
-    *given: Any,
-    threads: int | None = None,
+    ranks: int | None = None,
 ) -> T:
     """Do a piece of work on all ranks; a failure is recorded and sent to the launcher."""
     if not isinstance(config, Config):
-        config = load_config(config, [])
+        config = load_config(config, [], ranks)
     check_hook(config.data_stages, loader)
     folder = config.checkpoints.checkpoints_path
     before = latest_start(Path(folder))
     try:
-        return start_ranks(work, config, limit, *given, threads=threads)
+        return with_those_left(begin, config, ranks)
     except Exception as error:
         if said := told(error, folder, before):
             error.add_note(said)

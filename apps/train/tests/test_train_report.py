@@ -133,6 +133,15 @@ def test_a_folder_without_a_run(
     assert not (tmp_path / "report.html").exists()
 
 
+def test_goodput_counts_what_losses_cost(tmp_path: Path) -> None:
+    lost = {"losses": 2, "lost_steps": 3, "lost_s": 1.0, "meeting_s": 0.4, "loading_s": 0.1}
+    one = write_run(tmp_path / "a", [4.0, 3.0, 3.5], recovery=[None, lost, {"losses": "many"}])
+    two = write_run(tmp_path / "b", [4.0, 3.0, 3.5])
+    titles, *lines = summary(read_runs([str(one), str(two)]))
+    assert titles[-3:] == ["lost processes", "steps made again", "goodput"]
+    assert [line[-3:] for line in lines] == [["2", "3", "50.0%"], ["0", "0", "100.0%"]]
+
+
 def loads(*layers: tuple[float, float, int]) -> dict[str, dict[str, float]]:
     """Figures of layers 1, 3, 5... as metrics.jsonl has them."""
     keys = ("max_over_mean", "entropy", "unused")

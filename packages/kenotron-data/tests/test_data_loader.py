@@ -284,3 +284,47 @@ def test_a_ramp_ends_at_the_full_size(start, increment, full):
 def test_a_ramp_of_nothing_is_refused():
     with pytest.raises(ValueError, match="increment: 0 was given; it must be at least 1"):
         BatchRampConfig(start=4, increment=0, samples=30)
+
+
+def room(rows: int, dp: int, b: int) -> int:
+    """Micro-batches that have room for so many rows on so many ranks."""
+    return -(-rows // (dp * b))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3, 5])
+@pytest.mark.parametrize("b", [1, 2, 4])
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_a_batch_that_ranks_cannot_share_evenly_ends_in_padding(dp, b, grows, indexed):
+    data, full = numbered(29), 7
+
+    def size(consumed: int) -> int:
+        return full if not grows else min(full, 2 + consumed // 4)
+
+    def made(dp: int, rank: int, b: int) -> Loader | IterableLoader:
+        sizes = {"dp_size": dp, "dp_rank": rank, "micro_batch_size": b, "prefetch": 0}
+        sizes |= {"microbatches": lambda n: room(size(n), dp, b), "batch": size if grows else full}
+        if indexed:
+            return Loader(data, target_mask=odd_mask, **sizes)
+        return IterableLoader([data.sample(i) for i in range(29)], target_mask=odd_mask, **sizes)
+
+    plain, ranks = made(1, 0, 1), [made(dp, rank, b) for rank in range(dp)]
+    for _ in range(4):
+        rows = plain.global_batch
+        want, parts = next(plain), [next(rank) for rank in ranks]
+        assert {len(part) for part in parts} == {room(rows, dp, b)}
+        for name in FIELDS:
+            assert global_rows(parts, name)[:rows].equal(global_rows([want], name))
+        padding = [global_rows(parts, name)[rows:] for name in FIELDS]
+        assert all(
+            part.eq(-1).all() for part in (padding[3], global_rows(parts, "sources_MB")[rows:])
+        )
+        assert padding[0].eq(0).all() and padding[1].eq(-100).all()
+        assert {rank.cursor for rank in ranks} == {plain.cursor}
+
+
+@pytest.mark.parametrize("batch", [0, 9])
+def test_a_batch_without_room_is_named(batch):
+    (loader,) = loaders(numbered(29), (1, 2, 4), batch=batch)
+    with pytest.raises(ValueError, match=f"batch of {batch} rows was given, and 1 ranks have room"):
+        next(loader)

@@ -105,6 +105,7 @@ def open_loader(
     stage = data.stages[cursor.stage]
     sizes = _rows(data, mesh, cursor.stage)
     sizes["microbatches"] = partial(data.batches.microbatches, cursor.stage)
+    sizes["batch"] = partial(data.batches.at, cursor.stage)
     if has_index(corpus.training):
         return Loader(
             corpus.training,

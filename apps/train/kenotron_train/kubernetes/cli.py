@@ -25,7 +25,9 @@ def kubernetes_main(argv: Sequence[str]) -> int:
 
 
 def _show(given: dict[str, Any]) -> int:
-    config = load_config(given.pop("config_file") or DEFAULT_CONFIG, given.pop("set"))
+    ranks = given["nodes"] * (given["gpus_per_node"] or 0)
+    file = given.pop("config_file") or DEFAULT_CONFIG
+    config = load_config(file, given.pop("set"), ranks or None)
     check_credentials(asdict(config))
     job = KubernetesJob(name=given.pop("job_name") or config.general.project, **given)
     sizes, folder = config.parallelism, str(config.checkpoints.checkpoints_path)

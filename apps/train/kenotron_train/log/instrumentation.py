@@ -117,7 +117,7 @@ class Watching:
         self,
         step: int,
         result: StepResult,
-        batch: Batch,
+        samples: int,
         consumed: tuple[int, int],
         validation: Validation | None,
         evaluation: dict[str, Any] | None = None,
@@ -125,15 +125,16 @@ class Watching:
     ) -> None:
         """Report the result of a step.
 
-        ``consumed``: tokens and samples since the beginning; ``evaluation``: see
-        ``Evaluation.to_metrics``; ``state``: figures of what decides about the next step.
+        ``samples``: of its batch; ``consumed``: tokens and samples since the beginning;
+        ``evaluation``: see ``Evaluation.to_metrics``; ``state``: figures of what decides about the
+        next step.
         """
         figures = StepFigures(
             step=step,
             result=result,
             times=self._watch.times,
             tokens=result.tokens,
-            samples=batch.samples_MB.numel() * self._training.mesh["dp"].size,
+            samples=samples,
             consumed_tokens=consumed[0],
             consumed_samples=consumed[1],
             memory=Memory.of_step(self._training.mesh.device),

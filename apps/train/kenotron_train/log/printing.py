@@ -29,6 +29,13 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def warn(text: str) -> None:
+    """Print on standard error, once, what is known before there are ranks or after them."""
+    if first_to_say(text):
+        with contextlib.suppress(OSError):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
 def on_screen() -> bool:
     """Return whether standard output is a terminal in the foreground.
 

@@ -50,6 +50,8 @@ PANELS = (
 )
 WORST_LOAD, LEAST_ENTROPY, UNUSED = "experts_load", "experts_entropy", "experts_unused"
 """Figures of the experts of all layers, which ``read_runs`` adds to steps."""
+COUNTED = ("losses", "lost_steps", "lost_s", "meeting_s", "loading_s")
+"""Numbers of a recovery, seconds last."""
 EXPERT_PANELS = (
     Panel("largest load of an expert over the mean, least even layer", (WORST_LOAD,)),
     Panel("entropy of the loads of experts, least even layer (1: all equal)", (LEAST_ENTROPY,)),
@@ -113,6 +115,9 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
         "communication", "sent a step (median)",
     ]  # fmt: skip
     lines = [_line(run) for run in runs]
+    if any(_recoveries(run) for run in runs):
+        titles += ["lost processes", "steps made again", "goodput"]
+        lines = [line + _goodput(run) for line, run in zip(lines, runs, strict=True)]
     if any(run.expert_layers for run in runs):
         titles += ["last expert load max/mean", "last entropy of loads", "last unused experts"]
         lines = [line + _experts(run) for line, run in zip(lines, runs, strict=True)]
@@ -139,6 +144,25 @@ def _line(run: Run) -> list[str]:
         _share(run, "communication_s", seconds),
         _sent(run),
     ]
+
+
+def _recoveries(run: Run) -> list[dict[str, float]]:
+    """List what first steps after the loss of a process have of it, see ``run.elastic``."""
+    found = [step.get("recovery") for step in run.steps]
+    return [
+        {name: each[name] for name in COUNTED}
+        for each in found
+        if isinstance(each, dict) and all(_is_number(each.get(name)) for name in COUNTED)
+    ]
+
+
+def _goodput(run: Run) -> list[str]:
+    """Losses, steps that were made again, and the share of the seconds in steps that were kept."""
+    found = _recoveries(run)
+    losses, steps, *seconds = (sum(each[name] for each in found) for name in COUNTED)
+    kept = sum(_values(run, "step_time_s"))
+    share = f"{kept / (kept + sum(seconds)):.1%}" if kept else "-"
+    return [f"{losses:.0f}", f"{steps:.0f}", share]
 
 
 def _experts(run: Run) -> list[str]:

@@ -178,7 +178,8 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         if not stopper.reason:
             found = run.evaluations.after(step, saves, validation, held_out)
         consumed = progress.tokens, progress.samples
-        watching.report(step, result, batch, consumed, validation, found, progress.state.figures)
+        samples = progress.samples - taken.progress.samples
+        watching.report(step, result, samples, consumed, validation, found, progress.state.figures)
         _say_saved(run)
         run.uploads.say()
         if training.mesh.device.type == "cpu":

@@ -37,7 +37,8 @@ def slurm_main(argv: Sequence[str]) -> int:
 
 
 def _submit(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    ranks = given.nodes * (given.gpus_per_node or 0)
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set, ranks or None)
     check_credentials(asdict(config))
     job, cwd = _job(given, config.general.project), Path.cwd()
     sizes = config.parallelism

@@ -5,6 +5,7 @@ from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.cautions import cautions
 from kenotron_config.config import Config
 from kenotron_config.doremi_section import DoReMiConfig
+from kenotron_config.elastic import for_processes
 from kenotron_config.eval_sections import LightEvalConfig
 from kenotron_config.evaluate_section import EvaluateConfig, EvaluationJobConfig
 from kenotron_config.ignored import ignored_keys, unread_model_keys
@@ -56,6 +57,7 @@ __all__ = [
     "config_reference",
     "credentials",
     "dump_config",
+    "for_processes",
     "ignored_keys",
     "json_schema",
     "load_config",

@@ -23,7 +23,8 @@ class BatchSizes:
         self._rows = dp * tokens.micro_batch_size
         counts = [stage.batch_accumulation_per_replica for stage in stages]
         default = tokens.batch_accumulation_per_replica
-        self._full = [self._rows * (count or default) for count in counts]
+        batch = tokens.global_batch_size
+        self._full = [batch or self._rows * (count or default) for count in counts]
         starts = [stage.start_training_step for stage in stages]
         ends = [*(start - 1 for start in starts[1:]), tokens.train_steps]
         self.steps = [
@@ -43,8 +44,8 @@ class BatchSizes:
         return min(full, self.ramp.size(self._before[stage] + consumed, max(self._full)))
 
     def microbatches(self, stage: int, consumed: int) -> int:
-        """Return the micro-batches of each data rank in that batch."""
-        return self.at(stage, consumed) // self._rows
+        """Return the micro-batches of each data rank in that batch; the last have padding."""
+        return -(-self.at(stage, consumed) // self._rows)
 
     def full(self, stage: int) -> int:
         """Return the samples of the largest batch of a stage."""
@@ -53,7 +54,7 @@ class BatchSizes:
     @property
     def most_microbatches(self) -> int:
         """Micro-batches of a data rank in the largest batch of the training."""
-        return max(self._full) // self._rows
+        return -(-max(self._full) // self._rows)
 
     def samples(self, stage: int) -> int:
         """Return the samples that the steps of a stage read."""
@@ -65,6 +66,30 @@ class BatchSizes:
         while steps and ramp is not None and self._before[stage] + consumed < ramp.samples:
             consumed, steps = consumed + self.at(stage, consumed), steps - 1
         return consumed + steps * self._full[stage]
+
+
+def batch_problems(
+    parallelism: ParallelismConfig, tokens: TokensConfig, stages: Sequence[DatasetStageConfig]
+) -> list[str]:
+    """Name sizes that say something else than `tokens.global_batch_size`."""
+    batch, rows = tokens.global_batch_size, parallelism.dp * tokens.micro_batch_size
+    if batch is None:
+        return []
+    found, given = [], tokens.batch_accumulation_per_replica
+    if given != -(-batch // rows):
+        found.append(
+            f"tokens.batch_accumulation_per_replica: {given} was given; a global_batch_size of "
+            f"{batch} with dp {parallelism.dp} and micro_batch_size {tokens.micro_batch_size} "
+            f"makes {-(-batch // rows)}: remove one of them"
+        )
+    for number, stage in enumerate(stages):
+        if stage.batch_accumulation_per_replica is not None:
+            found.append(
+                f"data_stages.{number}.batch_accumulation_per_replica: "
+                f"{stage.batch_accumulation_per_replica} was given; with tokens.global_batch_size "
+                "every stage has that batch: remove one of them"
+            )
+    return found
 
 
 def ramp_problems(
@@ -79,13 +104,14 @@ def ramp_problems(
         f"tokens.micro_batch_size ({parallelism.dp} x {tokens.micro_batch_size}); choose "
         f"{max(1, round(size / rows)) * rows}, or change one of them"
         for name, size in (("start", ramp.start), ("increment", ramp.increment))
-        if size % rows
+        if size % rows and tokens.global_batch_size is None
     ]
     full = max(map(BatchSizes(parallelism.dp, tokens, stages).full, range(len(stages))))
     if ramp.start >= full:
         found.append(
             f"tokens.batch_ramp.start: {ramp.start} was given; the whole global batch has {full} "
-            "samples (dp x micro_batch_size x batch_accumulation_per_replica), and a ramp begins "
+            "samples (tokens.global_batch_size, or dp x micro_batch_size x "
+            "batch_accumulation_per_replica), and a ramp begins "
             "below it: lower start, or remove batch_ramp"
         )
     return found

@@ -3,7 +3,7 @@
 import math
 from typing import TypedDict
 
-from kenotron_config.batch_sizes import ramp_problems
+from kenotron_config.batch_sizes import batch_problems, ramp_problems
 from kenotron_config.data_checks import (
     domain_problems,
     id_problems,
@@ -85,8 +85,14 @@ def cross_problems(sections: Sections) -> list[str]:
         found += _profile(tokens, profiler)
     if stages is not None and (doremi := sections.get("doremi")):
         found += domain_problems(doremi, stages, model)
+    if tokens and tokens.global_batch_size is not None and sections.get("doremi"):
+        found.append(
+            f"tokens.global_batch_size: {tokens.global_batch_size} was given; a run with doremi "
+            "has the batch of dp x micro_batch_size x batch_accumulation_per_replica: remove it"
+        )
     if parallelism and tokens and stages is not None:
         found += chunk_problems(parallelism, tokens, stages)
+        found += batch_problems(parallelism, tokens, stages)
         found += ramp_problems(parallelism, tokens, stages)
     return found
 

@@ -145,7 +145,7 @@ class Config:
         """Samples of one update, over all ranks, in stages without a batch of their own."""
         tokens = self.tokens
         samples = tokens.micro_batch_size * tokens.batch_accumulation_per_replica
-        return samples * self.parallelism.dp
+        return tokens.global_batch_size or samples * self.parallelism.dp
 
     @property
     def global_batch_tokens(self) -> int:

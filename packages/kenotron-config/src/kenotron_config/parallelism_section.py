@@ -18,7 +18,10 @@ class ParallelismConfig:
     """Ranks that share the work, and the ways they do; there are pp x dp x cp x tp of them."""
 
     dp: int
-    """Ranks that share the samples (data parallel)."""
+    """Ranks that share the samples (data parallel). auto: as many as there are processes for, see
+    elastic.md; a run whose process dies continues with those that are left."""
+    dp_auto: bool = False
+    """True where dp is auto, which a saved config has as a number."""
     pp: int
     """Ranks that share the layers (pipeline parallel)."""
     tp: int

@@ -140,7 +140,12 @@ class TokensConfig:
     micro_batch_size: int
     """Samples of one forward and backward on one dp rank."""
     batch_accumulation_per_replica: int
-    """Micro-batches of one update on one dp rank."""
+    """Micro-batches of one update on one dp rank. Follows from global_batch_size where that is
+    given, and may then be left out."""
+    global_batch_size: int | None = None
+    """Samples of one update over all ranks, on every layout. Where ranks cannot share them evenly,
+    the last micro-batches have padding. None: dp x micro_batch_size x
+    batch_accumulation_per_replica."""
     batch_ramp: BatchRampConfig | None = None
     """A global batch that begins small and grows with the samples that were read; None: all batches
     have their full size."""
@@ -159,6 +164,8 @@ class TokensConfig:
             "sequence_length", "train_steps", "micro_batch_size", "batch_accumulation_per_replica"
         ):  # fmt: skip
             found += below(name, getattr(self, name), 1)
+        if self.global_batch_size is not None:
+            found += below("global_batch_size", self.global_batch_size, 1)
         if self.val_check_interval != -1 and self.val_check_interval < 1:
             found.append(
                 f"val_check_interval: {self.val_check_interval} was given; it must be at least 1 "

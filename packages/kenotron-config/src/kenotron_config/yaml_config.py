@@ -12,6 +12,7 @@ import yaml
 
 from kenotron_config.checks import Sections, cross_problems
 from kenotron_config.config import Config
+from kenotron_config.elastic import with_sizes
 from kenotron_config.evaluate_section import evaluate_problems
 from kenotron_config.home_paths import expand_home
 from kenotron_config.legacy import before_nanotron, modern_path, modernise, without_former
@@ -90,6 +91,7 @@ def load_config(
     overrides: Iterable[str] = (),
     *,
     environment: Mapping[str, str] = NO_VARIABLES,
+    world: int | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
     """Read a training config from a YAML file; needs no network and no accelerator.
@@ -99,6 +101,7 @@ def load_config(
         overrides: changes of single values, `section.key=value`, with the value in YAML; items of
             a list are named by their number (`data_stages.0.data.seed=1`).
         environment: the variables that `!env NAME` reads, for instance `os.environ`.
+        world: processes that are there, which `parallelism.dp: auto` follows (None: one data rank).
         warn: called with each warning, for instance about a key that is given twice.
 
     Returns:
@@ -117,7 +120,7 @@ def load_config(
         raise ConfigError([f"{path}: this is a folder; give the path of a YAML file"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: this cannot be read as UTF-8 text ({error})"]) from None
-    return parse_config(text, str(path), overrides, environment=environment, warn=warn)
+    return parse_config(text, str(path), overrides, environment=environment, world=world, warn=warn)
 
 
 def parse_config(
@@ -127,6 +130,7 @@ def parse_config(
     *,
     saved: bool = False,
     environment: Mapping[str, str] = NO_VARIABLES,
+    world: int | None = None,
     warn: Callable[[str], None] = warnings.warn,
 ) -> Config:
     """Read a training config from the text of a YAML file.
@@ -137,8 +141,7 @@ def parse_config(
         overrides: changes of single values, `section.key=value`; see `load_config`.
         saved: the text is that of a checkpoint, perhaps of an older release: keys of the model
             that its family no longer has are left out.
-        environment: the variables that `!env NAME` reads, for instance `os.environ`.
-        warn: called with each warning, for instance about a key that is given twice.
+        environment, world, warn: see `load_config`.
 
     Returns:
         The checked config.
@@ -173,7 +176,7 @@ def parse_config(
     # Values: paths from home, without what concerns no training; then sections, one by one.
     data = expand_home(data, environment, report)
     data = without_others(data, lambda line: warn(f"{source_name}: {line}"))
-    built = sections(Config, modernise(data, report), report)
+    built = sections(Config, with_sizes(modernise(data, report), world, report), report)
     for line in [*cross_problems(cast(Sections, built)), *evaluate_problems(built)]:
         path, _, sentence = line.partition(": ")
         report(path, sentence)

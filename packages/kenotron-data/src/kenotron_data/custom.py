@@ -7,12 +7,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from kenotron_data.batch import Batch, Microbatches, RowSplit, TargetMask
+from kenotron_data.batch import Batch
 from kenotron_data.cursor import Cursor
 from kenotron_data.loader import Loader
 from kenotron_data.pack import check_index
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.row_samples import Int64Array, read_rows
+from kenotron_data.row_split import PADDING, BatchRows, Microbatches, RowSplit, TargetMask
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class IterableLoader(Iterator[Batch]):
         microbatches: Microbatches,
         dp_rank: int = 0,
         dp_size: int = 1,
+        batch: BatchRows = None,
         cursor: Cursor = Cursor(),
         target_mask: TargetMask | None = None,
         prefetch: int = 2,
@@ -132,6 +134,7 @@ class IterableLoader(Iterator[Batch]):
             microbatches=microbatches,
             dp_rank=dp_rank,
             dp_size=dp_size,
+            batch=batch,
         )
         self._stage, self._consumed = cursor.stage, cursor.consumed
         self._error: BaseException | None = None
@@ -226,8 +229,9 @@ def _batches(
         window = _Window(samples, consumed, cut.global_batch, rows, name)
         if not len(window):
             return
-        read = read_rows(window, rows, vocab_size)
-        yield split.assemble(read, rows, np.zeros(len(rows), dtype=np.int64), target_mask)
+        padded = rows == PADDING
+        read = read_rows(window, np.where(padded, consumed, rows), vocab_size)
+        yield split.assemble(read, rows, np.where(padded, PADDING, 0), target_mask)
         consumed += cut.global_batch
 
 
@@ -262,7 +266,7 @@ class _Window:
     ) -> None:
         self._name, self._count = name, count
         self._kept: dict[int, Any] = {}
-        own = range(int(rows[0]), int(rows[-1]) + 1)
+        own = {first, *rows.tolist()}  # the first one has the length of padding
         for i in range(first, first + count):
             try:
                 item = next(samples)

@@ -8,12 +8,15 @@ blocks of it, and micro-batches consecutive blocks of those.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from kenotron_data.ahead import WorkedAhead, WorkerKind, check_workers
-from kenotron_data.batch import Batch, Microbatches, RowSplit, TargetMask
+from kenotron_data.batch import Batch
 from kenotron_data.cursor import Cursor
 from kenotron_data.order import tasks
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.row_samples import Dataset, Int64Array, Rows, read_rows, source_of
+from kenotron_data.row_split import PADDING, BatchRows, Microbatches, RowSplit, TargetMask
 
 Task = tuple[Int64Array, Int64Array]
 
@@ -47,6 +50,7 @@ class _Making:
         """Make a batch of what a worker has read."""
         (samples_R, indices_R), rows = read
         sources_R = source_of(self.reader.dataset, indices_R)
+        sources_R = np.where(samples_R == PADDING, PADDING, sources_R)
         return self.split.assemble(rows, samples_R, sources_R, self.target_mask)
 
     def make(self, task: Task) -> Batch:
@@ -57,9 +61,10 @@ class _Making:
 class Loader(Iterator[Batch]):
     """Iterate without end over this data rank's batches of a shuffled data set or of a mixture.
 
-    For equal products dp_size * microbatches * micro_batch_size the global batches are equal, row
-    by row. Each epoch has its own order in which every sample comes once; an epoch may end inside
-    a batch. A loader made with the cursor of another continues exactly where that one stood.
+    For equal products dp_size * microbatches * micro_batch_size, or equal `batch`, the global
+    batches are equal, row by row. Each epoch has its own order in which every sample comes once; an
+    epoch may end inside a batch. A loader made with the cursor of another continues exactly where
+    that one stood.
 
     Args:
         dataset: samples of one length. One with an order of its own (`Mixture`) is read in it.
@@ -68,6 +73,8 @@ class Loader(Iterator[Batch]):
             this stage where batches grow, called from the threads that work ahead.
         dp_rank: this rank along the data axis.
         dp_size: ranks of the data axis.
+        batch: rows of a global batch, a function likewise; None: as many as the ranks have room
+            for. Of fewer the last places of the last ranks are padding, rows without targets.
         seed: the order's seed.
         cursor: where to begin. Its stage is part of the order's key.
         target_mask: function of (R,) int64 sample numbers (R = M * B) and S to (R, S) bool, False
@@ -93,6 +100,7 @@ class Loader(Iterator[Batch]):
         microbatches: Microbatches,
         dp_rank: int = 0,
         dp_size: int = 1,
+        batch: BatchRows = None,
         seed: int = 42,
         cursor: Cursor = Cursor(),
         target_mask: TargetMask | None = None,
@@ -114,6 +122,7 @@ class Loader(Iterator[Batch]):
                 microbatches=microbatches,
                 dp_rank=dp_rank,
                 dp_size=dp_size,
+                batch=batch,
             ),
             seed=seed,
             stage=cursor.stage,

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kenotron_data.batch import RowSplit
 from kenotron_data.row_samples import Dataset, Int64Array
+from kenotron_data.row_split import PADDING, RowSplit
 from kenotron_data.sampler import permutation_key, permute
 
 _BLOCK = 1 << 13
@@ -56,7 +56,7 @@ def tasks(
     comes at once.
 
     Yields:
-        (R,) global sample numbers and (R,) indices in the data set.
+        (R,) global sample numbers, -1 for padding, and (R,) indices in the data set.
     """
     most = 1
     while True:
@@ -64,7 +64,8 @@ def tasks(
         while batches < most and split.at(consumed + batches * cut.global_batch) == cut:
             batches += 1
         samples = cut.rows(consumed, batches)
-        indices = ordered_indices(dataset, samples, seed, stage)
+        places = np.where(samples == PADDING, consumed, samples)  # any one has the length
+        indices = ordered_indices(dataset, places, seed, stage)
         for start in range(0, len(samples), cut.own):
             yield samples[start : start + cut.own], indices[start : start + cut.own]
         consumed += batches * cut.global_batch

@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from kenotron_data.batch import PADDING, Batch, RowSplit, TargetMask, read_batch
+from kenotron_data.batch import Batch
 from kenotron_data.loader import check_dataset
 from kenotron_data.pack import check_fraction
 from kenotron_data.row_samples import Dataset
+from kenotron_data.row_split import PADDING, RowSplit, TargetMask, read_batch
 from kenotron_data.subsets import Subset
 
 

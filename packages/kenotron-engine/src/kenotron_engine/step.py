@@ -7,7 +7,7 @@ and c numbers of a row, as the objective has them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,8 +61,8 @@ class StepResult:
     """Reason why the step was left out although it is finite; empty in every ordinary step."""
     tokens: int = 0
     """Tokens of the global batch that are no padding."""
-    figures: Mapping[str, Any] = field(default_factory=dict)
-    """Further numbers by name: those of the objective, and "experts" by layer."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Further numbers by name: those of the objective, and "experts" by layer; hooks may add."""
 
     @property
     def is_finite(self) -> bool:

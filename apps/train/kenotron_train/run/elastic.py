@@ -1,0 +1,111 @@
+"""A run that continues with the processes that are left (``parallelism.dp: auto``).
+
+Without a launcher this program starts the ranks, and starts fewer when one dies. Under a launcher
+that starts the job again, dp follows the processes of the new start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from kenotron_config import Config, for_processes
+from kenotron_dist import STALLED, Mesh, RankError
+from kenotron_dist.launch import launcher
+from kenotron_engine import StepResult
+from kenotron_train.assemble import Training
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.log.metrics_file import read_journal
+from kenotron_train.log.printing import say, warn
+from kenotron_train.progress import Progress
+
+T = TypeVar("T")
+FIGURE = "recovery"
+"""Name, in metrics.jsonl, of what the first step after a loss has."""
+PHASES = ("lost", "meeting", "loading")
+"""Where seconds went besides steps that are kept: steps that were made again, and a new start."""
+
+
+class Recovery(LifeCycle):
+    """Measures the seconds from the end of the former ranks to the next step, and what is lost."""
+
+    def __init__(self, ended: float) -> None:
+        """``ended``: of ``time.time``, when the former ranks had ended."""
+        self._times, self._before = [ended], list[dict]()
+
+    def pre_init(self, config: Config, mesh: Mesh) -> None:
+        """The ranks have met; lines of metrics.jsonl are still those of the former ranks."""
+        self._times.append(time.time())
+        if mesh.rank == 0:
+            path = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
+            with contextlib.suppress(OSError):
+                self._before = read_journal(path)
+
+    def pre_training(self, training: Training, progress: Progress) -> None:
+        """The checkpoint is loaded."""
+        self._times.append(time.time())
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Report the first step."""
+        if len(self._times) == 4:
+            return
+        self._times.append(time.time())
+        undone = [each for each in self._before if each["step"] >= progress.step]
+        former = [each[FIGURE] for each in undone if FIGURE in each]  # whose lines are cut off, too
+        met, loaded, stepped = (b - a for a, b in zip(self._times, self._times[1:], strict=False))
+        lost = sum(each.get("step_time_s") or 0.0 for each in undone)
+        lost += sum(each[f"{name}_s"] for each in former for name in PHASES)
+        result.figures[FIGURE] = {
+            "losses": 1 + sum(each["losses"] for each in former),
+            "ranks": training.mesh.config.world_size,
+            "lost_steps": len(undone) + sum(each["lost_steps"] for each in former),
+            "lost_s": lost,
+            "meeting_s": met,
+            "loading_s": loaded,
+        }
+        if training.mesh.rank == 0:
+            say(
+                f"Went on with step {progress.step} after {met + loaded + stepped:.1f} s: ranks "
+                f"met {met:.1f}, model and checkpoint {loaded:.1f}, step {stepped:.1f}; "
+                f"{len(undone)} steps are made again"
+            )
+
+
+def with_those_left(
+    start: Callable[[Config, tuple[LifeCycle, ...]], T],
+    config: Config,
+    ranks: int | None,
+) -> T:
+    """Start a run, and again with one process less after each that dies.
+
+    Args:
+        start: runs a config on its ranks, with further hooks.
+        config: that of ``ranks`` processes.
+        ranks: processes to begin with (None: those of the config).
+
+    Raises:
+        RankError: a rank failed by itself, or too few processes are left.
+    """
+    hooks: tuple[LifeCycle, ...] = ()
+    ranks = ranks or config.world_size
+    while True:
+        try:
+            return start(config, hooks)
+        except RankError as error:
+            if not config.parallelism.dp_auto or launcher() != "none" or not _is_lost(error):
+                raise
+            hooks, ranks = (Recovery(time.time()),), ranks - 1
+            try:
+                config = for_processes(config, ranks)
+            except ValueError as problem:
+                error.add_note(f"{ranks} processes are left, which are too few: {problem}")
+                raise error from None
+            warn(f"{error}; going on with {ranks}: {config.parallelism.described}")
+
+
+def _is_lost(error: RankError) -> bool:
+    """Return whether a process has died or hangs, which others may outlive."""
+    return error.kind == "killed" or (error.kind == "exited" and error.code == STALLED)
