@@ -107,6 +107,7 @@ TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, o
     "doremi/reference_pass.py",
     "log/log_plan.py",
     "replay/replay.py",
+    "run/dry_run.py",
     "run/loop.py",
     "run/preview.py",
     "run/session.py",

@@ -37,6 +37,7 @@ from kenotron_train.log.printing import fail, say
 from kenotron_train.new_folder import new_main, new_parser
 from kenotron_train.replay.replay import replay, step_or_record
 from kenotron_train.report.cli import report_main, report_parser
+from kenotron_train.run.dry_run import dry_run_of
 from kenotron_train.run.loop import run
 from kenotron_train.run.preview import cannot_run, preview
 from kenotron_train.run.start_ranks import start_ranks
@@ -114,6 +115,8 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
             general, model = config.general, config.model
             gpus = without_gpus(general.device, cuda_graph=model.cuda_graph)
             return 1 if cannot_run(config) or gpus else 0
+        if arguments.dry_run:
+            return _show(dry_run_of(config))
         check_hook(config.data_stages, loader)
         check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
@@ -210,6 +213,26 @@ def _duration(text: str) -> float:
     return seconds
 
 
+def _add_instead_of_training(parser: argparse.ArgumentParser) -> None:
+    """Add flags with which nothing is trained."""
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="do not train: check the config and print it with layout, sizes and memory",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="do not train: make one step of every distinct rank of the layout without values, "
+        "processes or data, and compare what ranks would communicate; any number of ranks",
+    )
+    parser.add_argument(
+        "--json-schema",
+        action="store_true",
+        help="do not train: print a JSON schema of configs, for editors",
+    )
+
+
 def train_parser() -> argparse.ArgumentParser:
     """Return the flags of a training."""
     parser = argparse.ArgumentParser(
@@ -228,16 +251,7 @@ def train_parser() -> argparse.ArgumentParser:
         metavar="KEY.PATH=VALUE",
         help="override a value of the config, for example tokens.train_steps=20",
     )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="do not train: check the config and print it with layout, sizes and memory",
-    )
-    parser.add_argument(
-        "--json-schema",
-        action="store_true",
-        help="do not train: print a JSON schema of configs, for editors",
-    )
+    _add_instead_of_training(parser)
     parser.add_argument(
         "--stall-limit",
         type=_seconds,
