@@ -11,7 +11,7 @@ import torch
 from test_shards_of_families import OPTIMIZER, STEPS, batches, configs
 
 from kenotron_dist import Mesh
-from kenotron_dist.diagnosis import record
+from kenotron_dist.diagnosis import Entry, first_divergence, record
 from kenotron_dist.testing import on_fake_ranks
 from kenotron_engine import ModelPlan, build_training, training_step
 from kenotron_models import TransformersSpec, expert_layers
@@ -53,15 +53,15 @@ HOST_READS = {
 """Where a library reads a number of a tensor on the host, and what a fake mesh does there."""
 
 
-def made(mesh: Mesh, spec: Any) -> int:
-    """Communications of one step."""
+def made(mesh: Mesh, spec: Any) -> list[Entry]:
+    """Communications of the first weights and of one step."""
     plan = ModelPlan(spec=spec, draws=(0.1, "NUM_LAYERS"), dtype=torch.bfloat16)
     with record(mesh) as recorder:
         training = build_training(plan, replace(OPTIMIZER, zero_stage=2), mesh, STEPS)
         result = training_step(training, batches(mesh)[0].to(mesh.device), 1)
     assert not result.skipped
     assert all(p.is_meta for p in training.parameters().values())
-    return len(recorder.entries)
+    return recorder.entries
 
 
 def refused(spec: Any, layout: dict[str, int]) -> bool:
@@ -81,8 +81,10 @@ def test_every_architecture_makes_a_step_on_every_rank(layout: dict[str, int], p
             "ep" in layout and not expert_layers(config.decoder)
         ):
             continue
-        found[name] = on_fake_ranks(made, config.decoder, **layout)
-    assert min(map(min, found.values())) > 5
+        records = on_fake_ranks(made, config.decoder, **layout)
+        assert not first_divergence(dict(enumerate(records))), name
+        found[name] = min(map(len, records))
+    assert min(found.values()) > 5
     assert PARTS * len(found) >= (4 if "ep" in layout else 20)
 
 

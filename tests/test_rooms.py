@@ -109,6 +109,7 @@ TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, o
     "log/log_plan.py",
     "replay/replay.py",
     "run/elastic.py",
+    "run/dry_run.py",
     "run/loop.py",
     "run/preview.py",
     "run/session.py",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import math
 import os
 import shlex
 import sys
@@ -19,11 +18,9 @@ from kenotron_config import Config, Mask, config_reference, json_schema
 from kenotron_dist import Mesh, RankError, explained, resolve, visible_gpus
 from kenotron_dist.diagnosis import Diverged, PeerLost
 from kenotron_dist.launch import launcher
-from kenotron_train.called import add_version, called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import check_machine, host_cautions, without_gpus
-from kenotron_train.counts import count
 from kenotron_train.data.own_data import Hook, check_hook
 from kenotron_train.doremi.cli import doremi_main, doremi_parser
 from kenotron_train.evaluate.cli import evaluate_main, evaluate_parser
@@ -36,15 +33,16 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
-from kenotron_train.replay.replay import replay, step_or_record
+from kenotron_train.replay.replay import replay
 from kenotron_train.report.cli import report_main, report_parser
+from kenotron_train.run.dry_run import dry_run_of
 from kenotron_train.run.elastic import with_those_left
 from kenotron_train.run.loop import run
 from kenotron_train.run.preview import cannot_run, preview
 from kenotron_train.run.start_ranks import start_ranks
 from kenotron_train.run.stopping import STOPPED
 from kenotron_train.slurm.cli import slurm_main, slurm_parser
-from kenotron_train.slurm.durations import seconds_of
+from kenotron_train.train_flags import train_parser
 from kenotron_train.verify.cli import verify_main, verify_parser
 
 USER_ERRORS = (ValueError, OSError, FloatingPointError, SaveFailed, Diverged)
@@ -118,6 +116,8 @@ def _run(arguments: argparse.Namespace, loader: Hook | None, deadline: float, le
             general, model = config.general, config.model
             gpus = without_gpus(general.device, cuda_graph=model.cuda_graph)
             return 1 if cannot_run(config) or gpus else 0
+        if arguments.dry_run:
+            return _show(dry_run_of(config))
         check_hook(config.data_stages, loader)
         check_watching(config.logging.trackers, config.general.benchmark_csv_path)
         check_evaluate(config.evaluate)
@@ -194,107 +194,3 @@ def _failed(error: Exception, said: str, mask: Mask) -> int:
     """Report what ended the run, the first cause last, then ``said``. Returns the exit status."""
     text, _ = explained(error, *USER_ERRORS) or (str(error), FAILED)
     return fail("\n".join(filter(None, (text, said))), status_of(error), mask)
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number of seconds")
-    return value
-
-
-COMMANDS = """\
-commands, each with its own --help:
-  new DIR           write a folder to begin with
-  verify            compare a layout with one process
-  report RUN ...    draw runs
-  evaluate          evaluate a checkpoint
-  slurm             submit a training, or write its script
-  kubernetes        print the manifest of a training
-  doremi            learn the weights of domains
-  config-reference  what every key of a config means
-  flag-reference    what every flag does"""
-
-
-def _duration(text: str) -> float:
-    """Seconds of ``--time-limit``."""
-    try:
-        seconds = seconds_of(text, "seconds")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not seconds:
-        raise argparse.ArgumentTypeError(f"{text} is no time above 0")
-    return seconds
-
-
-def train_parser() -> argparse.ArgumentParser:
-    """Return the flags of a training."""
-    parser = argparse.ArgumentParser(
-        prog=called(),
-        description="Train a language model. Without a config file: a small model on the Python "
-        "standard library's own sources, on two local processes.",
-        epilog=COMMANDS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_version(parser)
-    parser.add_argument("--config-file", metavar="YAML", help="a config in Nanotron's schema")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY.PATH=VALUE",
-        help="override a value of the config, for example tokens.train_steps=20",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="do not train: check the config and print it with layout, sizes and memory",
-    )
-    parser.add_argument(
-        "--json-schema",
-        action="store_true",
-        help="do not train: print a JSON schema of configs, for editors",
-    )
-    _add_processes(parser)
-    parser.add_argument(
-        "--replay-step",
-        type=step_or_record,
-        metavar="N or FILE",
-        help="do not train: make step N, or that of a record in nonfinite, again from the "
-        "checkpoint before it, and show its gradient",
-    )
-    parser.add_argument(
-        "--time-limit",
-        type=_duration,
-        default=math.inf,
-        metavar="TIME",
-        help=f"save and end before so much time is over, with exit status {STOPPED}: seconds, or a "
-        "time as Slurm writes it (11:55:00, 2-00:00:00)",
-    )
-    return parser
-
-
-def _add_processes(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the processes and their threads."""
-    parser.add_argument(
-        "--ranks",
-        type=count,
-        metavar="N",
-        help="local processes that parallelism.dp: auto follows (default: a process a GPU, else "
-        "those of one data rank)",
-    )
-    parser.add_argument(
-        "--stall-limit",
-        type=_seconds,
-        default=300.0,
-        metavar="SECONDS",
-        help="report a rank that lets others wait longer than this (default: 300), or that has not "
-        "met them by then (30 at least)",
-    )
-    parser.add_argument(
-        "--threads",
-        type=count,
-        metavar="N",
-        help="CPU threads of each rank (default: OMP_NUM_THREADS, else an equal share of the "
-        "cores)",
-    )

@@ -15,7 +15,7 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "PMI_R
 PRELOAD = ["numpy.random"]
 """Modules that every rank needs and this process does not."""
 
-ALONE = ("--check", "--json-schema", "--help", "-h", "--version")
+ALONE = ("--check", "--dry-run", "--json-schema", "--help", "-h", "--version")
 """Flags with which no rank is started."""
 
 

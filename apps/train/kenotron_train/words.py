@@ -9,13 +9,13 @@ TRAIN = Word(
     "train a model from a YAML file, or a small one without a file",
     "kenotron train --config-file my.yaml --set tokens.train_steps=20",
     _RUN,
-    "kenotron_train.cli:train_parser",
+    "kenotron_train.train_flags:train_parser",
 )
 PLAN = Word(
     "print layout, sizes and memory of a training, which is not started",
     "kenotron plan --config-file my.yaml --set parallelism.tp=4",
     _RUN,
-    "kenotron_train.cli:train_parser",
+    "kenotron_train.train_flags:train_parser",
     ("--check",),
 )
 VERIFY = Word(

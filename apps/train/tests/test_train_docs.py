@@ -47,7 +47,7 @@ ELSEWHERE = {  # examples that another test runs
     "custom_dataloader/train.py": "test_train_own_data.py",
     "own_program/train.py": "test_train_library.py",
 }
-EXACT = ("--check", "kenotron_pp", "own_schedule")  # what prints the same on every machine
+EXACT = ("--check", "--dry-run", "kenotron_pp", "own_schedule")  # prints the same everywhere
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def is_training(words: list[str]) -> bool:
     others = ("new", "report", "config-reference", "flag-reference", "slurm", "verify", "evaluate")
     others += ("doremi",)
     return words[:1] == ["apps/train"] and not (
-        words[1:2] and words[1] in others or {"--check", "--json-schema"} & set(words)
+        words[1:2] and words[1] in others or {"--check", "--dry-run", "--json-schema"} & set(words)
     )
 
 

@@ -44,6 +44,7 @@ def test_both_leave_the_world_before_they_end(begin, monkeypatch: pytest.MonkeyP
         (["--set", "tokens.train_steps=2"], True),
         (["verify"], True),
         (["--check"], False),
+        (["--dry-run"], False),
         (["--config-file", "a.yaml", "--check"], False),
         (["--help"], False),
         (["report", "runs"], False),

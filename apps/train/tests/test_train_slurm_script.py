@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_train.cli import _duration, main
+from kenotron_train.cli import main
 from kenotron_train.slurm.durations import seconds_of
 from kenotron_train.slurm.job import TEMPLATE
 from kenotron_train.slurm.provenance import code_state
+from kenotron_train.train_flags import _duration
 
 SUBMIT = "python apps/train slurm "
 STUB = """#!/bin/sh

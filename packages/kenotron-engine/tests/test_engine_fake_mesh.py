@@ -51,13 +51,10 @@ def communicated(mesh: Mesh, of: dict[str, Any], optim: dict[str, Any]) -> list[
 
 
 def seen(entries: list[Entry]) -> Iterator[Seen]:
-    """All of each entry but who called, and the forms of activations, which nobody sends here."""
+    """All of each entry but who called."""
     for entry in entries:
         where, *rest = entry
-        operation = (where.channel, where.operation)
-        if where.operation in ("send", "receive") and rest[1] in ("int64", "uint8"):
-            continue
-        yield (*operation, *rest)
+        yield (where.channel, where.operation, *rest)
 
 
 def where(mesh: Mesh) -> tuple[int, int, bool]:

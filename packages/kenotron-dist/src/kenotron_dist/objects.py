@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kenotron_dist.axis import Axis
-from kenotron_dist.collectives import all_gather, broadcast
+from kenotron_dist.collectives import all_gather, broadcast, start_gather
+from kenotron_dist.handle import Handle
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
@@ -28,15 +29,27 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
     """Every rank's value, in axis order, on every rank, as copies that went through JSON.
 
-    Raises TypeError on all ranks when one of them is not JSON.
+    Equal values are one object. Raises TypeError on all ranks when one of them is not JSON.
     """
     good, data = _encode(value)
     headers = all_gather(_header(good, len(data), axis), axis).view(axis.size, 2).tolist()
     longest = max(size for _, size in headers)
-    rows = all_gather(_bytes(data.ljust(longest), axis), axis).view(axis.size, longest)
-    return [
-        _decode("gather_objects", rank, header, rows[rank]) for rank, header in enumerate(headers)
-    ]
+    rows = _gathered(_bytes(data.ljust(longest), axis), axis)
+    bodies, known = rows.cpu().numpy(), dict[tuple[Any, ...], Any]()
+    keys = [(*header, body.tobytes()) for header, body in zip(headers, bodies, strict=True)]
+    for rank, key in enumerate(keys):
+        if key not in known:
+            known[key] = _decode("gather_objects", rank, headers[rank], rows[rank])
+    return [known[key] for key in keys]
+
+
+def _gathered(row: Tensor, axis: Axis) -> Tensor:
+    """``row`` (n,) of all ranks: (ranks, n), recorded as ``gather_objects``."""
+    rows = row.new_empty(axis.size, len(row))
+    rows[axis.rank] = row
+    if axis.size > 1:
+        Handle(start_gather(rows, axis, "gather_objects"), rows).wait()
+    return rows
 
 
 def _encode(value: Any) -> tuple[bool, bytes]:

@@ -7,7 +7,7 @@ Hooks exist only while something is in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -147,19 +147,18 @@ class ParameterGathers:
     def _find_pieces(self) -> list[Pieces]:
         axes = [self._accumulator.axis_of(group[0].name) for group in self.groups]
         return [
-            (axis, [self._ranges(group, rank) for rank in range(axis.size)])
+            (axis, self._ranges(group, axis.size))
             for axis, group in zip(axes, self.groups, strict=True)
         ]
 
-    def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
-        """Return a data rank's parts of the parameters of a group, in place; may be empty."""
-        grads = self._accumulator
-        return {
-            span.name: grads.parameters[grads.logical[span.name]].data.view(-1)[
-                slice(*span.owned(rank))
-            ]
-            for span in group
-        }
+    def _ranges(self, group: Group, ranks: int) -> list[dict[str, Tensor]]:
+        """Return each data rank's parts of the parameters of a group, in place; may be empty."""
+        grads, ranges = self._accumulator, dict[str, Sequence[Tensor]]()
+        for span in group:
+            ends = [span.owned(rank) for rank in range(ranks)]
+            flat = grads.parameters[grads.logical[span.name]].data.view(-1)
+            ranges[span.name] = flat.split([stop - start for start, stop in ends])
+        return [{name: parts[rank] for name, parts in ranges.items()} for rank in range(ranks)]
 
     def land(self, groups: Iterable[int]) -> None:
         """Wait for some groups, in the order of their start; without any left, remove all hooks."""

@@ -285,13 +285,13 @@ class ParameterShards(ParameterGathers):
             self._found = self.groups, self._find_pieces()
         return self._found[1]
 
-    def _ranges(self, group: Group, rank: int) -> dict[str, Tensor]:
+    def _ranges(self, group: Group, ranks: int) -> list[dict[str, Tensor]]:
         """Views of storages, which must have memory while they are made."""
         hollow = [
             span for span in group if not self._parameter(span.name).untyped_storage().nbytes()
         ]
         self._give_memory(tuple(hollow))
-        found = super()._ranges(group, rank)
+        found = super()._ranges(group, ranks)
         self._take_memory(tuple(hollow))
         return found
 

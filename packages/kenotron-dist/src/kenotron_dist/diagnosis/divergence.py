@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 
+from kenotron_dist.diagnosis.circular_wait import circular_wait
+from kenotron_dist.diagnosis.transfers import TRANSFERS, unmatched_transfer
 from kenotron_dist.in_flight import Entry
 from kenotron_dist.ranks import listed
 
-_TRANSFERS = ("send", "receive")
+ANY_SIZE = ("gather_pieces", "gather_objects")
+"""Operations whose sizes may differ: a rank may have no pieces; ranks of a fake world do not know
+how long the longest object is."""
 
 
 class Diverged(Exception):
@@ -27,31 +31,69 @@ def first_divergence(records: Mapping[int, Sequence[Entry]]) -> str:
     """Describe in one line the first communication that its ranks call differently.
 
     Lines of code may differ: the first and the last stage of a pipeline have code of their own.
-    Whether ranks call those of different groups in an order in which they wait for one another is
-    not looked at.
+    Collectives are matched first, then transfers (``unmatched_transfer``), then the order of
+    collectives of different groups (``circular_wait``).
 
     Args:
-        records: what each rank of the world communicates, in its order.
+        records: what ranks of the world communicate, in their order. Ranks that are not among them
+            are not looked at.
 
     Returns:
         Channel, number, and for the ranks that differ what they call and where; empty where all
         communications fit.
     """
+    return _first_collective(records) or unmatched_transfer(records) or circular_wait(records)
+
+
+def _first_collective(records: Mapping[int, Sequence[Entry]]) -> str:
+    """Describe in one line the first collective that its ranks call differently."""
     meetings: dict[tuple[str, int], dict[int, Entry]] = {}
     begins: dict[tuple[str, int], int] = {}
     for rank, entries in records.items():
         for place, entry in enumerate(entries):
+            if entry.ticket.operation in TRANSFERS:
+                continue
             meeting = entry.ticket.channel, entry.ticket.number
             meetings.setdefault(meeting, {})[rank] = entry
             begins[meeting] = min(begins.get(meeting, place), place)
     for meeting in sorted(begins, key=begins.__getitem__):
         calls = meetings[meeting]
-        missing = [rank for rank in next(iter(calls.values())).ticket.ranks if rank not in calls]
-        if found := divergence(*meeting, calls):
-            return found
-        if missing:
-            return f"{_place(*meeting)}: {listed(missing)} did not call it; {_called(calls)}"
+        ranks = next(iter(calls.values())).ticket.ranks
+        silent = [rank for rank in ranks if rank in records and rank not in calls]
+        found = divergence(*meeting, calls)
+        if silent and not found:
+            found = f"{_place(*meeting)}: {listed(silent)} did not call it; {_called(calls)}"
+        if found:
+            few, *others = _kinds(calls)
+            odd = silent[0] if silent else few[0]
+            peers = [rank for rank in calls if rank not in few or not others]
+            departure = _departure(records, odd, peers)
+            return found if departure in found else f"{found}; before that, {departure}"
     return ""
+
+
+def _departure(records: Mapping[int, Sequence[Entry]], odd: int, peers: Sequence[int]) -> str:
+    """Describe the first call at which a rank departs from the peer with which it shares most.
+
+    A rank that skips one of several equal calls is noticed at the last of them, or never calls it.
+    """
+
+    def shared(peer: int) -> int:
+        pairs = list(zip(records[odd], records[peer], strict=False))
+        return next((i for i, pair in enumerate(pairs) if _differ(*pair)), len(pairs))
+
+    peer = max((each for each in peers if each != odd), key=shared, default=odd)
+    if peer == odd or not (place := shared(peer)):
+        return ""
+    own, its = (records[rank][place : place + 1] for rank in (odd, peer))
+    said = f"called {_text(own[0])}" if own else "made no more calls"
+    more = f", where rank {peer} called {_text(its[0])}" if its else f", unlike rank {peer}"
+    return f"rank {odd} {said}{more}"
+
+
+def _differ(one: Entry, other: Entry) -> bool:
+    (_, axis, _, _, *call), (_, other_axis, _, _, *other_call) = one.ticket, other.ticket
+    return (axis, call, _agreed(one)) != (other_axis, other_call, _agreed(other))
 
 
 def divergence(channel: str, number: int, calls: Mapping[int, Entry]) -> str:
@@ -64,11 +106,8 @@ def divergence(channel: str, number: int, calls: Mapping[int, Entry]) -> str:
     """
     place = _place(channel, number)
     ranks = next(iter(calls.values())).ticket.ranks
-    kinds: dict[tuple[object, ...], list[int]] = {}
-    for rank, call in calls.items():
-        kinds.setdefault(_agreed(call), []).append(rank)
-    if len(kinds) > 1:
-        few, *others = sorted(kinds.values(), key=lambda each: (len(each), each))
+    few, *others = _kinds(calls)
+    if others:
         culprit = few[0] if len(few) == 1 and all(len(each) > 1 for each in others) else None
         return f"{place}: {_called(calls, culprit)}"
     for one, other in permutations(calls, 2):
@@ -85,6 +124,14 @@ def divergence(channel: str, number: int, calls: Mapping[int, Entry]) -> str:
     return ""
 
 
+def _kinds(calls: Mapping[int, Entry]) -> list[list[int]]:
+    """Group ranks by what must be equal; the smallest group first."""
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for rank, call in calls.items():
+        kinds.setdefault(_agreed(call), []).append(rank)
+    return sorted(kinds.values(), key=lambda each: (len(each), each))
+
+
 def _place(channel: str, number: int) -> str:
     return f"ranks diverge at communication {number} on {channel}"
 
@@ -92,9 +139,9 @@ def _place(channel: str, number: int) -> str:
 def _agreed(call: Entry) -> tuple[object, ...]:
     """Return what must be equal on all ranks; what each gives another is compared by pairs."""
     operation = call.ticket.operation
-    if operation in _TRANSFERS:
+    if operation in TRANSFERS:
         return "transfer", call.dtype
-    if operation == "gather_pieces":  # a rank may have none
+    if operation in ANY_SIZE:
         return (operation,)
     shape = call.shape[1:] if operation == "all_to_all" else call.shape
     return operation, call.how, call.dtype, shape
