@@ -35,8 +35,8 @@ def _draw(arguments: argparse.Namespace) -> int:
         _show([list(column) for column in zip(*table, strict=True)])
     if not can_draw():
         raise ModuleNotFoundError(
-            "the pictures need matplotlib, which is not installed: pip install "
-            "'./apps/train[report]' in the repository; the figures stand above"
+            "the pictures need matplotlib, which is not installed; the figures stand above: "
+            "pip install './apps/train[report]' in the repository"
         )
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
