@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from kenotron_ckpt import DataStatesConfig
 from kenotron_config import Device, GeneralConfig, cautions, ignored_keys
 from kenotron_data.config import DatasetStageConfig
@@ -46,6 +48,11 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
+    if config.general.reproducible:
+        report.say(
+            "Reproducible: each sample is computed alone, and gradients are added in one tree over "
+            f"the global batch; ranks compute with {torch.get_num_threads()} threads"
+        )
     if config.checkpoints.checkpointing_engine == "datastates":
         own = config.checkpoints.datastates or DataStatesConfig()
         report.say(

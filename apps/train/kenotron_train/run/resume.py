@@ -27,6 +27,7 @@ from kenotron_train.progress import NEEDED, Progress, fresh_state
 from kenotron_train.run.changed_rate import changed_rate
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
+from kenotron_train.run.reproducible import changed_conditions, conditions
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import place_to_resume
@@ -189,6 +190,8 @@ def _remark(training: Training, progress: Progress, state: dict[str, Any], folde
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
+    now_computed = conditions(training.config.general)
+    remark += changed_conditions(state.get("reproducible"), now_computed)
     if progress.step >= (last := training.data.tokens.train_steps):
         remark += f"; nothing is left to do: tokens.train_steps is {last}"
     return remark

@@ -31,6 +31,7 @@ from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.own_folder import going_on
+from kenotron_train.run.reproducible import check_conditions
 from kenotron_train.run.resume import resume
 from kenotron_train.run.saving import bytes_of, open_saver
 from kenotron_train.run.stopping import Stopper
@@ -100,6 +101,7 @@ def open_session(
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
+        check_conditions(config.general, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked)
         training.check_replicas()
