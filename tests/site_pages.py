@@ -137,7 +137,16 @@ def navigation(root: Path = ROOT) -> list[dict]:
 RESULTS = "tests/GPU.md", "tests/VERSIONS.md"
 GUIDES = {
     "Tutorials": ("parallelism", "choosing-a-layout", "any-model", "extending", "widths", "doremi"),
-    "How to": ("data", "schedules", "evaluating", "watching", "stopping", "launching", "gpus"),
+    "How to": (
+        "data",
+        "schedules",
+        "evaluating",
+        "watching",
+        "stopping",
+        "launching",
+        "gpus",
+        "reproducible",
+    ),
     "Problems": ("questions", "debugging"),
     "Migrating": ("migrating", "from-trainer", "from-torchtitan"),
     "Reference": ("configuration", "flags", "formats"),

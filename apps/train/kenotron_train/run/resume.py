@@ -24,10 +24,10 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
+from kenotron_train.reproducible import changed_conditions, conditions
 from kenotron_train.run.changed_rate import changed_rate
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
-from kenotron_train.run.reproducible import changed_conditions, conditions
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import place_to_resume

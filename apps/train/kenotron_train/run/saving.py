@@ -14,7 +14,7 @@ from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
-from kenotron_train.run.reproducible import conditions
+from kenotron_train.reproducible import conditions
 from kenotron_train.run.upload import Uploads
 
 

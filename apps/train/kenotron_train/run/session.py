@@ -29,9 +29,9 @@ from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
+from kenotron_train.reproducible import check_conditions
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.own_folder import going_on
-from kenotron_train.run.reproducible import check_conditions
 from kenotron_train.run.resume import resume
 from kenotron_train.run.saving import bytes_of, open_saver
 from kenotron_train.run.stopping import Stopper
