@@ -73,7 +73,7 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     again = measure(other, folder, f"{row}-resumed", steps, checkpoint)
     resumed, again = len(again.losses), continued(got, again)
     off, off_again = (deviations(run, want, exact, ways) for run in (got, again))
-    faults = [f"first value of {name}" for name in _unequal(got.first, want.first)]
+    faults = [f"first value of {name}" for name in unequal(got.first, want.first)]
     faults += [f"no gradient of {name}" for name in want.gradients if name not in got.gradients]
     faults += ["learning rates"] * (got.rates != want.rates)
     faults += ["steps when resumed"] * (resumed != steps - saved_after(steps))
@@ -81,7 +81,7 @@ def judge(row: Row, folder: Path, steps: int, reference: Reference, most: int) -
     bitwise = other.sizes[1:] == row.sizes[1:] and (other.cp, other.way) == (row.cp, row.way)
     bitwise = bitwise and other.adds_first == row.adds_first
     if bitwise:
-        faults += [f"bits of {what} when resumed" for what in _changed(again, got)]
+        faults += [f"bits of {what} when resumed" for what in changed(again, got)]
     worst = [max(v for k, v in off.items() if k.startswith(kind)) for kind in KINDS]
     there = None if bitwise else max(off_again.values())
     if len(faults) > MENTIONED:
@@ -249,7 +249,7 @@ def _too_far(where: str, off: dict[str, float]) -> list[str]:
     ]
 
 
-def _unequal(got: Weights, want: Weights) -> list[str]:
+def unequal(got: Weights, want: Weights) -> list[str]:
     """Names of what is not there on both sides, or not the same bits."""
     names = [*got, *(name for name in want if name not in got)]
     return [
@@ -259,9 +259,9 @@ def _unequal(got: Weights, want: Weights) -> list[str]:
     ]
 
 
-def _changed(again: Measured, got: Measured) -> list[str]:
+def changed(again: Measured, got: Measured) -> list[str]:
     """What differs in a bit between a run and itself, resumed."""
     series = {"losses": "losses", "norms": "norms", "rates": "learning rates"}
     found = [said for name, said in series.items() if getattr(again, name) != getattr(got, name)]
     found += ["validation"] * (again.validation != got.validation)
-    return found + _unequal(again.last, got.last)
+    return found + unequal(again.last, got.last)

@@ -144,6 +144,7 @@ GUIDES = {
         "watching",
         "stopping",
         "elastic",
+        "reproducible",
         "launching",
         "gpus",
     ),

@@ -4,7 +4,8 @@ Two local processes. The contestants of one process run on the first while the s
 take the same global batch; Hugging Face's model starts from its own weights. In every round each
 contestant runs once, after a barrier; a round counts as long as its slowest rank, and the table
 shows medians over the rounds. Every process has one thread, so two processes have two cores to one
-process' one. Without ``transformers`` its line is left out.
+process' one. Without ``transformers`` its line is left out. Lines with ``reproducible`` have
+``general.reproducible: true``; their last column is the ratio to the same layout without it.
 """
 
 from __future__ import annotations
@@ -37,20 +38,27 @@ from kenotron_train.data_plan import data_plan
 WARM_UP = 3
 HUGGING_FACE = "transformers"
 ONE = "one process"
+MODE = ", reproducible"
 Step = Callable[[], object]
 
 
-def configure(pp: int = 1, dp: int = 1, tp: int = 1) -> Config:
-    """The default with made-up tokens, fused AdamW and the layout; the global batch is kept."""
+def configure(
+    more: tuple[str, ...] = (), pp: int = 1, dp: int = 1, tp: int = 1, mode: bool = False
+) -> Config:
+    """The default with made-up tokens and the layout; the global batch is kept.
+
+    AdamW is fused, which the reproducible ``mode`` does not have. ``more``: further keys.
+    """
     text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
     sizes = {"pp": pp, "dp": dp, "tp": tp}
     changes: dict[str, object] = {f"parallelism.{name}": size for name, size in sizes.items()}
     changes["parallelism.tp_mode"] = "REDUCE_SCATTER" if tp > 1 else "ALL_REDUCE"
-    changes["optimizer.optimizer_factory.torch_adam_is_fused"] = "true"
+    changes["optimizer.optimizer_factory.torch_adam_is_fused"] = str(not mode).lower()
+    changes["general.reproducible"] = str(mode).lower()
     changes["data_stages.0.data.dataset"] = "null"
-    whole = parse_config(text, "default.yaml", [f"{k}={v}" for k, v in changes.items()])
+    whole = parse_config(text, "default.yaml", [*more, *(f"{k}={v}" for k, v in changes.items())])
     changes["tokens.micro_batch_size"] = whole.tokens.micro_batch_size // dp
-    return parse_config(text, "default.yaml", [f"{k}={v}" for k, v in changes.items()])
+    return parse_config(text, "default.yaml", [*more, *(f"{k}={v}" for k, v in changes.items())])
 
 
 def first_batch(config: Config, mesh: Mesh) -> Batch:
@@ -91,21 +99,25 @@ def hugging_face(config: Config, batch: Batch) -> Step:
     return step
 
 
-def contestants(mesh: Mesh) -> dict[str, tuple[Step, bool]]:
+def contestants(more: tuple[str, ...]) -> dict[str, tuple[Step, bool]]:
     """Name -> (step, whether both processes take part)."""
     solo = Mesh(MeshConfig(), 0, torch.device("cpu"))
-    found = {ONE: (ours(configure(), solo), False)}
+    found = {ONE: (ours(configure(more), solo), False)}
     if importlib.util.find_spec(HUGGING_FACE):
-        step = hugging_face(configure(), first_batch(configure(), solo))
+        step = hugging_face(configure(more), first_batch(configure(more), solo))
         found[HUGGING_FACE] = (step, False)
+    found[ONE + MODE] = (ours(configure(more, mode=True), solo), False)
     for name in ("tp", "dp", "pp"):
-        found[f"{name} 2"] = (ours(configure(**{name: 2}), Mesh.connect(**{name: 2})), True)
+        of, axis = Mesh.connect(**{name: 2}), {name: 2}
+        found[f"{name} 2"] = (ours(configure(more, **axis), of), True)
+        if name != "tp":
+            found[f"{name} 2{MODE}"] = (ours(configure(more, **axis, mode=True), of), True)
     return found
 
 
-def measure(mesh: Mesh, rounds: int) -> dict[str, list[float]]:
+def measure(mesh: Mesh, rounds: int, more: tuple[str, ...]) -> dict[str, list[float]]:
     """Seconds of every round on this rank, by contestant."""
-    steps = contestants(mesh)
+    steps = contestants(more)
     times: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(WARM_UP + rounds):
@@ -132,15 +144,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Tokens per second of one training step.")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--set", action="append", default=[], help="key=value of the config")
     options = parser.parse_args()
-    ranks = spawn(measure, options.rounds, dp=2)
+    more = tuple(options.set)
+    ranks = spawn(measure, options.rounds, more, dp=2)
     times = {n: [max(pair) for pair in zip(*(r[n] for r in ranks), strict=True)] for n in ranks[0]}
     medians = {name: statistics.median(rounds) for name, rounds in times.items()}
-    tokens = configure().global_batch_tokens
-    print(f"{'contestant':<14} {'step ms':>8} {'tokens/s':>9}  of {ONE}")
+    tokens = configure(more).global_batch_tokens
+    print(f"{'contestant':<28} {'step ms':>8} {'tokens/s':>9}  of {ONE}  of the usual")
     for name, median in medians.items():
-        ratio = median / medians[ONE]
-        print(f"{name:<14} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>8.2f}")
+        ratio, usual = median / medians[ONE], median / medians[name.removesuffix(MODE)]
+        of_usual = f"{usual:>15.2f}" if name.endswith(MODE) else ""
+        print(f"{name:<28} {median * 1e3:>8.1f} {tokens / median:>9.0f} {ratio:>15.2f}{of_usual}")
     if HUGGING_FACE not in medians:
         print(f"{HUGGING_FACE} is not installed: pip install './apps/train[bench]'")
     if options.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 import kenotron_engine
@@ -48,6 +49,7 @@ def plan_of(config: Config) -> ModelPlan:
         scales=config.scales,
         compile=model.compile,
         cuda_graph=model.cuda_graph,
+        reproducible=config.general.reproducible,
     )
 
 
@@ -59,9 +61,14 @@ def decoder_layers(config: Config, mesh: Mesh) -> list[tuple[str, nn.Module]]:
 def build_training(config: Config, mesh: Mesh, own_model: OwnModel | None = None) -> Training:
     """Build the model of a config and everything that updates it. Collective over the mesh.
 
+    With ``general.reproducible`` torch computes with ``general.reproducible_threads`` from now on.
+
     Raises:
-        ValueError: ``model.cuda_graph`` where there is no GPU, or where layers add losses.
+        ValueError: ``model.cuda_graph`` where there is no GPU, or where layers add losses;
+            ``general.reproducible`` on a GPU or with ``own_model``.
     """
+    if config.general.reproducible:
+        torch.set_num_threads(config.general.reproducible_threads)
     built = kenotron_engine.build_training(
         plan_of(config),
         config.optimizer,

@@ -124,6 +124,23 @@ def test_ranks_are_killed_one_after_another(
     assert all(0 < seconds < took for seconds in phases)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_the_reproducible_mode_not_a_bit_changes(
+    dtype: str, tmp_path: Path, undisturbed: Callable
+) -> None:
+    """7 samples over 3, 2 and 1 ranks of 2 places each: padding is a leaf of zeros."""
+    more = {
+        "general__reproducible": "true", "tokens__micro_batch_size": 2, "model__dtype": dtype,
+        "optimizer__optimizer_factory__torch_adam_is_fused": "false",
+        "optimizer__accumulate_grad_in_fp32": "true", "optimizer__zero_stage": 2,
+    }  # fmt: skip
+    plan = [(6, 3, 1, signal.SIGKILL), (11, 2, 0, signal.SIGKILL)]
+    found, expected = trained(tmp_path, 3, plan, **more), undisturbed(**more)
+    for name in ("step", "lm_loss", "grad_norm", "consumed_samples"):
+        assert [each[name] for each in found] == [each[name] for each in expected]
+    assert sum(each["losses"] for each in recoveries(found).values()) == 2
+
+
 def test_stages_and_cut_layers_stay_whole(tmp_path: Path, undisturbed: Callable) -> None:
     """Of five processes four train; when one of the world dies the idle one is not missed."""
     more = {"parallelism__tp": 2}

@@ -177,6 +177,7 @@ def test_keys_without_effect_are_named():
         ("parallelism.ep_chunks", 2),
         ("parallelism.moe_layer_recompute", True),
         ("optimizer.max_rollbacks", 1),
+        ("general.reproducible_threads", 3),
     ],
 )
 def test_keys_that_another_key_leaves_without_effect_are_named(key, value):

@@ -15,6 +15,7 @@ from kenotron_train.assemble import Training
 from kenotron_train.log.numbers import short
 from kenotron_train.log.report import Report
 from kenotron_train.log.run_name import run_name
+from kenotron_train.reproducible import conditions, described
 
 
 def introduce(training: Training, report: Report, remark: str) -> None:
@@ -46,6 +47,11 @@ def introduce(training: Training, report: Report, remark: str) -> None:
     if config.parallelism.dp > 1:
         buckets = len(training.grads.buckets)
         report.say(f"Gradients are summed over dp in {buckets} bucket{'s' * (buckets != 1)}")
+    if found := conditions(config.general):
+        report.say(
+            "Reproducible: each sample is computed alone, and gradients are added in one tree over "
+            f"the global batch; {described(found)}"
+        )
     if config.checkpoints.checkpointing_engine == "datastates":
         own = config.checkpoints.datastates or DataStatesConfig()
         report.say(

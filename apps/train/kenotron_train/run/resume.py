@@ -24,6 +24,7 @@ from kenotron_train.data.data_settings import order_of, reading_of
 from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
+from kenotron_train.reproducible import changed_conditions, conditions
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.own_folder import check_agreement, without_effect
@@ -189,6 +190,8 @@ def _remark(training: Training, progress: Progress, state: dict[str, Any], folde
     for name in ROPE:
         if name in before and sizes.get(name) != before[name]:
             remark += f"; {name} changes from {before[name]} to {sizes.get(name)}"
+    now_computed = conditions(training.config.general)
+    remark += changed_conditions(state.get("reproducible"), now_computed)
     if progress.step >= (last := training.data.tokens.train_steps):
         remark += f"; nothing is left to do: tokens.train_steps is {last}"
     return remark

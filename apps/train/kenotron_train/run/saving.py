@@ -14,6 +14,7 @@ from kenotron_train.assemble import Training
 from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
+from kenotron_train.reproducible import conditions
 from kenotron_train.run.upload import Uploads
 
 
@@ -61,6 +62,7 @@ def save_run(saver: Saver, training: Training, progress: Progress) -> None:
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config.tokenizer),
         "reading": reading_of(training.data),
+        "reproducible": conditions(config.general),
     }
     with mesh.pulse.busy("saving a checkpoint"):
         asked = replace(config, checkpoints=_as_asked(config.checkpoints))

@@ -29,6 +29,7 @@ from kenotron_train.log.banner import introduce
 from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
+from kenotron_train.reproducible import check_conditions
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.resume import resume
@@ -100,6 +101,7 @@ def open_session(
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
+        check_conditions(config.general, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked)
         training.check_replicas()

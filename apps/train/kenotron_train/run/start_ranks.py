@@ -42,6 +42,12 @@ def start_ranks(
         check_folders(data)
         _prepare(data)
     general = config.general
+    wanted = general.reproducible_threads if general.reproducible else threads
+    if threads not in (None, wanted):
+        raise ValueError(
+            f"--threads: {threads} was given; general.reproducible computes with "
+            f"general.reproducible_threads ({wanted}): leave --threads out, or set the key"
+        )
     plan = plan_of(config)
     # Both import the compiler: here once for all local ranks.
     compiler = ["torch._dynamo"] if plan.compile or {*plan.recompute} != {"none"} else []
@@ -57,7 +63,7 @@ def start_ranks(
         device=None if general.device == "auto" else general.device,
         deterministic=general.deterministic,
         leaves=leaves,
-        threads=threads,
+        threads=wanted,
         secret_file=_secret_file(Path(config.checkpoints.checkpoints_path)),
     )
 

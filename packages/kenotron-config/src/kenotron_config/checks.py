@@ -1,7 +1,8 @@
 """Rules that need more than one section of a training config."""
 
 import math
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict, cast
 
 from kenotron_config.batch_sizes import batch_problems, ramp_problems
 from kenotron_config.data_checks import (
@@ -11,11 +12,13 @@ from kenotron_config.data_checks import (
     vocabulary_problems,
 )
 from kenotron_config.doremi_section import DoReMiConfig
+from kenotron_config.evaluate_section import evaluate_problems
 from kenotron_config.expert_checks import chunk_problems, expert_problems
 from kenotron_config.mtp_checks import mtp_problems
 from kenotron_config.number_checks import number_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
+from kenotron_config.reproducible_checks import reproducible_problems
 from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
@@ -44,6 +47,12 @@ class Sections(TypedDict, total=False):
     profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
     doremi: DoReMiConfig | None
+
+
+def all_problems(sections: Mapping[str, Any]) -> list[str]:
+    """Name every contradiction between the sections of a config, as `cross_problems` does."""
+    found = [*cross_problems(cast(Sections, sections)), *evaluate_problems(sections)]
+    return [*found, *reproducible_problems(sections)]
 
 
 def cross_problems(sections: Sections) -> list[str]:

@@ -5,10 +5,10 @@ from functools import cached_property
 
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
 from kenotron_config.batch_sizes import BatchSizes
-from kenotron_config.checks import Sections, cross_problems, way_over_cp
+from kenotron_config.checks import all_problems, way_over_cp
 from kenotron_config.doremi_section import DoReMiConfig
 from kenotron_config.eval_sections import LightEvalConfig
-from kenotron_config.evaluate_section import EvaluateConfig, evaluate_problems
+from kenotron_config.evaluate_section import EvaluateConfig
 from kenotron_config.init_sections import (
     ExistingCheckpointInitConfig,
     MambaInitConfig,
@@ -76,17 +76,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Check the sections against one another."""
-        sections = Sections(
-            parallelism=self.parallelism,
-            model=self.model,
-            tokenizer=self.tokenizer,
-            tokens=self.tokens,
-            optimizer=self.optimizer,
-            profiler=self.profiler,
-            data_stages=self.data_stages,
-            doremi=self.doremi,
-        )
-        if problems := [*cross_problems(sections), *evaluate_problems(vars(self))]:
+        if problems := all_problems(vars(self)):
             raise ValueError("\n".join(problems))
 
     @cached_property

@@ -96,6 +96,10 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
         yield "parallelism.moe_layer_recompute", "the model has no experts"
     if config.optimizer.nonfinite != "rollback":
         yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"
+    if config.general.reproducible:
+        yield "optimizer.reduce", "with general.reproducible gradients are added once a step"
+    else:
+        yield "general.reproducible_threads", "without general.reproducible no bit is fixed by it"
 
 
 def unread_model_keys(model: Any) -> list[str]:

@@ -37,6 +37,14 @@ class GeneralConfig:
     deterministic: bool = False
     """True: the same run gives the same bits every time on an accelerator, too; slower. An
     operation without deterministic version ends the run."""
+    reproducible: bool = False
+    """True: losses, gradients and weights are the same bits on every dp, pp, micro-batch size, ZeRO
+    stage, schedule and recomputation, after a resume too. Each sample is computed alone, and
+    gradients are added in one binary tree over the global batch. On CPUs, for dense models; what is
+    not shown to be the same is refused."""
+    reproducible_threads: int = 1
+    """Threads of each rank with reproducible: true. They are a part of what fixes the bits: runs to
+    be compared have the same number."""
     device: Device = "auto"
     """Device that ranks compute on: `cuda`, a GPU for every rank; `cpu`; `auto`: cuda where there
     are GPUs enough."""
@@ -44,6 +52,7 @@ class GeneralConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = below("seed", self.seed, 0)
+        found += below("reproducible_threads", self.reproducible_threads, 1)
         if self.device not in get_args(Device):
             known = ", ".join(get_args(Device))
             found.append(f"device: {self.device} was given; it must be one of {known}")

@@ -10,10 +10,9 @@ from typing import Any, cast
 
 import yaml
 
-from kenotron_config.checks import Sections, cross_problems
+from kenotron_config.checks import all_problems
 from kenotron_config.config import Config
 from kenotron_config.elastic import with_sizes
-from kenotron_config.evaluate_section import evaluate_problems
 from kenotron_config.home_paths import expand_home
 from kenotron_config.legacy import before_nanotron, modern_path, modernise, without_former
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
@@ -177,7 +176,7 @@ def parse_config(
     data = expand_home(data, environment, report)
     data = without_others(data, lambda line: warn(f"{source_name}: {line}"))
     built = sections(Config, with_sizes(modernise(data, report), world, report), report)
-    for line in [*cross_problems(cast(Sections, built)), *evaluate_problems(built)]:
+    for line in all_problems(built):
         path, _, sentence = line.partition(": ")
         report(path, sentence)
     if problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from kenotron_data import Batch, MicroBatch
 from kenotron_dist import all_reduce
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
+from kenotron_engine.sample_order import one_by_one, rows_of_all
 from kenotron_engine.sequence import NO_TARGET
 
 
@@ -44,14 +46,19 @@ def evaluate(model: ModelOnMesh, batches: Iterable[Batch], names: tuple[str, ...
 
     ``names`` are those of the sources that rows are tagged with. Collective over the mesh.
     """
-    mesh = model.mesh
+    mesh, in_order = model.mesh, model.plan.reproducible
     total = torch.zeros(len(names), 2, dtype=torch.float64, device=mesh.device)
     for on_host in batches:
-        share = model.share_of(on_host.to(mesh.device))
-        whole = _summing(model, share.micros, total)
-        model.model.pipeline.evaluate(share.inputs, whole, share.contexts)
+        batch = (one_by_one(on_host) if in_order else on_host).to(mesh.device)
+        share, found = model.share_of(batch), list[Tensor]()
+        add = found.extend if in_order else partial(_add, total)
+        model.model.pipeline.evaluate(
+            share.inputs, _row_sums(model, share.micros, add), share.contexts
+        )
+        if in_order:
+            _add(total, rows_of_all(mesh, found, len(batch), 3))
     # Only ranks with the last layer have seen a loss.
-    total = all_reduce(total, mesh["pp", "dp", "cp"])
+    total = total if in_order else all_reduce(total, mesh["pp", "dp", "cp"])
     losses, counts = total.unbind(-1)
     each = {
         name: float(loss / count)
@@ -85,19 +92,25 @@ def batch_losses(model: ModelOnMesh, batch: Batch) -> Tensor:
     return join_sequence(rows, mesh["cp"], sequence, layout=plan.cp_mode.layout)
 
 
-def _summing(
-    model: ModelOnMesh, batch: list[MicroBatch], total: Tensor
+def _row_sums(
+    model: ModelOnMesh, batch: list[MicroBatch], add: Callable[[Tensor], object]
 ) -> Callable[[Tensor, int], Tensor]:
-    """A loss that adds sums and numbers of targets of each source to ``total`` (K, 2)."""
+    """A loss that hands over of each row its sum, its targets and its source: (B, 3) fp64."""
 
     def loss(hidden: Tensor, microbatch: int) -> Tensor:
         micro = batch[microbatch]
         labels = micro.labels_BS
         per_row = token_losses(model, hidden, labels).view_as(labels).double().sum(-1)
-        seen = torch.stack([per_row, (labels != NO_TARGET).sum(-1).double()], -1)
         sources = micro.sources_B
         assert sources is not None, "validation_batches tags every row"
-        total.index_add_(0, sources.clamp_min(0), seen * (sources >= 0)[:, None])
+        targets = (labels != NO_TARGET).sum(-1).double()
+        add(torch.stack([per_row, targets, sources.double()], -1))
         return per_row.sum()
 
     return loss
+
+
+def _add(total: Tensor, rows: Tensor) -> None:
+    """Add rows (B, 3) to the sums and numbers of targets of each source (K, 2), in order."""
+    sources = rows[:, 2].long()
+    total.index_add_(0, sources.clamp_min(0), rows[:, :2] * (sources >= 0)[:, None])

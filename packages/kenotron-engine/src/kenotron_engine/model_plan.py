@@ -50,6 +50,9 @@ class ModelPlan:
     """True: torch.compile makes one program of each layer's work between communications."""
     cuda_graph: bool = False
     """True: forward and backward of a micro-batch are one CUDA graph. Needs pp, cp and tp 1."""
+    reproducible: bool = False
+    """True: samples are computed one by one and added in one tree (``SampleGradients``), the same
+    bits on every pp, dp and ZeRO stage. For dense models without dropout; cp and tp are 1."""
 
 
 def check_balance(plan: ModelPlan, stages: int) -> None:

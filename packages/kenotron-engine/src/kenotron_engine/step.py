@@ -20,6 +20,7 @@ from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
 from kenotron_engine.objective import Objective, Parts
+from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_engine.training import Training
 from kenotron_optim import (
     NonFinite,
@@ -181,6 +182,7 @@ def gradient(
 ) -> Gradient:
     """Forward and backward of one global batch. Collective; see ``training_step``."""
     mesh, goal = training.mesh, objective or training.objective
+    batch = one_by_one(batch) if training.plan.reproducible else batch
     forget_loads(training)
     counts, factor = goal.counts(batch, mesh), state.loss_factor
     count = counts[0].double() / factor
@@ -197,8 +199,8 @@ def gradient(
                     f"the loss of {type(goal).__name__} returned {type(parts).__name__}: return "
                     "Parts(total), see Objective.loss"
                 )
-            if parts.reports:
-                own = [each.detach().float()[None] for each in parts.reports]
+            if sums := [*parts.reports, *(parts.total,) * training.plan.reproducible]:
+                own = [each.detach().float()[None] for each in sums]
                 reports.append(torch.cat(own) if len(own) > 1 else own[0])
             if parts.rows is not None:
                 rows[microbatch] = parts.rows.detach()
@@ -217,19 +219,35 @@ def gradient(
     unscale_(slices, factor)
     look(slices)
     norm = training.norm(slices)
-    # One rank's loss for all: what is decided from it cannot differ between ranks.
-    loss = broadcast(all_reduce(loss / factor, mesh["dp", "cp"]), mesh.world)
-    reports = loss.new_empty(0)
-    if goal.reports:
-        reports = _of_all(mesh, found, len(goal.reports)) / factor
+    loss, reports = _sums(training, loss, found, len(batch), len(goal.reports))
+    loss, reports = loss / factor, reports / factor
     own = _gathered_rows(batch, rows, mesh) if goal.columns else rows.new_empty(0)
     return Gradient(goal.reported(loss, reports), slices, norm, counts, reports, own)
 
 
-def _of_all(mesh: Mesh, found: list[Tensor], size: int) -> Tensor:
-    """Sums over the global batch, on all ranks; the last stage has those of its micro-batches."""
-    own = torch.stack(found).sum(0) if found else torch.zeros(size, device=mesh.device)
-    return all_reduce(own, mesh["pp", "dp", "cp"])
+def _sums(
+    training: Training, loss: Tensor, found: list[Tensor], microbatches: int, size: int
+) -> tuple[Tensor, Tensor]:
+    """Loss (scalar) and reports (r,) of the global batch, on all ranks.
+
+    Args:
+        training: its mesh, over which it is collective.
+        loss: of this rank's micro-batches.
+        found: on the last stage the reports of each micro-batch; in reproducible mode its loss,
+            too.
+        microbatches: of this rank.
+        size: r.
+    """
+    mesh = training.mesh
+    if training.plan.reproducible:
+        total = sum_of_rows(rows_of_all(mesh, found, microbatches, size + 1)).float()
+        return total[size], total[:size]
+    # One rank's loss for all: what is decided from it cannot differ between ranks.
+    loss, own = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world), loss.new_empty(0)
+    if size:
+        own = torch.stack(found).sum(0) if found else torch.zeros(size, device=mesh.device)
+        own = all_reduce(own, mesh["pp", "dp", "cp"])
+    return loss, own
 
 
 def _gathered_rows(batch: Batch, rows_MBc: Tensor, mesh: Mesh) -> Tensor:

@@ -17,13 +17,16 @@ from kenotron_engine.cuda_graphs import MicroBatchGraphs
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.model_plan import ModelPlan
 from kenotron_engine.objective import Objective, objective_of
+from kenotron_engine.sample_order import check_sample_order
 from kenotron_models import LayerStack
 from kenotron_optim import (
+    ExactNorm,
     GlobalNorm,
     GradAccumulator,
     LRSchedule,
     OptimizerConfig,
     ParameterGroup,
+    SampleGradients,
     SlicedOptimizer,
     WeightAverages,
     parameter_groups,
@@ -117,13 +120,13 @@ def build_training(
             ``GradAccumulator``.
 
     Raises:
-        ValueError: ``plan.cuda_graph`` where there is no GPU, or where layers add losses.
+        ValueError: ``plan.cuda_graph`` or ``plan.reproducible`` with what each cannot have.
     """
+    check_sample_order(plan, optim, mesh, own_layers=layers is not None)
     sharded = optim.zero.cuts_parameters
     model = build_model(plan, mesh, layers, memory=not sharded)
-    if plan.cuda_graph:
-        _check_graphed(model, mesh, optim)
-    grads = _accumulator(model, optim, mesh, bucket_mb, None if layers else ())
+    _check_graphed(plan, model, mesh, optim)
+    grads = _accumulator(plan, model, optim, mesh, bucket_mb, None if layers else ())
     if layers is None:  # ours use each of these weights once in a backward
         cut = {id(layer.weight) for layer in deferring(model.stack)}
         grads.take_products([path for path, p in grads.parameters.items() if id(p) in cut])
@@ -148,7 +151,7 @@ def build_training(
         mesh=mesh,
         model=model,
         grads=grads,
-        norm=GlobalNorm(grads),
+        norm=(ExactNorm if plan.reproducible else GlobalNorm)(grads),
         groups=groups,
         optimizer=optimizer,
         schedule=LRSchedule.from_config(optim.learning_rate_scheduler, train_steps),
@@ -159,6 +162,7 @@ def build_training(
 
 
 def _accumulator(
+    plan: ModelPlan,
     model: Model,
     optim: OptimizerConfig,
     mesh: Mesh,
@@ -170,11 +174,13 @@ def _accumulator(
     Own experts have a gradient in every backward, of zeros where they have no tokens: nothing is
     ``irregular``. That of other layers is not known.
     """
+    made = named_parameters(model.stack), model.layouts, mesh
+    fp32 = optim.accumulate_grad_in_fp32
+    if plan.reproducible:
+        return SampleGradients(*made, fp32=fp32, bucket_mb=bucket_mb)
     return GradAccumulator(
-        named_parameters(model.stack),
-        model.layouts,
-        mesh,
-        fp32=optim.accumulate_grad_in_fp32,
+        *made,
+        fp32=fp32,
         bucket_mb=bucket_mb,
         irregular=irregular,
         reduce=optim.reduce if optim.zero.cuts_gradients else "step",
@@ -188,7 +194,9 @@ def _by_layer(model: Model, fill: Callable[[LayerStack], None]) -> Callable[[nn.
     return lambda layer: fill(LayerStack([(names[id(layer)], layer)]))
 
 
-def _check_graphed(model: Model, mesh: Mesh, optim: OptimizerConfig) -> None:
+def _check_graphed(plan: ModelPlan, model: Model, mesh: Mesh, optim: OptimizerConfig) -> None:
+    if not plan.cuda_graph:
+        return
     if mesh.device.type != "cuda":
         raise ValueError(
             f"cuda_graph: true was given, but this rank computes on {mesh.device}: CUDA graphs "

@@ -9,6 +9,7 @@ from kenotron_optim.config import (
     OptimizerConfig,
     shard_ranks_problems,
 )
+from kenotron_optim.exact_norm import ExactNorm
 from kenotron_optim.gradient_buffers import Reduce
 from kenotron_optim.groups import ParameterGroup, decay_groups, describe_groups, parameter_groups
 from kenotron_optim.loss_scale import LossScale, unscale_
@@ -19,6 +20,8 @@ from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, fi
 from kenotron_optim.parameter_shards import Regather
 from kenotron_optim.rank_costs import Held, data_bytes, held_tensors, state_bytes
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
+from kenotron_optim.sample_gradients import SampleGradients
+from kenotron_optim.sample_order_checks import unordered_settings
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
 from kenotron_optim.step_state import Policy, StepOutcome, StepState
@@ -30,6 +33,7 @@ from kenotron_optim.zero_optimizer import ZeroOptimizer
 __all__ = [
     "AVERAGE",
     "AdamWConfig",
+    "ExactNorm",
     "GlobalNorm",
     "GradAccumulator",
     "Held",
@@ -49,6 +53,7 @@ __all__ = [
     "Reduce",
     "Regather",
     "SGDConfig",
+    "SampleGradients",
     "SlicedOptimizer",
     "Slices",
     "SpikeConfig",
@@ -71,6 +76,7 @@ __all__ = [
     "parameter_groups",
     "shard_ranks_problems",
     "state_bytes",
+    "unordered_settings",
     "unscale_",
     "update_rule",
 ]

@@ -65,7 +65,7 @@ class GlobalNorm:
 
     def __call__(self, slices: Slices) -> Tensor:
         """fp64 scalar, the same on every rank; ``slices`` come from ``finish``. Collective."""
-        powers = self._reduce(self._own(slices))
+        powers = self._powers(slices)
         if self.norm_type == INF:
             return powers.amax() if len(powers) else powers.sum()
         return powers.sum().pow(1 / self.norm_type)
@@ -75,7 +75,7 @@ class GlobalNorm:
 
         For reports: it waits for the numbers. Collective over the mesh.
         """
-        powers = self._reduce(self._own(slices))
+        powers = self._powers(slices)
         norms = powers if self.norm_type == INF else powers.pow(1 / self.norm_type)
         return dict(zip(self.names, norms.tolist(), strict=True))
 
@@ -87,6 +87,10 @@ class GlobalNorm:
         gathers W x T numbers. Collective over the mesh.
         """
         return all_gather(self._own(slices).unsqueeze(0), self.mesh.world)
+
+    def _powers(self, slices: Slices) -> Tensor:
+        """Powers of the logical tensors (T,) fp64, the same on every rank. Collective."""
+        return self._reduce(self._own(slices))
 
     def _own(self, slices: Slices) -> Tensor:
         """Powers of what this rank counts of each logical tensor (T,) fp64."""
@@ -107,7 +111,7 @@ class GlobalNorm:
         if world.size == 1:
             return own
         if self.norm_type == INF:
-            return _largest(own, world)
+            return largest_of(own, world)
         stage = self.mesh["dp", "cp", "tp"]
         each = -(-count // stage.size)  # K
         row = own.new_zeros(stage.size * each)
@@ -170,7 +174,7 @@ def _powers(views: list[Tensor], norm_type: float) -> Tensor:
     return torch.cat([powers, zero])
 
 
-def _largest(own: Tensor, axis: Axis) -> Tensor:
+def largest_of(own: Tensor, axis: Axis) -> Tensor:
     """Largest of the ranks' numbers, which are not negative; nan where one of them is nan.
 
     Backends disagree about the maximum of a nan. The bits of numbers that are not negative are

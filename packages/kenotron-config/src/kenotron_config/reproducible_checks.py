@@ -1,0 +1,83 @@
+"""Rules of `general.reproducible`: what is not shown to have the same bits on every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kenotron_config.init_sections import SpectralMupInitConfig
+from kenotron_config.parallelism_section import ParallelismConfig
+from kenotron_config.sections import ModelConfig
+from kenotron_models.families import TransformersConfig
+from kenotron_optim import unordered_settings
+
+MODE = "with general.reproducible: true"
+DROPS = ("embd_pdrop", "attn_pdrop", "resid_pdrop", "attention_dropout")
+SECTIONS = ("doremi", "evaluate", "lighteval", "metrics_logging")
+"""Sections whose numbers are not shown to be the same on every layout."""
+
+
+def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
+    """Name every setting that cannot be combined with `general.reproducible: true`.
+
+    Args:
+        sections: the sections by name; rules that need a missing one are passed over.
+
+    Returns:
+        One line for each problem: `key.path: value given; what is needed; what to change`.
+    """
+    general = sections.get("general")
+    if general is None or not general.reproducible:
+        return []
+    found = []
+    if general.device == "cuda":
+        found.append(_line("general.device", "cuda", "kernels of CPUs alone are proved", "cpu"))
+    if parallelism := sections.get("parallelism"):
+        found += _axes(parallelism)
+    if model := sections.get("model"):
+        found += _model(model)
+    if optimizer := sections.get("optimizer"):
+        for line in unordered_settings(optimizer):
+            key, _, rest = line.partition(" was given")
+            found.append(f"optimizer.{key} was given {MODE}{rest}")
+    found += [
+        f"{name}: a section was given {MODE}; its numbers are not shown to be the same on every "
+        "layout: leave it out"
+        for name in SECTIONS
+        if sections.get(name) is not None
+    ]
+    return found
+
+
+def _axes(parallelism: ParallelismConfig) -> Iterator[str]:
+    rule = "sums over this axis are not added in the tree of samples"
+    for name in ("tp", "cp", "ep"):
+        if (size := getattr(parallelism, name)) > 1:
+            yield _line(f"parallelism.{name}", size, rule, 1)
+
+
+def _model(model: ModelConfig) -> Iterator[str]:
+    sizes, path = model.model_config, "model.model_config"
+    if isinstance(sizes, TransformersConfig):
+        yield f"{path}: a model of transformers was given {MODE}; choose one of our own families"
+        return
+    if sizes.decoder.routes:
+        yield f"{path}: experts were given {MODE}; choose a dense model"
+    for name in DROPS:
+        if rate := getattr(sizes, name, 0.0):
+            yield _line(f"{path}.{name}", rate, "dropout is not proved", 0.0)
+    if model.mtp is not None:
+        yield f"model.mtp.layers: {model.mtp.layers} was given {MODE}; leave mtp out"
+    if isinstance(model.init_method, SpectralMupInitConfig):
+        yield (
+            f"model.init_method.use_mup: true was given {MODE}; µP is not proved: give std instead"
+        )
+    for name in ("compile", "cuda_graph"):
+        if getattr(model, name):
+            yield _line(f"model.{name}", "true", "compiled kernels are not proved", "false")
+    if model.dtype == "float16":
+        yield _line("model.dtype", "float16", "its loss scale is not proved", "bfloat16 or float32")
+
+
+def _line(key: str, value: object, rule: str, fix: object) -> str:
+    return f"{key}: {value} was given {MODE}; {rule}: set it to {fix}"

@@ -1,0 +1,117 @@
+"""``general.reproducible`` refuses what is not proved, by its key, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from kenotron_config import ConfigError, ignored_keys, load_config
+from kenotron_optim import OptimizerConfig
+
+FILE = Path(__file__).parent / "tiny_llama.yaml"
+FITTING = (
+    "general.reproducible=true",
+    "optimizer.optimizer_factory.torch_adam_is_fused=false",
+    "parallelism.tp=1",
+    "parallelism.dp=1",
+    "parallelism.pp=1",
+    "parallelism.tp_mode=ALL_REDUCE",
+    "optimizer.accumulate_grad_in_fp32=true",
+)
+STARCODER = (
+    "model.model_config={is_starcoder2_config: true, hidden_size: 16, intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 2, vocab_size: 257, max_position_embeddings: 64, "
+    "grouped_query: true, num_kv_heads: 2, attn_pdrop: 0.1, embd_pdrop: 0.2, resid_pdrop: 0.3}"
+)
+QWEN = (
+    "model.model_config={is_qwen2_config: true, hidden_size: 16, intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 2, vocab_size: 257, "
+    "max_position_embeddings: 64, moe_config: {num_experts: 4, top_k: 2, "
+    "moe_intermediate_size: 8}}"
+)
+MUON = "optimizer.optimizer_factory={name: muon, adamw_named_params: []}"
+REFUSED = {
+    "general.device: cuda": ("general.device=cuda",),
+    "parallelism.tp: 2": ("parallelism.tp=2",),
+    "parallelism.cp: 2": ("parallelism.cp=2",),
+    "parallelism.ep: 2": ("parallelism.ep=2", "parallelism.dp=2", QWEN),
+    "model.model_config: experts": (QWEN,),
+    "model.model_config.attn_pdrop: 0.1": (STARCODER,),
+    "model.model_config.embd_pdrop: 0.2": (STARCODER,),
+    "model.model_config.resid_pdrop: 0.3": (STARCODER,),
+    "model.mtp.layers: 1": ("model.mtp={weight: 0.3}",),
+    "model.init_method.use_mup: true": (
+        "model.init_method={use_mup: true, base: {hidden_size: 8}}",
+    ),
+    "model.compile: true": ("model.compile=true",),
+    "model.cuda_graph: true": ("model.cuda_graph=true",),
+    "model.dtype: float16": ("model.dtype=float16",),
+    "optimizer.optimizer_factory.name: muon": (MUON,),
+    "optimizer.optimizer_factory.torch_adam_is_fused: true": (
+        "optimizer.optimizer_factory.torch_adam_is_fused=true",
+    ),
+    "optimizer.shard_ranks: 1": ("optimizer.shard_ranks=1",),
+    "optimizer.state_dtype: bfloat16": ("optimizer.state_dtype=bfloat16",),
+    "optimizer.offload: True": ("optimizer.offload=true",),
+    "optimizer.accumulate_grad_in_fp32: False": ("optimizer.accumulate_grad_in_fp32=false",),
+    "optimizer.weight_average: ": ("optimizer.weight_average={decay: 0.9}",),
+    "optimizer.spikes: ": ("optimizer.spikes={}",),
+    "evaluate: a section": ("evaluate={tasks: [arc_easy]}",),
+    "metrics_logging: a section": ("metrics_logging={log_level: 1}",),
+    "doremi: a section": ("doremi={domain_names: [a, b]}",),
+}
+"""The begin of a problem, and settings that have it."""
+PROVED = {
+    "optimizer_factory", "zero_stage", "reduce", "regather", "weight_decay", "clip_grad",
+    "learning_rate_scheduler", "weight_decay_exclude_named_params", "weight_decay_exclude_kinds",
+    "lr_multipliers", "nonfinite", "max_rollbacks", "loss_scale",
+}  # fmt: skip
+"""Keys of the optimizer whose values change nothing that depends on a layout."""
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_what_is_not_proved_is_refused(problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(FILE, [*FITTING, *REFUSED[problem]])
+    [line] = [each for each in str(error.value).splitlines() if problem in each]
+    assert "was given" in line or "were given" in line
+    assert "with general.reproducible: true; " in line
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("parallelism.dp=3", "optimizer.zero_stage=3", "optimizer.regather=step"),
+        ("parallelism.pp=2", "parallelism.pp_engine=zb-v", "parallelism.recompute=full"),
+        ("model.dtype=bfloat16", "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"),
+        ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
+    ],
+)
+def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:
+    assert load_config(FILE, [*FITTING, *sets]).general.reproducible
+
+
+def test_without_the_mode_nothing_is_refused() -> None:
+    for sets in REFUSED.values():
+        try:
+            load_config(FILE, [*FITTING, "general.reproducible=false", *sets])
+        except ConfigError as error:
+            assert "reproducible" not in str(error)
+
+
+def test_every_key_of_the_optimizer_is_proved_or_refused() -> None:
+    refused = {key.split(":")[0].split(".")[1] for key in REFUSED if key.startswith("optimizer.")}
+    assert {field.name for field in fields(OptimizerConfig)} == PROVED | refused
+
+
+def test_a_time_of_reduction_has_no_effect() -> None:
+    config = load_config(FILE, [*FITTING, "optimizer.zero_stage=2", "optimizer.reduce=step"])
+    assert "optimizer.reduce: step has no effect" in "\n".join(ignored_keys(config))
+
+
+def test_threads_are_a_number() -> None:
+    with pytest.raises(ConfigError, match="general.reproducible_threads: 0 was given"):
+        load_config(FILE, ["general.reproducible_threads=0"])

@@ -1,0 +1,80 @@
+"""The reproducible mode: one sample in each micro-batch, and sums in the order of the global batch.
+
+Shapes: M micro-batches of B rows, G rows of the global batch, k numbers of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from kenotron_data import Batch
+from kenotron_dist import Mesh, all_reduce
+from kenotron_engine.model_plan import ModelPlan
+from kenotron_models import TransformersSpec
+from kenotron_optim import OptimizerConfig, unordered_settings
+
+
+def check_sample_order(
+    plan: ModelPlan, optim: OptimizerConfig, mesh: Mesh, *, own_layers: bool
+) -> None:
+    """Raise ValueError for what a reproducible plan cannot have: bits that differ between layouts.
+
+    ``own_layers``: whether the layers are not those of ``plan.spec``.
+    """
+    if not plan.reproducible:
+        return
+    spec, axes = plan.spec, {**mesh.sizes, "ep": mesh.config.ep}
+    drops = [getattr(part, "dropout", 0.0) for block in spec.blocks for part in block.parts]
+    drops += [spec.embedding_dropout, *(block.dropout for block in spec.blocks)]
+    given = {
+        "layers that are not of the plan's spec": own_layers,
+        "layers of transformers": isinstance(spec, TransformersSpec),
+        "experts": spec.routes,
+        "mtp_weight": spec.mtp_weight,
+        "dropout": any(drops),
+        "scales": plan.scales is not None,
+        "compile": plan.compile,
+        "cuda_graph": plan.cuda_graph,
+        "float16": plan.dtype == torch.float16,
+        f"device {mesh.device}": mesh.device.type not in ("cpu", "meta"),
+        **{f"{axis} = {axes[axis]}": axes[axis] > 1 for axis in ("tp", "cp", "ep")},
+    }
+    found = [name for name, is_given in given.items() if is_given]
+    lines = [f"reproducible: true was given with {each}: leave one of them out" for each in found]
+    if lines := [*lines, *unordered_settings(optim)]:
+        raise ValueError("\n".join(lines))
+
+
+def one_by_one(batch: Batch) -> Batch:
+    """Return the batch with each of its rows (M, B) as a micro-batch: (M * B, 1)."""
+    parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    given = {name: x.flatten(0, 1)[:, None] for name, x in parts.items() if x is not None}
+    return replace(batch, **given)
+
+
+def rows_of_all(mesh: Mesh, found: Sequence[Tensor], rows: int, numbers: int) -> Tensor:
+    """Return the numbers of all rows of the global batch, in its order: (G, k) fp64, on every rank.
+
+    Args:
+        mesh: the ranks; collective over pp and dp.
+        found: (k,) of each row of this data rank, on its last stage; empty on others.
+        rows: G / dp.
+        numbers: k.
+    """
+    shape = mesh["dp"].size, rows, numbers
+    whole = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
+    if found:
+        whole[mesh["dp"].rank] = torch.stack(list(found))
+    return all_reduce(whole, mesh["pp", "dp"]).flatten(0, 1)  # others add zeros: no bit changes
+
+
+def sum_of_rows(rows: Tensor) -> Tensor:
+    """Sum of (G, k) over rows, in the tree of ``kenotron_dist.tree_sum``: (k,)."""
+    while len(rows) > 1:
+        even = len(rows) // 2 * 2
+        rows = torch.cat([rows[:even:2] + rows[1:even:2], rows[even:]])
+    return rows[0]

@@ -1,0 +1,102 @@
+"""A reproducible plan: one sample at a time, sums in one order, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import engine_cases as cases
+import pytest
+import torch
+
+from kenotron_dist import Mesh, tree_sum
+from kenotron_dist.testing import on_ranks
+from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
+from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
+from kenotron_models import Mup, mup_scales
+from kenotron_optim import ExactNorm, SampleGradients, WeightAverageConfig
+
+PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
+SPEC = cases.LLAMA.decoder
+SCALES = mup_scales(SPEC, Mup(base=SPEC), "adamw", 0.1)
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "experts": ({"spec": cases.EXPERTS.decoder}, {}),
+    "mtp_weight": ({"spec": replace(SPEC, mtp_weight=0.3)}, {}),
+    "dropout": ({"spec": replace(SPEC, embedding_dropout=0.1)}, {}),
+    "scales": ({"scales": SCALES}, {}),
+    "compile": ({"compile": True}, {}),
+    "cuda_graph": ({"cuda_graph": True}, {}),
+    "float16": ({"dtype": torch.float16}, {}),
+    "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
+    "weight_average": ({}, {"weight_average": WeightAverageConfig(decay=0.9)}),
+}
+
+
+def test_rows_become_micro_batches() -> None:
+    batch = cases.batches_of(Mesh.connect(), 1)[0]
+    alone = one_by_one(batch)
+    assert len(alone) == cases.ROWS * 2 == batch.samples_MB.numel()
+    assert torch.equal(alone.tokens_MBS[:, 0], batch.tokens_MBS.flatten(0, 1))
+    assert torch.equal(alone.samples_MB[:, 0], batch.samples_MB.flatten())
+    assert alone.documents_MBS is None
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 12, 13])
+def test_rows_are_added_in_the_tree(rows: int) -> None:
+    values = torch.randn(rows, 2) * 10 ** torch.randn(rows, 1)
+    assert torch.equal(sum_of_rows(values), tree_sum(values.clone()))
+
+
+def gathered(mesh: Mesh) -> list[float]:
+    last = mesh["pp"].rank == mesh["pp"].size - 1
+    own = [torch.tensor([mesh["dp"].rank * 10.0 + i], dtype=torch.float64) for i in range(2)]
+    return rows_of_all(mesh, own if last else [], 2, 1).flatten().tolist()
+
+
+def test_all_ranks_have_the_rows_in_order() -> None:
+    assert on_ranks(gathered, pp=2, dp=2) == [[0.0, 1.0, 10.0, 11.0]] * 4
+
+
+def step(mesh: Mesh, z_loss: float) -> tuple[list[Any], str]:
+    plan = cases.plan(reproducible=True, spec=replace(SPEC, z_loss=z_loss))
+    training = cases.training_of(mesh, plan, **PLAIN)
+    assert isinstance(training.grads, SampleGradients) and isinstance(training.norm, ExactNorm)
+    found = []
+    for number, batch in enumerate(cases.batches_of(mesh, 2), 1):
+        loss, _ = gradients_of(training, batch, number)
+        result = training_step(training, batch, number)
+        assert loss == result.loss
+        found.append((result.loss, result.minimised, result.grad_norm))
+    return found, str(training.optimizer.stage)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_losses_and_reports_are_the_same_on_every_cut(z_loss: float) -> None:
+    [(want, _)] = on_ranks(step, z_loss)
+    for sizes in ({"dp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}):
+        assert all(rank[0] == want for rank in on_ranks(step, z_loss, **sizes))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_proved_is_refused(name: str) -> None:
+    plan, optim = REFUSED[name]
+    with pytest.raises(ValueError, match=name):
+        of = cases.plan(**{"reproducible": True, **plan})
+        cases.training_of(Mesh.connect(), of, **{**PLAIN, **optim})
+
+
+def other_axis(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="reproducible: true was given with [tc]p = 2"):
+        cases.training_of(mesh, cases.plan(reproducible=True), **PLAIN)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_other_axes_are_refused(axis: str) -> None:
+    on_ranks(other_axis, **{axis: 2})
+
+
+def test_layers_of_ones_own_are_refused() -> None:
+    mesh, plan = Mesh.connect(), cases.plan(reproducible=True)
+    optim = replace(cases.ADAMW, **PLAIN)
+    with pytest.raises(ValueError, match="layers that are not of the plan's spec"):
+        build_training(plan, optim, mesh, 4, layers=decoder_layers(plan, mesh))
