@@ -125,7 +125,7 @@ def expected(n, me):
         ],
         "gather_objects": [
             ("all_gather", "int64", (2,), (n - 1) * 16),
-            ("all_gather", "uint8", (longest,), (n - 1) * longest),
+            ("gather_objects", "uint8", (longest,), (n - 1) * longest),
         ],
         "sum_rows": [("sum_rows", f4, (n, 6), (n - 1) * 24)],
         "gather_rows": [("gather_rows", f4, (6,), (n - 1) * 24)],
