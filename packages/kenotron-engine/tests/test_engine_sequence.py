@@ -108,7 +108,8 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     check_cut(CPMode("ulysses"), spec, [("x", nn.Linear(2, 2))], grid(tp=2))
     with pytest.raises(ValueError, match="with cp = 4: a graph cannot wait for other ranks"):
         model = build_model(plan(), Mesh.connect())
-        _check_graphed(model, Mesh(mesh.config, 0, torch.device("cuda", 0)), ADAMW)
+        on_gpu = Mesh(mesh.config, 0, torch.device("cuda", 0))
+        _check_graphed(plan(cuda_graph=True), model, on_gpu, ADAMW)
 
 
 def with_way(mesh: Mesh, way: str, order: str, stride: int) -> list[float]:
