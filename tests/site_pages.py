@@ -140,7 +140,7 @@ GUIDES = {
     "How to": ("data", "schedules", "evaluating", "watching", "stopping", "launching", "gpus"),
     "Problems": ("questions", "debugging"),
     "Migrating": ("migrating", "from-trainer", "from-torchtitan"),
-    "Reference": ("configuration", "flags", "formats"),
+    "Reference": ("configuration", "flags", "formats", "any-model-families"),
 }
 """Sections of the menu, and the guides in them."""
 
