@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import warnings
@@ -64,12 +65,14 @@ def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
     return stack
 
 
-def deviations(mesh: Mesh, kind: str) -> tuple[dict[str, float], str, str]:
+def deviations(
+    mesh: Mesh, kind: str, plan: dict[str, str] | None = None
+) -> tuple[dict[str, float], str, str]:
     """Compare logits and every gradient; say what tp cuts, and whether pp can share the layers.
 
     Raises ValueError where the family is refused.
     """
-    spec = TransformersConfig(config_json=tiny_json(kind)).decoder
+    spec = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan).decoder
     stack = part_of(whole := whole_model(kind), spec, mesh)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
@@ -122,6 +125,16 @@ def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
             assert share < (LOSS if name == "logits" else GRADIENT), (kind, name, share)
         rows.append((kind, tp, pp))
     return rows
+
+
+def suggested(mesh: Mesh, kind: str) -> tuple[dict[str, str], float]:
+    """Return the plan that an error suggests for a family without one, and its deviation."""
+    warnings.simplefilter("ignore")
+    try:
+        deviations(mesh, kind)
+    except ValueError as error:
+        plan = json.loads(str(error).partition("names suggest ")[2])
+    return plan, max(deviations(mesh, kind, plan)[0].values())
 
 
 def _reason(error: Exception) -> str:

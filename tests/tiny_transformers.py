@@ -59,6 +59,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "llama4_text": {"moe_layers": [1]},
     "longcat_flash": _LATENT | {"num_layers": 2},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "qwen3_next": _RECURRENT | _DENSE_FIRST,
 }  # fmt: skip
 """Values next to those: for variants that have all names of a family's plan."""

@@ -116,11 +116,16 @@ def test_plans_of_ones_own_that_cannot_be_followed(tmp_path):
     folder = folder_of("mixtral", tmp_path / "model", intermediate_size=42)
     for plan, words in (
         ({"model.layer.*.mlp": "rowwise"}, "a mixtral over tp 1: .*model.layer.*: no such name"),
-        ({"lm_head": "rows"}, "lm_head: there is no style 'rows'"),
+        ({"model.norm": "rows"}, "model.norm: there is no style 'rows'"),
+        ({"lm_head": "colwise"}, "lm_head: it is cut over the vocabulary, for the loss: leave it"),
         ({"model.layers.*.mlp.experts": "replicate"}, "nothing adds up what ranks compute with"),
     ):
         with pytest.raises(ConfigError, match=words):
             configure(folder, tmp_path / "run", tp_plan=plan)
+    folder_of("gpt_neox", fused := tmp_path / "fused")
+    own = {"gpt_neox.layers.*.attention.query_key_value": "colwise"}
+    with pytest.raises(ConfigError, match="colwise does not say how its pieces lie"):
+        configure(fused, tmp_path / "run", tp_plan=own)
     words = "a mixtral over tp 4: .*gate_up_proj: 2 pieces of dim 1 of size 84 cannot be cut over 4"
     with pytest.raises(ConfigError, match=words):
         configure(folder, tmp_path / "run", {"parallelism.tp": 4})

@@ -119,13 +119,13 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
         model = _transformers().AutoModelForCausalLM.from_config(
             config, dtype=dtype or torch.get_default_dtype(), attn_implementation=spec.attention
         )
+    if why := UNFIT.get(kind := config.get_text_config(decoder=True).model_type):
+        raise ValueError(f"a {kind} cannot be trained on several layouts: {why}")
     if dropped := [*_dropping(model)]:
         raise ValueError(
             f"{dropped[0]} is not 0: modules of transformers draw other numbers on every layout: "
             "set the rates of dropout and jitter in config.json to 0"
         )
-    if why := UNFIT.get(kind := config.get_text_config(decoder=True).model_type):
-        raise ValueError(f"a {kind} cannot be trained on several layouts: {why}")
     freeze_buffers(model)
     return model.train()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,12 +14,12 @@ from kenotron_dist import Role, declare_roles
 from kenotron_dist.placement import Chunk
 from kenotron_models.build import Build
 from kenotron_models.transformers_corrections import CORRECTIONS
+from kenotron_models.transformers_structure import found_plan
 from kenotron_models.transformers_twin import meta_twin
 from kenotron_tp import Style, parallelize, vocabulary_chunk
 
 Plan = Iterable[tuple[str, str]]
 """Names, with ``*`` for one word, and the style of each."""
-STAYS = "replicate"
 FUSED = ("qkv_proj", "query_key_value", "qkv", "c_attn", "Wqkv", "W_pack", "in_proj")
 """Matrices that ``base_model_tp_plan`` cuts by heads: queries, keys and values of each together."""
 
@@ -74,12 +75,13 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
     if not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ValueError(f"a {kind} has no linear layer that makes logits")
     if plan is None and tp.size > 1:
+        hint = f"; its layers' names suggest {json.dumps(p)}" if (p := found_plan(model)) else ""
         raise ValueError(
             f"tp {tp.size} was given, but transformers has no base_model_tp_plan for a {kind}: set "
-            "tp to 1, or give a plan with model.model_config.tp_plan"
+            f"tp to 1, or give a plan with model.model_config.tp_plan{hint}"
         )
     try:
-        styles = _styles(model, plan, tp.size)
+        styles = _styles(model, plan, {*dict(given)}, tp.size)
         strict = not _family_plan(model)  # those of families are compared with plain models
         parallelize(model, styles, tp, overlap=build.mode.overlap, strict=strict)
     except ValueError as error:
@@ -92,20 +94,24 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
     _declare_roles(model, plan or {})
 
 
-def _styles(model: Any, plan: dict[str, str] | None, ranks: int) -> dict[str, Style]:
+def _styles(
+    model: Any, plan: dict[str, str] | None, given: set[str], ranks: int
+) -> dict[str, Style]:
     """The plan of all layers, of embedding and head too; empty where there is none."""
     if plan is None:
         return {}
-    styles = {name: _style(model, name, style, ranks) for name, style in plan.items()}
+    styles: dict[str, Style] = {  # of given ones it is not known how pieces lie
+        name: style if name in given else _style(model, name, style, ranks)
+        for name, style in plan.items()
+    }
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     path = path_of(model, embedding)
     rows = isinstance(embedding, nn.Embedding) and len([*embedding.parameters()]) == 1
-    tied = embedding.weight is head.weight if rows else False
-    whole = plan.get(path) == STAYS
-    if rows and not whole:
-        styles[path] = "embedding_rowwise"
-    if not (tied and whole):
-        styles[path_of(model, head)] = (vocabulary_chunk(head.out_features, ranks),)
+    if rows:
+        styles.setdefault(path, "embedding_rowwise")
+    if (output := path_of(model, head)) in styles:
+        raise ValueError(f"{output}: it is cut over the vocabulary, for the loss: leave it out")
+    styles[output] = (vocabulary_chunk(head.out_features, ranks),)
     return styles
 
 
@@ -113,7 +119,7 @@ def _style(model: Any, pattern: str, style: str, ranks: int) -> Style:
     """A style of transformers; what is cut by heads is cut between them."""
     if style != "colwise":
         return style
-    layer, owner = next(_matching(model, pattern))
+    layer, owner = next(_matching(model, pattern), (None, None))
     if not isinstance(layer, nn.Linear):
         return style
     config = model.config.get_text_config(decoder=True)
@@ -136,8 +142,11 @@ def _declare_roles(model: Any, plan: dict[str, str]) -> None:
     for pattern, style in plan.items():
         if not style.startswith("rowwise"):
             continue
-        for layer, _ in _matching(model, pattern):
-            if isinstance(layer, nn.Module) and "weight" in layer._parameters:
+        for layer, owner in _matching(model, pattern):
+            if isinstance(layer, nn.Parameter):
+                residual: dict[str, Role] = {pattern.rpartition(".")[2]: "residual"}
+                declare_roles(owner, **residual)
+            elif isinstance(layer, nn.Module) and "weight" in layer._parameters:
                 declare_roles(layer, weight="residual")
     for module in model.modules():
         small = [n for n, p in module._parameters.items() if p is not None and p.ndim < 2]
