@@ -150,7 +150,7 @@ GUIDES = {
     ),
     "Problems": ("questions", "debugging"),
     "Migrating": ("migrating", "from-trainer", "from-torchtitan"),
-    "Reference": ("configuration", "flags", "formats"),
+    "Reference": ("configuration", "flags", "formats", "any-model-families"),
 }
 """Sections of the menu, and the guides in them."""
 

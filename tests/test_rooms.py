@@ -53,6 +53,7 @@ ROOMS = {  # a module, or a name in one: the files that may use it (paths start 
         *HUGGING_FACE,
         "kenotron_models/hf_comparison.py",
         "kenotron_models/transformers_model.py",
+        "kenotron_models/transformers_saved.py",
         "apps/convert/kenotron_convert/transformers_export.py",
     ],
     "tokenizers": HUGGING_FACE,

@@ -35,10 +35,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0},
     "phi": GROUPED | {"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
     "glm": GROUPED | {"head_dim": 8, "pad_token_id": 0},
-}
+    "gemma2": GROUPED | {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8},
+    "mixtral": GROUPED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": SMALL
+    | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+       "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "deepseek_v3": SMALL
+    | {"num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 12, "qk_rope_head_dim": 4,
+       "qk_nope_head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+       "moe_intermediate_size": 16, "n_shared_experts": 1, "first_k_dense_replace": 1,
+       "n_group": 2, "topk_group": 1, "head_dim": 4},
+}  # fmt: skip
 """With plans for tp and pp."""
-SCALED = {"gemma2": GROUPED | {"head_dim": 8, "tie_word_embeddings": True, "sliding_window": 8}}
-"""Its embedding has a buffer, and cannot be cut."""
+OTHERS: dict[str, dict[str, Any]] = {"qwen3": GROUPED | {"head_dim": 8}}
+"""For single tests."""
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED | {"tie_word_embeddings": False},
     "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -50,7 +61,7 @@ def folder_of(family: str, target: Path, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    values = {**FAMILIES, **SCALED, **WITHOUT_PLAN}[family] | changes
+    values = {**FAMILIES, **OTHERS, **WITHOUT_PLAN}[family] | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
     for parameter in model.parameters():  # biases and norms too
         parameter.data += 0.05 * torch.randn(parameter.shape)

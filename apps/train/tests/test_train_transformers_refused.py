@@ -17,7 +17,8 @@ from kenotron_convert.exporting import export_hf
 from kenotron_dist import Axis, Mesh
 from kenotron_models import Build, Context, LayerStack, build_decoder
 from kenotron_models.families import TransformersConfig
-from kenotron_models.transformers_model import check_buffers, cut_model, fill_buffers, spec_of
+from kenotron_models.transformers_model import fill_buffers, freeze_buffers, spec_of
+from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_skeleton import Call, Skeleton, check_documents
 from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
@@ -32,7 +33,8 @@ PROBLEMS = {
     "model.cuda_graph=true": "model.cuda_graph: true was given; a model of transformers",
     "model.make_vocab_size_divisible_by=8": "make_vocab_size_divisible_by: 8 was given; the vocab",
     "parallelism.pp=9": r"parallelism.pp: 9 was given \(9 parts\); the model has 5 layers",
-    "parallelism.tp=4": "parallelism.tp: .*k_proj: its 2 heads of 8 features cannot be .* tp is 4",
+    "parallelism.tp=4": "parallelism.tp: a cohere over tp 4: .*k_proj: its 2 heads of 8 features "
+    "cannot be .*; model.model_config.tp_plan gives a name another style, .* tp is 4",
 }
 
 
@@ -70,6 +72,8 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
         ({"model_type": "nothing"}, "model_type 'nothing' is no causal model of transformers"),
         ({"model_type": None}, "has no model_type; take the config.json that transformers wrote"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
+        ({"output_router_logits": True}, "output_router_logits is true, and its balance loss"),
+        ({"model_type": "phimoe"}, "a phimoe cannot be trained on several layouts: its router"),
         ({"hidden_dropout": 0.1}, "hidden_dropout|dropout.p .* is not 0: modules of transformers"),
     ):
         written.write_text(json.dumps(values | change))
@@ -108,10 +112,29 @@ def test_encoders_and_values_that_transformers_refuses():
         wrong.decoder  # noqa: B018 (it is computed)
 
 
+def test_plans_of_ones_own_that_cannot_be_followed(tmp_path):
+    folder = folder_of("mixtral", tmp_path / "model", intermediate_size=42)
+    for plan, words in (
+        ({"model.layer.*.mlp": "rowwise"}, "a mixtral over tp 1: .*model.layer.*: no such name"),
+        ({"model.norm": "rows"}, "model.norm: there is no style 'rows'"),
+        ({"lm_head": "colwise"}, "lm_head: it is cut over the vocabulary, for the loss: leave it"),
+        ({"model.layers.*.mlp.experts": "replicate"}, "nothing adds up what ranks compute with"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            configure(folder, tmp_path / "run", tp_plan=plan)
+    folder_of("gpt_neox", fused := tmp_path / "fused")
+    own = {"gpt_neox.layers.*.attention.query_key_value": "colwise"}
+    with pytest.raises(ConfigError, match="colwise does not say how its pieces lie"):
+        configure(fused, tmp_path / "run", tp_plan=own)
+    words = "a mixtral over tp 4: .*gate_up_proj: 2 pieces of dim 1 of size 84 cannot be cut over 4"
+    with pytest.raises(ConfigError, match=words):
+        configure(folder, tmp_path / "run", {"parallelism.tp": 4})
+
+
 def test_heads_that_ranks_cannot_share_in_a_fused_matrix(tmp_path):
     folder_of("gpt_neox", tmp_path / "model")
     spec = TransformersConfig(path=str(tmp_path / "model")).decoder
-    words = r"tp 3 was given, and gpt_neox.layers.\*.attention.query_key_value has 4 heads"
+    words = r"a gpt_neox over tp 3: gpt_neox.layers.\*.attention.query_key_value has 4 heads"
     with pytest.raises(ValueError, match=words):
         build_decoder(spec, Build(Axis("tp", 0, (0, 1, 2))))
 
@@ -137,6 +160,9 @@ class Fake(nn.Module):
     def base_model(self):
         return self
 
+    def get_input_embeddings(self):
+        return None
+
     def get_output_embeddings(self):
         return None
 
@@ -149,11 +175,13 @@ class Fake(nn.Module):
 
 def test_models_of_other_shapes_are_refused():
     kept, computed = Fake(True), Fake(False)
-    with pytest.raises(
-        ValueError, match="angles: this buffer is saved with the weights, or is not"
-    ):
-        check_buffers(kept)
-    check_buffers(computed)
+    freeze_buffers(kept)
+    assert not kept.angles.requires_grad and [*kept.state_dict()] == ["angles"]
+    kept.register_buffer("table", torch.ones(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="table: this buffer of torch.int64 is saved with the"):
+        freeze_buffers(kept)
+    freeze_buffers(computed)
+    assert not [*computed.parameters()]
     with pytest.raises(ValueError, match="angles: transformers does not compute this buffer again"):
         fill_buffers(computed, computed, torch.device("cpu"))
     with pytest.raises(ValueError, match="a fake has no linear layer that makes logits"):

@@ -2,6 +2,7 @@
 
 import copy
 
+import planned_experts
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,10 +24,10 @@ def losses(model, step):
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(mesh, plan, tied):
+def train(mesh, make, plan, tied):
     """Loss, every gradient by name and every weight, next to those of the uncut module."""
     torch.manual_seed(0)
-    whole = Model(tied)
+    whole = make(tied)
     cut = copy.deepcopy(whole)
     cut.head.train(False)
     parallelize(cut, plan, mesh["tp"])
@@ -59,8 +60,20 @@ def train(mesh, plan, tied):
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_a_cut_module_trains_as_the_whole_one(tp, tied):
-    runs = on_ranks(train, PLAN | (TIED if tied else {}), tied, tp=tp)
-    shapes = {name: p.shape for name, p in named_parameters(Model(tied)).items()}
+    runs = on_ranks(train, Model, PLAN | (TIED if tied else {}), tied, tp=tp)
+    check_runs(runs, Model(tied))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_cut_experts_and_latent_attention_train_as_whole_ones(tp, tied):
+    runs = on_ranks(train, planned_experts.Model, planned_experts.PLAN, tied, tp=tp)
+    check_runs(runs, planned_experts.Model(tied))
+
+
+def check_runs(runs, model):
+    """The same loss on all ranks, and the whole shapes of all parameters."""
+    shapes = {name: p.shape for name, p in named_parameters(model).items()}
     for loss, found in runs:
         assert loss == pytest.approx(runs[0][0], abs=0)
         assert found == {name: tuple(shape) for name, shape in shapes.items()}
@@ -93,8 +106,9 @@ REFUSALS = [
     ({"layers.*.attention.q_prj": "colwise"}, r"is it layers.\*.attention.q_proj"),
     ({"head": "columns"}, "head: there is no style 'columns': it is one of colwise, packed_colw"),
     ({"head": ()}, r"head: there is no style \(\)"),
-    ({"head": "moe_tp_experts"}, "style moe_tp_experts cannot be done here: experts are cut by"),
-    ({"norm": "colwise"}, "norm: it is a LayerNorm: only nn.Linear and nn.Embedding themselves"),
+    ({"head": "grouped_gemm"}, "style grouped_gemm cannot be done here: it places whole experts"),
+    ({"head": "sequence_parallel"}, "style sequence_parallel cannot be done here: the tokens of"),
+    ({"norm": "colwise"}, "norm: it is a LayerNorm: only nn.Linear itself and embeddings can be"),
     ({"head": "embedding_rowwise"}, "head: it is a Linear: give embedding_rowwise to embeddings"),
     ({"embedding": "colwise"}, "embedding: it is a Embedding: give embedding_rowwise to embedd"),
     ({"layers.0.up": "colwise"}, r"layers.0.up: both layers.\*.up and layers.0.up match it"),
@@ -114,6 +128,43 @@ def test_a_plan_that_cannot_be_followed_is_refused_by_name(changes, words):
             cut_on(mesh, changes)
 
     on_axis(refuse, 2)
+
+
+EXPERTS = "layers.*.experts"
+REFUSED_EXPERTS = [
+    (2, {}, [EXPERTS], "layers.0.experts.gate_up_proj: nothing adds up what ranks compute with"),
+    (2, {}, [f"{EXPERTS}.middle_norm"], "middle_norm: this parameter is in layers.0.experts, whose "
+     "outputs are summed over ranks: give it colwise, rowwise or one of their packed kinds"),
+    (2, {f"{EXPERTS}.middle_norm": "replicate"}, [], "middle_norm: this parameter is in layers.0"),
+    (2, {f"{EXPERTS}.middle_norm": "rowwise"}, [], r"rowwise cuts matrices, .* has shape \[3\]"),
+    (2, {"layers.*.scale": "colwise"}, [], "layers.0.scale: style colwise cuts matrices"),
+    (2, {"layers.*.router.bias": "colwise"}, [], "layers.0.router.bias: nothing adds up"),
+    (2, {"layers.*.router": "mla_kv_a_proj"}, [], "router: mla_kv_a_proj is for a linear layer "
+     "whose last qk_rope_head_dim features are a key of all heads, and Layer gives 0 for it"),
+    (2, {f"{EXPERTS}.identity": "moe_tp_experts"}, [], "identity: it has no parameters: its"),
+    (3, {}, [], "experts.gate_up_proj: 2 pieces of dim 1 of size 16 cannot be cut over 3 ranks"),
+    (3, {}, [], "layers.1.experts.down_proj: dim 1 of size 8 cannot be cut over 3 ranks: choose"),
+    (2, {"norm": "moe_identity_expert"}, [], "norm: it has parameters: moe_identity_expert is for"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ranks", "changes", "left_out", "words"), REFUSED_EXPERTS)
+def test_experts_that_would_compute_something_else_are_refused(ranks, changes, left_out, words):
+    def refuse(mesh):
+        plan = {n: s for n, s in (planned_experts.PLAN | changes).items() if n not in left_out}
+        with pytest.raises(ValueError, match=words):
+            parallelize(planned_experts.Model(False), plan, mesh["tp"])
+
+    on_axis(refuse, ranks)
+
+
+def test_what_is_not_named_stays_where_a_plan_is_not_strict():
+    def follow(mesh):
+        plan = {n: s for n, s in PLAN.items() if not n.endswith(("read_norm", "num_heads"))}
+        parallelize(model := Model(False), plan, mesh["tp"], strict=False)
+        assert model.layers[0].attention.num_heads == 8
+
+    on_axis(follow, 2)
 
 
 def on_axis(check, ranks):
@@ -171,7 +222,7 @@ def test_modules_that_cannot_be_cut_are_refused():
         words = r"a.config.num_heads: ReadsConfig reads this number \(4\) .* all layers share the"
         with pytest.raises(ValueError, match=words):
             parallelize(nn.ModuleDict({"a": ReadsConfig()}), {"a.proj": "colwise"}, axis)
-        with pytest.raises(ValueError, match="0: it is a Hooked: only nn.Linear"):
+        with pytest.raises(ValueError, match="0: it is a Hooked: only nn.Linear itself"):
             parallelize(nn.Sequential(Hooked(4, 4)), {"0": "colwise"}, axis)
         hooked = nn.Linear(4, 4)
         hooked.register_forward_hook(print)

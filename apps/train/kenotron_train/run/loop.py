@@ -12,6 +12,7 @@ from kenotron_config import Config
 from kenotron_data import Corpus
 from kenotron_dist import Mesh, barrier
 from kenotron_engine import DomainWeights, StepResult, Validation, training_step
+from kenotron_models import TransformersSpec
 from kenotron_optim import NonFinite
 from kenotron_train.assemble import OwnModel, Training
 from kenotron_train.data.own_data import Hook
@@ -28,6 +29,9 @@ from kenotron_train.run.sample import show_sample
 from kenotron_train.run.sanity import check_batch, check_state
 from kenotron_train.run.saving import check_saved, save_run
 from kenotron_train.run.session import Session, open_session
+
+FIRST_STEPS = 2
+"""Steps after which replicas are compared where modules are cut by a plan of names."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,7 @@ def _step(run: Session, taken: TakenBatch, look: Look) -> StepResult:
     training, batch, progress = run.training, taken.batch, taken.progress
     step = progress.step + 1
     checked = not training.config.general.ignore_sanity_checks
+    by_plan = isinstance(training.plan.spec, TransformersSpec) and step <= FIRST_STEPS
     if checked:
         check_batch(training, batch, step)
     with recorded(training, taken):
@@ -201,7 +206,7 @@ def _step(run: Session, taken: TakenBatch, look: Look) -> StepResult:
             training, batch, step, partial(_before_update, run), progress.schedule_start, look,
             progress.state, taken.stage.objective(progress),
         )  # fmt: skip
-    if checked and not goes_back(training, result):
+    if (checked or by_plan) and not goes_back(training, result):
         check_state(training, result, step)
     return result
 

@@ -1,4 +1,8 @@
-"""Checks of every step that ``general.ignore_sanity_checks: false`` asks for."""
+"""Checks of every step that ``general.ignore_sanity_checks: false`` asks for.
+
+Those of the state are made after the first steps of every model of transformers, too: a plan that
+leaves out a parameter with a partial gradient lets its replicas differ.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
+
 from kenotron_config.init_sections import RandomInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig
@@ -82,6 +84,11 @@ def _layers(
         )
     method = model.init_method
     roles = {getattr(each, "roles", {}).get("weight") for _, m in layers for each in m.modules()}
+    if isinstance(method, RandomInitConfig) and (kept := _without_first_values(layers)):
+        yield (
+            f"model.init_method.std: {method.std} was given; {kept} is saved with the weights and "
+            "is not drawn: read first weights with model.init_method.path"
+        )
     if isinstance(method, RandomInitConfig) and "residual" not in roles:
         if method.scaling_method == "NONE":
             return
@@ -90,6 +97,17 @@ def _layers(
             "base_model_tp_plan it is not known which matrices write to the residual stream: set "
             "it to NONE"
         )
+
+
+def _without_first_values(layers: list[tuple[str, nn.Module]]) -> str | None:
+    """Return a tensor that does not learn, and whose first values are no ones or zeros."""
+    for _, layer in layers:
+        for path, module in layer.named_modules():
+            for name, each in module.named_parameters(recurse=False):
+                role = getattr(module, "roles", {}).get(name, "")
+                if not (each.requires_grad or role.startswith("norm")):
+                    return f"{path}.{name}"
+    return None
 
 
 def _one_line(error: Exception) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,13 +17,8 @@ from torch import Tensor, nn
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute, whole
-from kenotron_models.transformers_model import (
-    check_buffers,
-    cut_model,
-    empty_model,
-    fill_buffers,
-    path_of,
-)
+from kenotron_models.transformers_model import empty_model, fill_buffers
+from kenotron_models.transformers_plan import base_of, cut_model, path_of
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
 
@@ -165,17 +161,17 @@ def transformers_layers(
 ) -> list[tuple[str, nn.Module]]:
     """Make the layers of a model of transformers by name: embedding, layers.i, head.
 
-    A model without ``base_model_pp_plan``, or with parameters in other places, is one layer:
-    ``model``. Each layer has ``hf_names``: its parameters' names, and those in transformers.
+    A model without ``base_model_pp_plan``, with parameters in other places, or whose layers hand
+    on more than hidden features is one layer: ``model``. Each layer has ``hf_names``: its
+    parameters' names, and those in transformers.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: the model cannot be cut over tp, or has dropout or unknown buffers.
     """
     model = empty_model(spec, build.dtype)
-    check_buffers(model)
-    cut_model(model, build)
-    split = _split(model)
+    cut_model(model, build, spec.tp_plan)
+    split = _split(model) if _is_chain(spec) else None
     if split is None and spec.documents:
         raise ValueError(
             f"separate_documents: true was given, but a {model.config.model_type} is not split "
@@ -196,10 +192,18 @@ def transformers_layers(
 Modules = list[tuple[str, nn.Module]]
 
 
+@lru_cache(maxsize=8)
+def _is_chain(spec: TransformersSpec) -> bool:
+    """Return True where each layer takes and returns hidden features alone."""
+    model = empty_model(spec, None)  # not cut: nothing is communicated on meta
+    split = _split(model)
+    return split is not None and Skeleton(model, split[1], False).calls_a_chain(spec.hidden_size)
+
+
 def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
     """Return the modules before the layers, these, those after; None: the model is one piece."""
     plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None)
-    base = model.base_model
+    base = base_of(model)
     if not plan or base is model:
         return None
     lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]

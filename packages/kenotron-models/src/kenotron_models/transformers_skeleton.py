@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_models.context import Context
-from kenotron_models.transformers_model import fill_buffers, path_of
+from kenotron_models.transformers_model import fill_buffers
+from kenotron_models.transformers_plan import base_of, path_of
 
 
 class Call(NamedTuple):
@@ -52,6 +53,8 @@ class _Recorder(nn.Module):
     def forward(self, *args: Any, **options: Any) -> Tensor:
         """Note the call, and hand on the hidden features or ``result``."""
         hidden = args[0] if args else options.pop("hidden_states")
+        if hidden.ndim != 3:
+            raise RuntimeError(f"a layer was called with {hidden.ndim} dims: one row of a result")
         if self.calls is not None:
             self.calls.append(Call(args[1:], options))
         if self.ends:
@@ -63,11 +66,22 @@ class Skeleton:
     """A model whose layers are recorders. All its layers share one; it is no module of theirs."""
 
     def __init__(self, model: Any, layers: nn.ModuleList, documents: bool) -> None:
-        self.model, self.base, self.documents = model, model.base_model, documents
+        self.model, self.base, self.documents = model, base_of(model), documents
         self.recorders = [_Recorder(layer) for layer in layers]
         setattr(self.base, path_of(self.base, layers), nn.ModuleList(self.recorders))
         self._filled: torch.device | None = None
         self._checked = not documents
+
+    def calls_a_chain(self, width: int) -> bool:
+        """Return True where layers take and return hidden features alone, of so many features."""
+        cpu = torch.device("cpu")
+        x_BSD = torch.zeros(3, 5, width, device=cpu)  # 3 rows: no pair of results
+        try:
+            self.fill_buffers(cpu)
+            calls = self.calls(x_BSD, Context(torch.arange(5, device=cpu).expand(3, -1)))
+        except Exception:  # of any kind: transformers' code got other results than its layers'
+            return False
+        return len(calls) == len(self.recorders)
 
     def embed(self, tokens_BS: Tensor, context: Context) -> Tensor:
         """Return the hidden features (B, S, D) that the first layer is called with."""

@@ -23,6 +23,8 @@ class TransformersSpec(DecoderSpec):
     """``attn_implementation`` of transformers; None: its own choice."""
     documents: bool = False
     """True where a token attends to its own document only."""
+    tp_plan: tuple[tuple[str, str], ...] = ()
+    """Styles of ``kenotron_tp.parallelize`` that replace those of the family's plan, by name."""
 
     @property
     def num_hidden_layers(self) -> int:

@@ -34,6 +34,13 @@ def vocabulary_chunk(vocab_size: int, ranks: int, divisible_by: int = 1) -> Chun
     return Chunk(vocab_size, pad=-vocab_size % unit)
 
 
+def check_embedding(embedding: nn.Embedding) -> None:
+    """Raise ValueError for one that renormalises, scales gradients or has sparse ones."""
+    for name, plain in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if (given := getattr(embedding, name)) != plain:
+            raise ValueError(f"{name} {given!r} of an nn.Embedding is not known here: leave it")
+
+
 class VocabParallelEmbedding(nn.Module):
     """Look up rows of a (V, D) table of which every rank holds V/t rows.
 
@@ -90,9 +97,7 @@ class VocabParallelEmbedding(nn.Module):
         ``options``: ``sequence_parallel``, ``divisible_by``. All ranks give the same table.
         Raises ValueError for one that renormalises, scales gradients or has sparse ones.
         """
-        for name, plain in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
-            if (given := getattr(embedding, name)) != plain:
-                raise ValueError(f"{name} {given!r} of an nn.Embedding is not known here: leave it")
+        check_embedding(embedding)
         made = cls(
             embedding.num_embeddings, embedding.embedding_dim, axis,
             padding_idx=embedding.padding_idx, device="meta", dtype=embedding.weight.dtype,

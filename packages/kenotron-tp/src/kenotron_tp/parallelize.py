@@ -1,7 +1,23 @@
 """Cut a module that is there, in place, by a plan of names.
 
 The plan is that of transformers (``base_model_tp_plan``) and of DTensor: names with ``*`` for one
-word, and a style for each.
+word, and a style for each:
+
+- ``colwise``: the output features are cut. ``packed_colwise``: they are two pieces of the same
+  size, each cut by itself (gate and up). A sequence of ``Chunk``: they are these pieces.
+- ``colwise_gather_output`` (``colwise_rep``): cut, and gathered after the product.
+- ``rowwise``: the input features are cut; of an embedding, its rows (``embedding_rowwise``).
+- ``rowwise_split_input`` (``rowwise_rep``): cut, and the input is whole.
+- ``embedding_colwise``: the columns of an embedding are cut, and gathered after the look-up.
+- ``moe_tp_experts``, ``all_reduce``: a module whose own parameters are cut, by their names, with
+  ``colwise``, ``rowwise``, ``packed_colwise`` or ``packed_rowwise``; its outputs are summed.
+- ``moe_identity_expert``: a module in it without parameters, which gets 1/t of its input.
+- ``mla_kv_a_proj``: stays whole; the gradient of its last ``qk_rope_head_dim`` output features,
+  a key that all heads share, is summed.
+- ``replicated_with_grad_allreduce``: stays whole and sees this rank's features only, so its
+  gradient is partial (``Partial``): a norm of each head.
+- ``replicate``, ``local_params``: stays as it is. ``divide``: an integer (a number of heads) is
+  divided by t.
 """
 
 from __future__ import annotations
@@ -14,9 +30,27 @@ from torch import nn
 from kenotron_dist import Axis
 from kenotron_dist.placement import Partial, Placement, Tie
 from kenotron_tp.cut import check_axis
-from kenotron_tp.plan_checks import attention_problems, unsaid_problems
+from kenotron_tp.plan_checks import (
+    attention_problems,
+    cut_parents,
+    latent_problems,
+    shared_features,
+    unsaid_problems,
+)
 from kenotron_tp.plan_names import Named, match_plan
-from kenotron_tp.planned_layers import DIVIDED, SUMMED, Style, cut_dim, cut_layer, layer_problem
+from kenotron_tp.planned_layers import (
+    DIVIDED,
+    LATENT,
+    SHARE,
+    SUMMED,
+    SUMS,
+    Style,
+    cut_dim,
+    cut_layer,
+    layer_problem,
+)
+from kenotron_tp.planned_modules import share_input, share_key, sum_output
+from kenotron_tp.planned_parameters import cut_named_parameter, parameter_problems
 
 
 @dataclass(frozen=True)
@@ -30,7 +64,12 @@ class _Tied:
 
 
 def parallelize(
-    module: nn.Module, plan: Mapping[str, Style], axis: Axis, *, overlap: bool = False
+    module: nn.Module,
+    plan: Mapping[str, Style],
+    axis: Axis,
+    *,
+    overlap: bool = False,
+    strict: bool = True,
 ) -> None:
     """Cut linear layers and embeddings of ``module`` over ``axis``, in place, with their weights.
 
@@ -38,26 +77,20 @@ def parallelize(
     the layers of this package do. Tokens stay whole between layers.
 
     A name is that of a module, a parameter, a buffer or an integer attribute, from ``module`` on;
-    ``*`` stands for one word, or a part of one (``layers.*.self_attn.q_proj``). The styles:
+    ``*`` stands for one word, or a part of one (``layers.*.self_attn.q_proj``). Styles: see the
+    module's docstring.
 
-    - ``colwise``: the output features are cut. ``packed_colwise``: they are two pieces of the same
-      size, each cut by itself (gate and up). A sequence of ``Chunk``: they are these pieces.
-    - ``colwise_gather_output`` (``colwise_rep``): cut, and gathered after the product.
-    - ``rowwise``: the input features are cut; of an embedding, its rows (``embedding_rowwise``).
-    - ``rowwise_split_input`` (``rowwise_rep``): cut, and the input is whole.
-    - ``replicated_with_grad_allreduce``: stays whole and sees this rank's features only, so its
-      gradient is partial (``Partial``): a norm of each head.
-    - ``replicate``: stays as it is. ``divide``: an integer (a number of heads) is divided by t.
-
-    What is in the module of a layer with cut output is to be named: parameters and buffers, and
-    numbers of heads that its ``forward`` reads. Tied parameters are cut the same way and become
-    one Parameter for each owner, over one storage, declared with ``Tie``.
+    With ``strict``, what is in the module of a layer with cut output is to be named: parameters and
+    buffers, and numbers of heads that its ``forward`` reads. Tied parameters are cut the same way
+    and become one Parameter for each owner, over one storage, declared with ``Tie``.
 
     Args:
         module: on any device, meta too; the same on all ranks.
         plan: a style for each name.
         axis: the tp axis.
         overlap: communication travels while pieces are multiplied; see ``ColumnParallelLinear``.
+        strict: false: what is not named stays as it is, for plans that were compared with the
+            whole module; see ``kenotron_dist.diagnosis.check_replicas``.
 
     Raises:
         ValueError: a line for each problem: a name that matches nothing or what another one
@@ -72,8 +105,11 @@ def parallelize(
         if each.is_layer:
             problem = layer_problem(module.get_submodule(path), each.style, axis)
             problems += [f"{path}: {problem}"] if problem else []
+    parents = cut_parents(named)
+    problems += parameter_problems(module, named, parents, axis)
+    problems += latent_problems(module, named)
     problems += attention_problems(module, named, axis.size)
-    problems += unsaid_problems(module, named)
+    problems += unsaid_problems(module, named) if strict else []
     problems += [line for tie in tied for line in _tie_problems(module, tie, named)]
     if problems:
         raise ValueError("\n  ".join(["the plan cannot be followed:", *problems]))
@@ -91,15 +127,28 @@ def _apply(module: nn.Module, path: str, named: Named, axis: Axis, overlap: bool
         layer = owner.get_submodule(last)
         made = cut_layer(layer, named.style, axis, overlap)
         owner.add_module(last, made.train(layer.training))
-    elif named.style == SUMMED and axis.size > 1:
-        if named.what == "parameter":
-            _declare(owner, last, Partial(axis.name))
-            return
-        for each in owner.get_submodule(last).modules():
-            for name, _ in each.named_parameters(recurse=False):
-                _declare(each, name, Partial(axis.name))
+    elif named.is_cut_parameter:
+        _declare(owner, last, cut_named_parameter(owner, last, str(named.style), axis))
     elif named.style == DIVIDED:
         setattr(owner, last, getattr(owner, last) // axis.size)
+    elif named.style in SUMS:
+        sum_output(owner.get_submodule(last), axis)
+    elif named.style == SHARE:
+        share_input(owner.get_submodule(last), axis)
+    elif named.style == LATENT:
+        share_key(owner.get_submodule(last), axis, shared_features(owner))
+    elif named.style == SUMMED and axis.size > 1:
+        _declare_partial(owner, last, named, axis)
+
+
+def _declare_partial(owner: nn.Module, last: str, named: Named, axis: Axis) -> None:
+    """Declare that the gradient of a parameter, or of all of a module's, is partial."""
+    if named.what == "parameter":
+        _declare(owner, last, Partial(axis.name))
+        return
+    for each in owner.get_submodule(last).modules():
+        for name, _ in each.named_parameters(recurse=False):
+            _declare(each, name, Partial(axis.name))
 
 
 def _declare(owner: nn.Module, name: str, more: Placement) -> None:

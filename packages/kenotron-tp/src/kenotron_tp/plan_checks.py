@@ -10,7 +10,7 @@ from types import CodeType
 from torch import nn
 
 from kenotron_tp.plan_names import Named
-from kenotron_tp.planned_layers import DIVIDED, STAYS, SUMMED, gives_cut_features
+from kenotron_tp.planned_layers import DIVIDED, LATENT, STAYS, SUMMED, gives_cut_features
 
 _FUSED = re.compile(r"(?i).*(qkv|query_key_value|gate_up|up_gate|c_attn|kv_proj|w_?pack|in_proj).*")
 """Names of layers that are several matrices in one."""
@@ -54,6 +54,32 @@ def attention_problems(module: nn.Module, named: Mapping[str, Named], ranks: int
             problems.append(
                 f"{path}: its {layer.out_features // width} heads of {width} features cannot be "
                 f"shared by {ranks} ranks: choose a tp that divides them"
+            )
+    return problems
+
+
+def shared_features(owner: nn.Module) -> int:
+    """Return the features of the key that all heads of latent attention share; 0: not known."""
+    for holder in (owner, getattr(owner, "config", None)):
+        value = getattr(holder, "qk_rope_head_dim", None)
+        if type(value) is int and value > 0:
+            return value
+    return 0
+
+
+def latent_problems(module: nn.Module, named: Mapping[str, Named]) -> list[str]:
+    """Layers that are no projection of latent attention, and keys of unknown size."""
+    problems: list[str] = []
+    for path, each in named.items():
+        if each.style != LATENT:
+            continue
+        layer, owner = module.get_submodule(path), module.get_submodule(path.rpartition(".")[0])
+        features = shared_features(owner)
+        if not isinstance(layer, nn.Linear) or not 0 < features <= layer.out_features:
+            problems.append(
+                f"{path}: {LATENT} is for a linear layer whose last qk_rope_head_dim features are a"
+                f" key of all heads, and {type(owner).__name__} gives {features} for it: set "
+                "qk_rope_head_dim of its module or config"
             )
     return problems
 

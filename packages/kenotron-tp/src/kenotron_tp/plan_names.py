@@ -12,16 +12,24 @@ from torch import nn
 
 from kenotron_dist.placement import Chunk
 from kenotron_tp.planned_layers import (
+    COLUMNS,
     DIVIDED,
+    LATENT,
+    LOCAL,
     OTHER_NAMES,
+    PACKED_ROWS,
     REFUSED,
+    SHARE,
     STAYS,
     STYLES,
     SUMMED,
+    SUMS,
     Style,
     style_named,
 )
 
+PARAMETERS = (*COLUMNS, "rowwise", PACKED_ROWS)
+"""Styles that cut a parameter by its own name."""
 What = Literal["module", "parameter", "buffer", "number"]
 
 
@@ -36,7 +44,13 @@ class Named:
     @property
     def is_layer(self) -> bool:
         """True where it is a layer that is cut."""
-        return self.style not in (SUMMED, STAYS, DIVIDED)
+        kept = (SUMMED, STAYS, DIVIDED, LOCAL, LATENT, SHARE, *SUMS)
+        return self.what == "module" and self.style not in kept
+
+    @property
+    def is_cut_parameter(self) -> bool:
+        """True where it is a parameter that is cut by its own name."""
+        return self.what == "parameter" and self.style in PARAMETERS
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> tuple[dict[str, Named], list[str]]:
@@ -62,7 +76,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, Style]) -> tuple[dict[str, 
                 problems.append(f"{name}: {problem}")
             else:
                 named[name] = each
-            if each.is_layer and each.what == "module":
+            if each.is_layer:
                 first = seen.setdefault(id(module.get_submodule(name)), name)
                 if first != name:
                     problems.append(f"{first} and {name} are one module: it cannot be cut twice")
@@ -107,8 +121,8 @@ def _style_problem(style: Style) -> str | None:
 def _target_problem(named: Named) -> str | None:
     """A style that does not fit what is named."""
     fits = {
-        "module": named.style != DIVIDED,
-        "parameter": named.style in (STAYS, SUMMED),
+        "module": named.style not in (DIVIDED, PACKED_ROWS),
+        "parameter": named.style in (STAYS, SUMMED, *PARAMETERS),
         "buffer": named.style == STAYS,
         "number": named.style in (STAYS, DIVIDED),
     }[named.what]

@@ -15,6 +15,7 @@ from kenotron_dist.autograd import gather_from, scatter_to
 from kenotron_dist.placement import Chunk, Shard
 from kenotron_tp.embedding import VocabParallelEmbedding, vocabulary_chunk
 from kenotron_tp.linear import ColumnParallelLinear, RowParallelLinear
+from kenotron_tp.planned_modules import own_columns, own_rows
 
 Style = str | Sequence[Chunk]
 """Result for a module: a name, or the pieces of a column layer's output features."""
@@ -23,25 +24,26 @@ OTHER_NAMES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_s
 COLUMNS = ("colwise", "packed_colwise")
 """Styles of a linear layer of which each rank computes other features."""
 ROWS = ("rowwise", "rowwise_split_input")
+EMBEDDINGS = ("embedding_rowwise", "embedding_colwise")
+PACKED_ROWS = "packed_rowwise"
+SUMS = ("moe_tp_experts", "all_reduce")
+"""Styles of a module whose parameters are cut and whose output is summed."""
+SHARE = "moe_identity_expert"
+LATENT = "mla_kv_a_proj"
 STAYS = "replicate"
+LOCAL = "local_params"
 SUMMED = "replicated_with_grad_allreduce"
 DIVIDED = "divide"
 STYLES = (
-    *COLUMNS, "colwise_gather_output", *ROWS, "embedding_rowwise", SUMMED, STAYS, DIVIDED,
+    *COLUMNS, "colwise_gather_output", *ROWS, PACKED_ROWS, *EMBEDDINGS, *SUMS, SHARE, LATENT,
+    SUMMED, STAYS, LOCAL, DIVIDED,
 )  # fmt: skip
 """All styles that have a name."""
-_EXPERTS = "experts are cut by kenotron-ep"
+_EXPERTS = "it places whole experts on ranks: use moe_tp_experts, which cuts each expert"
 REFUSED = {
-    "embedding_colwise": "an embedding is cut over its rows: use embedding_rowwise",
     "sequence_parallel": "the tokens of a module that is there stay whole: leave it out",
-    "mla_kv_a_proj": "latent attention shares a key among heads, which no plan of names can say",
-    "all_reduce": "only rowwise layers and embeddings add up results: name these",
-    "local_params": "it changes how DTensor calls a module: leave it out",
-    "packed_rowwise": _EXPERTS,
     "grouped_gemm": _EXPERTS,
     "ep_dispatch_experts": _EXPERTS,
-    "moe_tp_experts": _EXPERTS,
-    "moe_identity_expert": _EXPERTS,
 }
 """Styles that transformers has and that cannot be done here, and why."""
 
@@ -82,7 +84,9 @@ def style_named(style: Style) -> Style:
 
 def cut_dim(layer: nn.Module, style: Style) -> int:
     """Return the dimension of a layer's weight that a style cuts."""
-    return 1 if style in ROWS and not isinstance(layer, nn.Embedding) else 0
+    if isinstance(layer, nn.Embedding):
+        return int(style == "embedding_colwise")
+    return int(style in ROWS)
 
 
 def gives_cut_features(style: Style) -> bool:
@@ -96,6 +100,10 @@ def cut_layer(layer: nn.Module, style: Style, axis: Axis, overlap: bool) -> nn.M
     ``style`` fits the layer: see ``layer_problem``.
     """
     if isinstance(layer, nn.Embedding):
+        if style == "embedding_colwise":
+            return own_columns(layer, axis)
+        if type(layer) is not nn.Embedding:
+            return own_rows(layer, axis)
         return VocabParallelEmbedding.from_embedding(layer, axis)
     assert isinstance(layer, nn.Linear)
     if style == "rowwise":
@@ -122,14 +130,14 @@ def layer_problem(layer: nn.Module, style: Style, axis: Axis) -> str | None:
     """Say why a layer cannot be cut in this style; None: it can."""
     kind = type(layer).__name__
     embeds = isinstance(layer, nn.Embedding)
-    known: type[nn.Module] = nn.Embedding if embeds else nn.Linear
-    if type(layer) is not known:
-        return f"it is a {kind}: only nn.Linear and nn.Embedding themselves can be cut"
-    if style not in ("rowwise", "embedding_rowwise") if embeds else style == "embedding_rowwise":
+    if not embeds and type(layer) is not nn.Linear:
+        return f"it is a {kind}: only nn.Linear itself and embeddings can be cut"
+    if style not in ("rowwise", *EMBEDDINGS) if embeds else style in EMBEDDINGS:
         return f"it is a {kind}: give embedding_rowwise to embeddings, and to them only"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return "it has hooks, which would be lost: add them after parallelize"
-    if more := {*layer._parameters, *layer._buffers} - {"weight", "bias"}:
+    known = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
+    if more := known if embeds else {*layer._parameters, *layer._buffers} - {"weight", "bias"}:
         return f"it has tensors that no {kind} has ({', '.join(sorted(more))})"
     return None if isinstance(layer, nn.Embedding) else _size_problem(layer, style, axis.size)
 

@@ -34,6 +34,9 @@ class TransformersConfig:
     all."""
     separate_documents: bool = False
     """True: a token sees its own document only, where samples hold several."""
+    tp_plan: dict[str, str] | None = None
+    """Styles of `kenotron_tp.parallelize` by name, with `*` for one word, that replace those of the
+    family's plan, or are the plan of a family that has none."""
     config_json: str | None = None
     """Contents of that config.json; None: read from path. Checkpoints have it, so that they can be
     read without the folder."""
@@ -64,7 +67,8 @@ class TransformersConfig:
             ValueError: transformers has no causal model of this kind.
         """
         assert self.config_json is not None
-        return spec_of(self.config_json, self.attn_implementation, self.separate_documents)
+        plan = tuple((self.tp_plan or {}).items())
+        return spec_of(self.config_json, self.attn_implementation, self.separate_documents, plan)
 
     @property
     def vocab_size(self) -> int:

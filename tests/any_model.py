@@ -1,0 +1,163 @@
+"""Every family of transformers with a tp plan, cut over two ranks, against its plain model.
+
+``python tests/any_model.py`` writes the table of ``apps/train/docs/any-model-families.md`` again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_transformers import MULTIMODAL, SEQUENCE, VOCAB, families, tiny_config, tiny_json
+from torch import Tensor
+
+from kenotron_dist import Mesh, sum_gradients
+from kenotron_dist.boxes import scatter
+from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
+from kenotron_dist.testing import on_ranks
+from kenotron_models import (
+    Build,
+    Context,
+    LayerStack,
+    TransformersSpec,
+    build_decoder,
+    transformers_names,
+)
+from kenotron_models.families import TransformersConfig
+
+PAGE = Path(__file__).parent.parent / "apps/train/docs/any-model-families.md"
+START, END = "<!-- table -->\n", "<!-- end -->\n"
+PRELOAD = ("transformers.models.auto.modeling_auto",)
+LOSS, GRADIENT = 1e-5, 1e-4
+"""Deviations that are rounding, as shares of the largest value of a tensor."""
+
+
+def whole_model(kind: str) -> Any:
+    """Return transformers' own model with random weights, biases and norms too."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), dtype=torch.float32).train()
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor += 0.05 * torch.randn(tensor.shape)
+    return model
+
+
+def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
+    """Return the layers of the same model, cut over tp, with their part of the weights."""
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"])))
+    materialize(stack, "cpu")
+    for layer in stack:
+        layer.fill_buffers(torch.device("cpu"))
+    layouts, values = parameter_layouts(stack, mesh.sizes), model.state_dict(keep_vars=True)
+    names = transformers_names(spec)
+    with torch.no_grad():
+        for path, parameter in named_parameters(stack).items():
+            layout = layouts[path]
+            value = values[names[layout.name][0]].detach()
+            parameter.copy_(scatter(value, layout, mesh.view(layout)))
+    return stack
+
+
+def deviations(
+    mesh: Mesh, kind: str, plan: dict[str, str] | None = None
+) -> tuple[dict[str, float], str, str]:
+    """Compare logits and every gradient; say what tp cuts, and whether pp can share the layers.
+
+    Raises ValueError where the family is refused.
+    """
+    spec = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan).decoder
+    stack = part_of(whole := whole_model(kind), spec, mesh)
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
+    pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
+    due = whole(input_ids=ids, use_cache=False).logits
+    (due * pull).sum().backward()
+    own = slice(mesh["tp"].rank * VOCAB // 2, (mesh["tp"].rank + 1) * VOCAB // 2)
+    logits = stack(ids.flatten(), Context(torch.arange(SEQUENCE).expand(2, -1))).view(
+        2, SEQUENCE, -1
+    )
+    (logits * pull[..., own]).sum().backward()
+    sum_gradients(stack, mesh)
+    found = {"logits": _share(logits, due[..., own], float(due.abs().max()))}
+    layouts, held = parameter_layouts(stack, mesh.sizes), named_parameters(stack)
+    grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    most = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
+    for name, (theirs, *_) in transformers_names(spec).items():
+        paths = [path for path, layout in layouts.items() if layout.name == name]
+        layout, expected = layouts[paths[0]], grads.get(theirs)
+        parts = [held[path].grad for path in paths if held[path].grad is not None]
+        if expected is None:
+            assert all(not part.any() for part in parts), name
+            continue
+        total = sum(parts, start=torch.zeros_like(held[paths[0]]))
+        scale = max(float(expected.abs().max()), most / 1000)  # of small ones all is rounding
+        found[name] = _share(total, scatter(expected, layout, mesh.view(layout)), scale)
+    cut = sum(bool(each.shards) for each in layouts.values())
+    return found, f"{cut} of {len(layouts)} tensors", "yes" if len(stack) > 1 else "no"
+
+
+def _share(found: Tensor, due: Tensor, scale: float) -> float:
+    return float((found - due).abs().max()) / scale
+
+
+def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
+    """Return tp and pp of each family: what is cut, or why nothing is.
+
+    Raises AssertionError where a cut model computes something else.
+    """
+    warnings.simplefilter("ignore")  # of transformers, on configs and kernels that it would use
+    logging.disable(logging.WARNING)
+    rows = []
+    for kind in kinds:
+        try:
+            found, tp, pp = deviations(mesh, kind)
+        except ValueError as error:
+            rows.append((kind, f"no: {_reason(error)}", ""))
+            continue
+        for name, share in found.items():
+            assert share < (LOSS if name == "logits" else GRADIENT), (kind, name, share)
+        rows.append((kind, tp, pp))
+    return rows
+
+
+def suggested(mesh: Mesh, kind: str) -> tuple[dict[str, str], float]:
+    """Return the plan that an error suggests for a family without one, and its deviation."""
+    warnings.simplefilter("ignore")
+    try:
+        deviations(mesh, kind)
+    except ValueError as error:
+        plan = json.loads(str(error).partition("names suggest ")[2])
+    return plan, max(deviations(mesh, kind, plan)[0].values())
+
+
+def _reason(error: Exception) -> str:
+    line = next(each for each in str(error).splitlines() if not each.endswith(":")).strip()
+    return re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
+
+
+def walk(kinds: list[str]) -> list[str]:
+    """Return the rows of families, after comparing each of them on two ranks."""
+    small = [kind for kind in kinds if kind not in MULTIMODAL]
+    ranks = on_ranks(compare, small, tp=2, preload=PRELOAD)
+    assert ranks[0] == ranks[1]
+    rows = [*ranks[0], *((kind, "not tried: it has images", "") for kind in {*kinds} - {*small})]
+    return [f"| {kind} | {tp} | {pp} |" for kind, tp, pp in sorted(rows)]
+
+
+def written() -> dict[str, str]:
+    """Return the rows of the page by family."""
+    table = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+    return {row.split(" | ")[0][2:]: row for row in table.splitlines()[2:]}
+
+
+if __name__ == "__main__":
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    rows = "\n".join(["| family | tp | pp |", "|---|---|---|", *walk(families())])
+    PAGE.write_text(f"{before}{START}{rows}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
