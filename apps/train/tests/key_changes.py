@@ -275,6 +275,12 @@ ELSEWHERE = {
     "EvaluateConfig.batch_size": ("test_train_evaluate.py", "test_so_many_texts_are_read_together"),
     "CheckpointsConfig.accept_changed_data": (
         "test_train_changed_data.py", "test_one_changed_character_of_the_text_ends_a_resumed_run"
-    )
+    ),
+    "ParallelismConfig.dp_auto": (
+        "test_train_elastic.py", "test_ranks_are_killed_one_after_another"
+    ),
+    "TokensConfig.global_batch_size": (
+        "test_train_elastic.py", "test_ranks_are_killed_one_after_another"
+    ),
 }  # fmt: skip
 """Keys whose effect needs more than a config, and the test that shows it."""
