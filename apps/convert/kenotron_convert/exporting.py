@@ -34,7 +34,7 @@ from kenotron_models import AnyConfig, Fold, Multipliers, folds, model_from_json
 from kenotron_models.families import TransformersConfig
 from kenotron_models.hf import (
     EMBEDDING,
-    Part,
+    TensorPart,
     Whole,
     cast,
     config_from_hf,
@@ -260,7 +260,7 @@ def _write_weights(
 
 
 def _made(
-    store: Store, parts: Iterator[tuple[Record, Part, torch.dtype | None, Fold | None]]
+    store: Store, parts: Iterator[tuple[Record, TensorPart, torch.dtype | None, Fold | None]]
 ) -> Iterator[Tensor]:
     for record, part, dtype, change in parts:
         values = [read_box(store, record, part.start, part.block)]

@@ -16,7 +16,7 @@ from kenotron_train import LifeCycle, train
 from kenotron_train.assemble import decoder_layers
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.cost.cost_plan import cost_plan
-from kenotron_train.cost.machine import Memory
+from kenotron_train.cost.machine import MachineMemory
 from kenotron_train.failures import device_errors
 from kenotron_train.failures.device_errors import (
     NotEnoughMemory,
@@ -76,7 +76,7 @@ def test_the_arithmetic_of_a_rank_and_the_memory_of_its_device(tmp_path: Path) -
     sizes = {"parallelism__dp": 2, "optimizer__zero_stage": 0, "model__dtype": "bfloat16"}
     config = configure(tmp_path, **sizes)
     count = sum(p.numel() for _, each in decoder_layers(config, meta()) for p in each.parameters())
-    text = explain_memory(cost_plan(config), 0, TORCH, Memory(1.25e9, 8.59e9))
+    text = explain_memory(cost_plan(config), 0, TORCH, MachineMemory(1.25e9, 8.59e9))
     for what, each in (("parameters", 2), ("gradients", 4), ("fp32 masters", 4), ("optimizer", 8)):
         assert f"{what} {count * each / 1e9:.3g}" in text
     assert "; its device has 8.59 GB, of which 1.25 are free. What helps: optimizer.zero_" in text
@@ -147,7 +147,7 @@ def test_a_gpu_that_is_too_small_is_said_before_the_model_is_built(
 ) -> None:
     there = mock.Mock(device=torch.device("cuda", 0), rank=3)
     monkeypatch.setattr(device_errors, "compute_capability", lambda: (9, 0))
-    monkeypatch.setattr(device_errors, "device_memory", lambda _: Memory(2e5, 3e5))
+    monkeypatch.setattr(device_errors, "device_memory", lambda _: MachineMemory(2e5, 3e5))
     words = "of a rank need 0.*GB, but the GPU of rank 3 has 0.0003 GB, of which 0.0002 are free"
     with pytest.raises(NotEnoughMemory, match=words + ".*What helps: model.dtype: bfloat16"):
         with device_errors.device_errors(cost_plan(configure(tmp_path)), there):

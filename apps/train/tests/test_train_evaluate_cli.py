@@ -27,7 +27,7 @@ from kenotron_train.evaluate.evaluation_job import (
 from kenotron_train.evaluate.language_model import LayoutLM, generation_options
 from kenotron_train.evaluate.led_passes import LedPasses
 from kenotron_train.evaluate.text_tokens import open_text_tokens
-from kenotron_train.report.curves import Run
+from kenotron_train.report.curves import ReportedRun
 from kenotron_train.report.evaluation_tables import with_evaluations
 
 pytestmark = pytest.mark.xdist_group("evaluate")  # one run for all
@@ -277,5 +277,7 @@ def test_the_report_has_what_the_run_found_next_to_what_a_file_has(tmp_path):
     text = json.dumps({"evaluated_step": 2, "tasks": {"a": {"acc": 0.5}}})
     (tmp_path / "evaluations/2.json").write_text(text)
     own = {"evaluated_step": 2, "tasks": {"a": {"acc": 0.1}, "b": {"acc": 0.2}}}
-    run = with_evaluations(Run("r", [{"step": 1}, {"step": 2, "evaluation": own}]), tmp_path)
+    run = with_evaluations(
+        ReportedRun("r", [{"step": 1}, {"step": 2, "evaluation": own}]), tmp_path
+    )
     assert run.steps[1]["evaluated"] == {"a: acc": 0.5, "b: acc": 0.2}

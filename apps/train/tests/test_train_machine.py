@@ -17,7 +17,7 @@ from kenotron_train.cli import main
 from kenotron_train.cost import machine
 from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.machine import (
-    Memory,
+    MachineMemory,
     check_machine,
     host_memory,
     machine_cautions,
@@ -58,7 +58,7 @@ def test_memory_is_that_of_the_host_within_its_control_group(tmp_path: Path) -> 
     ):
         (tmp_path / name).mkdir()
         found = host_memory(linux(tmp_path / name, limit))
-        assert found == Memory(free * 1024.0, total * 1024.0)
+        assert found == MachineMemory(free * 1024.0, total * 1024.0)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_model_that_does_not_fit_is_refused_with_what_it_needs(tmp_path: Path)
 
 def test_what_may_not_fit_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configure(tmp_path, None)
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(10.0, 1e12))
+    monkeypatch.setattr(machine, "host_memory", lambda: MachineMemory(10.0, 1e12))
     check(config)
     (line,) = machine_cautions(cost_plan(config))
     assert "has 1e+03 GB, of which 1e-08 are free" in line
@@ -97,7 +97,7 @@ def test_on_gpus_it_is_their_memory_that_counts(
     there = mock.Mock(mem_get_info=lambda _: (2.0, 3.0))
     monkeypatch.setattr(torch, "get_device_module", lambda _: there)
     monkeypatch.setattr(machine, "visible_gpus", lambda: 2)
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(1.0, 1.0))
+    monkeypatch.setattr(machine, "host_memory", lambda: MachineMemory(1.0, 1.0))
     config = configure(tmp_path, None, {"parallelism.dp": 2})
     check(config)
     assert machine.host_cautions(cost_plan(config)) == []
@@ -131,17 +131,17 @@ def test_what_gpus_offload_needs_room_on_the_host(
         r"host need .* GB of its memory, but it has .* GB, of which .* are free; set it to false, "
         r"or spread the model over more hosts"
     )
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(1.0, 2 * host - 1))
+    monkeypatch.setattr(machine, "host_memory", lambda: MachineMemory(1.0, 2 * host - 1))
     check(plain)
     with pytest.raises(ValueError, match=words):
         check(config)
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host - 1, 2 * host))
+    monkeypatch.setattr(machine, "host_memory", lambda: MachineMemory(2 * host - 1, 2 * host))
     check(config)
     (line,) = machine_cautions(cost_plan(config))
     assert re.match(words, line)
     (line,) = machine_cautions(cost_plan(plain))
     assert "but the GPU here has" in line
-    monkeypatch.setattr(machine, "host_memory", lambda: Memory(2 * host, 2 * host))
+    monkeypatch.setattr(machine, "host_memory", lambda: MachineMemory(2 * host, 2 * host))
     assert machine_cautions(cost_plan(config)) == []
     assert f"pp rank 0 has {host / 1e9:.3g} of them in host memory (offload)" in preview(config)
 

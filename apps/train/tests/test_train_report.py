@@ -16,7 +16,7 @@ from kenotron_train.cli import main
 from kenotron_train.report import cli as report_cli
 from kenotron_train.report import evaluation_tables, page
 from kenotron_train.report.charts import Chart, Line, heat_map, line_chart, picture
-from kenotron_train.report.curves import MOST_POINTS, Run, read_runs, summary
+from kenotron_train.report.curves import MOST_POINTS, ReportedRun, read_runs, summary
 
 
 def write_run(folder: Path, losses: list[float | None], **more: list) -> Path:
@@ -278,7 +278,7 @@ def test_a_file_with_anything_in_it_is_a_report_or_an_error_in_words(
 
 def test_long_curves_are_means_of_neighbours() -> None:
     steps = [{"step": i, "lm_loss": float(i % 2)} for i in range(1, 2 * MOST_POINTS + 1)]
-    points = Run("a", steps).points("lm_loss")
+    points = ReportedRun("a", steps).points("lm_loss")
     assert points == [(2.0 * i, 0.5) for i in range(1, MOST_POINTS + 1)]
 
 

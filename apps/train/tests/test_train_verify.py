@@ -15,7 +15,7 @@ from verify_faults import Planted
 from kenotron_engine import gradient_deviations, largest_difference
 from kenotron_train.cli import main
 from kenotron_train.verify import comparison
-from kenotron_train.verify.comparison import Departure, Measured, Step, layout_gradients
+from kenotron_train.verify.comparison import ComparedStep, Departure, Measured, layout_gradients
 
 TIED = ["model.model_config.tie_word_embeddings=true"]
 
@@ -236,8 +236,8 @@ def test_files_of_nanotron_and_own_loaders_are_verified(tmp_path: Path) -> None:
 def test_a_gradient_that_no_rank_has_is_the_layouts_fault() -> None:
     pieces = [(name, (0,), np.ones(2, np.float32), (2,)) for name in ("a", "b")]
     with pytest.raises(ValueError, match="no rank has a gradient of b"):
-        layout_gradients([Measured(pieces, [Step(1.0, 1.0, pieces[:1], pieces)])])
-    whole = [Measured(pieces, [Step(1.0, 1.0, pieces, pieces)])]
+        layout_gradients([Measured(pieces, [ComparedStep(1.0, 1.0, pieces[:1], pieces)])])
+    whole = [Measured(pieces, [ComparedStep(1.0, 1.0, pieces, pieces)])]
     assert list(layout_gradients(whole)[0]) == ["a", "b"]
 
 

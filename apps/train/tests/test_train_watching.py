@@ -27,7 +27,7 @@ from kenotron_train.assemble import plan_of
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.data_plan import data_plan
 from kenotron_train.log import numbers, speed_table
-from kenotron_train.log.figures import Memory, Meter, StepFigures
+from kenotron_train.log.figures import Meter, StepFigures, UsedMemory
 from kenotron_train.log.stopwatch import StepTimes, Stopwatch
 from kenotron_train.run.loop import train
 
@@ -50,7 +50,7 @@ def figures_of(tokens: int, seconds: float, **changes: object) -> StepFigures:
         "samples": 4,
         "consumed_tokens": 128,
         "consumed_samples": 4,
-        "memory": Memory(1.5),
+        "memory": UsedMemory(1.5),
     }
     return StepFigures(**(given | changes))
 
@@ -253,7 +253,7 @@ def test_memory_of_a_process_is_what_the_system_says() -> None:
     if not status.exists():
         pytest.skip("there is no /proc")
     peak = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024 / 1e9
-    assert Memory.of_step(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
+    assert UsedMemory.of_step(torch.device("cpu")).peak == pytest.approx(peak, rel=0.05)
 
 
 class Device:
@@ -289,11 +289,11 @@ def test_memory_of_a_step_is_its_own_and_that_of_the_device(
     device.allocate(3)
     device.allocate(7)
     device.allocate(-6)
-    assert Memory.of_step(cuda) == Memory(10, 20, 28)
+    assert UsedMemory.of_step(cuda) == UsedMemory(10, 20, 28)
     device.allocate(1)
     device.allocate(-1)
-    second = Memory.of_step(cuda)
-    assert second == Memory(5, 10, 28)  # the peak of the step before is not in it
+    second = UsedMemory.of_step(cuda)
+    assert second == UsedMemory(5, 10, 28)  # the peak of the step before is not in it
     step = figures_of(96, 0.5, memory=second)
     found = meter_of(config_of(tmp_path)).metrics(step)
     names = ("memory_gb", "memory_reserved_gb", "memory_device_gb")

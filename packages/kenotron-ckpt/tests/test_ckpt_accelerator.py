@@ -16,8 +16,8 @@ from ckpt_checks import vectors
 from kenotron_ckpt import Saver, load, reader, threads
 from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import Job
-from kenotron_ckpt.part_files import Part, plan_parts
+from kenotron_ckpt.job import SaveJob
+from kenotron_ckpt.part_files import PartFile, plan_parts
 from kenotron_dist import Mesh, MeshConfig, views_of
 from kenotron_dist.placement import TensorLayout
 
@@ -73,15 +73,15 @@ def test_locked_memory_is_free_when_a_saver_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its thread has let go of the last save, however late it comes to it."""
-    device, host, real = Accelerator(), HostMemory(), Job.run
+    device, host, real = Accelerator(), HostMemory(), SaveJob.run
 
-    def late(job: Job) -> None:
+    def late(job: SaveJob) -> None:
         real(job)
         time.sleep(0.5)
 
     device.install(monkeypatch)
     host.install(monkeypatch)
-    monkeypatch.setattr(Job, "run", late)
+    monkeypatch.setattr(SaveJob, "run", late)
     with Saver(tmp_path, Mesh.connect(device=device.device)) as saver:
         saver.save(1, vectors(2), {})
     assert not host.registered and host.peak
@@ -176,7 +176,7 @@ def test_threads_that_read_to_a_device_set_it(
     assert found == [0] * 4 + [3] * 4
 
 
-def parts_of(*sizes: int) -> list[Part]:
+def parts_of(*sizes: int) -> list[PartFile]:
     """A part for each size in bytes."""
     tensors = {
         f"w{i}": (torch.zeros(n, dtype=torch.uint8), TensorLayout(f"w{i}", (n,)))

@@ -16,7 +16,7 @@ from ckpt_kills import (
 )
 
 from kenotron_ckpt.folder import defect, is_verified, steps_in
-from kenotron_ckpt.protocol import Step
+from kenotron_ckpt.protocol import SaveMoment
 from kenotron_dist import RankError, spawn
 
 MANIFEST_RENAMED = ["FOLDER_SYNCED", "TEXT_OPENED", "TEXT_WRITTEN", "TEXT_RENAMED"]
@@ -132,18 +132,18 @@ def check_nothing_is_left(folder, step):
 
 
 def test_the_kills_are_at_every_step_there_is(undisturbed):
-    assert {step for steps in undisturbed.values() for step in steps} == set(Step.__members__)
+    assert {step for steps in undisturbed.values() for step in steps} == set(SaveMoment.__members__)
     assert sum(map(len, undisturbed.values())) > 150
 
 
 @pytest.mark.parametrize(
     ("victim", "at", "beside", "sizes"),
     [
-        (1, Step.SHARD_OPENED, False, {"dp": 2}),
-        (1, Step.SHARD_SYNCED, True, {"tp": 2}),
-        (0, Step.TEXT_WRITTEN, True, {"dp": 2}),
-        (0, Step.COMMITTED, False, {"tp": 2}),
-        (0, Step.POINTED, True, {"tp": 2}),
+        (1, SaveMoment.SHARD_OPENED, False, {"dp": 2}),
+        (1, SaveMoment.SHARD_SYNCED, True, {"tp": 2}),
+        (0, SaveMoment.TEXT_WRITTEN, True, {"dp": 2}),
+        (0, SaveMoment.COMMITTED, False, {"tp": 2}),
+        (0, SaveMoment.POINTED, True, {"tp": 2}),
     ],
 )
 def test_a_killed_rank_of_two_leaves_the_old_or_the_new(tmp_path, victim, at, beside, sizes):
@@ -153,8 +153,8 @@ def test_a_killed_rank_of_two_leaves_the_old_or_the_new(tmp_path, victim, at, be
         spawn(put_and_die, folder, victim, at, beside, **sizes)
     seen = Path(f"{folder}.log").read_text().split()
     assert seen[-1] == at.name
-    stands = at in (Step.COMMITTED, Step.POINTED)
+    stands = at in (SaveMoment.COMMITTED, SaveMoment.POINTED)
     assert what_is_there(folder / "20") == ((20, 2) if stands else None)
-    assert what_is_there(folder) == ((20, 2) if at is Step.POINTED else (10, 1))
+    assert what_is_there(folder) == ((20, 2) if at is SaveMoment.POINTED else (10, 1))
     put(folder, 20, 3)
     check_nothing_is_left(folder, 20)

@@ -23,7 +23,7 @@ from kenotron_ckpt.blocks import blocks_of
 from kenotron_ckpt.checksums import manifest_faults
 from kenotron_ckpt.folder import manifest_at
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import Job
+from kenotron_ckpt.job import SaveJob
 from kenotron_ckpt.reader import fill, plan_reads
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
@@ -131,7 +131,7 @@ def save_as(sizes, shape_of, zero, step_folder, file_bytes, pool_bytes, threads)
         arena = HostBuffer()
         arena.fit(plan.parts, pool_bytes, pin=False)
         jobs.append(
-            Job(
+            SaveJob(
                 number=1,
                 step_folder=store_at(step_folder),
                 mesh=mesh,

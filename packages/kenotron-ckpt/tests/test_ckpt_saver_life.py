@@ -13,7 +13,7 @@ from ckpt_checks import begin, vectors, what_is_there, whole
 from ckpt_kills import put
 
 from kenotron_ckpt import Saver
-from kenotron_ckpt.protocol import Step, listen
+from kenotron_ckpt.protocol import SaveMoment, listen
 from kenotron_dist import Mesh
 from kenotron_dist.placement import TensorLayout
 
@@ -126,7 +126,9 @@ def raise_at(step):
 
 
 @pytest.mark.filterwarnings("ignore:step 20 was not saved")
-@pytest.mark.parametrize("step", [Step.BEGUN, Step.BLOCK_WRITTEN, Step.FOLDER_SYNCED])
+@pytest.mark.parametrize(
+    "step", [SaveMoment.BEGUN, SaveMoment.BLOCK_WRITTEN, SaveMoment.FOLDER_SYNCED]
+)
 def test_whatever_is_raised_in_the_thread_nobody_hangs(tmp_path, step):
     put(tmp_path, 10, 1)
     with Saver(tmp_path, Mesh.connect(), pool_bytes=100, threads=3) as saver:

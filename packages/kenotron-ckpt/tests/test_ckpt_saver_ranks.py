@@ -17,7 +17,7 @@ import kenotron_ckpt.saver
 import kenotron_dist
 from kenotron_ckpt import Saver, load, store_at
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import Job
+from kenotron_ckpt.job import SaveJob
 from kenotron_ckpt.share import plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_dist import Mesh, MeshConfig, RankError, StoreMessages, all_reduce, spawn
@@ -116,7 +116,7 @@ def job_of(mesh, step_folder, notes):
     plan = plan_share(vectors(2), mesh, 1000)
     arena = HostBuffer()
     arena.fit(plan.parts, 10**6, pin=False)
-    return Job(
+    return SaveJob(
         number=1,
         step_folder=store_at(step_folder),
         mesh=mesh,

@@ -14,7 +14,7 @@ from pp_contestants import Sizes, batch, ours
 from kenotron_dist import Mesh, barrier, receive, send
 from kenotron_pp import SCHEDULES, Times, simulate
 from kenotron_pp.backward import WeightPart
-from kenotron_pp.executor import Run
+from kenotron_pp.executor import PipelineRun
 from kenotron_pp.p2p import Links
 
 WARM_UP = 2
@@ -28,9 +28,9 @@ class Clock:
         self.times: dict[tuple[str, int], list[float]] = defaultdict(list)
         for name in ("take", "release", "post", "finish"):
             self._wrap_wait(name)
-        forward, backward, run = Run._forward, Run._backward, WeightPart.run
-        Run._forward = lambda this, step: self._note(step, lambda: forward(this, step))
-        Run._backward = lambda this, step: self._note(step, lambda: backward(this, step))
+        forward, backward, run = PipelineRun._forward, PipelineRun._backward, WeightPart.run
+        PipelineRun._forward = lambda this, step: self._note(step, lambda: forward(this, step))
+        PipelineRun._backward = lambda this, step: self._note(step, lambda: backward(this, step))
         self.weights: list[float] = []
         WeightPart.run = lambda this: self._note(None, lambda: run(this))
 

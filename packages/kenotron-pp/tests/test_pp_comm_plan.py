@@ -12,13 +12,13 @@ from kenotron_pp import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from kenotron_pp.comm_plan import Plan, make_plan
+from kenotron_pp.comm_plan import RankPlan, make_plan
 
 SIZES = [(ranks, m) for ranks in range(1, 7) for m in (1, 2, 3, 5, 8, 13)]
 ALL = [gpipe, one_f_one_b, interleaved(2), interleaved(3), zero_bubble_h1, zero_bubble_v]
 
 
-def ordered(plan: Plan, rank: int) -> None:
+def ordered(plan: RankPlan, rank: int) -> None:
     """Both ends of a queue agree, and nothing is awaited that was not posted."""
     posted = set()
     for step in plan.steps:
@@ -31,7 +31,7 @@ def ordered(plan: Plan, rank: int) -> None:
     assert posted == {transfer for queue in plan.queues.values() for transfer in queue}
 
 
-def run_blocking(plans: list[Plan]) -> None:
+def run_blocking(plans: list[RankPlan]) -> None:
     """Execute the plans where a send ends only when its receive is posted: the strictest backend.
 
     A rank stops at a receive whose sender has not produced, and at the release of a send whose

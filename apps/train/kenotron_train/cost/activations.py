@@ -50,7 +50,7 @@ def measured_block(plan: CostPlan, layer: int, again: Recompute) -> dict[str, An
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageActivations:
     """The layers of each pipeline rank, in one of its tp and dp ranks, on meta."""
 
     ranks: list[tuple[NamedLayers, StageLayers]]
@@ -59,7 +59,7 @@ class Stages:
     """Of the whole model's parameters."""
 
 
-def layers_by_rank(plan: CostPlan) -> Stages:
+def layers_by_rank(plan: CostPlan) -> StageActivations:
     """Return the layers of each pipeline rank."""
     parallel, spec = plan.parallelism, plan.spec
     tp, ep = (  # meta tensors are not communicated
@@ -83,7 +83,7 @@ def layers_by_rank(plan: CostPlan) -> Stages:
         numbers += [spec.num_hidden_layers for name, _ in own if name == "mtp.0"]
         live = trace.peak_live[rank] / max(1, schedule.chunks)
         found.append((own, StageLayers(numbers, live)))
-    return Stages(found, layouts)
+    return StageActivations(found, layouts)
 
 
 def recomputed(plan: CostPlan) -> tuple[Recompute, ...]:

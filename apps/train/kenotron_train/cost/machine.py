@@ -36,7 +36,7 @@ _ROOT = Path("/")
 
 
 @dataclass(frozen=True)
-class Memory:
+class MachineMemory:
     """Bytes of one device's memory, or of the host's."""
 
     free: float
@@ -127,7 +127,7 @@ def host_cautions(plan: CostPlan) -> list[str]:
     return found
 
 
-def shortage(need: float, memory: Memory, who: str, place: str) -> str:
+def shortage(need: float, memory: MachineMemory, who: str, place: str) -> str:
     """Describe what is needed and what there is.
 
     Args:
@@ -144,15 +144,15 @@ def shortage(need: float, memory: Memory, who: str, place: str) -> str:
     )
 
 
-def device_memory(device: torch.device) -> Memory | None:
+def device_memory(device: torch.device) -> MachineMemory | None:
     """Memory of an accelerator, or the host's for a CPU; None where it is not known."""
     if device.type == "cpu":
         return host_memory()
     free, total = torch.get_device_module(device).mem_get_info(device)
-    return Memory(free, total)
+    return MachineMemory(free, total)
 
 
-def host_memory(root: Path = _ROOT) -> Memory | None:
+def host_memory(root: Path = _ROOT) -> MachineMemory | None:
     """Memory of this host, swap included, within the limit of its control group.
 
     Args:
@@ -173,7 +173,7 @@ def host_memory(root: Path = _ROOT) -> Memory | None:
         limit = float(int((group / "memory.max").read_text()))
         used = float(int((group / "memory.current").read_text()))
         total, free = min(total, limit), min(free, max(0.0, limit - used))
-    return Memory(free, total)
+    return MachineMemory(free, total)
 
 
 def _fields(lines: list[str]) -> Iterator[tuple[str, str]]:
@@ -207,7 +207,7 @@ def _on_gpus(plan: CostPlan) -> bool:
     return gpus > 0 and gpus >= local_ranks(plan.parallelism.world_size)
 
 
-def _offload_shortage(plan: CostPlan, memory: Memory, there: float) -> list[str]:
+def _offload_shortage(plan: CostPlan, memory: MachineMemory, there: float) -> list[str]:
     """Describe a host that cannot hold what its GPUs offload; no line where it can."""
     ranks = local_ranks(plan.parallelism.world_size)
     if (need := state_of_rank(plan, "host") * ranks) <= there:

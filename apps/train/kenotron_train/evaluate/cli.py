@@ -34,7 +34,7 @@ USER_ERRORS = (ValueError, OSError, ImportError)
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """Request of an evaluation; the same on every rank."""
 
     folder: Path | str
@@ -74,7 +74,7 @@ def _start(given: argparse.Namespace) -> int:
     return FAILED if found["failure"] else OK
 
 
-def _request(given: argparse.Namespace) -> Request:
+def _request(given: argparse.Namespace) -> EvaluationRequest:
     """Read what the flags ask for, above the checkpoint's config. Raises ValueError."""
     folder = resolve_step(given.ckpt_path)
     manifest = read_manifest(folder)
@@ -93,7 +93,7 @@ def _request(given: argparse.Namespace) -> Request:
     if section.perplexity:
         _check_held_out(data, folder)
     tokenizer = _tokenizer(given.tokenizer, manifest.state, folder)
-    return Request(folder, section, data, tokenizer, output)
+    return EvaluationRequest(folder, section, data, tokenizer, output)
 
 
 def _config_of(folder: Path | str) -> Config | None:
@@ -173,7 +173,7 @@ def _tokenizer(
     return (str(converted) if converted.is_dir() else None), None
 
 
-def _evaluate(mesh: Mesh, request: Request) -> dict[str, Any]:
+def _evaluate(mesh: Mesh, request: EvaluationRequest) -> dict[str, Any]:
     """Evaluate, on every rank; rank 0 writes and prints. Returns the result as JSON."""
     model = read_model(request.folder, mesh)
     evaluator = Evaluator(model, request.section, request.tokenizer)
@@ -206,7 +206,7 @@ def read_model(folder: Location, mesh: Mesh) -> ModelOnMesh:
     return model
 
 
-def _held_out(model: ModelOnMesh, request: Request, step: int) -> Validation | None:
+def _held_out(model: ModelOnMesh, request: EvaluationRequest, step: int) -> Validation | None:
     """Loss on the held-out samples of the stage that the step belongs to."""
     data = request.data
     assert data is not None, "checked before"

@@ -10,7 +10,13 @@ import torch
 from kenotron_dist import Mesh
 from kenotron_dist.launch import compute_capability
 from kenotron_train.cost.cost_plan import CostPlan
-from kenotron_train.cost.machine import OFFLOADED, Memory, device_memory, shortage, state_of_rank
+from kenotron_train.cost.machine import (
+    OFFLOADED,
+    MachineMemory,
+    device_memory,
+    shortage,
+    state_of_rank,
+)
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 GB = 1e9
@@ -71,7 +77,7 @@ def check_device_memory(plan: CostPlan, mesh: Mesh) -> None:
 
 
 def explain_memory(
-    plan: CostPlan, pp_rank: int, error: str, memory: Memory | None, *, gpu: bool = True
+    plan: CostPlan, pp_rank: int, error: str, memory: MachineMemory | None, *, gpu: bool = True
 ) -> str:
     """Describe what a rank needs by arithmetic, what its device has, and which keys help.
 

@@ -29,7 +29,7 @@ PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
 
 
 @dataclass(frozen=True)
-class Memory:
+class UsedMemory:
     """Memory of a rank in a step, in GB (1e9 bytes)."""
 
     peak: float
@@ -41,13 +41,13 @@ class Memory:
     None on a CPU."""
 
     @staticmethod
-    def of_step(device: torch.device) -> Memory:
+    def of_step(device: torch.device) -> UsedMemory:
         """Return the memory since the last call, and begin to measure the next step's peaks."""
         if device.type == "cpu":
             unit = 1 if sys.platform == "darwin" else 1024
-            return Memory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9)
+            return UsedMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9)
         free, total = torch.get_device_module(device).mem_get_info(device)
-        found = Memory(
+        found = UsedMemory(
             torch.accelerator.max_memory_allocated(device) / 1e9,
             torch.accelerator.max_memory_reserved(device) / 1e9,
             (total - free) / 1e9,
@@ -70,7 +70,7 @@ class StepFigures:
     consumed_tokens: int
     """Positions read since the training began, padding included."""
     consumed_samples: int
-    memory: Memory
+    memory: UsedMemory
     """Of this rank."""
     validation: Validation | None = None
     evaluation: dict[str, Any] | None = None

@@ -14,7 +14,7 @@ from kenotron_dist.diagnosis import record
 from kenotron_engine import LayerMetrics, StepResult, Validation
 from kenotron_optim import Slices
 from kenotron_train.assemble import Training
-from kenotron_train.log.figures import Memory, StepFigures, named_peak
+from kenotron_train.log.figures import StepFigures, UsedMemory, named_peak
 from kenotron_train.log.profiling import Profile
 from kenotron_train.log.report import Report
 from kenotron_train.log.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
@@ -137,7 +137,7 @@ class Watching:
             samples=samples,
             consumed_tokens=consumed[0],
             consumed_samples=consumed[1],
-            memory=Memory.of_step(self._training.mesh.device),
+            memory=UsedMemory.of_step(self._training.mesh.device),
             validation=validation,
             evaluation=evaluation,
             layers=self._layers.collect() if self._layers is not None else {},

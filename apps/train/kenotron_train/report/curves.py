@@ -30,7 +30,7 @@ class Panel:
     from_zero: bool = False
     """True where the axis begins at 0, so that small changes look small."""
 
-    def headline(self, runs: Sequence[Run]) -> str:
+    def headline(self, runs: Sequence[ReportedRun]) -> str:
         """The title, with what is dashed where any run has it."""
         has = any(run.points(key) for run in runs for key in self.keys[1:])
         return f"{self.title} (dashed: {self.dashed})" if has else self.title
@@ -60,7 +60,7 @@ EXPERT_PANELS = (
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """A run folder and its steps."""
 
     name: str
@@ -86,7 +86,7 @@ class Run:
         return list(_loads(self.steps[-1]))
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
+def read_runs(folders: Sequence[str]) -> list[ReportedRun]:
     """The runs in these folders (or metrics.jsonl files), under different names.
 
     Raises FileNotFoundError when there is no metrics.jsonl, ValueError when it holds no step.
@@ -103,11 +103,11 @@ def read_runs(folders: Sequence[str]) -> list[Run]:
         if not steps:
             raise ValueError(f"{path} holds no step: the run has not made one yet")
         layers = [step | _of_all_layers(step) for step in steps]
-        found.append(Run(name, layers, about_run(path)))
+        found.append(ReportedRun(name, layers, about_run(path)))
     return found
 
 
-def summary(runs: Sequence[Run]) -> list[list[str]]:
+def summary(runs: Sequence[ReportedRun]) -> list[list[str]]:
     """A table: a line of titles, then one for each run; ``-`` where a figure is not known."""
     titles = [
         "run", "steps", "tokens", "last loss", "best validation", "tokens/s (median)",
@@ -124,7 +124,7 @@ def summary(runs: Sequence[Run]) -> list[list[str]]:
     return [titles, *lines]
 
 
-def _line(run: Run) -> list[str]:
+def _line(run: ReportedRun) -> list[str]:
     seconds = _values(run, "step_time_s")
     losses, held_out = _values(run, "lm_loss"), _values(run, "validation_loss")
     speeds, shares = _values(run, "tokens_per_sec"), _values(run, "mfu")
@@ -146,7 +146,7 @@ def _line(run: Run) -> list[str]:
     ]
 
 
-def _recoveries(run: Run) -> list[dict[str, float]]:
+def _recoveries(run: ReportedRun) -> list[dict[str, float]]:
     """List what first steps after the loss of a process have of it, see ``run.elastic``."""
     found = [step.get("recovery") for step in run.steps]
     return [
@@ -156,7 +156,7 @@ def _recoveries(run: Run) -> list[dict[str, float]]:
     ]
 
 
-def _goodput(run: Run) -> list[str]:
+def _goodput(run: ReportedRun) -> list[str]:
     """Losses, steps that were made again, and the share of the seconds in steps that were kept."""
     found = _recoveries(run)
     losses, steps, *seconds = (sum(each[name] for each in found) for name in COUNTED)
@@ -165,7 +165,7 @@ def _goodput(run: Run) -> list[str]:
     return [f"{losses:.0f}", f"{steps:.0f}", share]
 
 
-def _experts(run: Run) -> list[str]:
+def _experts(run: ReportedRun) -> list[str]:
     """Load and entropy of the least even layer, and experts without tokens, in the last step."""
     if not (loads := _loads(run.steps[-1])):
         return ["-", "-", "-"]
@@ -207,7 +207,7 @@ def _figure(step: dict[str, Any], key: str) -> object:
     return found
 
 
-def _sent(run: Run) -> str:
+def _sent(run: ReportedRun) -> str:
     """Bytes that left the first rank in a step, by axis: ``dp 1.2MB, tp 3.4MB``."""
     steps = [step["communication_bytes"] for step in run.steps if _has_bytes(step)]
     axes = sorted({axis for step in steps for axis in step})
@@ -220,17 +220,17 @@ def _has_bytes(step: dict[str, Any]) -> bool:
     return isinstance(found, dict) and all(map(_is_number, found.values()))
 
 
-def _share(run: Run, key: str, seconds: list[float]) -> str:
+def _share(run: ReportedRun, key: str, seconds: list[float]) -> str:
     values = _values(run, key)
     return f"{sum(values) / sum(seconds):.1%}" if values and sum(seconds) else "-"
 
 
-def _outside(run: Run) -> list[float]:
+def _outside(run: ReportedRun) -> list[float]:
     """Seconds of saves that are no part of a step; of old files, which do not have them, of all."""
     return _values(run, "save_after_s") or _values(run, "save_blocked_s")
 
 
-def _values(run: Run, key: str) -> list[float]:
+def _values(run: ReportedRun, key: str) -> list[float]:
     return [float(step[key]) for step in run.steps if _is_number(step.get(key))]
 
 

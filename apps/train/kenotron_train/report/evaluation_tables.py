@@ -10,12 +10,12 @@ from typing import Any
 
 from kenotron_train.evaluate.results import FOLDER, checked_evaluation, read_evaluations
 from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
-from kenotron_train.report.curves import Run
+from kenotron_train.report.curves import ReportedRun
 
 Points = list[tuple[float, float]]
 
 
-def with_evaluations(run: Run, folder: Path) -> Run:
+def with_evaluations(run: ReportedRun, folder: Path) -> ReportedRun:
     """Return a run whose steps have the figures of their evaluations, under ``evaluated``.
 
     Args:
@@ -42,7 +42,7 @@ def figures_of(evaluation: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def last_figures(runs: Sequence[Run]) -> list[list[str]]:
+def last_figures(runs: Sequence[ReportedRun]) -> list[list[str]]:
     """Return a table: a line of titles, then the last value of each figure in each run.
 
     Empty where no run has evaluations. Standard errors stand behind their figures.
@@ -59,7 +59,7 @@ def last_figures(runs: Sequence[Run]) -> list[list[str]]:
     return [["evaluation", *(run.name for run in runs)], *lines] if lines else []
 
 
-def evaluation_charts(runs: Sequence[Run], x: str) -> str:
+def evaluation_charts(runs: Sequence[ReportedRun], x: str) -> str:
     """Return the part of a page: the table, and a chart of each figure; empty without any.
 
     ``x``: the figure of a step along x.
@@ -82,7 +82,7 @@ def evaluation_charts(runs: Sequence[Run], x: str) -> str:
     )
 
 
-def _line(run: Run, name: str, x: str, place: int) -> Line:
+def _line(run: ReportedRun, name: str, x: str, place: int) -> Line:
     points: Points = [
         (float(step[x]), float(step["evaluated"][name]))
         for step in run.steps

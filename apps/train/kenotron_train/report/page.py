@@ -15,7 +15,7 @@ from kenotron_train.report.charts import (
     picture,
     write_png,
 )
-from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, Run, summary
+from kenotron_train.report.curves import EXPERT_PANELS, PANELS, Panel, ReportedRun, summary
 from kenotron_train.report.evaluation_tables import evaluation_charts
 
 AXES = {"step": "step", "tokens": "consumed_tokens"}
@@ -39,7 +39,7 @@ def colour_of(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def panel_lines(panel: Panel, runs: Sequence[Run], x: str) -> list[Line]:
+def panel_lines(panel: Panel, runs: Sequence[ReportedRun], x: str) -> list[Line]:
     """The curves of a panel."""
     return [
         Line(f"{run.name}: {key}", run.points(key, AXES[x]), colour_of(i), dashed=place > 0)
@@ -48,17 +48,17 @@ def panel_lines(panel: Panel, runs: Sequence[Run], x: str) -> list[Line]:
     ]
 
 
-def panel_chart(panel: Panel, runs: Sequence[Run], x: str) -> Chart:
+def panel_chart(panel: Panel, runs: Sequence[ReportedRun], x: str) -> Chart:
     """The chart of a panel."""
     return line_chart(panel.headline(runs), x, panel_lines(panel, runs, x), panel.from_zero)
 
 
-def panels_of(runs: Sequence[Run]) -> tuple[Panel, ...]:
+def panels_of(runs: Sequence[ReportedRun]) -> tuple[Panel, ...]:
     """The panels of these runs; those of experts where any run has them."""
     return PANELS + (EXPERT_PANELS if any(run.expert_layers for run in runs) else ())
 
 
-def expert_charts(runs: Sequence[Run], x: str) -> str:
+def expert_charts(runs: Sequence[ReportedRun], x: str) -> str:
     """A heat map of each run's layers, and a chart of each layer; nothing without experts."""
     layers = dict.fromkeys(layer for run in runs for layer in run.expert_layers)
     if not layers:
@@ -84,7 +84,7 @@ def expert_charts(runs: Sequence[Run], x: str) -> str:
     )
 
 
-def report_html(runs: Sequence[Run], x: str = "step") -> str:
+def report_html(runs: Sequence[ReportedRun], x: str = "step") -> str:
     """The whole page."""
     charts = [picture(p.headline(runs), panel_chart(p, runs, x)) for p in panels_of(runs)]
     title = html.escape(", ".join(run.name for run in runs))
@@ -99,7 +99,7 @@ def report_html(runs: Sequence[Run], x: str = "step") -> str:
     )
 
 
-def _table(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[ReportedRun]) -> str:
     """A line for each figure, and a column for each run."""
     (_, *titles), *lines = summary(runs)
     rows = ["".join(f"<th>{_key(n)}{html.escape(name)}</th>" for n, (name, *_) in enumerate(lines))]
@@ -109,7 +109,7 @@ def _table(runs: Sequence[Run]) -> str:
     return "<table>\n" + "\n".join(f"<tr>{row}</tr>" for row in rows) + "\n</table>\n"
 
 
-def _about(runs: Sequence[Run]) -> str:
+def _about(runs: Sequence[ReportedRun]) -> str:
     """Write what is known of each run besides its figures, and its config to unfold."""
     return "".join(
         f"<p>{_key(n)}{html.escape(run.name)}: {html.escape(run.about.words)}</p>\n"
@@ -124,7 +124,7 @@ def _key(number: int) -> str:
     return f'<span class="key" style="background:{colour_of(number)}"></span>'
 
 
-def write_picture(path: Path, runs: Sequence[Run], x: str = "step") -> None:
+def write_picture(path: Path, runs: Sequence[ReportedRun], x: str = "step") -> None:
     """Write the panels as a PNG. Raises OSError."""
     names = {run.name: colour_of(i) for i, run in enumerate(runs)}
     write_png(path, [panel_chart(panel, runs, x) for panel in panels_of(runs)], names)

@@ -48,7 +48,7 @@ LIMIT = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
-class Step:
+class ComparedStep:
     """Measurements of one rank in a step."""
 
     loss: float
@@ -65,7 +65,7 @@ class Measured:
 
     initial: list[Piece]
     """Weights before the first step."""
-    steps: list[Step]
+    steps: list[ComparedStep]
     frozen: frozenset[str] = frozenset()
     """Weights without a gradient, by name."""
 
@@ -124,7 +124,7 @@ def measure(
     return Measured(initial, steps, frozenset(layouts[path].name for path in still))
 
 
-def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> Step:
+def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -> ComparedStep:
     pieces: list[Piece] = []
     norms: list[float] = []
 
@@ -135,7 +135,7 @@ def _step(training: Training, batch: Batch, number: int, forced: Whole | None) -
             write_slices(training, slices, forced)
 
     result = training_step(training, batch, number, look=look)
-    return Step(result.loss, [*norms, result.grad_norm][0], pieces, weight_pieces(training))
+    return ComparedStep(result.loss, [*norms, result.grad_norm][0], pieces, weight_pieces(training))
 
 
 def layout_gradients(layout: list[Measured]) -> list[Whole]:
@@ -221,7 +221,7 @@ def compare_with_one(
     return compare(layout, alone, bound), ""
 
 
-def _check_finite(step: int, own: Step) -> None:
+def _check_finite(step: int, own: ComparedStep) -> None:
     if not (math.isfinite(own.loss) and math.isfinite(own.norm)):
         raise ValueError(
             f"step {step}: one process itself has a loss of {own.loss:g} and a gradient of norm "
@@ -245,7 +245,9 @@ def update_bounds(
     }
 
 
-def _numbers(step: int, ranks: list[Step], own: Step, relative: float) -> list[Check]:
+def _numbers(
+    step: int, ranks: list[ComparedStep], own: ComparedStep, relative: float
+) -> list[Check]:
     """Loss and norm: the rank that deviates most counts."""
     pairs = {
         "loss": ([rank.loss for rank in ranks], own.loss),

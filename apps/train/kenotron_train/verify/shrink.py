@@ -36,7 +36,7 @@ from kenotron_train.verify.shrink_layout import (
     small_depth,
     small_shards,
 )
-from kenotron_train.verify.shrink_model import SEQUENCE, Cut, small_model
+from kenotron_train.verify.shrink_model import SEQUENCE, ModelCut, small_model
 
 MOST_PADDING = 8
 STD = 0.02
@@ -195,7 +195,7 @@ def _model(
     )
     ulysses = parallelism.cp_attention == "ulysses"
     heads_over, fewer = (s.tp * (s.cp if ulysses else 1) for s in (before, parallelism))
-    cut = Cut(
+    cut = ModelCut(
         before.tp, parallelism.tp, heads_over, fewer, depth, period, sequence, length,
         parallelism.ep,
     )  # fmt: skip

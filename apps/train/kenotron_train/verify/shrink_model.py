@@ -19,7 +19,7 @@ MOST_HEADS = 32
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelCut:
     """Sizes that a model is cut by, before and after, and the length of its samples."""
 
     tp: int
@@ -36,7 +36,7 @@ class Cut:
     small_ep: int
 
 
-def small_model(sizes: SizedConfig, cut: Cut, padding: int, small_padding: int) -> SizedConfig:
+def small_model(sizes: SizedConfig, cut: ModelCut, padding: int, small_padding: int) -> SizedConfig:
     """Return the model with few features, heads, layers and token numbers.
 
     Args:

@@ -27,7 +27,7 @@ PIECE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class OwnBlock:
     """A box of one of this rank's tensors."""
 
     layout: TensorLayout
@@ -51,20 +51,20 @@ class Block:
         return self.view.numel() * self.view.element_size()
 
 
-def blocks_of(tensors: Tensors, view: ViewOf) -> list[Block]:
+def blocks_of(tensors: Tensors, view: ViewOf) -> list[OwnBlock]:
     """Every block that a rank holds. Padding is in none; a tensor without elements has none.
 
     ``view`` is ``mesh.view`` of that rank, here and below.
     """
     return [
-        Block(layout, box, view_of(tensor, layout, view(layout), box))
+        OwnBlock(layout, box, view_of(tensor, layout, view(layout), box))
         for _, (tensor, layout) in sorted(tensors.items())
         for box in local_boxes(layout, view(layout))
         if box.numel
     ]
 
 
-def split(block: Block, limit: int) -> list[Block]:
+def split(block: OwnBlock, limit: int) -> list[OwnBlock]:
     """A block as blocks of at most ``limit`` bytes, cut along its first dimensions.
 
     A single element is never cut. The same cuts on every replica.
@@ -83,19 +83,19 @@ def split(block: Block, limit: int) -> list[Block]:
             (*shape[:dim], high - low, *shape[dim + 1 :]),
             block.box.parts,
         )
-        part = Block(block.layout, box, block.view.narrow(dim, low, high - low))
+        part = OwnBlock(block.layout, box, block.view.narrow(dim, low, high - low))
         parts += split(part, limit)
     return parts
 
 
-def share_of(blocks: Sequence[Block], view: ViewOf, limit: int = PIECE_BYTES) -> list[Block]:
+def share_of(blocks: Sequence[OwnBlock], view: ViewOf, limit: int = PIECE_BYTES) -> list[OwnBlock]:
     """The blocks that this rank writes: each block is written by one of its replicas.
 
     Blocks of more than ``limit`` bytes are cut. Those with the same replicas are dealt out largest
     first, each to the replica with the fewest bytes so far. The replicas hold the same list, so
     they agree without a word. Blocks that the rank holds under two keys (tied tensors) count once.
     """
-    same_kind: dict[tuple, list[Block]] = {}
+    same_kind: dict[tuple, list[OwnBlock]] = {}
     seen = set()
     for block in (part for whole in blocks for part in split(whole, limit)):
         place = (block.name, block.box.start, block.box.shape)
@@ -111,7 +111,7 @@ def share_of(blocks: Sequence[Block], view: ViewOf, limit: int = PIECE_BYTES) ->
     return sorted(own, key=lambda block: (block.name, block.box.start))
 
 
-def _dealt(group: Sequence[Block], view: GridView) -> list[Block]:
+def _dealt(group: Sequence[OwnBlock], view: GridView) -> list[OwnBlock]:
     first = group[0]
     load = [0] * replicas(first.layout, view, first.box)
     mine = replica_index(first.layout, view, first.box)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS, VERIFIED, manifest_at, seal_at
 from kenotron_ckpt.index import Manifest
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.store import LocalStore, Store
 from kenotron_ckpt.threads import in_parallel
 
@@ -47,9 +47,9 @@ def commit(
     if manifest.config is not None:
         step_folder.write_text(CONFIG, manifest.config)
     step_folder.sync()
-    passed(Step.FOLDER_SYNCED)
+    passed(SaveMoment.FOLDER_SYNCED)
     step_folder.write_text(MANIFEST, text or manifest.to_json())
-    passed(Step.COMMITTED)
+    passed(SaveMoment.COMMITTED)
     if verified:
         mark_verified(step_folder)
     else:  # what is there was said of the former checkpoint
@@ -58,7 +58,7 @@ def commit(
         step_folder.remove(CONFIG)
     if latest:
         step_folder.parent.write_text(LATEST, str(manifest.step))
-        passed(Step.POINTED)
+        passed(SaveMoment.POINTED)
     with contextlib.suppress(OSError):  # the next save to this folder removes what is left
         sweep(step_folder)
 
@@ -108,4 +108,4 @@ def replace_text(path: Path, text: str) -> None:
 def mark_verified(step_folder: Store) -> None:
     """Note that every byte of a checkpoint was read and found right."""
     step_folder.write_text(VERIFIED, seal_at(step_folder))
-    passed(Step.MARKED)
+    passed(SaveMoment.MARKED)

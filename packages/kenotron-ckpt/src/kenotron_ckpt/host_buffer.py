@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.blocks import Block
-from kenotron_ckpt.part_files import Part
+from kenotron_ckpt.blocks import OwnBlock
+from kenotron_ckpt.part_files import PartFile
 from kenotron_dist import page_locked
 
 _ALIGNMENT = 64
@@ -30,7 +30,7 @@ class HostBuffer:
     def __init__(self) -> None:
         self.slots: list[Tensor] = []
 
-    def fit(self, parts: Sequence[Part], limit: int, pin: bool) -> None:
+    def fit(self, parts: Sequence[PartFile], limit: int, pin: bool) -> None:
         """Have room for ``parts``, within ``limit`` bytes. What is large enough is kept.
 
         Args:
@@ -59,14 +59,14 @@ class HostBuffer:
             slot = torch.empty(size, dtype=torch.uint8)
             self.slots.append(slot.zero_())
 
-    def hosts(self, index: int, part: Part) -> list[Tensor]:
+    def hosts(self, index: int, part: PartFile) -> list[Tensor]:
         """Return the blocks of the part with this index: contiguous tensors in its slot."""
         slot = self.slots[index % len(self.slots)]
         places = zip(part.blocks, part.offsets, strict=True)
         return [_place(slot, block, offset) for block, offset in places]
 
 
-def _place(slot: Tensor, block: Block, offset: int) -> Tensor:
+def _place(slot: Tensor, block: OwnBlock, offset: int) -> Tensor:
     return slot[offset : offset + block.nbytes].view(block.view.dtype).view(block.box.shape)
 
 

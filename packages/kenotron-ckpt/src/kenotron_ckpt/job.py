@@ -16,7 +16,7 @@ from typing import Any
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saving import discard
-from kenotron_ckpt.share import Plan, commit_shares, share_as_json, stem_of
+from kenotron_ckpt.share import WritePlan, commit_shares, share_as_json, stem_of
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import Store
 from kenotron_ckpt.threads import set_device, together
@@ -28,7 +28,7 @@ _FAILED = "failed"
 
 
 @dataclass(eq=False)
-class Job:
+class SaveJob:
     """A save under way: what it needs, and at its end how it went."""
 
     number: int
@@ -36,7 +36,7 @@ class Job:
     step_folder: Store
     mesh: Mesh
     notes: StoreMessages
-    plan: Plan
+    plan: WritePlan
     snapshot: Snapshot
     state: Mapping[str, Any]
     rank_state: Any
@@ -195,12 +195,12 @@ class JobThread:
         self.notes = StoreMessages(mesh, "save")
         self.begin = set_device(mesh.device)
         """Called first by every thread that writes."""
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[SaveJob | None] = queue.SimpleQueue()
         arguments = (self._jobs, self.begin)
         self._thread = threading.Thread(target=_work, args=arguments, name="saver", daemon=True)
         self._thread.start()
 
-    def run(self, job: Job) -> None:
+    def run(self, job: SaveJob) -> None:
         """Run a save when those before are done."""
         self._jobs.put(job)
 
@@ -211,7 +211,7 @@ class JobThread:
             self._thread.join()
 
 
-def _work(jobs: queue.SimpleQueue[Job | None], begin: Callable[[], None]) -> None:
+def _work(jobs: queue.SimpleQueue[SaveJob | None], begin: Callable[[], None]) -> None:
     begin()
     while (job := jobs.get()) is not None:
         job.run()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from kenotron_ckpt.blocks import Block, Tensors, dtype_name
+from kenotron_ckpt.blocks import OwnBlock, Tensors, dtype_name
 from kenotron_ckpt.index import FileEntry, Piece, Record
 
 CODES = {
@@ -35,12 +35,12 @@ CODES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class PartFile:
     """One file to be written."""
 
     suffix: str
     """End of the file's name: empty for the first part, ``.part1`` for the second, ..."""
-    blocks: Sequence[Block]
+    blocks: Sequence[OwnBlock]
     """In the order of the file."""
     offsets: Sequence[int]
     """First byte of each block after the header."""
@@ -77,11 +77,11 @@ def unstorable(tensors: Tensors) -> list[str]:
     ]
 
 
-def plan_parts(blocks: Sequence[Block], limit: int, first: int = 0) -> list[Part]:
+def plan_parts(blocks: Sequence[OwnBlock], limit: int, first: int = 0) -> list[PartFile]:
     """The files for blocks, numbered from ``first``; each gets at most ``limit`` bytes of data, or
     a single block.
     """
-    batches: list[list[Block]] = []
+    batches: list[list[OwnBlock]] = []
     room = 0
     for block in blocks:
         if not batches or block.nbytes > room:
@@ -92,7 +92,7 @@ def plan_parts(blocks: Sequence[Block], limit: int, first: int = 0) -> list[Part
     return [_part(number, batch) for number, batch in enumerate(batches, first)]
 
 
-def _part(number: int, blocks: Sequence[Block]) -> Part:
+def _part(number: int, blocks: Sequence[OwnBlock]) -> PartFile:
     # Wide elements first: then every block begins at a multiple of its element size.
     ordered = sorted(blocks, key=lambda block: -block.view.element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -108,4 +108,4 @@ def _part(number: int, blocks: Sequence[Block]) -> Part:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     suffix = f".part{number}" if number else ""
-    return Part(suffix, ordered, offsets, len(text).to_bytes(8, "little") + text, end)
+    return PartFile(suffix, ordered, offsets, len(text).to_bytes(8, "little") + text, end)

@@ -9,7 +9,7 @@ from fnmatch import fnmatch
 
 from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import SHARDS, manifest_at
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.store import Store
 
 UNREADABLE = "unreadable"
@@ -23,7 +23,7 @@ def prepare(step_folder: Store) -> str:
     the tag keeps new ones apart from them until the new manifest takes the place of the old. A
     folder whose manifest is not understood is set aside. Raises OSError.
     """
-    passed(Step.BEGUN)
+    passed(SaveMoment.BEGUN)
     _set_aside_unreadable(step_folder)
     step_folder.make()
     sweep(step_folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 
-class Step(StrEnum):
+class SaveMoment(StrEnum):
     """A moment of a save at which what is on the disk has just changed, or is about to."""
 
     BEGUN = "the save has begun"
@@ -30,16 +30,16 @@ class Step(StrEnum):
     DISCARDED = "what a failed save has left is gone"
 
 
-_listeners: list[Callable[[Step], None]] = []
+_listeners: list[Callable[[SaveMoment], None]] = []
 
 
-def passed(step: Step) -> None:
+def passed(step: SaveMoment) -> None:
     """Say that a save has come to ``step``."""
     for listener in _listeners:
         listener(step)
 
 
-def listen(listener: Callable[[Step], None]) -> Callable[[], None]:
+def listen(listener: Callable[[SaveMoment], None]) -> Callable[[], None]:
     """Have ``listener`` called at every step of every save of this process; returns how to stop.
 
     It is called in the thread that saves.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
-from kenotron_ckpt.blocks import Block
+from kenotron_ckpt.blocks import OwnBlock
 from kenotron_ckpt.checksums import outer_fault, piece_fault, unreadable
 from kenotron_ckpt.coverage import overlap
 from kenotron_ckpt.index import FileEntry, Manifest, Piece, Record
@@ -43,7 +43,7 @@ class Read:
         return not self.part or self.part[0] == slice(0, self.piece.shape[0])
 
 
-def plan_reads(records: Mapping[str, Record], blocks: Sequence[Block]) -> list[Read]:
+def plan_reads(records: Mapping[str, Record], blocks: Sequence[OwnBlock]) -> list[Read]:
     """Plan the reads for the blocks that this rank holds.
 
     Raises ValueError when the pieces of a record leave elements out.

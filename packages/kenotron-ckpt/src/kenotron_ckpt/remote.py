@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any, TypeVar
 
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 
 T = TypeVar("T")
 
@@ -144,7 +144,7 @@ class FsspecStore:
         else:
             self._call(path, lambda: self._store.pipe_file(f"{full}.tmp", text.encode()))
             self._call(path, lambda: self._store.mv(f"{full}.tmp", full))
-        passed(Step.TEXT_RENAMED)
+        passed(SaveMoment.TEXT_RENAMED)
 
     @contextmanager
     def create(self, path: str) -> Iterator[int]:

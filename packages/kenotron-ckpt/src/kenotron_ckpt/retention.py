@@ -14,7 +14,7 @@ from kenotron_ckpt.folder import (
     latest_step,
     steps_in,
 )
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
 
 _UNMADE = f"{MANIFEST}.old.tmp"
@@ -82,9 +82,9 @@ def remove_checkpoint(step_folder: Store) -> None:
     """Remove a checkpoint; its manifest goes first. What others put into its folder stays."""
     if not _begun(step_folder):
         step_folder.rename(MANIFEST, _UNMADE)  # from here on it is no checkpoint
-        passed(Step.UNMADE)
+        passed(SaveMoment.UNMADE)
     for name in (CONFIG, VERIFIED):
         step_folder.remove(name)
     sweep(step_folder)  # the shards, and last the mark that they may go
     step_folder.remove_folder()  # unless there are files of others
-    passed(Step.OLD_REMOVED)
+    passed(SaveMoment.OLD_REMOVED)

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from kenotron_ckpt.blocks import Block, Tensors, blocks_of, dtype_name, problems_of
+from kenotron_ckpt.blocks import OwnBlock, Tensors, blocks_of, dtype_name, problems_of
 from kenotron_ckpt.collective_errors import on_all
 from kenotron_ckpt.index import Piece, Record
 from kenotron_ckpt.reader import fill, plan_reads, read_box
@@ -165,7 +165,7 @@ class SafetensorsFolder:
         on_all(mesh, lambda: fill(self.path, reads))
         on_all(mesh, lambda: self._check_finite(blocks))
 
-    def _check_finite(self, blocks: Sequence[Block]) -> None:
+    def _check_finite(self, blocks: Sequence[OwnBlock]) -> None:
         if names := sorted({each.name for each in blocks if not bool(each.view.isfinite().all())}):
             raise ValueError(f"{self.path}: weights are nan or inf in {', '.join(names[:_MOST])}")
 

@@ -12,12 +12,12 @@ from typing import Any
 from kenotron_ckpt.blocks import Tensors, places_of
 from kenotron_ckpt.collective_errors import on_all, on_first
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.job import Job, JobThread, decline, failure_of
+from kenotron_ckpt.job import JobThread, SaveJob, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.saving import save_and_report
-from kenotron_ckpt.share import FILE_BYTES, Plan, check_positive, check_state, plan_share
+from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_positive, check_state, plan_share
 from kenotron_ckpt.snapshot import Snapshot
 from kenotron_ckpt.store import LocalStore, Location, Store, local_path, store_at
 from kenotron_dist import Handle, Mesh
@@ -87,8 +87,8 @@ class Saver:
         self._pin = pin and mesh.device.type != "cpu"
         self._on_failure, self._on_commit = on_failure, on_commit
         self._arena, self._pace = HostBuffer(), Pace()
-        self._plan: tuple[list[Any], Plan] | None = None
-        self._job: Job | None = None
+        self._plan: tuple[list[Any], WritePlan] | None = None
+        self._job: SaveJob | None = None
         self._count, self._closed, self._failure = 0, False, ""
         self._blocked = self._waited = 0.0
         self._reports: list[SaveReport] = []
@@ -228,7 +228,7 @@ class Saver:
             with self.mesh.pulse.busy("taking the run folder"):
                 self._lock = FolderLock(self.store.path)
 
-    def _planned(self, tensors: Tensors, volatile: Collection[str]) -> Plan:
+    def _planned(self, tensors: Tensors, volatile: Collection[str]) -> WritePlan:
         """The plan for these tensors: made again only when one of them moved."""
         volatile = {*volatile, *getattr(tensors, "volatile", ())}
         places = [sorted(volatile), *places_of(tensors, self.mesh.view)]
@@ -242,7 +242,7 @@ class Saver:
         self,
         thread: JobThread,
         step: int,
-        plan: Plan,
+        plan: WritePlan,
         state: Mapping[str, Any],
         config: str | None,
         rank_state: Any,
@@ -250,7 +250,7 @@ class Saver:
         """Take the snapshot, and leave the rest to the thread."""
         begun = time.perf_counter()
         self._arena.fit(plan.parts, self._pool_bytes, self._pin)
-        self._job = Job(
+        self._job = SaveJob(
             number=self._count,
             step_folder=self.store.at(str(step)),
             mesh=self.mesh,
@@ -269,7 +269,7 @@ class Saver:
         thread.run(self._job)
         self._job.snapshot.wait(plan.urgent)
 
-    def _hear(self, job: Job) -> None:
+    def _hear(self, job: SaveJob) -> None:
         """Note how the save under way ended."""
         self._job = None
         self._note(job.report(self._blocked, self._waited, self._pace.slow_down()))

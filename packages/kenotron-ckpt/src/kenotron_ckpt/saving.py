@@ -12,11 +12,11 @@ from kenotron_ckpt.collective_errors import on_all, on_each, on_first
 from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
 from kenotron_ckpt.preparing import prepare
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.share import (
     FILE_BYTES,
-    Plan,
+    WritePlan,
     check_state,
     commit_shares,
     plan_share,
@@ -140,11 +140,11 @@ def discard(step_folder: Store) -> None:
         if MANIFEST not in files_in(step_folder):
             step_folder.remove(CONFIG)
         step_folder.remove_folder()
-        passed(Step.DISCARDED)
+        passed(SaveMoment.DISCARDED)
 
 
 def _write(
-    step_folder: Store, stem: str, plan: Plan, rank_state: Any, verify: bool
+    step_folder: Store, stem: str, plan: WritePlan, rank_state: Any, verify: bool
 ) -> dict[str, Any]:
     """Write this rank's share; returns it as JSON."""
     shares = (

@@ -19,8 +19,8 @@ from kenotron_ckpt.blocks import (
 from kenotron_ckpt.committing import commit
 from kenotron_ckpt.coverage import merge_records
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
-from kenotron_ckpt.part_files import Part, plan_parts, unstorable
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.part_files import PartFile, plan_parts, unstorable
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.store import Store
 from kenotron_ckpt.writer import Share
 from kenotron_dist import Mesh
@@ -31,10 +31,10 @@ _LIBRARIES = ("kenotron-ckpt", "kenotron-dist", "torch")
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class WritePlan:
     """The files that a rank writes, for tensors that stay where they are in memory."""
 
-    parts: Sequence[Part]
+    parts: Sequence[PartFile]
     empty: Mapping[str, Record]
     """Tensors without elements: records all the same."""
     urgent: int
@@ -54,7 +54,7 @@ def plan_share(
     *,
     pool_bytes: int | None = None,
     threads: int = 1,
-) -> Plan:
+) -> WritePlan:
     """Plan the files of this rank.
 
     Args:
@@ -89,7 +89,7 @@ def plan_share(
         for tensor, layout in tensors.values()
         if 0 in layout.shape
     }
-    return Plan((*first, *rest), empty, len(first))
+    return WritePlan((*first, *rest), empty, len(first))
 
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
@@ -143,7 +143,7 @@ def commit_shares(
 
     Raises ValueError when a record is not covered exactly once, or a file is not there.
     """
-    passed(Step.ALL_WRITTEN)
+    passed(SaveMoment.ALL_WRITTEN)
     own = [share["state"] for share in shares]
     manifest = Manifest(
         step=int(step_folder.name),

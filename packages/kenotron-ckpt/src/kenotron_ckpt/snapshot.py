@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kenotron_ckpt.host_buffer import HostBuffer
-from kenotron_ckpt.part_files import Part
+from kenotron_ckpt.part_files import PartFile
 from kenotron_ckpt.threads import in_parallel
 
 _WORTH_THREADS = 1 << 24
@@ -31,7 +31,7 @@ class Snapshot:
         device: holds the values.
     """
 
-    def __init__(self, parts: Sequence[Part], arena: HostBuffer, device: torch.device) -> None:
+    def __init__(self, parts: Sequence[PartFile], arena: HostBuffer, device: torch.device) -> None:
         self._parts, self._arena = parts, arena
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._events: dict[int, torch.Event] = {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.remote import FsspecStore, is_url
 
 LINK = "is a link to nothing"
@@ -207,7 +207,7 @@ class LocalStore:
             self.parent.make()
         self.path.mkdir(exist_ok=True)
         self.parent.sync()
-        passed(Step.FOLDER_MADE)
+        passed(SaveMoment.FOLDER_MADE)
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[int]:
@@ -220,13 +220,13 @@ class LocalStore:
         """Give a file a text at one stroke; it is on the disk on return."""
         temporary = self.path / f"{path}.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            passed(Step.TEXT_OPENED)
+            passed(SaveMoment.TEXT_OPENED)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        passed(Step.TEXT_WRITTEN)
+        passed(SaveMoment.TEXT_WRITTEN)
         temporary.replace(self.path / path)
-        passed(Step.TEXT_RENAMED)
+        passed(SaveMoment.TEXT_RENAMED)
         self.sync()
 
     def rename(self, old: str, new: str) -> None:
@@ -238,7 +238,7 @@ class LocalStore:
         """Remove a file, if it is there."""
         with contextlib.suppress(FileNotFoundError):
             (self.path / path).unlink()
-            passed(Step.LEFTOVER_REMOVED)
+            passed(SaveMoment.LEFTOVER_REMOVED)
 
     def remove_folder(self) -> None:
         """Remove this folder, if nothing is in it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_ckpt.blocks import Block, blocks_of, share_of
+from kenotron_ckpt.blocks import OwnBlock, blocks_of, share_of
 from kenotron_ckpt.lock import FolderLock
 from kenotron_ckpt.part_files import plan_parts, unstorable
 from kenotron_ckpt.preparing import prepare
@@ -79,7 +79,7 @@ def save_streamed(
     return path
 
 
-def _made(blocks: Sequence[Block], sources: Mapping[str, StreamedTensor]) -> Iterator[Tensor]:
+def _made(blocks: Sequence[OwnBlock], sources: Mapping[str, StreamedTensor]) -> Iterator[Tensor]:
     """The values of blocks; those of one tensor follow one another, and it is made once."""
     name, whole = "", torch.empty(0)
     for block in blocks:

@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
-from kenotron_ckpt.blocks import Block
+from kenotron_ckpt.blocks import OwnBlock
 from kenotron_ckpt.checksums import file_faults
 from kenotron_ckpt.index import FileEntry, Record
-from kenotron_ckpt.part_files import Part
-from kenotron_ckpt.protocol import Step, passed
+from kenotron_ckpt.part_files import PartFile
+from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.store import LocalStore, Store
 
 Share = tuple[dict[str, Record], dict[str, FileEntry]]
@@ -27,7 +27,7 @@ _CHUNK = 1 << 24
 
 
 def write_part(
-    folder: Store, stem: str, part: Part, hosts: Iterable[Tensor], verify: bool
+    folder: Store, stem: str, part: PartFile, hosts: Iterable[Tensor], verify: bool
 ) -> Share:
     """Write one part to ``<stem><suffix>.safetensors``.
 
@@ -45,21 +45,21 @@ def write_part(
     name = f"{stem}{part.suffix}.safetensors"
     checksums = []
     with folder.create(name) as handle:
-        passed(Step.SHARD_OPENED)
+        passed(SaveMoment.SHARD_OPENED)
         _write(handle, memoryview(part.header))
-        passed(Step.HEADER_WRITTEN)
+        passed(SaveMoment.HEADER_WRITTEN)
         for host in hosts:
             checksums.append(xxh3_64_hexdigest(view := as_bytes(host)))
             _write(handle, view)
-            passed(Step.BLOCK_WRITTEN)
-    passed(Step.SHARD_SYNCED)
+            passed(SaveMoment.BLOCK_WRITTEN)
+    passed(SaveMoment.SHARD_SYNCED)
     records, files = part.records(name, checksums), {name: part.entry()}
     if verify:
         _read_back(folder, name, records, files[name])
     return records, files
 
 
-def streamed(blocks: Iterable[Block]) -> Iterable[Tensor]:
+def streamed(blocks: Iterable[OwnBlock]) -> Iterable[Tensor]:
     """The values of blocks in host memory, one block at a time."""
     for block in blocks:
         yield block.view.detach().cpu().contiguous()
@@ -87,4 +87,4 @@ def _read_back(folder: Store, name: str, records: dict[str, Record], entry: File
     found = file_faults(folder, name, entry, pieces)
     if found:
         raise OSError(f"{folder.at(name)} does not read back as it was written: {found[0]}")
-    passed(Step.SHARD_VERIFIED)
+    passed(SaveMoment.SHARD_VERIFIED)

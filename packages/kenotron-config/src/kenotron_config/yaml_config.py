@@ -18,7 +18,7 @@ from kenotron_config.legacy import before_nanotron, modern_path, modernise, with
 from kenotron_config.masking import TAG, EnvText, keep_tags, masked
 from kenotron_config.other_sections import without_others
 from kenotron_config.yaml_build import sections, shown
-from kenotron_config.yaml_loader import Loader, read_yaml
+from kenotron_config.yaml_loader import YamlLoader, read_yaml
 
 OVERRIDE = "--set"
 NO_VARIABLES: Mapping[str, str] = {}
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(shown))
 
 
-def _environment(loader: Loader, node: yaml.Node) -> EnvText:
+def _environment(loader: YamlLoader, node: yaml.Node) -> EnvText:
     """`!env NAME` or `!env NAME other`: the variable's text, or the other where it is not set."""
     written = str(loader.construct_scalar(cast(yaml.ScalarNode, node)))
     name, *other = written.split(" ", 1)
@@ -67,7 +67,7 @@ def _environment(loader: Loader, node: yaml.Node) -> EnvText:
     return EnvText(text, written)
 
 
-Loader.add_constructor(TAG, _environment)
+YamlLoader.add_constructor(TAG, _environment)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -77,7 +77,7 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(EnvText, lambda dumper, text: dumper.represent_scalar(TAG, text.written))
 
 
-for _kind in (Loader, _Dumper):
+for _kind in (YamlLoader, _Dumper):
     _kind.yaml_implicit_resolvers = {
         first: [rule for rule in rules if rule[0] not in (FLOAT_TAG, TIMESTAMP_TAG)]
         for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()

@@ -17,7 +17,7 @@ MERGE = "tag:yaml.org,2002:merge"
 VALUE = "tag:yaml.org,2002:value"
 
 
-class Loader(yaml.SafeLoader):
+class YamlLoader(yaml.SafeLoader):
     """YAML 1.1 as PyYAML reads it, but `1e-5` is a number, a date is text, and `!env` is known."""
 
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
@@ -120,7 +120,7 @@ def read_yaml(text: str, environment: Mapping[str, str]) -> tuple[Any, list[str]
     """
     if len(text) > LONGEST:
         raise ValueError(f"it has {len(text)} characters, more than {LONGEST}")
-    loader = Loader(text, environment)
+    loader = YamlLoader(text, environment)
     try:
         return loader.get_single_data(), loader.remarks
     finally:

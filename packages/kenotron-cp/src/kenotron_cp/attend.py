@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_backward import BlockBackward
 from kenotron_cp.block_forward import forward
 from kenotron_cp.gather import gather_backward, gather_forward
 from kenotron_cp.kernels import PLAIN, Kernel, default_kernel
@@ -57,7 +57,7 @@ class _Run(NamedTuple):
         """Gradients of queries, and of keys and values."""
         p, saved = self.p, (q, kv, out, lse)
         if self.axis.size == 1:
-            work = Backward(p, q, grad, out, lse, kv.shape[2])
+            work = BlockBackward(p, q, grad, out, lse, kv.shape[2])
             work.over_own({0: kv[0]})
             return work.take()
         if self.way == "ring":

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kenotron_cp.fixed_tree import FixedTree, level_of
 from kenotron_cp.kernels import accumulated
-from kenotron_cp.layout import Block
+from kenotron_cp.layout import TokenBlock
 from kenotron_cp.partial import finite
 from kenotron_cp.problem import Keys, Problem, keys_of, strips_of
 
@@ -40,7 +40,7 @@ def hold(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if is_part(x) else x
 
 
-class Backward:
+class BlockBackward:
     """Gradients of this rank's queries, and of keys that this or other ranks hold.
 
     Args:
@@ -110,10 +110,10 @@ class Backward:
         first, count = self.p.cut.chunks[x]
         return level_of(count), first >> level_of(count)
 
-    def _strips(self, u: int, w: int, keys: Keys) -> dict[Block, Tensor]:
+    def _strips(self, u: int, w: int, keys: Keys) -> dict[TokenBlock, Tensor]:
         """A strip of queries over a strip of keys; adds to dq and returns dkv by block."""
         p, table = self.p, self.p.table
-        found: dict[Block, Tensor] = {}
+        found: dict[TokenBlock, Tensor] = {}
         for i in table.blocks[u]:
             here, dq = p.place(i), None
             q, grad, out = (x[:, :, here] for x in (self.q, self.grad, self.out))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kenotron_cp.fixed_tree import FixedTree, level_of
 from kenotron_cp.kernels import accumulated
-from kenotron_cp.layout import Block
+from kenotron_cp.layout import TokenBlock
 from kenotron_cp.partial import PartialAttention, merge
 from kenotron_cp.problem import Keys, Problem, keys_of, strips_of
 
@@ -39,7 +39,7 @@ def forward(
     table = p.table
     blocks = [block for strip in p.strips() for block in table.blocks[strip]]
     top = (level_of(p.cut.strips), 0)
-    trees: dict[Block, FixedTree[PartialAttention]] = {
+    trees: dict[TokenBlock, FixedTree[PartialAttention]] = {
         i: FixedTree(table.seen[i], top, merge) for i in blocks
     }
     dtype, q = q.dtype, q.to(p.kernel.dtype(q.dtype))
@@ -58,7 +58,7 @@ def _over_chunks(
     p: Problem,
     q: Tensor,
     chunks: Mapping[int, Tensor],
-    trees: Mapping[Block, FixedTree[PartialAttention]],
+    trees: Mapping[TokenBlock, FixedTree[PartialAttention]],
 ) -> None:
     """Attend to some chunks. No local variable keeps their buffer alive when the next one comes."""
     table, own = p.table, p.strips()
@@ -75,7 +75,7 @@ def _over_chunks(
 
 
 def _over_strip(
-    p: Problem, q: Tensor, keys: Keys, queries: Block, strip: int
+    p: Problem, q: Tensor, keys: Keys, queries: TokenBlock, strip: int
 ) -> PartialAttention | None:
     """Attention of a block of queries over a strip, its blocks in order."""
     found = None

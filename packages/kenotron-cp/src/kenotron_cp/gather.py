@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_backward import BlockBackward
 from kenotron_cp.block_forward import forward
 from kenotron_cp.kernels import accumulated
 from kenotron_cp.problem import Problem
@@ -63,7 +63,7 @@ def gather_backward(
     for part, heads, chunks in _gathered(p, axis, q.shape[1], kv, stride):
         some = (x[:, heads] for x in (q, grad, out, lse))
         own = slice(heads.start // group, heads.stop // group)
-        work = Backward(part, *some, kv_heads=own.stop - own.start)
+        work = BlockBackward(part, *some, kv_heads=own.stop - own.start)
         # These gradients travel while own ones are computed, and are added before those of the
         # next heads are made.
         returning = differentiate(part, axis, work, chunks).start(axis)

@@ -19,14 +19,14 @@ _STRIPS = 16
 """Strips of a sequence where 2 * ranks divides it: the same for 1, 2, 4 and 8 ranks."""
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Tokens ``begin`` to ``end`` (global positions, end not included) of the padded sequence."""
 
     begin: int
     end: int
 
 
-class Chunk(NamedTuple):
+class Strips(NamedTuple):
     """Strips ``first`` to ``first + count`` of the sequence, all on one rank."""
 
     first: int
@@ -114,10 +114,10 @@ class Cut:
         return self.padded // (self.ranks * self.per_rank)
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
+    def chunks(self) -> tuple[Strips, ...]:
         """All chunks in the order of the sequence."""
         count = self.strips // (self.ranks * self.per_rank)
-        return tuple(Chunk(first, count) for first in range(0, self.strips, count))
+        return tuple(Strips(first, count) for first in range(0, self.strips, count))
 
     def held(self, rank: int) -> tuple[int, ...]:
         """Indices of the chunks that a rank holds, in the order of its tokens."""
@@ -125,13 +125,13 @@ class Cut:
             return rank, 2 * self.ranks - 1 - rank
         return (rank,)
 
-    def blocks(self, strip: int) -> list[Block]:
+    def blocks(self, strip: int) -> list[TokenBlock]:
         """Blocks of a strip, in order."""
         length = self.strip_length
         size = -(-length // -(-length // self.layout.block))
         begin = strip * length
         edges = [*range(begin, begin + length, size), begin + length]
-        return [Block(*pair) for pair in zip(edges, edges[1:], strict=False)]
+        return [TokenBlock(*pair) for pair in zip(edges, edges[1:], strict=False)]
 
     def positions(self, rank: int) -> Tensor:
         """Global positions of a rank's tokens, (local,) int64 on the CPU; from S on: padding."""

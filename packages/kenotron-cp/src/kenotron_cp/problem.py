@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kenotron_cp.kernels import Kernel, Tile
-from kenotron_cp.layout import Block, Cut
+from kenotron_cp.layout import Cut, TokenBlock
 from kenotron_cp.scoring import Scoring
 from kenotron_cp.visibility import BlockTable
 
@@ -40,14 +40,14 @@ class Problem:
         """Strips of this rank's queries, in the order of its tokens."""
         return [strip for x in self.cut.held(self.rank) for strip in strips_of(self, x)]
 
-    def place(self, block: Block) -> slice:
+    def place(self, block: TokenBlock) -> slice:
         """Return the position of a block of queries among this rank's tokens."""
         length = self.cut.chunk_length
         index = self.cut.held(self.rank).index(block.begin // length)
         begin = index * length + block.begin % length
         return slice(begin, begin + block.end - block.begin)
 
-    def tile(self, queries: Block, keys: Block, q: Tensor) -> Tile:
+    def tile(self, queries: TokenBlock, keys: TokenBlock, q: Tensor) -> Tile:
         """Mask and dropout of a pair of blocks; q (B, H, queries, D)."""
         table, dropout, kept = self.table, self.scoring.dropout, None
         if dropout is not None:
@@ -68,7 +68,7 @@ class Keys(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def of(self, block: Block) -> tuple[Tensor, Tensor]:
+    def of(self, block: TokenBlock) -> tuple[Tensor, Tensor]:
         """Those of a block."""
         here = slice(block.begin - self.begin, block.end - self.begin)
         return self.k[:, :, here], self.v[:, :, here]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_backward import BlockBackward
 from kenotron_cp.problem import Problem
 from kenotron_dist import Axis, Handle, all_to_all
 
@@ -19,7 +19,7 @@ class Returned(NamedTuple):
     names: list[tuple[int, int]]
     """(chunk of keys, chunk of queries) of each row that arrives."""
 
-    def keep(self, work: Backward) -> None:
+    def keep(self, work: BlockBackward) -> None:
         """Wait for them, and add them to those of this rank's keys."""
         for (m, x), row in zip(self.names, self.handle.wait().unbind(), strict=True):
             work.keep(m, x, row)
@@ -49,7 +49,7 @@ def turns(p: Problem, ranks: int, offset: int) -> int:
 def differentiate(
     p: Problem,
     axis: Axis,
-    work: Backward,
+    work: BlockBackward,
     chunks: Mapping[int, Tensor],
     offset: int | None = None,
     turn: int | None = None,

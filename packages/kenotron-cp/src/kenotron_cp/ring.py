@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from kenotron_cp.block_backward import Backward
+from kenotron_cp.block_backward import BlockBackward
 from kenotron_cp.block_forward import forward
 from kenotron_cp.problem import Problem
 from kenotron_cp.returned_gradients import Returned, differentiate, turns
@@ -50,7 +50,7 @@ def ring_backward(
     Returns:
         dq (B, H, n, D) and dkv (B, K, n, D + V) in the dtype of q.
     """
-    work = Backward(p, q, grad, out, lse, kv.shape[2])
+    work = BlockBackward(p, q, grad, out, lse, kv.shape[2])
     under_way: list[Returned] = []
     for offset, chunks in _arriving(p, axis, kv):
         if not offset:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kenotron_cp.layout import Block, Cut
+from kenotron_cp.layout import Cut, TokenBlock
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,9 @@ class Visibility:
         first[:, self.sequence :] = places[self.sequence :] + 1
         return first
 
-    def mask(self, queries: Block, keys: Block, length: int, device: torch.device) -> Tensor:
+    def mask(
+        self, queries: TokenBlock, keys: TokenBlock, length: int, device: torch.device
+    ) -> Tensor:
         """True where a query sees a key, (1 or B, 1, queries, keys)."""
         first = self.first(length, device)[:, queries.begin : queries.end, None]
         q = torch.arange(queries.begin, queries.end, device=device)[:, None]
@@ -108,7 +110,7 @@ class Visibility:
 
     def dense_mask(self) -> Tensor:
         """The mask of the whole sequence, (1 or B, 1, S, S): for tests of short sequences."""
-        whole = Block(0, self.sequence)
+        whole = TokenBlock(0, self.sequence)
         return self.mask(whole, whole, self.sequence, torch.device("cpu"))
 
     def over(self, cut: Cut) -> BlockTable:
@@ -144,9 +146,9 @@ class BlockTable:
             if self.sees(i, j)
         ]
         self._strips = {(u, w) for u, w, _, _ in pairs}
-        self.seen: dict[Block, set[int]] = {block: set() for block in every}
+        self.seen: dict[TokenBlock, set[int]] = {block: set() for block in every}
         """Strips of which a block of queries sees a key."""
-        self.seeing: dict[Block, set[int]] = {block: set() for block in every}
+        self.seeing: dict[TokenBlock, set[int]] = {block: set() for block in every}
         """Strips of which a query sees a block of keys."""
         for u, w, i, j in pairs:
             self.seen[i].add(w)
@@ -154,7 +156,7 @@ class BlockTable:
         count = cut.chunks[0].count
         self._chunks = {(u // count, w // count) for u, w in self._strips}
 
-    def sees(self, queries: Block, keys: Block) -> bool:
+    def sees(self, queries: TokenBlock, keys: TokenBlock) -> bool:
         """Return whether a query of one block may see a key of another."""
         sequence = self.sight.sequence
         return (
@@ -163,11 +165,11 @@ class BlockTable:
             and keys.end > self._low[queries]
         )
 
-    def whole(self, queries: Block, keys: Block) -> bool:
+    def whole(self, queries: TokenBlock, keys: TokenBlock) -> bool:
         """Return whether every query sees every key."""
         return keys.end <= queries.begin + 1 and keys.begin >= self._high[queries]
 
-    def causal(self, queries: Block, keys: Block) -> bool:
+    def causal(self, queries: TokenBlock, keys: TokenBlock) -> bool:
         """Return whether the block is its own keys, and nothing but the future is hidden."""
         return queries == keys and queries.begin >= self._high[queries]
 

@@ -20,7 +20,7 @@ from kenotron_data.ahead import WorkedAhead
 from kenotron_data.file_lock import locked
 from kenotron_data.text_pieces import TextPiece, grouped
 from kenotron_data.token_cache import check_sums, sums_of
-from kenotron_data.tokenise_part import EMPTY, Part, PartMade, PartMaker
+from kenotron_data.tokenise_part import EMPTY, FilePart, PartMade, PartMaker
 from kenotron_data.tokenizer import TextTokenizer
 
 NOTE = "tokenize.json"
@@ -235,9 +235,9 @@ def _difference(found: dict[str, Any] | None, note: dict[str, Any]) -> str:
     return "was made with another tokenizer of this name, or by another version of this program"
 
 
-def _parts(groups: Sequence[Sequence[tuple[TextPiece, ...]]], folder: Path) -> list[Part]:
+def _parts(groups: Sequence[Sequence[tuple[TextPiece, ...]]], folder: Path) -> list[FilePart]:
     return [
-        Part(
+        FilePart(
             path=folder / f"{source:03d}_{number:05d}.ds",
             pieces=pieces,
             size=sum(piece.size for piece in pieces),
@@ -248,7 +248,7 @@ def _parts(groups: Sequence[Sequence[tuple[TextPiece, ...]]], folder: Path) -> l
 
 
 def _make(
-    parts: list[Part], maker: PartMaker, workers: int, progress: Progress | None
+    parts: list[FilePart], maker: PartMaker, workers: int, progress: Progress | None
 ) -> Iterator[PartMade]:
     """Make the parts that are not made yet; yields what became of each, in order."""
     total = sum(part.size for part in parts)

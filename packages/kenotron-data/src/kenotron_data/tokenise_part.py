@@ -23,7 +23,7 @@ Placed = tuple[TextPiece, int, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class FilePart:
     """Pieces that go into one file.
 
     Args:
@@ -71,7 +71,7 @@ class PartMaker:
     tokenizer: TextTokenizer
     token_bytes: int
 
-    def __call__(self, part: Part) -> PartMade:
+    def __call__(self, part: FilePart) -> PartMade:
         """Make the file of a part; nothing is left of it after an error.
 
         Raises:

@@ -30,7 +30,7 @@ from kenotron_dist.rendezvous import Meeting
 from kenotron_dist.signals import SAVES
 
 
-class Job(NamedTuple):
+class LocalJob(NamedTuple):
     """The work of a local process; ``spawn`` describes the fields."""
 
     call: bytes
@@ -50,7 +50,7 @@ class Job(NamedTuple):
     """Key that signs messages between these ranks."""
 
 
-def run_rank(rank: int, job: Job, pipe: Connection) -> None:
+def run_rank(rank: int, job: LocalJob, pipe: Connection) -> None:
     """Body of a local process. It stays until the parent has a result of all ranks.
 
     Were a rank to leave earlier, its peers would report a closed connection instead of the cause.
@@ -67,7 +67,7 @@ def run_rank(rank: int, job: Job, pipe: Connection) -> None:
     threading.Event().wait()  # until the line ends this process
 
 
-def _outcome(rank: int, job: Job, line: ParentLine) -> bytes:
+def _outcome(rank: int, job: LocalJob, line: ParentLine) -> bytes:
     """The message to the parent, pickled."""
     try:
         torch.set_num_threads(job.threads)
@@ -89,7 +89,7 @@ def pickled(value: Any, what: str) -> bytes:
         raise TypeError(message) from error
 
 
-def _connect(rank: int, job: Job) -> Mesh:
+def _connect(rank: int, job: LocalJob) -> Mesh:
     inherit(job.debugging, job.key)
     set_cuda_variables(job.deterministic)
     world, gpus = job.config.world_size, visible_gpus()
@@ -111,7 +111,7 @@ def _connect(rank: int, job: Job) -> Mesh:
         return Mesh.connect(**vars(job.config), timeout=job.timeout, batch_threads=True)
 
 
-def _meeting(rank: int, job: Job) -> contextlib.AbstractContextManager[object]:
+def _meeting(rank: int, job: LocalJob) -> contextlib.AbstractContextManager[object]:
     world = job.config.world_size
     if job.meet is None or world == 1:
         return contextlib.nullcontext()

@@ -24,7 +24,7 @@ from typing import Any
 
 from kenotron_dist.exit_process import STALLED
 from kenotron_dist.launch import check_own_interfaces, debugging
-from kenotron_dist.local_rank import Job, pickled, run_rank
+from kenotron_dist.local_rank import LocalJob, pickled, run_rank
 from kenotron_dist.mesh import MeshConfig
 from kenotron_dist.parent_line import Counts
 from kenotron_dist.rank_error import RankError
@@ -82,7 +82,7 @@ def spawn(
     context.set_forkserver_preload(["torch", "kenotron_dist", *preload])
     with tempfile.TemporaryDirectory(prefix="kenotron-") as folder:
         call = pickled((fn, args), "the function or an argument")
-        job = Job(
+        job = LocalJob(
             call, config, os.path.join(folder, "store"), timeout, meet, threads, device, backend,
             share_gpus, forward, debugging(), deterministic, secrets.token_hex(32),
         )  # fmt: skip

@@ -13,14 +13,14 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_ep.exchange import Exchange
 from kenotron_ep.in_flight import InFlight, Pending
-from kenotron_ep.routes import Route
+from kenotron_ep.routes import RoutePair
 
 
 class _Start(torch.autograd.Function):
     """Start sending tokens; the result, an empty tensor, only connects it with ``_Finish``."""
 
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, route: Route, flight: InFlight) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, route: RoutePair, flight: InFlight) -> Tensor:
         ctx.route, ctx.flight = route, flight
         flight.start(route.start(x_TD))
         return x_TD.new_empty(0)
@@ -35,7 +35,7 @@ class _Finish(torch.autograd.Function):
     """Await tokens; backward starts returning their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, started: Tensor, route: Route, flight: InFlight) -> Tensor:
+    def forward(ctx: Any, started: Tensor, route: RoutePair, flight: InFlight) -> Tensor:
         ctx.route, ctx.flight = route, flight
         return route.finish(flight.wait())
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kenotron_dist import Axis, all_to_all
 from kenotron_ep.grouping import Grouping, group
-from kenotron_ep.routes import ByChoice, Route
+from kenotron_ep.routes import ByChoice, RoutePair
 from kenotron_ep.row_table import RowTable, choice_table
 from kenotron_ep.shared_tokens import Sent, shared_route
 
@@ -53,7 +53,7 @@ class Exchange:
     """The row of each choice, in the order in which ``combine`` adds results."""
     grouping: Grouping
     """Order of the rows as they arrive, and grouped by expert."""
-    route: Route
+    route: RoutePair
     """Route of tokens, and of gradients on the way back."""
 
     @property
@@ -200,7 +200,7 @@ def _plan(
     table = choice_table(choices_S, tokens, top_k)
     grouping = group(counts.arriving_ne, sum(receive), pad_to)
     if way == "alltoall" or axis.size == 1:
-        route: Route = ByChoice(axis, tokens_S, table, grouping, send, receive)
+        route: RoutePair = ByChoice(axis, tokens_S, table, grouping, send, receive)
     else:
         sent = Sent(axis, tokens, top_k, choices_S, send, receive, grouping, counts.tokens_of)
         route = shared_route(way, sent)

@@ -15,7 +15,7 @@ from kenotron_ep.grouping import Grouping
 from kenotron_ep.row_table import RowTable, add_rows
 
 
-class Route(Protocol):
+class RoutePair(Protocol):
     """Two communications, each in two steps: what follows them is computed after a wait."""
 
     def start(self, x_TD: Tensor) -> Handle:

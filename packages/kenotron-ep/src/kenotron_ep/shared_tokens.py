@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from kenotron_dist import Axis, Handle, all_gather, all_to_all, reduce_scatter
 from kenotron_ep.grouping import Grouping
-from kenotron_ep.routes import Route, leaving
+from kenotron_ep.routes import RoutePair, leaving
 from kenotron_ep.row_table import RowTable, add_rows, owner_table, with_zero_row
 
 
@@ -137,7 +137,7 @@ class Gathered:
         return rows, rows
 
 
-def shared_route(way: str, sent: Sent) -> Route:
+def shared_route(way: str, sent: Sent) -> RoutePair:
     """Make the route ``once_per_rank`` or ``allgather``; an all-to-all of choices over the axis."""
     axis, choices = sent.axis, sent.choices_S
     width = max(1, *sent.tokens_of)

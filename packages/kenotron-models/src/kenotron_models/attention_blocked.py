@@ -26,7 +26,7 @@ QUERIES = (32, 256)  # bounds of n: a block computes n^2 / 2 scores in vain
 SCORES = 1 << 20  # of the heads that are computed at once: they should stay in the cache
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """Queries ``begin`` to ``end`` of a row, keys ``low`` to ``end``, heads ``heads``."""
 
     row: int
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     """First key that the last query sees."""
 
 
-class Shares(NamedTuple):
+class BlockShares(NamedTuple):
     """Softmax of a block's scores, and what its backward needs."""
 
     seen: Tensor
@@ -157,7 +157,7 @@ class Scratch:
         return self._future[queries]
 
 
-def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: AttentionMask) -> Iterator[Block]:
+def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: AttentionMask) -> Iterator[ScoreBlock]:
     """All blocks, row by row."""
     batch, sequence = q_BSHK.shape[:2]
     size = min(max(ROWS // ratio, QUERIES[0]), QUERIES[1])
@@ -168,10 +168,10 @@ def blocks(q_BSHK: Tensor, ratio: int, kv_heads: int, sight: AttentionMask) -> I
             end = min(begin + size, sequence)
             heads = max(SCORES // ((end - begin) * ratio * (end - low)), 1)
             for head in range(0, kv_heads, heads):
-                yield Block(row, slice(head, head + heads), begin, end, low, last)
+                yield ScoreBlock(row, slice(head, head + heads), begin, end, low, last)
 
 
-def parts(block: Block, ratio: int) -> tuple[tuple, tuple]:
+def parts(block: ScoreBlock, ratio: int) -> tuple[tuple, tuple]:
     """Indices of its queries in (B, G, S * R, K), and of its keys in (B, G, S, K)."""
     asked = (block.row, block.heads, slice(block.begin * ratio, block.end * ratio))
     return asked, (block.row, block.heads, slice(block.low, block.end))
@@ -187,12 +187,12 @@ def by_group(sinks: Tensor | None, ratio: int) -> Tensor | None:
 def probabilities(
     q: Tensor,
     k: Tensor,
-    block: Block,
+    block: ScoreBlock,
     sight: AttentionMask,
     scoring: Scoring,
     sinks_GR: Tensor | None,
     scratch: Scratch,
-) -> Shares:
+) -> BlockShares:
     """Softmax of the block's scores, and what is needed of them."""
     scores, slope = scratch.take("scores", *q.shape[:2], k.shape[1]), None
     put_product(scores, q, k.transpose(1, 2), scoring.scale)
@@ -209,14 +209,14 @@ def probabilities(
         hidden = outside(block, sight)[:, None]
         scores_GnRm[..., : block.last - block.low].masked_fill_(hidden, -torch.inf)
     if sinks_GR is None:
-        return Shares(torch.softmax(scores, -1, out=scores), slope, None)
+        return BlockShares(torch.softmax(scores, -1, out=scores), slope, None)
     sinks = sinks_GR[block.heads].repeat(1, queries)[..., None]  # (G, n * R, 1)
     beyond = sinks - scores.to(sinks.dtype).logsumexp(-1, keepdim=True)
     shares = torch.softmax(scores, -1, out=scores)
-    return Shares(shares.mul_((-beyond).sigmoid()), slope, beyond.sigmoid())
+    return BlockShares(shares.mul_((-beyond).sigmoid()), slope, beyond.sigmoid())
 
 
-def outside(block: Block, sight: AttentionMask) -> Tensor:
+def outside(block: ScoreBlock, sight: AttentionMask) -> Tensor:
     """Bool (n, last - low): the key is before what the query sees."""
     first_BS = sight.first_BS
     assert first_BS is not None  # something but the future is hidden

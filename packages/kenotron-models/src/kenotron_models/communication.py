@@ -15,7 +15,7 @@ import torch
 from kenotron_cp import AttentionWay, Cut
 from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
-from kenotron_models.meta_block import MicroBatch, block_on_meta
+from kenotron_models.meta_block import MetaMicroBatch, block_on_meta
 from kenotron_models.part import SendsOverSequence
 from kenotron_models.recompute import Recompute
 from kenotron_tp import TPMode
@@ -58,7 +58,7 @@ def sent_bytes(
         way: how attention over cut rows shares the work.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
-    batch = MicroBatch(
+    batch = MetaMicroBatch(
         rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
     )
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)

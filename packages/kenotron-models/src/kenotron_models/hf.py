@@ -24,7 +24,7 @@ from kenotron_models.hf_config_file import hf_dtype, kind_problems, read_json, s
 from kenotron_models.hf_tensors import (
     EMBEDDING,
     HEAD,
-    Part,
+    TensorPart,
     Whole,
     cast,
     stays_fp32,
@@ -39,7 +39,7 @@ __all__ = [
     "CONFIG",
     "EMBEDDING",
     "HEAD",
-    "Part",
+    "TensorPart",
     "Wanted",
     "Whole",
     "cast",

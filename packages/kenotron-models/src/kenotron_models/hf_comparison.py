@@ -39,7 +39,7 @@ class OtherModel(ValueError):
     """A model here is not what transformers makes of a folder."""
 
 
-class Outcome(NamedTuple):
+class ModelOutcome(NamedTuple):
     """Results of a model for a text."""
 
     logits: Tensor
@@ -96,7 +96,7 @@ def compare(
 
 
 def _deviations(
-    texts: list[Probe], ours: list[Outcome], theirs: list[Outcome], *, gradient: bool
+    texts: list[Probe], ours: list[ModelOutcome], theirs: list[ModelOutcome], *, gradient: bool
 ) -> dict[str, float]:
     """Return the largest deviation of everything that is compared, in units of the largest."""
     found = {}
@@ -168,7 +168,7 @@ def _without_bars() -> Iterator[None]:
 
 def our_outcomes(
     load: Load, spec: DecoderSpec, folder: Path, dtype: torch.dtype | None = None
-) -> tuple[list[Outcome], list[Probe]]:
+) -> tuple[list[ModelOutcome], list[Probe]]:
     """Return what ours makes of its texts, on this process alone, and the texts.
 
     ``folder`` is named where a weight is too large for ``dtype``.
@@ -195,7 +195,7 @@ def our_outcomes(
 
 def their_outcomes(
     model: Any, texts: list[Probe], dtype: torch.dtype | None = None, *, tied: bool = False
-) -> list[Outcome]:
+) -> list[ModelOutcome]:
     """Return what a model of transformers makes of texts.
 
     Args:
@@ -260,10 +260,10 @@ def _theirs(model: Any, text: Probe) -> Tensor:
     return model(text.tokens, use_cache=False, **places).logits
 
 
-def _outcome(text: Probe, run: Callable[[Probe], Tensor], embeddings: list[Tensor]) -> Outcome:
+def _outcome(text: Probe, run: Callable[[Probe], Tensor], embeddings: list[Tensor]) -> ModelOutcome:
     if not text.gradient or not embeddings:
         with torch.no_grad():
-            return Outcome(run(text), None)
+            return ModelOutcome(run(text), None)
     for each in embeddings:
         each.requires_grad_(True)
     logits = run(text)
@@ -272,7 +272,7 @@ def _outcome(text: Probe, run: Callable[[Probe], Tensor], embeddings: list[Tenso
     for each in embeddings:
         each.requires_grad_(False)
     whole = torch.stack(gradients).sum(0)
-    return Outcome(logits.detach(), whole[: logits.shape[-1]])
+    return ModelOutcome(logits.detach(), whole[: logits.shape[-1]])
 
 
 def _deviation(ours: Tensor, theirs: Tensor) -> float:

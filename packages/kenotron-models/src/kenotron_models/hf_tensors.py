@@ -55,7 +55,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class Fused:
+class FusedModules:
     """The modules of theirs whose rows follow one another in one of ours."""
 
     names: tuple[str, ...]
@@ -80,24 +80,26 @@ class Stacked:
         object.__setattr__(self, "names", names)
 
 
-Names = Mapping[str, Fused | Stacked]
+Names = Mapping[str, FusedModules | Stacked]
 """Modules of our block, and those of Hugging Face's that each is made of."""
 
 LLAMA_NAMES: Names = {
-    "attention_norm": Fused("input_layernorm"),
-    "attention.qkv": Fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", turned=2),
-    "attention.q_norm": Fused("self_attn.q_norm", turned=1),
-    "attention.k_norm": Fused("self_attn.k_norm", turned=1),
-    "attention.out": Fused("self_attn.o_proj"),
-    "mlp_norm": Fused("post_attention_layernorm"),
-    "mlp.gate_up": Fused("mlp.gate_proj", "mlp.up_proj"),
-    "mlp.down": Fused("mlp.down_proj"),
+    "attention_norm": FusedModules("input_layernorm"),
+    "attention.qkv": FusedModules(
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", turned=2
+    ),
+    "attention.q_norm": FusedModules("self_attn.q_norm", turned=1),
+    "attention.k_norm": FusedModules("self_attn.k_norm", turned=1),
+    "attention.out": FusedModules("self_attn.o_proj"),
+    "mlp_norm": FusedModules("post_attention_layernorm"),
+    "mlp.gate_up": FusedModules("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down": FusedModules("mlp.down_proj"),
 }
 """Modules of our block -> those of Llama's; its descendants call theirs the same."""
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """One of their tensors, as consecutive rows of one of ours."""
 
     name: str
@@ -155,7 +157,7 @@ class Whole:
     """One of our tensors."""
 
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
 
     def sources(self) -> dict[str, Shape]:
         """Shapes of theirs that it is made of, by name."""
@@ -227,7 +229,7 @@ def _chunks(layout: TensorLayout) -> list[int]:
 
 
 def _plain(name: str, shape: Shape) -> Whole:
-    return Whole(shape, (Part(name, shape, (0,) * len(shape)),))
+    return Whole(shape, (TensorPart(name, shape, (0,) * len(shape)),))
 
 
 def _stacked(before: str, stacked: Stacked, kind: str, shape: Shape) -> Whole:
@@ -235,7 +237,7 @@ def _stacked(before: str, stacked: Stacked, kind: str, shape: Shape) -> Whole:
     experts, rows, columns = shape
     each = rows // len(stacked.names)
     parts = [
-        Part(f"{before}{name.format(e=e)}.{kind}", (each, columns), (e, i * each, 0))
+        TensorPart(f"{before}{name.format(e=e)}.{kind}", (each, columns), (e, i * each, 0))
         for e in range(experts)
         for i, name in enumerate(stacked.names)
     ]
@@ -247,11 +249,11 @@ def _fused(names: list[str], shapes: list[Shape], turned: list[tuple[int, int]])
     if len(names) == 1 and len(shapes) > 1:  # theirs is fused, too
         paired = sum(n for n, (width, _) in zip(rows, turned, strict=True) if width)
         whole = (sum(rows), *columns)
-        part = Part(names[0], whole, (0,) * len(whole), *turned[0], paired=paired)
+        part = TensorPart(names[0], whole, (0,) * len(whole), *turned[0], paired=paired)
         return Whole(whole, (part,))
     firsts = accumulate(rows, initial=0)
     parts = [
-        Part(name, shape, (first, *(0 for _ in shape[1:])), *head)
+        TensorPart(name, shape, (first, *(0 for _ in shape[1:])), *head)
         for name, shape, first, head in zip(names, shapes, firsts, turned, strict=False)
     ]
     return Whole((sum(rows), *columns), tuple(parts))

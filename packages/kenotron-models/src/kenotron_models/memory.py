@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from kenotron_dist import Axis
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.context import Context
-from kenotron_models.meta_block import MicroBatch, OneKernel, block_on_meta
+from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute
 from kenotron_tp import TPMode
@@ -61,7 +61,7 @@ def kept_bytes(
             keeps fp32 copies.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
-    batch = MicroBatch(
+    batch = MetaMicroBatch(
         rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
     )
     layer, x, context = block_on_meta(block, width, batch, {"tp": axis})

@@ -23,7 +23,7 @@ from kenotron_tp import TPMode
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
+class MetaMicroBatch:
     """A micro-batch of one rank, and how a block computes it."""
 
     rows: int
@@ -41,7 +41,7 @@ class MicroBatch:
 
 
 def block_on_meta(
-    block: BlockSpec, width: int, batch: MicroBatch, axes: Mapping[str, Axis]
+    block: BlockSpec, width: int, batch: MetaMicroBatch, axes: Mapping[str, Axis]
 ) -> tuple[Block, Tensor, Context]:
     """Return a block on device meta, its input and the context of a micro-batch.
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kenotron_models.hf_tensors import Part
+from kenotron_models.hf_tensors import TensorPart
 from kenotron_models.transformers_model import empty_model
 from kenotron_models.transformers_spec import TransformersSpec
 
@@ -26,7 +26,7 @@ class _Views(TorchFunctionMode):
 
 
 @lru_cache(maxsize=8)
-def saved_parts(spec: TransformersSpec) -> dict[str, tuple[Part, ...]]:
+def saved_parts(spec: TransformersSpec) -> dict[str, tuple[TensorPart, ...]]:
     """Return the tensors that ``save_pretrained`` makes of each parameter, by its name.
 
     They are its boxes: the matrices of a stack of experts. A parameter that is turned or joined
@@ -39,7 +39,7 @@ def saved_parts(spec: TransformersSpec) -> dict[str, tuple[Part, ...]]:
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
     with _Views():
         saved = revert(model, given)
-    found: dict[str, list[Part]] = {name: [] for name in given}
+    found: dict[str, list[TensorPart]] = {name: [] for name in given}
     for name, tensor in saved.items():
         owner = owners.get(tensor.untyped_storage()._cdata)
         if owner is not None and (part := _box(name, tensor, given[owner])):
@@ -47,7 +47,7 @@ def saved_parts(spec: TransformersSpec) -> dict[str, tuple[Part, ...]]:
     return {name: tuple(found[name]) or (_all_of(name, tensor),) for name, tensor in given.items()}
 
 
-def _box(name: str, view: Tensor, whole: Tensor) -> Part | None:
+def _box(name: str, view: Tensor, whole: Tensor) -> TensorPart | None:
     """Return a view as a box of consecutive elements; None: its elements have another order."""
     rest, start = int(view.storage_offset()), []
     for stride in whole.stride():
@@ -55,8 +55,8 @@ def _box(name: str, view: Tensor, whole: Tensor) -> Part | None:
         rest %= max(stride, 1)
     if view.stride() != whole.stride()[whole.ndim - view.ndim :]:
         return None
-    return Part(name, tuple(view.shape), tuple(start))
+    return TensorPart(name, tuple(view.shape), tuple(start))
 
 
-def _all_of(name: str, tensor: Tensor) -> Part:
-    return Part(name, tuple(tensor.shape), (0,) * tensor.ndim)
+def _all_of(name: str, tensor: Tensor) -> TensorPart:
+    return TensorPart(name, tuple(tensor.shape), (0,) * tensor.ndim)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kenotron_nanotron.expert_shards import with_own_rows
 from kenotron_nanotron.metadata import METADATA, MODEL_CONFIG, NanotronMetadata, read_json
-from kenotron_nanotron.shard_files import SUFFIXES, Shape, Shard, open_shard, shared
+from kenotron_nanotron.shard_files import SUFFIXES, Shape, ShardFile, open_shard, shared
 
 LATEST = "latest.txt"
 
@@ -30,7 +30,7 @@ class NanotronTensor:
     shape: Shape
     """Of the whole tensor."""
     dtype: torch.dtype
-    shards: tuple[Shard, ...]
+    shards: tuple[ShardFile, ...]
     """The files, which cover it exactly once."""
 
     def read(self) -> Tensor:
@@ -101,7 +101,7 @@ def read_nanotron(path: str | Path) -> NanotronCheckpoint:
     folder = _step_folder(Path(path))
     metadata = NanotronMetadata.read(folder)
     model_config, config = read_json(folder / MODEL_CONFIG), folder / "config.yaml"
-    groups: dict[str, list[Shard]] = {}
+    groups: dict[str, list[ShardFile]] = {}
     for file in _tensor_files(folder / "model", metadata):
         shard = open_shard(file)
         name = ".".join((*file.parent.relative_to(folder / "model").parts, shard.place.name))
@@ -145,7 +145,7 @@ def _tensor_files(folder: Path, metadata: NanotronMetadata) -> list[Path]:
     return files
 
 
-def _tensor(name: str, shards: Sequence[Shard], metadata: NanotronMetadata) -> NanotronTensor:
+def _tensor(name: str, shards: Sequence[ShardFile], metadata: NanotronMetadata) -> NanotronTensor:
     """Put the files of a tensor together, tp ranks in order; see ``read_nanotron`` for errors."""
     first = shards[0]
     for shard in shards:
@@ -169,7 +169,7 @@ def _tensor(name: str, shards: Sequence[Shard], metadata: NanotronMetadata) -> N
     return NanotronTensor(name, first.whole, first.dtype, tuple(ordered))
 
 
-def _check_ranks(name: str, shards: Sequence[Shard], metadata: NanotronMetadata) -> None:
+def _check_ranks(name: str, shards: Sequence[ShardFile], metadata: NanotronMetadata) -> None:
     """Every tp (and expert) rank of one pipeline stage has a part, or one file has it all."""
     first = shards[0].place
     folder = shards[0].path.parent
@@ -203,7 +203,7 @@ def _check_ranks(name: str, shards: Sequence[Shard], metadata: NanotronMetadata)
                 )
 
 
-def _check_cover(name: str, shards: Sequence[Shard]) -> None:
+def _check_cover(name: str, shards: Sequence[ShardFile]) -> None:
     blocks = [(shard, far) for shard in shards for _, far in shard.pairs]
     twice = shared([far for _, far in blocks])
     if twice:

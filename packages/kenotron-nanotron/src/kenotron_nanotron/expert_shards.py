@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from kenotron_nanotron.shard_files import Shard
+from kenotron_nanotron.shard_files import ShardFile
 
 _NAMES = re.compile(r".*\.block_sparse_moe\.experts\.mlp\.w[12]\.module\.weight")
 
 
-def with_own_rows(name: str, shard: Shard, config: Mapping[str, Any]) -> Shard:
+def with_own_rows(name: str, shard: ShardFile, config: Mapping[str, Any]) -> ShardFile:
     """Return a part of a tensor with the rows (E F, h) that it holds; as it is if of another kind.
 
     Expert rank e and tp rank r hold, for each i below E/p, rows r F/t to (r + 1) F/t of expert

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kenotron_nanotron.checkpoint import NanotronCheckpoint, NanotronTensor
 from kenotron_nanotron.metadata import read_json
-from kenotron_nanotron.shard_files import Shard
+from kenotron_nanotron.shard_files import ShardFile
 
 ZERO = "ZeroDistributedOptimizer"
 PLAIN = ("NamedOptimizer", "OptimizerFromGradientAccumulator")
@@ -91,7 +91,7 @@ class NanotronOptimizer:
             stage = self._stage(logical.name, shard)
             yield self._part(kind, logical.name, shard, stage)
 
-    def _stage(self, name: str, shard: Shard) -> int:
+    def _stage(self, name: str, shard: ShardFile) -> int:
         """Pipeline stage of a parameter; the name of a file that has all of it does not say."""
         if shard.place.ranks:
             return shard.place.rank("pp")
@@ -103,7 +103,7 @@ class NanotronOptimizer:
             )
         return having.pop()
 
-    def _part(self, kind: str, name: str, shard: Shard, stage: int) -> Tensor:
+    def _part(self, kind: str, name: str, shard: ShardFile, stage: int) -> Tensor:
         numel = math.prod(shard.shape)
         slices = []
         for dp in range(self.dp):

@@ -70,7 +70,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardFile:
     """One tensor file, without its values."""
 
     path: Path
@@ -128,7 +128,7 @@ def place_of(path: Path) -> Place:
     return Place(found["name"], ranks)
 
 
-def open_shard(path: Path) -> Shard:
+def open_shard(path: Path) -> ShardFile:
     """Read the name and the header of a tensor file.
 
     Raises ValueError, naming the file and the rule that it breaks; OSError.
@@ -154,7 +154,7 @@ def open_shard(path: Path) -> Shard:
         )
     if WHOLE not in said or PAIRS not in said:  # not cut
         everything = ((0,) * len(shape), shape)
-        return Shard(
+        return ShardFile(
             path, place, dtype, shape, begin + first, shape, ((everything, everything),),
             said.get(VERSION),
         )  # fmt: skip
@@ -162,7 +162,9 @@ def open_shard(path: Path) -> Shard:
     if transposed := is_transposed(path, place, shape, whole):
         shape = shape[::-1]
     pairs = read_pairs(said[PAIRS], shape, whole, f"{path}: {PAIRS}")
-    return Shard(path, place, dtype, shape, begin + first, whole, pairs, said[VERSION], transposed)
+    return ShardFile(
+        path, place, dtype, shape, begin + first, whole, pairs, said[VERSION], transposed
+    )
 
 
 def is_transposed(path: Path, place: Place, shape: Shape, whole: Shape) -> bool:

@@ -38,7 +38,7 @@ class Transfer(NamedTuple):
         return self.stage if self.direction == "down" else self.stage - 1
 
 
-class Step(NamedTuple):
+class PlannedAction(NamedTuple):
     """One action and the transfers around it."""
 
     action: Action
@@ -56,17 +56,17 @@ class Step(NamedTuple):
     """Sent tensors that are let go before this action."""
 
 
-class Plan(NamedTuple):
+class RankPlan(NamedTuple):
     """Everything one rank does."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedAction, ...]
     queues: dict[int, tuple[Transfer, ...]]
     """By source rank: everything it sends to this one, in its order."""
 
 
 def make_plan(
     schedule: Schedule, rank: int, ranks: int, microbatches: int, *, forward_only: bool = False
-) -> Plan:
+) -> RankPlan:
     """The plan of one rank. Raises ValueError when ``simulate`` would refuse the schedule."""
     lists = [schedule(r, ranks, microbatches) for r in range(ranks)]
     for r, actions in enumerate(lists):
@@ -101,8 +101,10 @@ def make_plan(
             for queue in queues.values()
             if (sent := [each for each in queue if produced[each] <= starts[i]])
         )
-        steps.append(Step(action, stage, needs[i], following, underway, sends[rank][i], release[i]))
-    return Plan(tuple(steps), {source: queue for source, queue in queues.items() if queue})
+        steps.append(
+            PlannedAction(action, stage, needs[i], following, underway, sends[rank][i], release[i])
+        )
+    return RankPlan(tuple(steps), {source: queue for source, queue in queues.items() if queue})
 
 
 def _releases(

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from kenotron_pp.activation import Form, flatten, form_of, key_of, unflatten
 from kenotron_pp.backward import SplitBackward, WeightPart, refuse_reentrant
-from kenotron_pp.comm_plan import Plan, Step, Transfer
+from kenotron_pp.comm_plan import PlannedAction, RankPlan, Transfer
 from kenotron_pp.engine import accumulate
 from kenotron_pp.losses import AuxiliaryLosses, SharedLoss, check_scalar
 from kenotron_pp.p2p import Links
@@ -24,7 +24,7 @@ Entering = Callable[[int, Any, Any], Any]
 
 
 @dataclass
-class Part:
+class StagePart:
     """A rank's part of a pipeline: what all its runs have in common."""
 
     chunks: list[list[nn.Module]]
@@ -71,13 +71,13 @@ class _Live:
         """Gradients of the scalars."""
 
 
-class Run:
+class PipelineRun:
     """The micro-batches alive during one run; outputs are kept where there is no ``loss_fn``."""
 
     def __init__(
         self,
-        part: Part,
-        plan: Plan,
+        part: StagePart,
+        plan: RankPlan,
         inputs: Sequence[Any],
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
@@ -92,7 +92,7 @@ class Run:
         """Of the last stage, when there is no loss function."""
         self.scalars: list[tuple[int, int, list[Tensor]]] = []
         """(micro-batch, stage, auxiliary losses)"""
-        self._at: Step | str = "before its first action"
+        self._at: PlannedAction | str = "before its first action"
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightPart] = {}
         self._down: dict[tuple[int, int], tuple[Form, list[Tensor]]] = {}
@@ -143,7 +143,7 @@ class Run:
             x = entering(transfer.boundary, self.inputs[m], self.contexts and self.contexts[m])
         return form_of(*flatten(x))
 
-    def _ahead(self, step: Step) -> Sequence[Transfer]:
+    def _ahead(self, step: PlannedAction) -> Sequence[Transfer]:
         """Receives to post before an action computes.
 
         In a first run kernels are loaded, and that may wait for all queued work of the device: then
@@ -153,7 +153,7 @@ class Run:
             return step.underway
         return () if step.following is None else (step.following,)
 
-    def _forward(self, step: Step) -> None:
+    def _forward(self, step: PlannedAction) -> None:
         part, stage, m = self.part, step.stage, step.action.microbatch
         x, live = self._enter(step)
         if self.training:
@@ -190,7 +190,7 @@ class Run:
             part.unseen[step.action.chunk] = False
         self._live[stage, m] = live
 
-    def _enter(self, step: Step) -> tuple[Any, _Live]:
+    def _enter(self, step: PlannedAction) -> tuple[Any, _Live]:
         """Return what the chunk's first layer is called with."""
         stage, m = step.stage, step.action.microbatch
         if stage == 0:
@@ -216,7 +216,7 @@ class Run:
         marks = [new for new, old in zip(marked, tensors, strict=True) if new is not old]
         return unflatten(names, marked), _Live(wanting, marks)
 
-    def _pass_on(self, step: Step, y: Any, live: _Live) -> None:
+    def _pass_on(self, step: PlannedAction, y: Any, live: _Live) -> None:
         names, tensors = flatten(y)
         form = form_of(names, tensors)
         if self.training:
@@ -227,7 +227,7 @@ class Run:
         else:
             self._down[step.stage + 1, step.action.microbatch] = (form, bare)
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: PlannedAction) -> None:
         part, stage, m = self.part, step.stage, step.action.microbatch
         live = self._live.pop((stage, m))
         gradients: list[Tensor] = []

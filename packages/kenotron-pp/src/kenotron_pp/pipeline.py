@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from kenotron_dist import Axis, gather_objects, host_number, settle
 from kenotron_pp.activation import Activation
-from kenotron_pp.comm_plan import Plan, make_plan
-from kenotron_pp.executor import Entering, LossFn, Part, Run
+from kenotron_pp.comm_plan import RankPlan, make_plan
+from kenotron_pp.executor import Entering, LossFn, PipelineRun, StagePart
 from kenotron_pp.failure import Alarm
 from kenotron_pp.losses import Losses, SharedLoss, adding
 from kenotron_pp.p2p import Links, Pairs
@@ -80,12 +80,12 @@ class Pipeline:
         if axis.on_device:
             links.touch(self.schedule.neighbours(axis.size))
         splits = self.schedule.splits
-        self._part = Part(self.chunks, self.n_stages, splits, links, self.device, entering)
+        self._part = StagePart(self.chunks, self.n_stages, splits, links, self.device, entering)
         self.losses: Losses | None = None
         """Of the last run: the total that ``run`` returned, and its two parts."""
         self._alarm = Alarm(axis, [axis, *(pairs or {}).values(), *closes])
         self._adding = list(adding(self.layers))
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._plans: dict[tuple[int, bool], RankPlan] = {}
         self._all_add = adds
         self._settles = settles
 
@@ -93,11 +93,6 @@ class Pipeline:
     def broken(self) -> str:
         """Reason why no step can run any more: the cause of a failure. Empty while all is well."""
         return self._alarm.broken
-
-    @property
-    def is_first(self) -> bool:
-        """True where this rank has the first layer."""
-        return self.schedule.place(0, self.axis.size)[0] == self.axis.rank
 
     @property
     def is_last(self) -> bool:
@@ -165,18 +160,20 @@ class Pipeline:
         inputs: Sequence[Activation],
         contexts: Sequence[Any] | None,
         loss_fn: LossFn | None,
-        finish: Callable[[Run], T],
+        finish: Callable[[PipelineRun], T],
         *,
         training: bool = False,
     ) -> T:
         """Run the actions of one step; whatever is raised ends it on all ranks."""
         self._alarm.check()
         _check(inputs, contexts)  # equal on all ranks: nothing is lost yet
-        run: Run | None = None
+        run: PipelineRun | None = None
         try:
             plan = self._plan(len(inputs), forward_only=not training)
             shared = SharedLoss(self.axis, self.last_rank)
-            run = Run(self._part, plan, inputs, contexts, loss_fn, shared, training=training)
+            run = PipelineRun(
+                self._part, plan, inputs, contexts, loss_fn, shared, training=training
+            )
             if run.training:
                 self._attach()
             run.run()
@@ -210,13 +207,13 @@ class Pipeline:
         for splitter in self._part.splitters:
             splitter.detach()
 
-    def _train(self, run: Run) -> Tensor:
+    def _train(self, run: PipelineRun) -> Tensor:
         main = run.shared.arrive(run.loss)
         added = torch.full((), self._added(run), dtype=torch.float32, device=self.device)
         self.losses = Losses(main + added, main, added)
         return self.losses.total
 
-    def _added(self, run: Run) -> float:
+    def _added(self, run: PipelineRun) -> float:
         """Sum of all ranks' auxiliary losses, exact, so that it does not depend on the layout."""
         if self._all_add is None:
             own = bool(self._adding)
@@ -232,7 +229,7 @@ class Pipeline:
         """Index along the axis of the rank that has the last layer."""
         return self.schedule.place(self.n_stages - 1, self.axis.size)[0]
 
-    def _plan(self, microbatches: int, *, forward_only: bool) -> Plan:
+    def _plan(self, microbatches: int, *, forward_only: bool) -> RankPlan:
         known = (microbatches, forward_only)
         if known not in self._plans:
             self._check_alike(microbatches)

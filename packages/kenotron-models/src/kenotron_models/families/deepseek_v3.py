@@ -11,7 +11,7 @@ from kenotron_models.families.rope_keys import RopeKeys
 from kenotron_models.families.sigmoid_experts import SIGMOID_EXPERTS, SigmoidExpertsKeys
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import rope_to_hf
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.latent_attention import LatentAttentionSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -146,13 +146,13 @@ DEEPSEEK_V3 = Family(
         names={
             **LLAMA_NAMES,
             **SIGMOID_EXPERTS,
-            "attention.q": Fused("self_attn.q_proj"),
-            "attention.q_a": Fused("self_attn.q_a_proj"),
-            "attention.q_norm": Fused("self_attn.q_a_layernorm"),
-            "attention.q_b": Fused("self_attn.q_b_proj"),
-            "attention.kv_a": Fused("self_attn.kv_a_proj_with_mqa"),
-            "attention.kv_norm": Fused("self_attn.kv_a_layernorm"),
-            "attention.kv_b": Fused("self_attn.kv_b_proj"),
+            "attention.q": FusedModules("self_attn.q_proj"),
+            "attention.q_a": FusedModules("self_attn.q_a_proj"),
+            "attention.q_norm": FusedModules("self_attn.q_a_layernorm"),
+            "attention.q_b": FusedModules("self_attn.q_b_proj"),
+            "attention.kv_a": FusedModules("self_attn.kv_a_proj_with_mqa"),
+            "attention.kv_norm": FusedModules("self_attn.kv_a_layernorm"),
+            "attention.kv_b": FusedModules("self_attn.kv_b_proj"),
         },
         further_layers=True,
     ),

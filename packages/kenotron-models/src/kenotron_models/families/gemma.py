@@ -12,7 +12,7 @@ from kenotron_models.families.rope_keys import OutputBiasKeys
 from kenotron_models.families.window_keys import LayerTypeKeys, ropes_to_hf
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import ropes_by_type
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -153,9 +153,9 @@ _DEFAULTS: Mapping[str, Any] = {
 _ONLY = {"use_bidirectional_attention": (False, None)}
 _NAMES = {
     **LLAMA_NAMES,
-    "attention_post_norm": Fused("post_attention_layernorm"),
-    "mlp_norm": Fused("pre_feedforward_layernorm"),
-    "mlp_post_norm": Fused("post_feedforward_layernorm"),
+    "attention_post_norm": FusedModules("post_attention_layernorm"),
+    "mlp_norm": FusedModules("pre_feedforward_layernorm"),
+    "mlp_post_norm": FusedModules("post_feedforward_layernorm"),
 }
 GEMMA2 = Family(
     marker="is_gemma2_config",

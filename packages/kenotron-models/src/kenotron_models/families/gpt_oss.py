@@ -16,7 +16,7 @@ from kenotron_models.families.routing_keys import (
 )
 from kenotron_models.families.window_keys import LayerTypeKeys
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.mlp import ClampedSwiGLU
 from kenotron_models.rope_scaling import RopeScaling
 from kenotron_models.spec import DecoderSpec
@@ -95,13 +95,13 @@ GPT_OSS = Family(
         },
         names={
             **LLAMA_NAMES,
-            "attention": Fused("self_attn"),
-            "experts_norm": Fused("post_attention_layernorm"),
-            "experts.router": Fused("mlp.router"),
-            "experts.gate_up": Fused(
+            "attention": FusedModules("self_attn"),
+            "experts_norm": FusedModules("post_attention_layernorm"),
+            "experts.router": FusedModules("mlp.router"),
+            "experts.gate_up": FusedModules(
                 "mlp.experts", weight="gate_up_proj", bias="gate_up_proj_bias"
             ),
-            "experts.down": Fused("mlp.experts", weight="down_proj", bias="down_proj_bias"),
+            "experts.down": FusedModules("mlp.experts", weight="down_proj", bias="down_proj_bias"),
         },
     ),
 )

@@ -17,7 +17,7 @@ from kenotron_models.families.routing_keys import RoutingKeys, balance_key, expe
 from kenotron_models.families.state_space_keys import LIMITS, few, step_limits
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import FULL, LINEAR
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Names
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules, Names
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.part import PartSpec
@@ -179,20 +179,20 @@ class GraniteHybridConfig(RoutingKeys, HybridKeys, OutputBiasKeys, LlamaKeys):
 
 _NAMES: Names = {
     **LLAMA_NAMES,
-    "mamba2_norm": Fused("input_layernorm"),
-    "mamba2": Fused("mamba"),
-    "mamba2.in_proj": Fused("mamba.in_proj"),
-    "mamba2.conv": Fused("mamba.conv1d"),
-    "mamba2.norm": Fused("mamba.norm"),
-    "mamba2.out_proj": Fused("mamba.out_proj"),
-    "mlp.gate_up": Fused("shared_mlp.input_linear"),
-    "mlp.down": Fused("shared_mlp.output_linear"),
-    "experts_norm": Fused("post_attention_layernorm"),
-    "experts.router": Fused("block_sparse_moe.router.layer"),
-    "experts.gate_up": Fused("block_sparse_moe.input_linear"),
-    "experts.down": Fused("block_sparse_moe.output_linear"),
-    "experts.shared.gate_up": Fused("shared_mlp.input_linear"),
-    "experts.shared.down": Fused("shared_mlp.output_linear"),
+    "mamba2_norm": FusedModules("input_layernorm"),
+    "mamba2": FusedModules("mamba"),
+    "mamba2.in_proj": FusedModules("mamba.in_proj"),
+    "mamba2.conv": FusedModules("mamba.conv1d"),
+    "mamba2.norm": FusedModules("mamba.norm"),
+    "mamba2.out_proj": FusedModules("mamba.out_proj"),
+    "mlp.gate_up": FusedModules("shared_mlp.input_linear"),
+    "mlp.down": FusedModules("shared_mlp.output_linear"),
+    "experts_norm": FusedModules("post_attention_layernorm"),
+    "experts.router": FusedModules("block_sparse_moe.router.layer"),
+    "experts.gate_up": FusedModules("block_sparse_moe.input_linear"),
+    "experts.down": FusedModules("block_sparse_moe.output_linear"),
+    "experts.shared.gate_up": FusedModules("shared_mlp.input_linear"),
+    "experts.shared.down": FusedModules("shared_mlp.output_linear"),
 }
 GRANITE_HYBRID = Family(
     marker="is_granite_hybrid_config",

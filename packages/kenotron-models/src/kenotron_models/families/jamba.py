@@ -14,7 +14,7 @@ from kenotron_models.families.routing_keys import RoutingKeys, balance_key, expe
 from kenotron_models.families.state_space_keys import few
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import FULL, LINEAR
-from kenotron_models.hf_tensors import Fused, Names, Outside, Stacked
+from kenotron_models.hf_tensors import FusedModules, Names, Outside, Stacked
 from kenotron_models.mamba import MambaSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -151,24 +151,24 @@ def periodic(layers: Collection[int], depth: int) -> tuple[int, int]:
 
 
 _NAMES: Names = {
-    "attention_norm": Fused("input_layernorm"),
-    "attention.qkv": Fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out": Fused("self_attn.o_proj"),
-    "mamba_norm": Fused("input_layernorm"),
-    "mamba": Fused("mamba"),
-    "mamba.in_proj": Fused("mamba.in_proj"),
-    "mamba.conv": Fused("mamba.conv1d"),
-    "mamba.x_proj": Fused("mamba.x_proj"),
-    "mamba.dt_proj": Fused("mamba.dt_proj"),
-    "mamba.dt_norm": Fused("mamba.dt_layernorm"),
-    "mamba.b_norm": Fused("mamba.b_layernorm"),
-    "mamba.c_norm": Fused("mamba.c_layernorm"),
-    "mamba.out_proj": Fused("mamba.out_proj"),
-    "mlp_norm": Fused("pre_ff_layernorm"),
-    "mlp.gate_up": Fused("feed_forward.gate_proj", "feed_forward.up_proj"),
-    "mlp.down": Fused("feed_forward.down_proj"),
-    "experts_norm": Fused("pre_ff_layernorm"),
-    "experts.router": Fused("feed_forward.router"),
+    "attention_norm": FusedModules("input_layernorm"),
+    "attention.qkv": FusedModules("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.out": FusedModules("self_attn.o_proj"),
+    "mamba_norm": FusedModules("input_layernorm"),
+    "mamba": FusedModules("mamba"),
+    "mamba.in_proj": FusedModules("mamba.in_proj"),
+    "mamba.conv": FusedModules("mamba.conv1d"),
+    "mamba.x_proj": FusedModules("mamba.x_proj"),
+    "mamba.dt_proj": FusedModules("mamba.dt_proj"),
+    "mamba.dt_norm": FusedModules("mamba.dt_layernorm"),
+    "mamba.b_norm": FusedModules("mamba.b_layernorm"),
+    "mamba.c_norm": FusedModules("mamba.c_layernorm"),
+    "mamba.out_proj": FusedModules("mamba.out_proj"),
+    "mlp_norm": FusedModules("pre_ff_layernorm"),
+    "mlp.gate_up": FusedModules("feed_forward.gate_proj", "feed_forward.up_proj"),
+    "mlp.down": FusedModules("feed_forward.down_proj"),
+    "experts_norm": FusedModules("pre_ff_layernorm"),
+    "experts.router": FusedModules("feed_forward.router"),
     "experts.gate_up": Stacked(
         "feed_forward.experts.{e}.gate_proj", "feed_forward.experts.{e}.up_proj"
     ),

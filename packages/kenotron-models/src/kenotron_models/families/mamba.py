@@ -18,7 +18,7 @@ from kenotron_models.families.state_space_keys import (
     first_step_problems,
 )
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import Fused, Names, Outside
+from kenotron_models.hf_tensors import FusedModules, Names, Outside
 from kenotron_models.mamba import MambaSpec
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -192,13 +192,13 @@ class MambaModelConfig(StateSpaceKeys):
 
 
 _NAMES: Names = {
-    "mamba_norm": Fused("norm"),
-    "mamba": Fused("mixer"),
-    "mamba.in_proj": Fused("mixer.in_proj"),
-    "mamba.conv": Fused("mixer.conv1d"),
-    "mamba.x_proj": Fused("mixer.x_proj"),
-    "mamba.dt_proj": Fused("mixer.dt_proj"),
-    "mamba.out_proj": Fused("mixer.out_proj"),
+    "mamba_norm": FusedModules("norm"),
+    "mamba": FusedModules("mixer"),
+    "mamba.in_proj": FusedModules("mixer.in_proj"),
+    "mamba.conv": FusedModules("mixer.conv1d"),
+    "mamba.x_proj": FusedModules("mixer.x_proj"),
+    "mamba.dt_proj": FusedModules("mixer.dt_proj"),
+    "mamba.out_proj": FusedModules("mixer.out_proj"),
 }
 MAMBA = Family(
     marker="is_mamba_config",

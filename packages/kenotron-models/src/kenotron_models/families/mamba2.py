@@ -11,7 +11,7 @@ from kenotron_models.families.keys import key, marker
 from kenotron_models.families.mamba import BACKBONE
 from kenotron_models.families.state_space_keys import LONGEST, Mamba2Keys, few
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import Fused, Names
+from kenotron_models.hf_tensors import FusedModules, Names
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -98,12 +98,12 @@ class Mamba2ModelConfig(Mamba2Keys):
 
 
 _NAMES: Names = {
-    "mamba2_norm": Fused("norm"),
-    "mamba2": Fused("mixer"),
-    "mamba2.in_proj": Fused("mixer.in_proj"),
-    "mamba2.conv": Fused("mixer.conv1d"),
-    "mamba2.norm": Fused("mixer.norm"),
-    "mamba2.out_proj": Fused("mixer.out_proj"),
+    "mamba2_norm": FusedModules("norm"),
+    "mamba2": FusedModules("mixer"),
+    "mamba2.in_proj": FusedModules("mixer.in_proj"),
+    "mamba2.conv": FusedModules("mixer.conv1d"),
+    "mamba2.norm": FusedModules("mixer.norm"),
+    "mamba2.out_proj": FusedModules("mixer.out_proj"),
 }
 MAMBA2 = Family(
     marker="is_mamba2_config",

@@ -12,7 +12,7 @@ from kenotron_models.families.routing_keys import (
 )
 from kenotron_models.families.window_keys import WindowKeys
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Stacked
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules, Stacked
 from kenotron_models.spec import DecoderSpec
 
 EXPERTS = "block_sparse_moe.experts.{e}"
@@ -55,8 +55,8 @@ MIXTRAL = Family(
         },
         names={
             **LLAMA_NAMES,
-            "experts_norm": Fused("post_attention_layernorm"),
-            "experts.router": Fused("block_sparse_moe.gate"),
+            "experts_norm": FusedModules("post_attention_layernorm"),
+            "experts.router": FusedModules("block_sparse_moe.gate"),
             "experts.gate_up": Stacked(f"{EXPERTS}.w1", f"{EXPERTS}.w3"),
             "experts.down": Stacked(f"{EXPERTS}.w2"),
         },

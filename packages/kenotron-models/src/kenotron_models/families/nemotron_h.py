@@ -29,7 +29,7 @@ from kenotron_models.families.routing_keys import (
 )
 from kenotron_models.families.state_space_keys import Mamba2Keys, StateSpaceKeys, few
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import Fused, Names, Stacked
+from kenotron_models.hf_tensors import FusedModules, Names, Stacked
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.mlp import MLPSpec
 from kenotron_models.norm import NormSpec
@@ -224,21 +224,21 @@ def _part_keys(part: object) -> dict[str, Any]:
 
 
 _NAMES: Names = {
-    **{f"{part}_norm": Fused("norm") for part in ("mamba2", "attention", "mlp", "experts")},
-    "mamba2": Fused("mixer"),
-    "mamba2.in_proj": Fused("mixer.in_proj"),
-    "mamba2.conv": Fused("mixer.conv1d"),
-    "mamba2.norm": Fused("mixer.norm"),
-    "mamba2.out_proj": Fused("mixer.out_proj"),
-    "attention.qkv": Fused("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
-    "attention.out": Fused("mixer.o_proj"),
-    "mlp.up": Fused("mixer.up_proj"),
-    "mlp.down": Fused("mixer.down_proj"),
-    "experts.router": Fused("mixer.gate", choice_bias="e_score_correction_bias"),
+    **{f"{part}_norm": FusedModules("norm") for part in ("mamba2", "attention", "mlp", "experts")},
+    "mamba2": FusedModules("mixer"),
+    "mamba2.in_proj": FusedModules("mixer.in_proj"),
+    "mamba2.conv": FusedModules("mixer.conv1d"),
+    "mamba2.norm": FusedModules("mixer.norm"),
+    "mamba2.out_proj": FusedModules("mixer.out_proj"),
+    "attention.qkv": FusedModules("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    "attention.out": FusedModules("mixer.o_proj"),
+    "mlp.up": FusedModules("mixer.up_proj"),
+    "mlp.down": FusedModules("mixer.down_proj"),
+    "experts.router": FusedModules("mixer.gate", choice_bias="e_score_correction_bias"),
     "experts.up": Stacked("mixer.experts.{e}.up_proj"),
     "experts.down": Stacked("mixer.experts.{e}.down_proj"),
-    "experts.shared.up": Fused("mixer.shared_experts.up_proj"),
-    "experts.shared.down": Fused("mixer.shared_experts.down_proj"),
+    "experts.shared.up": FusedModules("mixer.shared_experts.up_proj"),
+    "experts.shared.down": FusedModules("mixer.shared_experts.down_proj"),
 }
 NEMOTRON_H = Family(
     marker="is_nemotron_h_config",

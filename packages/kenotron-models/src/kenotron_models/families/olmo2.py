@@ -10,7 +10,7 @@ from kenotron_models.families.rope_keys import LlamaKeys, OutputBiasKeys, RopeKe
 from kenotron_models.families.window_keys import LayerTypeKeys, ropes_to_hf
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import ropes_by_type
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.norm import NormSpec
 from kenotron_models.spec import DecoderSpec
 
@@ -83,8 +83,8 @@ def _normed_after(config: LlamaKeys, mixers: Sequence[AttentionSpec]) -> Decoder
 
 _NAMES = {
     **LLAMA_NAMES,
-    "attention_post_norm": Fused("post_attention_layernorm"),
-    "mlp_post_norm": Fused("post_feedforward_layernorm"),
+    "attention_post_norm": FusedModules("post_attention_layernorm"),
+    "mlp_post_norm": FusedModules("post_feedforward_layernorm"),
 }
 _DEFAULTS = {
     "max_position_embeddings": 2048,

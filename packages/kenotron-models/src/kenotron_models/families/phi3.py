@@ -6,7 +6,7 @@ from typing import Any
 from kenotron_models.families.keys import SHARE, key, marker
 from kenotron_models.families.rope_keys import PartialRopeKeys
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
@@ -59,8 +59,8 @@ PHI3 = Family(
         only={"embd_pdrop": (0, None), "attention_bias": (False, None)},
         names={
             **LLAMA_NAMES,
-            "attention.qkv": Fused("self_attn.qkv_proj", turned=2),
-            "mlp.gate_up": Fused("mlp.gate_up_proj"),
+            "attention.qkv": FusedModules("self_attn.qkv_proj", turned=2),
+            "mlp.gate_up": FusedModules("mlp.gate_up_proj"),
         },
     ),
 )

@@ -14,7 +14,7 @@ from kenotron_models.families.routing_keys import QWEN_EXPERTS, experts_key, top
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.gated_delta import GatedDeltaSpec
 from kenotron_models.hf_rope import FULL, LINEAR
-from kenotron_models.hf_tensors import Fused
+from kenotron_models.hf_tensors import FusedModules
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
@@ -109,12 +109,14 @@ QWEN3_NEXT = Family(
         },
         names={
             **QWEN_EXPERTS,
-            "gated_delta_norm": Fused("input_layernorm"),
-            "gated_delta": Fused("linear_attn"),
-            "gated_delta.in_proj": Fused("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"),
-            "gated_delta.conv": Fused("linear_attn.conv1d"),
-            "gated_delta.norm": Fused("linear_attn.norm"),
-            "gated_delta.out_proj": Fused("linear_attn.out_proj"),
+            "gated_delta_norm": FusedModules("input_layernorm"),
+            "gated_delta": FusedModules("linear_attn"),
+            "gated_delta.in_proj": FusedModules(
+                "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"
+            ),
+            "gated_delta.conv": FusedModules("linear_attn.conv1d"),
+            "gated_delta.norm": FusedModules("linear_attn.norm"),
+            "gated_delta.out_proj": FusedModules("linear_attn.out_proj"),
         },
     ),
 )

@@ -11,20 +11,22 @@ from kenotron_models.expert_layers import expert_layers
 from kenotron_models.experts import ExpertsSpec
 from kenotron_models.families.keys import NOT_NEGATIVE, POSITIVE, SHARE, KeyTable, key, one_of
 from kenotron_models.families.places import name_at, placed
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused, Names, Stacked
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules, Names, Stacked
 from kenotron_models.router import Balance, RouterSpec
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
 
 QWEN_EXPERTS: Names = {
     **LLAMA_NAMES,
-    "experts_norm": Fused("post_attention_layernorm"),
-    "experts.router": Fused("mlp.gate"),
+    "experts_norm": FusedModules("post_attention_layernorm"),
+    "experts.router": FusedModules("mlp.gate"),
     "experts.gate_up": Stacked("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
     "experts.down": Stacked("mlp.experts.{e}.down_proj"),
-    "experts.shared.gate_up": Fused("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
-    "experts.shared.down": Fused("mlp.shared_expert.down_proj"),
-    "experts.shared_gate": Fused("mlp.shared_expert_gate"),
+    "experts.shared.gate_up": FusedModules(
+        "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"
+    ),
+    "experts.shared.down": FusedModules("mlp.shared_expert.down_proj"),
+    "experts.shared_gate": FusedModules("mlp.shared_expert_gate"),
 }
 """Names of Qwen2-MoE and Qwen3-MoE."""
 SMALL_EXPERTS = 8

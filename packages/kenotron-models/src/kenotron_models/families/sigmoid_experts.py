@@ -11,16 +11,18 @@ from kenotron_models.experts import ExpertsSpec
 from kenotron_models.families.decoder_keys import DecoderKeys
 from kenotron_models.families.keys import key
 from kenotron_models.families.routing_keys import SigmoidRoutingKeys, balance_key
-from kenotron_models.hf_tensors import Fused, Names, Stacked
+from kenotron_models.hf_tensors import FusedModules, Names, Stacked
 from kenotron_models.spec import DecoderSpec
 
 SIGMOID_EXPERTS: Names = {
-    "experts_norm": Fused("post_attention_layernorm"),
-    "experts.router": Fused("mlp.gate", choice_bias="e_score_correction_bias"),
+    "experts_norm": FusedModules("post_attention_layernorm"),
+    "experts.router": FusedModules("mlp.gate", choice_bias="e_score_correction_bias"),
     "experts.gate_up": Stacked("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj"),
     "experts.down": Stacked("mlp.experts.{e}.down_proj"),
-    "experts.shared.gate_up": Fused("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
-    "experts.shared.down": Fused("mlp.shared_experts.down_proj"),
+    "experts.shared.gate_up": FusedModules(
+        "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"
+    ),
+    "experts.shared.down": FusedModules("mlp.shared_experts.down_proj"),
 }
 """Names of the experts of DeepSeek-V3 and GLM-4-MoE."""
 

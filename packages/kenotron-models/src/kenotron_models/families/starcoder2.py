@@ -12,7 +12,7 @@ from kenotron_models.families.keys import OF_CONFIG, POSITIVE, SHARE, KeyTable, 
 from kenotron_models.families.places import MISSING, in_spec
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import check_whole_heads, rope_from_hf, rope_to_hf
-from kenotron_models.hf_tensors import LLAMA_NAMES, Fused
+from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules
 from kenotron_models.mlp import Activation, MLPSpec
 from kenotron_models.norm import NormSpec
 from kenotron_models.rope import Rope
@@ -235,6 +235,10 @@ STARCODER2 = Family(
             "mlp_type": ("default", None),
             "norm_type": ("layer_norm", None),
         },
-        names={**LLAMA_NAMES, "mlp.up": Fused("mlp.c_fc"), "mlp.down": Fused("mlp.c_proj")},
+        names={
+            **LLAMA_NAMES,
+            "mlp.up": FusedModules("mlp.c_fc"),
+            "mlp.down": FusedModules("mlp.c_proj"),
+        },
     ),
 )
