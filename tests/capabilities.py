@@ -19,8 +19,9 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_context.py::test_nanotrons_yaml_trains_as_one_process",
         "packages/kenotron-engine/tests/test_engine_mamba.py::test_it_trains_on_every_layout_as_on_one_process",
     ],
-    "AFAB, 1F1B, interleaved, ZB-H1, ZB-V: one process's bits": [
+    "AFAB, 1F1B, interleaved, ZB-H1, ZB-V; a mode with one process's bits on every dp, pp, ZeRO": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
+        "tests/test_reproducible.py::test_a_cut_has_the_bits_of_one_process",
     ],
     "mixtures of experts on every ep: one process's numbers, loads and biases included": [
         "tests/test_parity.py::test_a_row_has_the_numbers_of_one_process",
@@ -98,7 +99,8 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
         f"{TRAIN}_slurm.py::test_srun_over_two_nodes_trains_as_one_process_does",
         f"{TRAIN}_hosts.py::test_torchrun_on_two_hosts_trains_as_one_process_does",
     ],
-    "signals, time limits, rollback; the rank to blame for a hang": [
+    "signals, time limits, rollback, hangs and who is to blame; runs that outlive processes": [
+        f"{TRAIN}_elastic.py::test_ranks_are_killed_one_after_another",
         f"{TRAIN}_stopping.py::test_a_stopped_run_goes_on_as_if_nothing_had_been",
         f"{TRAIN}_rollback.py::test_a_rollback_is_as_if_the_batch_had_never_been",
         "packages/kenotron-dist/tests/test_dist_watchdog.py::test_a_stopped_peer_is_named_by_all",
