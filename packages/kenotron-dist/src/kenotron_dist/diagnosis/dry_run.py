@@ -95,8 +95,8 @@ def dry_run(prepare: Prepare, config: MeshConfig, workers: int = 1) -> DryRun:
     Args:
         prepare: called with the mesh of each rank; with several workers it must pickle.
         config: sizes of the axes.
-        workers: processes that share the ranks. More than one are forks of this process, which must
-            not have made a backward pass before.
+        workers: processes that share the ranks; more than one come from the forkserver of
+            ``multiprocessing``, as local ranks do.
 
     Raises:
         ValueError: the sizes do not fit, or this process is in a world already; what ``prepare``
@@ -144,10 +144,10 @@ def _simulating(
     if workers == 1:
         yield lambda ranks: list(map(one, ranks))
         return
-    import torch._dynamo  # noqa: F401 - of which forward passes need parts: once for all workers
-
-    fork = multiprocessing.get_context("fork")
-    with fork.Pool(workers, _begin) as pool:
+    # Not forks of this process: after a backward pass they would wait for its threads forever.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", __name__])
+    with context.Pool(workers, _begin) as pool:
         yield partial(pool.map, one, chunksize=1)
 
 
