@@ -30,6 +30,7 @@ BASE = {
 """A layout with every axis; a key of it may be another one."""
 LAYOUTS: dict[str, list[dict[str, object]]] = {
     "dp": [{"dp": 4}],
+    "dp_auto": [{"dp_auto": "true"}],
     "pp": [{"pp": 4}],
     "tp": [{"tp": 4}],
     "pp_engine": [{"pp_engine": e, "pp_chunks": "null"} for e in ("1f1b", "afab", "zb-h1", "zb-v")],
