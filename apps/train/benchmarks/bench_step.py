@@ -45,7 +45,7 @@ Step = Callable[[], object]
 def configure(
     more: tuple[str, ...] = (), pp: int = 1, dp: int = 1, tp: int = 1, mode: bool = False
 ) -> Config:
-    """The default with made-up tokens and the layout; the global batch is kept.
+    """The default with made-up tokens and the layout; the global batch stays the same.
 
     AdamW is fused, which the reproducible ``mode`` does not have. ``more``: further keys.
     """

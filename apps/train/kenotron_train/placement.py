@@ -5,6 +5,11 @@ from __future__ import annotations
 from kenotron_config import ParallelismConfig
 
 
+def ranks_of_job(nodes: int, gpus_per_node: int | None) -> int | None:
+    """Return the processes that `parallelism.dp: auto` follows in a job; None: not known."""
+    return nodes * (gpus_per_node or 0) or None
+
+
 def ranks_per_node(nodes: int, gpus_per_node: int | None, sizes: ParallelismConfig) -> int:
     """Return the number of ranks of each node.
 

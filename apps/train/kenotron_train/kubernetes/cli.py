@@ -14,7 +14,7 @@ from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.kubernetes.manifest import KubernetesJob, manifest_of
 from kenotron_train.log.printing import fail, say
-from kenotron_train.placement import placement_warning, ranks_per_node
+from kenotron_train.placement import placement_warning, ranks_of_job, ranks_per_node
 from kenotron_train.slurm.cli import check_credentials, count, whole
 
 
@@ -25,9 +25,9 @@ def kubernetes_main(argv: Sequence[str]) -> int:
 
 
 def _show(given: dict[str, Any]) -> int:
-    ranks = given["nodes"] * (given["gpus_per_node"] or 0)
+    ranks = ranks_of_job(given["nodes"], given["gpus_per_node"])
     file = given.pop("config_file") or DEFAULT_CONFIG
-    config = load_config(file, given.pop("set"), ranks or None)
+    config = load_config(file, given.pop("set"), ranks)
     check_credentials(asdict(config))
     job = KubernetesJob(name=given.pop("job_name") or config.general.project, **given)
     sizes, folder = config.parallelism, str(config.checkpoints.checkpoints_path)

@@ -57,6 +57,12 @@ class MetricsFile:
         self._lines.close()
 
 
+RECOVERY = "recovery"
+"""Figure of the first step after the loss of a process: what the loss cost."""
+RECOVERY_SECONDS = ("lost_s", "meeting_s", "loading_s")
+"""Seconds in it: of steps that are made again, and of the new start."""
+
+
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """The steps of a metrics.jsonl; lines that were cut off when a run died are left out."""
     with path.open("rb") as file:

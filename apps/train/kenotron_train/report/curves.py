@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kenotron_train.evaluate.results import LARGEST
-from kenotron_train.log.metrics_file import read_journal
+from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
 from kenotron_train.log.numbers import short
 from kenotron_train.report.run_about import About, about_run
 
@@ -50,7 +50,7 @@ PANELS = (
 )
 WORST_LOAD, LEAST_ENTROPY, UNUSED = "experts_load", "experts_entropy", "experts_unused"
 """Figures of the experts of all layers, which ``read_runs`` adds to steps."""
-COUNTED = ("losses", "lost_steps", "lost_s", "meeting_s", "loading_s")
+COUNTED = ("losses", "lost_steps", *RECOVERY_SECONDS)
 """Numbers of a recovery, seconds last."""
 EXPERT_PANELS = (
     Panel("largest load of an expert over the mean, least even layer", (WORST_LOAD,)),
@@ -148,7 +148,7 @@ def _line(run: ReportedRun) -> list[str]:
 
 def _recoveries(run: ReportedRun) -> list[dict[str, float]]:
     """List what first steps after the loss of a process have of it, see ``run.elastic``."""
-    found = [step.get("recovery") for step in run.steps]
+    found = [step.get(RECOVERY) for step in run.steps]
     return [
         {name: each[name] for name in COUNTED}
         for each in found

@@ -18,15 +18,11 @@ from kenotron_dist.launch import launcher
 from kenotron_engine import StepResult
 from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
-from kenotron_train.log.metrics_file import read_journal
+from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
 from kenotron_train.log.printing import say, warn
 from kenotron_train.progress import Progress
 
 T = TypeVar("T")
-FIGURE = "recovery"
-"""Name, in metrics.jsonl, of what the first step after a loss has."""
-PHASES = ("lost", "meeting", "loading")
-"""Where seconds went besides steps that are kept: steps that were made again, and a new start."""
 
 
 class Recovery(LifeCycle):
@@ -54,11 +50,12 @@ class Recovery(LifeCycle):
             return
         self._times.append(time.time())
         undone = [each for each in self._before if each["step"] >= progress.step]
-        former = [each[FIGURE] for each in undone if FIGURE in each]  # whose lines are cut off, too
+        # Of losses whose lines are cut off, too.
+        former = [each[RECOVERY] for each in undone if RECOVERY in each]
         met, loaded, stepped = (b - a for a, b in zip(self._times, self._times[1:], strict=False))
         lost = sum(each.get("step_time_s") or 0.0 for each in undone)
-        lost += sum(each[f"{name}_s"] for each in former for name in PHASES)
-        result.figures[FIGURE] = {
+        lost += sum(each[name] for each in former for name in RECOVERY_SECONDS)
+        result.figures[RECOVERY] = {
             "losses": 1 + sum(each["losses"] for each in former),
             "ranks": training.mesh.config.world_size,
             "lost_steps": len(undone) + sum(each["lost_steps"] for each in former),

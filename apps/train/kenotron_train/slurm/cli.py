@@ -18,7 +18,7 @@ from kenotron_config import credentials, dump_config, masked
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.log.printing import fail, say
-from kenotron_train.placement import placement_warning, ranks_on_nodes
+from kenotron_train.placement import placement_warning, ranks_of_job, ranks_on_nodes
 from kenotron_train.slurm.job import SlurmJob, script_of
 from kenotron_train.slurm.provenance import packages, provenance
 
@@ -37,8 +37,8 @@ def slurm_main(argv: Sequence[str]) -> int:
 
 
 def _submit(given: argparse.Namespace, argv: Sequence[str]) -> int:
-    ranks = given.nodes * (given.gpus_per_node or 0)
-    config = load_config(given.config_file or DEFAULT_CONFIG, given.set, ranks or None)
+    ranks = ranks_of_job(given.nodes, given.gpus_per_node)
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set, ranks)
     check_credentials(asdict(config))
     job, cwd = _job(given, config.general.project), Path.cwd()
     sizes = config.parallelism

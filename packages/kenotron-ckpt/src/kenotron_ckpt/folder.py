@@ -34,7 +34,6 @@ NANOTRONS = (
     "of it, in another folder"
 )
 _TRANSFORMERS = (
-    "config.json",
     "it has config.json, as models of transformers: `kenotron convert hf-to-kenotron` makes a "
     "checkpoint of such a model, in another folder",
 )
@@ -109,13 +108,13 @@ def step_names(store: Store) -> list[str]:
     steps = _steps(there)
     if not steps and any(fnmatch(name, SHARDS) for name in there):
         return [""]
-    if not steps and _TRANSFORMERS[0] in there:
-        raise ValueError(f"no checkpoint at {store}: {_TRANSFORMERS[1]}")
     if not steps:
-        raise ValueError(
-            f"no checkpoint at {store}: it has neither a {MANIFEST} (a step folder) nor folders "
-            "named by numbers (a run folder)"
+        neither = (
+            f"it has neither a {MANIFEST} (a step folder) nor folders named by numbers (a run "
+            "folder)"
         )
+        found = _TRANSFORMERS if "config.json" in there else neither
+        raise ValueError(f"no checkpoint at {store}: {found}")
     named = latest_named(store)
     return [str(step) for step in sorted(steps, key=lambda step: (step != named, -step))]
 

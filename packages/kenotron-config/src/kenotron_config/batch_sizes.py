@@ -9,6 +9,11 @@ from kenotron_config.sections import TokensConfig
 from kenotron_data.config import DatasetStageConfig
 
 
+def room_for(samples: int, rows: int) -> int:
+    """Return the micro-batches that have room for samples, of ``rows`` over all data ranks each."""
+    return -(-samples // rows)
+
+
 class BatchSizes:
     """Samples of the global batches of a training: a function of its config alone.
 
@@ -45,7 +50,7 @@ class BatchSizes:
 
     def microbatches(self, stage: int, consumed: int) -> int:
         """Return the micro-batches of each data rank in that batch; the last have padding."""
-        return -(-self.at(stage, consumed) // self._rows)
+        return room_for(self.at(stage, consumed), self._rows)
 
     def full(self, stage: int) -> int:
         """Return the samples of the largest batch of a stage."""
@@ -54,7 +59,7 @@ class BatchSizes:
     @property
     def most_microbatches(self) -> int:
         """Micro-batches of a data rank in the largest batch of the training."""
-        return -(-max(self._full) // self._rows)
+        return room_for(max(self._full), self._rows)
 
     def samples(self, stage: int) -> int:
         """Return the samples that the steps of a stage read."""
@@ -75,12 +80,12 @@ def batch_problems(
     batch, rows = tokens.global_batch_size, parallelism.dp * tokens.micro_batch_size
     if batch is None:
         return []
-    found, given = [], tokens.batch_accumulation_per_replica
-    if given != -(-batch // rows):
+    found, given, room = [], tokens.batch_accumulation_per_replica, room_for(batch, rows)
+    if given != room:
         found.append(
             f"tokens.batch_accumulation_per_replica: {given} was given; a global_batch_size of "
             f"{batch} with dp {parallelism.dp} and micro_batch_size {tokens.micro_batch_size} "
-            f"makes {-(-batch // rows)}: remove one of them"
+            f"makes {room}: remove one of them"
         )
     for number, stage in enumerate(stages):
         if stage.batch_accumulation_per_replica is not None:

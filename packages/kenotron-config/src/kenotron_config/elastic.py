@@ -6,9 +6,11 @@ They are filled in before anything is built, so that a config has numbers alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from kenotron_config.batch_sizes import room_for
 from kenotron_config.config import Config
 from kenotron_config.yaml_build import Report, shown
 
@@ -36,7 +38,11 @@ def with_sizes(data: dict[str, Any], world: int | None, report: Report) -> dict[
                 "tokens.global_batch_size, the samples of one update",
             )
             return {**data, "parallelism": {**parallelism, "dp": 1}}
-        dp = _data_ranks(parallelism, world, report)
+        try:
+            dp = _data_ranks(parallelism, world)
+        except ValueError as error:
+            report("parallelism.dp", str(error))
+            dp = 1
         parallelism = {**parallelism, "dp": dp, "dp_auto": True}
         tokens = {key: each for key, each in tokens.items() if key != _FOLLOWS}
     if batch is not None and tokens.get(_FOLLOWS) in (None, AUTO):
@@ -53,13 +59,12 @@ def for_processes(config: Config, world: int) -> Config:
     Raises:
         ValueError: the processes are too few, or the config is not one for so many data ranks.
     """
-    problems: list[str] = []
-    report = lambda path, sentence: problems.append(f"{path}: {sentence}")  # noqa: E731
-    dp = _data_ranks(vars(config.parallelism), world, report)
-    if problems:
-        raise ValueError("\n".join(problems))
-    sizes = {"dp": dp, "micro_batch_size": config.tokens.micro_batch_size}
-    count = _room(config.tokens.global_batch_size, sizes, sizes)
+    try:
+        dp = _data_ranks(vars(config.parallelism), world)
+    except ValueError as error:
+        raise ValueError(f"parallelism.dp: {error}") from None
+    rows = dp * config.tokens.micro_batch_size
+    count = room_for(config.global_batch_size, rows)
     return replace(
         config,
         parallelism=replace(config.parallelism, dp=dp),
@@ -67,8 +72,12 @@ def for_processes(config: Config, world: int) -> Config:
     )
 
 
-def _data_ranks(parallelism: dict[str, Any], world: int | None, report: Report) -> int:
-    """Return the most data ranks that the processes are enough for, of which ep takes a part."""
+def _data_ranks(parallelism: Mapping[str, Any], world: int | None) -> int:
+    """Return the most data ranks that the processes are enough for, of which ep takes a part.
+
+    Raises:
+        ValueError: there are too few.
+    """
     sizes = {name: parallelism.get(name) for name in ("pp", "cp", "tp")}
     if not all(isinstance(size, int) and size > 0 for size in sizes.values() if size is not None):
         return 1  # which is reported elsewhere
@@ -81,13 +90,12 @@ def _data_ranks(parallelism: dict[str, Any], world: int | None, report: Report) 
         least = f"{words} = {replica} processes"
         if step > 1:
             least = f"{words} with ep {ep}: {step * replica} processes"
-        report("parallelism.dp", f"auto was given, with {shown(world)} processes; one is {least}")
-        return 1
+        raise ValueError(f"auto was given, with {shown(world)} processes; one is {least}")
     return dp
 
 
-def _room(batch: Any, parallelism: dict[str, Any], tokens: dict[str, Any]) -> int:
+def _room(batch: Any, parallelism: Mapping[str, Any], tokens: Mapping[str, Any]) -> int:
     """Return the micro-batches of a rank that have room for a batch; 1 where sizes are wrong."""
     dp, micro = parallelism.get("dp"), tokens.get("micro_batch_size")
     sizes = [each for each in (batch, dp, micro) if isinstance(each, int) and each > 0]
-    return -(-sizes[0] // (sizes[1] * sizes[2])) if len(sizes) == 3 else 1
+    return room_for(sizes[0], sizes[1] * sizes[2]) if len(sizes) == 3 else 1

@@ -229,9 +229,8 @@ def _batches(
         window = _Window(samples, consumed, cut.global_batch, rows, name)
         if not len(window):
             return
-        padded = rows == PADDING
-        read = read_rows(window, np.where(padded, consumed, rows), vocab_size)
-        yield split.assemble(read, rows, np.where(padded, PADDING, 0), target_mask)
+        read = read_rows(window, np.where(rows == PADDING, consumed, rows), vocab_size)
+        yield split.assemble(read, rows, np.zeros_like(rows), target_mask)
         consumed += cut.global_batch
 
 

@@ -8,15 +8,13 @@ blocks of it, and micro-batches consecutive blocks of those.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from kenotron_data.ahead import WorkedAhead, WorkerKind, check_workers
 from kenotron_data.batch import Batch
 from kenotron_data.cursor import Cursor
 from kenotron_data.order import tasks
 from kenotron_data.prefetch import Prefetched
 from kenotron_data.row_samples import Dataset, Int64Array, Rows, read_rows, source_of
-from kenotron_data.row_split import PADDING, BatchRows, Microbatches, RowSplit, TargetMask
+from kenotron_data.row_split import BatchRows, Microbatches, RowSplit, TargetMask
 
 Task = tuple[Int64Array, Int64Array]
 
@@ -50,7 +48,6 @@ class _Making:
         """Make a batch of what a worker has read."""
         (samples_R, indices_R), rows = read
         sources_R = source_of(self.reader.dataset, indices_R)
-        sources_R = np.where(samples_R == PADDING, PADDING, sources_R)
         return self.split.assemble(rows, samples_R, sources_R, self.target_mask)
 
     def make(self, task: Task) -> Batch:

@@ -109,13 +109,14 @@ class RowSplit:
         Args:
             rows: this rank's R rows.
             samples_R: global sample numbers; -1 makes a row of zeros without targets.
-            sources_R: the source of each row.
+            sources_R: the source of each row; of no meaning in rows of padding.
             target_mask: keeps some labels, see `TargetMask`.
 
         Raises:
             ValueError: the mask has another type than bool, or another shape than (R, S).
         """
-        rows = _without_padding(rows, samples_R)
+        padded_R = samples_R == PADDING
+        rows = _without_padding(rows, padded_R)
         shape = (-1, self.micro_batch_size)
         samples = torch.from_numpy(samples_R)
         count, width = rows.tokens.shape
@@ -136,7 +137,7 @@ class RowSplit:
         return Batch(
             *parts[:3],
             samples_MB=samples.view(shape),
-            sources_MB=torch.from_numpy(sources_R).view(shape),
+            sources_MB=torch.from_numpy(np.where(padded_R, PADDING, sources_R)).view(shape),
             documents_MBS=parts[3] if more else None,
         )
 
@@ -165,13 +166,11 @@ def read_batch(
     # A batch of padding takes its length from any sample, and so do single rows of padding.
     indices_R = np.where(samples_R == PADDING, 0, indices_R)
     rows = read_rows(dataset, indices_R, vocab_size)
-    sources_R = np.where(samples_R == PADDING, PADDING, source_of(dataset, indices_R))
-    return split.assemble(rows, samples_R, sources_R, target_mask)
+    return split.assemble(rows, samples_R, source_of(dataset, indices_R), target_mask)
 
 
-def _without_padding(rows: Rows, samples_R: Int64Array) -> Rows:
+def _without_padding(rows: Rows, padded_R: np.ndarray) -> Rows:
     """Blank the rows that only fill a batch."""
-    padded_R = samples_R == PADDING
     if not padded_R.any():
         return rows
     tokens, targets = rows.tokens.copy(), rows.targets
