@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kenotron_data.json_lines import LONGEST_LINE, opened
-from kenotron_data.text_pieces import Row, file_identity
+from kenotron_data.text_pieces import FileRows, Row, file_identity
 
 CSV_SUFFIXES = (".csv", ".tsv")
 """Files of tables of text; `.gz`, `.zst` or `.zstd` may follow."""
@@ -18,23 +18,13 @@ _COMPRESSED = (".gz", ".zst", ".zstd")
 
 
 @dataclass(frozen=True, kw_only=True)
-class CsvRows:
-    """The rows of a table whose first line names its columns.
+class CsvRows(FileRows):
+    """The rows of a table, in UTF-8, whose first line names its columns.
 
     Values are texts, as they stand in the file; a quoted one may hold line ends. A piece is not
-    cut, because only a reader from the beginning knows which line ends are quoted.
-
-    Args:
-        path: the file, UTF-8; compressed where its name ends in `.gz`, `.zst` or `.zstd`.
-        columns: columns whose values are read.
-        optional: columns whose values follow, None where there is none.
-        most: rows that are read at most; None: all.
+    cut, because only a reader from the beginning knows which line ends are quoted. The file is
+    compressed where its name ends in `.gz`, `.zst` or `.zstd`.
     """
-
-    path: Path
-    columns: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    most: int | None = None
 
     @property
     def size(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from kenotron_data.text_pieces import Row, file_identity
+from kenotron_data.text_pieces import FileRows, Row, file_identity
 from kenotron_data.zstd_file import open_zstd
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -23,24 +23,18 @@ LONGEST_LINE = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonLines:
+class JsonLines(FileRows):
     """The lines that begin in bytes [start, stop) of a file; empty lines are passed over.
 
+    The file is compressed where its name ends in `.gz`, `.zst` or `.zstd`.
+
     Args:
-        path: the file; compressed where its name ends in `.gz`, `.zst` or `.zstd`.
-        columns: keys whose values are read.
-        optional: keys whose values follow, None where a line has none.
         start: first byte.
         stop: byte after the last; None: the end of the file.
-        most: rows that are read at most; None: all.
     """
 
-    path: Path
-    columns: tuple[str, ...]
-    optional: tuple[str, ...] = ()
     start: int = 0
     stop: int | None = None
-    most: int | None = None
 
     @property
     def size(self) -> int:

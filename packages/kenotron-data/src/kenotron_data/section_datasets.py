@@ -127,9 +127,7 @@ def text_datasets(
         about.append(f"{name}: {len(tokens):,} tokens, kept in {tokens.path}")
         return PackedTokens(tokens, sequence, separate_documents=options.separate_documents)
 
-    found = _each(section, options, read)
-    found.about = about
-    return found
+    return _each(section, options, read, about)
 
 
 def answer_datasets(
@@ -159,9 +157,7 @@ def answer_datasets(
         )
         return found
 
-    found = _each(section, options, read)
-    found.about = about
-    return found
+    return _each(section, options, read, about)
 
 
 def folder_datasets(
@@ -184,6 +180,7 @@ def _each(
     section: HubDatasetsConfig,
     options: SectionOptions,
     read: Callable[[Any, str, bool], Dataset | None],
+    about: list[str],
 ) -> SectionDatasets:
     """Read every data set of a section by itself, and its split for validation where one is."""
     parts: dict[bool, dict[str, Dataset]] = {False: {}, True: {}}
@@ -198,8 +195,8 @@ def _each(
         if found is not None:
             parts[validation][name] = found
     if len(wanted) > 1:
-        return SectionDatasets(parts[False], parts[True])
-    return _held_out(options, parts[False])
+        return SectionDatasets(parts[False], parts[True], about)
+    return replace(_held_out(options, parts[False]), about=about)
 
 
 def _held_out(options: SectionOptions, sources: dict[str, Dataset]) -> SectionDatasets:

@@ -5,31 +5,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kenotron_data.text_pieces import Row, file_identity
+from kenotron_data.text_pieces import FileRows, Row, file_identity
 
 _ROWS = 512
 """Rows that are read together."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParquetRows:
+class ParquetRows(FileRows):
     """Row groups [start, stop) of a parquet file.
 
     Args:
-        path: the file.
-        columns: columns whose values are read.
-        optional: columns whose values follow, None where there is none.
         start: first row group.
         stop: row group after the last; None: all that follow.
-        most: rows that are read at most; None: all.
     """
 
-    path: Path
-    columns: tuple[str, ...]
-    optional: tuple[str, ...] = ()
     start: int = 0
     stop: int | None = None
-    most: int | None = None
 
     @property
     def size(self) -> int:

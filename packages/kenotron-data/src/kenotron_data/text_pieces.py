@@ -50,6 +50,23 @@ class TextPiece(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FileRows:
+    """Columns of the rows of a file.
+
+    Args:
+        path: the file.
+        columns: names whose values are read.
+        optional: names whose values follow, None where a row has none.
+        most: rows that are read at most; None: all.
+    """
+
+    path: Path
+    columns: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    most: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextFile:
     """A UTF-8 text file: one row with its text; none if it is empty."""
 

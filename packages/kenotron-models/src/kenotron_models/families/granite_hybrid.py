@@ -14,7 +14,7 @@ from kenotron_models.families.keys import POSITIVE, Rule, key, marker
 from kenotron_models.families.places import in_spec, placed
 from kenotron_models.families.rope_keys import LlamaKeys, OutputBiasKeys
 from kenotron_models.families.routing_keys import RoutingKeys, balance_key, experts_key, top_k_key
-from kenotron_models.families.state_space_keys import LIMITS, few, step_limits
+from kenotron_models.families.state_space_keys import LIMITS, few, state_space_names, step_limits
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import FULL, LINEAR
 from kenotron_models.hf_tensors import LLAMA_NAMES, FusedModules, Names
@@ -179,12 +179,7 @@ class GraniteHybridConfig(RoutingKeys, HybridKeys, OutputBiasKeys, LlamaKeys):
 
 _NAMES: Names = {
     **LLAMA_NAMES,
-    "mamba2_norm": FusedModules("input_layernorm"),
-    "mamba2": FusedModules("mamba"),
-    "mamba2.in_proj": FusedModules("mamba.in_proj"),
-    "mamba2.conv": FusedModules("mamba.conv1d"),
-    "mamba2.norm": FusedModules("mamba.norm"),
-    "mamba2.out_proj": FusedModules("mamba.out_proj"),
+    **state_space_names("mamba2", "mamba", "input_layernorm", norm="norm"),
     "mlp.gate_up": FusedModules("shared_mlp.input_linear"),
     "mlp.down": FusedModules("shared_mlp.output_linear"),
     "experts_norm": FusedModules("post_attention_layernorm"),

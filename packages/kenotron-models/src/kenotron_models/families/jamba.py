@@ -11,7 +11,7 @@ from kenotron_models.families.hybrid_layers import HybridKeys, layer_words
 from kenotron_models.families.keys import key, marker
 from kenotron_models.families.places import MISSING, in_spec, placed
 from kenotron_models.families.routing_keys import RoutingKeys, balance_key, experts_key, top_k_key
-from kenotron_models.families.state_space_keys import few
+from kenotron_models.families.state_space_keys import few, state_space_names
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_rope import FULL, LINEAR
 from kenotron_models.hf_tensors import FusedModules, Names, Outside, Stacked
@@ -154,16 +154,16 @@ _NAMES: Names = {
     "attention_norm": FusedModules("input_layernorm"),
     "attention.qkv": FusedModules("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.out": FusedModules("self_attn.o_proj"),
-    "mamba_norm": FusedModules("input_layernorm"),
-    "mamba": FusedModules("mamba"),
-    "mamba.in_proj": FusedModules("mamba.in_proj"),
-    "mamba.conv": FusedModules("mamba.conv1d"),
-    "mamba.x_proj": FusedModules("mamba.x_proj"),
-    "mamba.dt_proj": FusedModules("mamba.dt_proj"),
-    "mamba.dt_norm": FusedModules("mamba.dt_layernorm"),
-    "mamba.b_norm": FusedModules("mamba.b_layernorm"),
-    "mamba.c_norm": FusedModules("mamba.c_layernorm"),
-    "mamba.out_proj": FusedModules("mamba.out_proj"),
+    **state_space_names(
+        "mamba",
+        "mamba",
+        "input_layernorm",
+        x_proj="x_proj",
+        dt_proj="dt_proj",
+        dt_norm="dt_layernorm",
+        b_norm="b_layernorm",
+        c_norm="c_layernorm",
+    ),  # fmt: skip
     "mlp_norm": FusedModules("pre_ff_layernorm"),
     "mlp.gate_up": FusedModules("feed_forward.gate_proj", "feed_forward.up_proj"),
     "mlp.down": FusedModules("feed_forward.down_proj"),

@@ -16,9 +16,10 @@ from kenotron_models.families.state_space_keys import (
     StateSpaceKeys,
     few,
     first_step_problems,
+    state_space_names,
 )
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import FusedModules, Names, Outside
+from kenotron_models.hf_tensors import Outside
 from kenotron_models.mamba import MambaSpec
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -191,15 +192,6 @@ class MambaModelConfig(StateSpaceKeys):
         return {"hidden_act": "silu", **part_to_hf(SSMConfig, spec)}
 
 
-_NAMES: Names = {
-    "mamba_norm": FusedModules("norm"),
-    "mamba": FusedModules("mixer"),
-    "mamba.in_proj": FusedModules("mixer.in_proj"),
-    "mamba.conv": FusedModules("mixer.conv1d"),
-    "mamba.x_proj": FusedModules("mixer.x_proj"),
-    "mamba.dt_proj": FusedModules("mixer.dt_proj"),
-    "mamba.out_proj": FusedModules("mixer.out_proj"),
-}
 MAMBA = Family(
     marker="is_mamba_config",
     config=MambaModelConfig,
@@ -213,7 +205,7 @@ MAMBA = Family(
             "eos_token_id": 0,
         },
         only={"hidden_act": ("silu",)},
-        names=_NAMES,
+        names=state_space_names("mamba", "mixer", "norm", x_proj="x_proj", dt_proj="dt_proj"),
         outside=BACKBONE,
     ),
 )

@@ -9,9 +9,8 @@ from typing import Any
 from kenotron_models.block import BlockSpec
 from kenotron_models.families.keys import key, marker
 from kenotron_models.families.mamba import BACKBONE
-from kenotron_models.families.state_space_keys import LONGEST, Mamba2Keys, few
+from kenotron_models.families.state_space_keys import LONGEST, Mamba2Keys, few, state_space_names
 from kenotron_models.family import Family, HuggingFace
-from kenotron_models.hf_tensors import FusedModules, Names
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.norm import NormSpec
 from kenotron_models.small import SmallSizes
@@ -97,14 +96,6 @@ class Mamba2ModelConfig(Mamba2Keys):
         return {"expand": mixer.features // spec.hidden_size, "hidden_act": "silu"}
 
 
-_NAMES: Names = {
-    "mamba2_norm": FusedModules("norm"),
-    "mamba2": FusedModules("mixer"),
-    "mamba2.in_proj": FusedModules("mixer.in_proj"),
-    "mamba2.conv": FusedModules("mixer.conv1d"),
-    "mamba2.norm": FusedModules("mixer.norm"),
-    "mamba2.out_proj": FusedModules("mixer.out_proj"),
-}
 MAMBA2 = Family(
     marker="is_mamba2_config",
     config=Mamba2ModelConfig,
@@ -113,7 +104,7 @@ MAMBA2 = Family(
         architecture="Mamba2ForCausalLM",
         defaults={"expand": 2, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2},
         only={"hidden_act": ("silu",)},
-        names=_NAMES,
+        names=state_space_names("mamba2", "mixer", "norm", norm="norm"),
         outside=BACKBONE,
     ),
 )

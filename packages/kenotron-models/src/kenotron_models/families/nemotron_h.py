@@ -27,7 +27,12 @@ from kenotron_models.families.routing_keys import (
     experts_key,
     top_k_key,
 )
-from kenotron_models.families.state_space_keys import Mamba2Keys, StateSpaceKeys, few
+from kenotron_models.families.state_space_keys import (
+    Mamba2Keys,
+    StateSpaceKeys,
+    few,
+    state_space_names,
+)
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.hf_tensors import FusedModules, Names, Stacked
 from kenotron_models.mamba2 import Mamba2Spec
@@ -224,12 +229,8 @@ def _part_keys(part: object) -> dict[str, Any]:
 
 
 _NAMES: Names = {
-    **{f"{part}_norm": FusedModules("norm") for part in ("mamba2", "attention", "mlp", "experts")},
-    "mamba2": FusedModules("mixer"),
-    "mamba2.in_proj": FusedModules("mixer.in_proj"),
-    "mamba2.conv": FusedModules("mixer.conv1d"),
-    "mamba2.norm": FusedModules("mixer.norm"),
-    "mamba2.out_proj": FusedModules("mixer.out_proj"),
+    **state_space_names("mamba2", "mixer", "norm", norm="norm"),
+    **{f"{part}_norm": FusedModules("norm") for part in ("attention", "mlp", "experts")},
     "attention.qkv": FusedModules("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
     "attention.out": FusedModules("mixer.o_proj"),
     "mlp.up": FusedModules("mixer.up_proj"),

@@ -9,7 +9,7 @@ from kenotron_models.families.moe_config import MoEConfig
 from kenotron_models.families.places import MISSING, in_spec
 from kenotron_models.families.rope_keys import NanotronKeys
 from kenotron_models.families.routing_keys import QWEN_EXPERTS
-from kenotron_models.families.window_keys import QwenWindowKeys
+from kenotron_models.families.window_keys import QWEN_DEFAULTS, QwenWindowKeys
 from kenotron_models.family import Family, HuggingFace, Values
 from kenotron_models.rope import Rope
 from kenotron_models.rope_scaling import RopeScaling
@@ -135,14 +135,7 @@ QWEN2 = Family(
     hf=HuggingFace(
         model_type="qwen2",
         architecture="Qwen2ForCausalLM",
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-            "max_window_layers": 28,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
+        defaults=QWEN_DEFAULTS,
         read=_read,
         names=QWEN_EXPERTS,
     ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from kenotron_models.families.decoder_keys import HeadKeys
 from kenotron_models.families.keys import marker, with_default
-from kenotron_models.families.window_keys import QwenWindowKeys
+from kenotron_models.families.window_keys import QWEN_DEFAULTS, QwenWindowKeys
 from kenotron_models.family import Family, HuggingFace
 from kenotron_models.norm import NormSpec
 from kenotron_models.spec import DecoderSpec
@@ -37,14 +37,7 @@ QWEN3 = Family(
     hf=HuggingFace(
         model_type="qwen3",
         architecture="Qwen3ForCausalLM",
-        defaults={
-            "max_position_embeddings": 32768,
-            "num_key_value_heads": 32,
-            "max_window_layers": 28,
-            "sliding_window": 4096,
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
+        defaults=QWEN_DEFAULTS,
         only={"attention_bias": (False, None)},
     ),
 )

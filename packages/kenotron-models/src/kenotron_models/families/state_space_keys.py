@@ -10,6 +10,7 @@ from typing import Any
 from kenotron_models.families.hf_keys import first_of
 from kenotron_models.families.keys import OF_CONFIG, POSITIVE, KeyTable, Rule, key
 from kenotron_models.families.places import placed
+from kenotron_models.hf_tensors import FusedModules, Names
 from kenotron_models.mamba2 import Mamba2Spec
 from kenotron_models.small import SmallSizes
 from kenotron_models.state_init import FirstSteps
@@ -44,6 +45,20 @@ def first_step_problems(low: float, high: float, names: tuple[str, str]) -> list
         f"{names[0]}: {low} was given; it must be above 0 and at most {names[1]} ({high}), which "
         "must be finite"
     ]
+
+
+def state_space_names(ours: str, theirs: str, norm: str, /, **parts: str) -> Names:
+    """Modules of a state space, and what Hugging Face's models call them.
+
+    Args:
+        ours: our part, as ``mamba``.
+        theirs: their module.
+        norm: their norm before it.
+        parts: modules inside, and what theirs are called there.
+    """
+    parts = {"in_proj": "in_proj", "conv": "conv1d", **parts, "out_proj": "out_proj"}
+    names = {f"{ours}.{part}": FusedModules(f"{theirs}.{name}") for part, name in parts.items()}
+    return {f"{ours}_norm": FusedModules(norm), ours: FusedModules(theirs), **names}
 
 
 @dataclass(frozen=True, kw_only=True)

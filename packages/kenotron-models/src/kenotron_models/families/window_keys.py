@@ -26,6 +26,17 @@ class WindowKeys(LlamaKeys):
     """Tokens that a token sees, itself counted; None: all before it."""
 
 
+QWEN_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "max_window_layers": 28,
+    "sliding_window": 4096,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Keys that a config.json of Qwen2 or Qwen3 may leave out."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QwenWindowKeys(LlamaKeys):
     """A window, and layers without it."""
