@@ -61,10 +61,10 @@ def lanes(*options: str, folders: Sequence[Path] = ALL) -> dict[str, dict[str, A
     paths = {
         "packages": [str(each / "tests") for each in others],
         "apps/train": [str(train / "tests"), *(f"--ignore={file}" for file in programs)],
+        "across": _tests_across(),
         "communication": [str(each / "tests") for each in CHECKED if each in folders],
         "programs": [str(file) for file in programs],
-        "across": _tests_across(),
-        "over NCCL": ["--most=2", "-m", "not gloo", *_files_that_communicate()],
+        "over NCCL": ["--most=1", "-m", "not gloo", *_files_that_communicate()],
     }
     without = [] if train in folders else ["apps/train", "programs"]
     without += [] if {*OVER_NCCL} & {*folders} else ["over NCCL"]
