@@ -272,6 +272,12 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
 }
 """Values that a key's type does not tell."""
 ELSEWHERE = {
+    "CheckpointsConfig.memory_every": (
+        "test_train_memory_copies.py", "test_no_more_steps_are_made_again_than_asked"
+    ),
+    "CheckpointsConfig.memory_path": (
+        "test_train_memory_copies.py", "test_the_next_start_resumes_from_memory"
+    ),
     "EvaluateConfig.batch_size": ("test_train_evaluate.py", "test_so_many_texts_are_read_together"),
     "CheckpointsConfig.accept_changed_data": (
         "test_train_changed_data.py", "test_one_changed_character_of_the_text_ends_a_resumed_run"

@@ -21,6 +21,8 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
 from kenotron_train.log.printing import say, warn
 from kenotron_train.progress import Progress
+from kenotron_train.run.memory_copies import forget_copies
+from kenotron_train.run.own_folder import sets_back
 
 T = TypeVar("T")
 
@@ -86,6 +88,8 @@ def with_those_left(
     Raises:
         RankError: a rank failed by itself, or too few processes are left.
     """
+    if sets_back(config.checkpoints):
+        forget_copies(config.checkpoints)
     hooks: tuple[LifeCycle, ...] = ()
     ranks = ranks or config.world_size
     while True:

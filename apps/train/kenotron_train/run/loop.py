@@ -142,6 +142,7 @@ def _finish(run: Session, stopped: str, progress: Progress) -> None:
             check_saved(run.saver, step)
         run.report.say(f"Stopped after step {step}, all of it saved: {stopped}")
     run.uploads.finish()
+    run.copies.remove()
     with run.training.mesh.pulse.busy("closing trackers"):
         run.report.close()
 
@@ -177,6 +178,8 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         saves = _is_due(checkpoints, step, last) or stopper.save
         if saves:
             watching.saving(partial(_save, run, progress))
+        else:
+            watching.saving(partial(run.copies.save, progress))
         held_out = partial(validate, training, stage.corpus.validation, averages=False)
         found = None
         if not stopper.reason:
@@ -217,6 +220,7 @@ def _before_update(run: Session) -> None:
     Collective over the mesh.
     """
     run.watching.saving(run.saver.wait)
+    run.watching.saving(run.copies.wait)
     run.stopper.vote(run.training.mesh)
 
 
@@ -249,6 +253,7 @@ def _validate(training: Training, step: int, corpus: Corpus) -> Validation | Non
 
 def _say_saved(run: Session) -> None:
     """A line for each save that has ended."""
+    run.copies.say()
     for saved in run.saver.reports():
         run.stopper.saved(saved.durable)
         run.life.post_save_checkpoint(run.training, saved)

@@ -38,8 +38,7 @@ def going_on(
         ValueError: the folder has checkpoints of Nanotron, or parts of checkpoints that do not
             agree with one another (``check_agreement``).
     """
-    folder, given = Path(checkpoints.checkpoints_path), checkpoints.resume_checkpoint_path
-    inside = given is not None and restarts() == 0 and _is_step_of(Path(given), folder)
+    folder = Path(checkpoints.checkpoints_path)
     if theirs := on_first(mesh, lambda: _of_nanotron(folder)):
         raise ValueError(
             f"checkpoints.checkpoints_path: {folder} has checkpoints of Nanotron ({theirs}), which "
@@ -54,7 +53,7 @@ def going_on(
     begun = on_first(mesh, has_begun)
     if not sent:
         check_agreement(checkpoints, mesh, metrics=upload_url(upload) is None)
-    if inside or not begun:
+    if sets_back(checkpoints) or not begun:
         return checkpoints
     return replace(
         checkpoints,
@@ -130,7 +129,17 @@ def _metrics_ahead(interval: int, folder: Path) -> str:
     return ""
 
 
-def _is_step_of(path: Path, folder: Path) -> bool:
+def sets_back(checkpoints: CheckpointsConfig) -> bool:
+    """Return whether a start names a checkpoint of its own folder: the run is set back to it.
+
+    It is not by a launcher that starts it again.
+    """
+    given = checkpoints.resume_checkpoint_path
+    own = given is not None and is_step_of(Path(given), Path(checkpoints.checkpoints_path))
+    return own and restarts() == 0
+
+
+def is_step_of(path: Path, folder: Path) -> bool:
     """Return True for a run folder itself and each of its steps."""
     path, folder = path.resolve(), folder.resolve()
     return path == folder or (path.parent == folder and path.name.isdecimal())

@@ -27,29 +27,35 @@ from kenotron_train.progress import NEEDED, Progress, fresh_state
 from kenotron_train.reproducible import changed_conditions, conditions
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_initial
+from kenotron_train.run.memory_copies import is_own, newer_in_memory
 from kenotron_train.run.own_folder import check_agreement, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
-from kenotron_train.run.upload import place_to_resume
+from kenotron_train.run.upload import place_to_resume, upload_url
 
 NAMES = {"held_out": "holding samples out (tokens.limit_val_batches)"}
 """Labels of parts of a reading whose names say too little."""
 
 
 def resume(
-    training: Training, run: Path | None = None, asked: CheckpointsConfig | None = None
+    training: Training,
+    run: Path | None = None,
+    asked: CheckpointsConfig | None = None,
+    memory: Path | None = None,
 ) -> tuple[Progress, str]:
     """Load the checkpoint that the config names; how far it is, and a sentence about it.
 
     Where there is none, the weights that ``model.init_method`` may name are loaded. What the run
     in the folder ``run`` (default: ``checkpoints_path``) has left out since it went back to that
-    checkpoint stays left out. ``asked`` is the section before ``going_on``. Collective over the
-    mesh. Raises FileNotFoundError or ValueError when there is none, when it is damaged, of another
-    model, or not of a training run, and PassingError when none could be read and an error that may
-    pass is among the reasons.
+    checkpoint stays left out. ``asked`` is the section before ``going_on``, ``memory`` the folder
+    with copies of this run, which may be newer. Collective over the mesh. Raises FileNotFoundError
+    or ValueError when there is none, when it is damaged, of another model, or not of a training
+    run, and PassingError when none could be read and an error that may pass is among the reasons.
     """
     mesh, checkpoints = training.mesh, training.config.checkpoints
     given = place_to_resume(checkpoints, training.config.s3_upload, mesh)
+    if found := _from_memory(training, memory, given):
+        return found
     if given is None:
         return Progress(state=_fresh(training)), load_initial(training)
     own = not is_url(given) and Path(given) == Path(checkpoints.checkpoints_path)
@@ -69,6 +75,30 @@ def resume(
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
         more += without_effect(asked)
+    return progress, remark + more
+
+
+def _from_memory(
+    training: Training, memory: Path | None, given: str | None
+) -> tuple[Progress, str] | None:
+    """Load the copy in memory; None where it is not newer than ``given``, or damaged.
+
+    Raises ValueError where it is damaged and there is no other checkpoint of this run: tensors that
+    it filled are no first weights.
+    """
+    mesh, checkpoints = training.mesh, training.config.checkpoints
+    url = upload_url(training.config.s3_upload)
+    if memory is None or not on_first(
+        mesh, lambda: newer_in_memory(memory, checkpoints, url, given)
+    ):
+        return None
+    try:
+        progress, remark, step = load_run(training, memory)
+    except NoCheckpoint as error:
+        if given is not None and is_own(checkpoints, url, given):
+            return None
+        raise ValueError(f"{error}\nThe run has no other checkpoint: remove {memory}") from error
+    progress, more = left_out_since(Path(checkpoints.checkpoints_path), step, progress, mesh)
     return progress, remark + more
 
 

@@ -46,14 +46,17 @@ def open_saver(training: Training, uploads: Uploads) -> Saver:
     return saver
 
 
-def save_run(saver: Saver, training: Training, progress: Progress) -> None:
+def save_run(
+    saver: Saver, training: Training, progress: Progress, *, compared: bool = True
+) -> None:
     """Begin a checkpoint of the run. Collective over the mesh.
 
-    Raises ValueError when replicas of a parameter have come to differ, SaveFailed as the config
-    asks for.
+    ``compared``: first, replicas of parameters are compared. Raises ValueError when they have come
+    to differ, SaveFailed as the config asks for.
     """
     config, mesh = training.config, training.mesh
-    training.check_replicas()
+    if compared:
+        training.check_replicas()
     state = {
         **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,

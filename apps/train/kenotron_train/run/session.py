@@ -31,6 +31,7 @@ from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import check_conditions
 from kenotron_train.run.evaluations import Evaluations
+from kenotron_train.run.memory_copies import MemoryCopies, memory_folder
 from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.resume import resume
 from kenotron_train.run.saving import bytes_of, open_saver
@@ -48,6 +49,7 @@ class Session:
     """Progress of the run when the session begins."""
     feed: StageLoader
     saver: Saver
+    copies: MemoryCopies
     uploads: Uploads
     report: Report
     signals: Signals
@@ -73,14 +75,12 @@ def open_session(
 ) -> Iterator[Session]:
     """Build everything that trains by a config on these ranks, and drop it again.
 
-    It resumes where the run's folder has checkpoints (`going_on`). At the end, also after an
-    error, what was opened is closed in reverse order: threads end, files are closed, the folder is
-    unlocked. Then the next session may open in the same processes, on another layout.
+    It resumes where the run's folder has checkpoints (`going_on`). At the end, also after an error,
+    what was opened is closed in reverse order; then the next session may open in these processes.
 
     Args:
         config: of the run.
-        mesh: of the sizes that the config names, which stays open; None: a mesh is made over all
-            processes and watched, and its groups are destroyed at the end.
+        mesh: of the config's sizes, which stays open; None: one is made, watched, and destroyed.
         loader: data of one's own for stages with ``dataset: null``.
         target_mask: a mask of targets, for tests.
         deadline: when the time is over, of ``time.monotonic``.
@@ -96,19 +96,20 @@ def open_session(
             opened.callback(mesh.close)
             opened.enter_context(watch(mesh, limit=limit))
         _check(config, loader, mesh)
-        asked = config.checkpoints
+        asked, memory = config.checkpoints, memory_folder(config.checkpoints, mesh)
         config = replace(config, checkpoints=going_on(asked, config.s3_upload, mesh))
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
         check_conditions(config.general, mesh)
         life.post_init(training)
-        progress, remark = resume(training, asked=asked)
+        progress, remark = resume(training, asked=asked, memory=memory)
         training.check_replicas()
         signals = opened.enter_context(listening())
         report = opened.enter_context(open_report(training))
         uploads = opened.enter_context(Uploads(config.s3_upload, config.checkpoints, mesh, report))
         saver = opened.enter_context(open_saver(training, uploads))
+        copies = opened.enter_context(MemoryCopies(training, memory, report))
         watching = opened.enter_context(Watching(training, report, progress.step + 1))
         report.begin(progress.step + 1)  # the saver has locked the folder
         introduce(training, report, remark)
@@ -118,8 +119,9 @@ def open_session(
         stopper = Stopper(signals, deadline, bytes_of(training), mesh.world.size)
         own = Evaluations(training, report, model is not None, progress.step)
         yield Session(
-            training, progress, feed, saver, uploads, report, signals, stopper, watching, life, own
-        )
+            training, progress, feed, saver, copies, uploads, report, signals, stopper, watching,
+            life, own,
+        )  # fmt: skip
 
 
 def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:

@@ -60,6 +60,11 @@ class CheckpointsConfig:
     once, and files are written from a copy in host memory."""
     datastates: DataStatesConfig | None = None
     """Of the engine ``datastates``; None: its defaults."""
+    memory_every: int | None = None
+    """Training steps from one copy in memory to the next: so many are made again at most when a
+    process dies and the host stays, twice as many with ``datastates``. None: no copies."""
+    memory_path: str = "/dev/shm"
+    """Folder in the memory of the host, with room for two checkpoints."""
     keep_last: int | None = None
     """So many of the newest checkpoints stay; None: all."""
     keep_every: int | None = None
@@ -89,6 +94,11 @@ class CheckpointsConfig:
             found.append(
                 f"checkpoint_interval: {self.checkpoint_interval} was given; it must be at least "
                 "1 step; a number above train_steps saves only at the end"
+            )
+        if self.memory_every is not None and not 0 < self.memory_every < self.checkpoint_interval:
+            found.append(
+                f"memory_every: {self.memory_every} was given; it must be at least 1 step and less "
+                f"than checkpoint_interval ({self.checkpoint_interval}), or null"
             )
         for name, number in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
             if number is not None and number < 1:

@@ -1,0 +1,192 @@
+"""Checkpoints in the memory of the host: few steps are lost when a process dies.
+
+They are in a folder of ``checkpoints.memory_path`` that is named after the run's folder and a
+number that this folder holds: copies of another run, or of one that was removed, are never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+from pathlib import Path
+
+from torch import tensor
+
+from kenotron_ckpt import (
+    CheckpointsConfig,
+    Saver,
+    is_url,
+    latest_step,
+    on_first,
+    replace_text,
+)
+from kenotron_dist import Mesh, all_reduce
+from kenotron_train.assemble import Training
+from kenotron_train.log.report import Report
+from kenotron_train.progress import Progress
+from kenotron_train.run.own_folder import is_step_of
+from kenotron_train.run.saving import bytes_of, save_run
+
+OWNER = "memory_id"
+"""File of the run's folder, and of the one in memory, with the number that both have."""
+AT_A_TIME = 2
+"""Copies that are in memory while one is written."""
+
+
+class MemoryCopies:
+    """Saves a run into memory every few steps; without ``memory_every`` it does nothing.
+
+    Made on all ranks, as a context manager. A run that ends by itself removes its copies.
+    """
+
+    def __init__(self, training: Training, folder: Path | None, report: Report) -> None:
+        """Check that there is room.
+
+        Args:
+            training: the run.
+            folder: of ``memory_folder``.
+            report: takes warnings.
+
+        Collective over the mesh. Raises ValueError, on all ranks.
+        """
+        section = training.config.checkpoints
+        self._training, self._report, self._folder = training, report, folder
+        self._every, self._saver = section.memory_every or 0, None
+        if folder is not None:
+            _check_room(folder, training)
+            background = section.checkpointing_engine == "datastates"
+            kept = {"keep": 1, "on_failure": "report"}
+            self._saver = Saver(folder, training.mesh, background=background, **kept)  # type: ignore[arg-type]
+
+    def save(self, progress: Progress) -> None:
+        """Copy the run where a copy is due. Collective over the mesh."""
+        if self._saver is not None and progress.step % self._every == 0:
+            save_run(self._saver, self._training, progress, compared=False)
+
+    def wait(self) -> None:
+        """Return when the tensors may change. Collective over the mesh."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def say(self) -> None:
+        """Warn of each copy that failed."""
+        for done in self._saver.reports() if self._saver is not None else ():
+            if done.failure:
+                self._report.say(f"no copy in memory: {done}", "warning")
+
+    def remove(self) -> None:
+        """Remove the copies: the run's folder has all. Collective over the mesh."""
+        if self._saver is not None and self._folder is not None:
+            self._saver.close()
+            on_first(self._training.mesh, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+
+    def __enter__(self) -> MemoryCopies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._saver is not None:
+            self._saver.__exit__(kind, *error)
+
+
+def memory_folder(section: CheckpointsConfig, mesh: Mesh) -> Path | None:
+    """Make the folder in memory of the run in ``checkpoints_path``; None: it has none.
+
+    Those of earlier runs there are removed. Collective over the mesh.
+
+    Raises:
+        ValueError: ``memory_path`` is no folder, or a rank on another host does not see it.
+        OSError: it cannot be written.
+    """
+    if section.memory_every is None:
+        return None
+    folder = Path(on_first(mesh, lambda: str(_made(section))))
+    seen = (folder / OWNER).exists()
+    if not all_reduce(tensor([int(seen)], device=mesh.device), mesh.world, op="min"):
+        raise ValueError(
+            f"checkpoints.memory_path: {section.memory_path} was given; rank {mesh.rank} "
+            f"{'sees' if seen else 'does not see'} {folder}, which all ranks must: set "
+            "checkpoints.memory_every: null where a run has several hosts"
+        )
+    return folder
+
+
+def newer_in_memory(
+    folder: Path | None, checkpoints: CheckpointsConfig, url: str | None, given: str | None
+) -> bool:
+    """Return whether memory has a later step of this run than the place to resume from.
+
+    Args:
+        folder: of ``memory_folder``.
+        checkpoints: the section.
+        url: that the run uploads to.
+        given: the place.
+    """
+    if folder is None or (newest := latest_step(folder)) is None:
+        return False
+    if given is None or not is_own(checkpoints, url, given):
+        return True
+    return newest > (latest_step(given) or -1)
+
+
+def is_own(checkpoints: CheckpointsConfig, url: str | None, given: str) -> bool:
+    """Return whether a place has checkpoints of this run: its folder, a step of it, its URL."""
+    if is_url(given):
+        return url is not None and given.rstrip("/").startswith(url)
+    return is_step_of(Path(given), Path(checkpoints.checkpoints_path))
+
+
+def forget_copies(section: CheckpointsConfig) -> None:
+    """Remove the copies of a run that is set back to one of its checkpoints."""
+    for each in _folders(section):
+        shutil.rmtree(each, ignore_errors=True)
+
+
+def _folders(section: CheckpointsConfig) -> list[Path]:
+    return sorted(Path(section.memory_path).glob(f"{_prefix(section)}*"))
+
+
+def _prefix(section: CheckpointsConfig) -> str:
+    run = str(Path(section.checkpoints_path).resolve())
+    return f"kenotron-{hashlib.sha256(run.encode()).hexdigest()[:16]}-"
+
+
+def _made(section: CheckpointsConfig) -> Path:
+    """Make the folder, and remove others. On one rank."""
+    run, base = Path(section.checkpoints_path), Path(section.memory_path)
+    if not base.is_dir():
+        raise ValueError(
+            f"checkpoints.memory_path: {section.memory_path} was given; it must be a folder that "
+            "is there, in memory: /dev/shm on Linux"
+        )
+    try:
+        number = (run / OWNER).read_text().strip()
+    except FileNotFoundError:
+        number = secrets.token_hex(8)
+        run.mkdir(parents=True, exist_ok=True)
+        replace_text(run / OWNER, number + "\n")
+    folder = base / f"{_prefix(section)}{number}"
+    for each in _folders(section):
+        if each != folder:
+            shutil.rmtree(each, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    replace_text(folder / OWNER, number + "\n")
+    return folder
+
+
+def _check_room(folder: Path, training: Training) -> None:
+    mesh = training.mesh
+    needed = AT_A_TIME * int(all_reduce(tensor([bytes_of(training)]), mesh.world))
+
+    def check() -> None:
+        held = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+        room = shutil.disk_usage(folder).free + held
+        if room < needed:
+            raise ValueError(
+                f"checkpoints.memory_every: {training.config.checkpoints.memory_every} was given; "
+                f"{AT_A_TIME} copies of this run are {needed / 1e9:.3g} GB, and {folder.parent} "
+                f"has room for {room / 1e9:.3g} GB: enlarge it, name another folder in "
+                "checkpoints.memory_path, or set memory_every: null"
+            )
+
+    on_first(mesh, check)

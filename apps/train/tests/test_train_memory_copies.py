@@ -1,0 +1,165 @@
+"""Checkpoints in memory: a run loses few steps, and takes copies of no other run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_train_elastic import STEPS, check, config_of, curve, recoveries, trained, undisturbed
+
+from kenotron_dist import Mesh, MeshConfig, RankError
+from kenotron_train.library import train
+from kenotron_train.run import memory_copies
+from kenotron_train.run.loop import run
+
+__all__ = ["undisturbed"]  # a fixture
+SEVEN = {"checkpoints__checkpoint_interval": 7, "checkpoints__checkpointing_engine": "torch"}
+
+
+def in_memory(folder: Path, every: int = 1, **more: Any) -> dict[str, Any]:
+    """Keys of a run with copies in a folder that stands for memory."""
+    (folder / "memory").mkdir(exist_ok=True, parents=True)
+    return {
+        "checkpoints__memory_every": every, "checkpoints__memory_path": folder / "memory",
+        **SEVEN, **more,
+    }  # fmt: skip
+
+
+def copies(folder: Path) -> list[Path]:
+    return [each for each in (folder / "memory").iterdir() if each.is_dir()]
+
+
+@pytest.mark.parametrize(
+    ("more", "lost"),
+    [
+        ({}, 0),
+        ({"checkpoints__checkpointing_engine": "datastates"}, 1),
+        ({"parallelism__tp": 2, "optimizer__zero_stage": 1}, 0),
+    ],
+    ids=str,
+)
+def test_no_more_steps_are_made_again_than_asked(
+    more: dict[str, Any], lost: int, tmp_path: Path, undisturbed: Callable
+) -> None:
+    """Deaths before the first checkpoint on the disk, and after it; of rank 0, too."""
+    ranks = 2 * more.get("parallelism__tp", 1)
+    plan = [(5, ranks + ranks // 2, 1, signal.SIGKILL), (11, ranks, 0, signal.SIGKILL)]
+    if ranks == 4:
+        plan[1] = (11, 4, 0, signal.SIGKILL)
+    found = trained(tmp_path, ranks + ranks // 2, plan, **in_memory(tmp_path, **more))
+    few = {key: value for key, value in more.items() if "tp" in key}
+    check(found, undisturbed(2 if few else 1, **few))
+    after = recoveries(found)
+    assert sum(each["losses"] for each in after.values()) >= 2
+    # The hook that kills is called before the step's own copy is made.
+    assert all(each["lost_steps"] <= each["losses"] * (1 + lost) for each in after.values())
+    assert not copies(tmp_path)  # the run is over
+
+
+def test_a_copy_every_few_steps(tmp_path: Path, undisturbed: Callable) -> None:
+    found = trained(tmp_path, 2, [(6, 2, 1, signal.SIGKILL)], **in_memory(tmp_path, 3))
+    check(found, undisturbed())
+    assert list(recoveries(found)) == [4]
+
+
+def test_a_checkpoint_on_the_disk_is_newer(tmp_path: Path, undisturbed: Callable) -> None:
+    """The copy of step 6 is still there when step 7 has been saved, and step 8 has not."""
+    plan = [(8, 2, 1, signal.SIGKILL)]
+    found = trained(tmp_path, 2, plan, **in_memory(tmp_path, 6))
+    check(found, undisturbed())
+    assert list(recoveries(found)) == [8]
+
+
+class Ended(NamedTuple):
+    """A run of one process that was killed after step 5, with copies."""
+
+    folder: Path
+    keys: dict[str, Any]
+
+
+@pytest.fixture
+def ended(tmp_path: Path) -> Ended:
+    keys = in_memory(tmp_path)
+    with pytest.raises(RankError, match="too few|SIGKILL"):
+        trained(tmp_path, 1, [(5, 1, 0, signal.SIGKILL)], **keys)
+    (folder,) = copies(tmp_path)
+    assert {"4", memory_copies.OWNER} <= {each.name for each in folder.iterdir()}
+    return Ended(tmp_path, keys)
+
+
+def first_step_of_the_next(ended: Ended, **more: Any) -> tuple[int, list[dict[str, Any]]]:
+    """Start the run again; the first step that it makes, and the curve."""
+    log = ended.folder / "checkpoints/log.txt"
+    before = log.read_text() if log.exists() else ""
+    train(config_of(ended.folder, **ended.keys, **more)(1), threads=1)
+    said = log.read_text().removeprefix(before)
+    resumed = re.findall(r"Resumed after step (\d+) from", said)
+    return 1 + sum(map(int, resumed)), curve(ended.folder)
+
+
+def test_the_next_start_resumes_from_memory(ended: Ended, undisturbed: Callable) -> None:
+    step, found = first_step_of_the_next(ended)
+    assert step == 5
+    check(found, undisturbed())
+
+
+def test_copies_of_a_removed_run_are_not_taken(ended: Ended, undisturbed: Callable) -> None:
+    shutil.rmtree(ended.folder / "checkpoints")
+    step, found = first_step_of_the_next(ended)
+    assert step == 1
+    check(found, undisturbed())
+
+
+def test_a_run_that_is_set_back_forgets_them(tmp_path: Path, undisturbed: Callable) -> None:
+    keys = in_memory(tmp_path)
+    with pytest.raises(RankError):
+        trained(tmp_path, 1, [(12, 1, 0, signal.SIGKILL)], **keys)
+    back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/7"}
+    step, found = first_step_of_the_next(Ended(tmp_path, keys), **back)
+    assert step == 8
+    check(found, undisturbed())
+
+
+def damage(folder: Path) -> None:
+    """Change a byte of every file of tensors."""
+    for file in folder.rglob("*.safetensors"):
+        held = bytearray(file.read_bytes())
+        held[-3] ^= 1
+        file.write_bytes(held)
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, undisturbed: Callable) -> None:
+    keys = in_memory(tmp_path)
+    with pytest.raises(RankError):
+        trained(tmp_path, 1, [(12, 1, 0, signal.SIGKILL)], **keys)
+    damage(tmp_path / "memory")
+    step, found = first_step_of_the_next(Ended(tmp_path, keys))
+    assert step == 8
+    check(found, undisturbed())
+
+
+def test_a_damaged_copy_without_another_checkpoint_is_named(ended: Ended) -> None:
+    damage(ended.folder / "memory")
+    with pytest.raises(RankError, match="The run has no other checkpoint: remove") as error:
+        first_step_of_the_next(ended)
+    assert "no checkpoint at" in str(error.value)
+
+
+def test_what_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = in_memory(tmp_path)
+    with pytest.raises(ValueError, match="memory_every: 7 was given; it must be at least 1 step"):
+        config_of(tmp_path, **keys | {"checkpoints__memory_every": 7})(1)
+    absent = config_of(tmp_path, **keys | {"checkpoints__memory_path": tmp_path / "absent"})(1)
+    with pytest.raises(RankError, match="memory_path: .*absent was given; it must be a folder"):
+        train(absent, threads=1)
+    monkeypatch.setattr(memory_copies, "AT_A_TIME", 1 << 40)
+    alone = Mesh(MeshConfig(), 0, torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"memory_every: 1 was given; 1099511627776 copies of"):
+        run(alone, config_of(tmp_path, **keys)(1))
+    assert STEPS > 7 and not (tmp_path / "checkpoints/metrics.jsonl").exists()
