@@ -93,7 +93,7 @@ NOX = "environments", "lanes", "before_release", "release"
 """What ``noxfile.py`` imports: ``tests/nox_*.py``."""
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
     "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
-    "slurm", "kubernetes",
+    "slurm", "kubernetes", "preflight",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
     "kenotron_config/availability.py",

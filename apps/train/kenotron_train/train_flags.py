@@ -27,6 +27,7 @@ commands, each with its own --help:
   evaluate          evaluate a checkpoint
   slurm             submit a training, or write its script
   kubernetes        print the manifest of a training
+  preflight         measure the machines before a run
   doremi            learn the weights of domains
   config-reference  what every key of a config means
   flag-reference    what every flag does"""

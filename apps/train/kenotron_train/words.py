@@ -53,6 +53,13 @@ KUBERNETES = Word(
     "kenotron_train.kubernetes.cli:kubernetes_parser",
     ("kubernetes",),
 )
+PREFLIGHT = Word(
+    "measure every rank and link before a run, and name what is slow",
+    "kenotron preflight --ranks 2 --seconds 4",
+    _RUN,
+    "kenotron_train.preflight.cli:preflight_parser",
+    ("preflight",),
+)
 DOREMI = Word(
     "learn the weights of domains with a small model",
     "kenotron doremi --config-file my.yaml",

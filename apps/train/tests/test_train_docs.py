@@ -115,10 +115,9 @@ def shrunk(arguments: list[str], name: str) -> list[str]:
 
 
 def is_training(words: list[str]) -> bool:
-    others = ("new", "report", "config-reference", "flag-reference", "slurm", "verify", "evaluate")
-    others += ("doremi",)
+    is_command = bool(words[1:2]) and words[1][0].isalpha()
     return words[:1] == ["apps/train"] and not (
-        words[1:2] and words[1] in others or {"--check", "--dry-run", "--json-schema"} & set(words)
+        is_command or {"--check", "--dry-run", "--json-schema"} & set(words)
     )
 
 

@@ -1,0 +1,1 @@
+"""Measuring the machines of a run before it starts."""
