@@ -97,8 +97,11 @@ MODELS = (
     Row(arch="starcoder2", dtype="bf16"),
     Row(arch="hybrid", layers=6, documents="separate"),
     Row(arch="mamba", dtype="bf16", tied=True, documents="separate"),
+    Row(arch="qwen2_moe_limited", layers=6),
+    Row(arch="deepseek", dtype="bf16"),
 )
-"""Dense models: windows, biases, norms of heads, state spaces, a z-loss."""
+"""Windows, biases, norms of heads, state spaces, a z-loss; experts with balance losses, biases that
+follow their load, a capacity, jitter and shared experts."""
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,6 @@ PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_
 SPEC = cases.LLAMA.decoder
 SCALES = mup_scales(SPEC, Mup(base=SPEC), "adamw", 0.1)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "experts": ({"spec": cases.EXPERTS.decoder}, {}),
     "mtp_weight": ({"spec": replace(SPEC, mtp_weight=0.3)}, {}),
     "dropout": ({"spec": replace(SPEC, embedding_dropout=0.1)}, {}),
     "scales": ({"scales": SCALES}, {}),

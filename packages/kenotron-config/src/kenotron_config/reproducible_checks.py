@@ -75,8 +75,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
     if isinstance(sizes, TransformersConfig):
         yield f"{path}: a model of transformers was given {MODE}; choose one of our own families"
         return
-    if sizes.decoder.routes:
-        yield f"{path}: experts were given {MODE}; choose a dense model"
     for name in DROPS:
         if rate := getattr(sizes, name, 0.0):
             yield _line(f"{path}.{name}", rate, "dropout is not proved", 0.0)

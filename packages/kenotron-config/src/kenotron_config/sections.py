@@ -40,7 +40,7 @@ class GeneralConfig:
     reproducible: bool = False
     """True: losses, gradients and weights are the same bits on every dp, pp, tp, micro-batch size,
     ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone, and
-    gradients are added in one binary tree over the global batch. On CPUs, for dense models; what is
+    gradients are added in one binary tree over the global batch. On CPUs, with ep and cp 1; what is
     not shown to be the same is refused."""
     reproducible_max_tp: int = 8
     """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the

@@ -33,7 +33,6 @@ def check_sample_order(
     given = {
         "layers that are not of the plan's spec": own_layers,
         "layers of transformers": isinstance(spec, TransformersSpec),
-        "experts": spec.routes,
         "mtp_weight": spec.mtp_weight,
         "dropout": any(drops),
         "scales": plan.scales is not None,
