@@ -16,6 +16,8 @@ from grid import Row, Sizes
 from grid_check import changed, continued, unequal
 from grid_run import Measured, measure, saved_after, write_documents
 
+from kenotron_models import virtual_shards
+
 GLOBAL_BATCH, STEPS, LONG = 12, 4, 40
 KEYS = {"general.reproducible": "true"}
 Run = Callable[..., Measured]
@@ -27,21 +29,25 @@ class Cut:
 
     pp: int = 1
     dp: int = 1
+    tp: int = 1
     engine: str = "1f1b"
     zero: int = 1
     micro_batch: int = 1
     recompute: str = "none"
     saver: str = "torch"
+    mode: str = "plain"
+    most: int = 2
+    """``general.reproducible_max_tp``"""
 
     def __str__(self) -> str:
         return "-".join(map(str, astuple(self)))
 
     def row(self, model: Row) -> Row:
         """This cut of a model of the grid."""
-        sizes: Sizes = (self.pp, self.dp, 1)
+        sizes: Sizes = (self.pp, self.dp, self.tp)
         return replace(
             model, sizes=sizes, engine=self.engine, zero=self.zero, recompute=self.recompute,
-            saver=self.saver,
+            saver=self.saver, mode=self.mode,
         )  # fmt: skip
 
     @property
@@ -51,6 +57,7 @@ class Cut:
         return {
             "tokens.micro_batch_size": str(self.micro_batch),
             "tokens.batch_accumulation_per_replica": str(passes),
+            "general.reproducible_max_tp": str(self.most),
         }
 
 
@@ -74,6 +81,13 @@ CUTS = (
     Cut(pp=2, dp=2, engine="zb-v", zero=3, recompute="selective"),
     Cut(pp=2, dp=3, engine="zb-h1", zero=0, micro_batch=2),
     Cut(pp=4, dp=1, engine="afab", micro_batch=12),
+    Cut(tp=2, zero=0, micro_batch=3, recompute="selective"),
+    Cut(tp=2, dp=2, zero=3, mode="sp", recompute="full"),
+    Cut(tp=2, pp=2, zero=2, mode="sp+overlap", engine="zb-v", micro_batch=2),
+    Cut(tp=4, zero=1, micro_batch=2, saver="datastates", most=8),
+    Cut(tp=4, mode="sp", recompute="mixer", most=8),
+    Cut(tp=2, pp=2, engine="zb-h1", zero=0, recompute="selective", most=8),
+    Cut(tp=8, mode="sp", micro_batch=4, recompute="full", most=8),
 )
 MODELS = (
     Row(arch="qwen2", documents="separate", tied=True),
@@ -83,8 +97,11 @@ MODELS = (
     Row(arch="starcoder2", dtype="bf16"),
     Row(arch="hybrid", layers=6, documents="separate"),
     Row(arch="mamba", dtype="bf16", tied=True, documents="separate"),
+    Row(arch="qwen2_moe_limited", layers=6),
+    Row(arch="deepseek", dtype="bf16"),
 )
-"""Dense models: windows, biases, norms of heads, state spaces, a z-loss."""
+"""Windows, biases, norms of heads, state spaces, a z-loss; experts with balance losses, biases that
+follow their load, a capacity, jitter and shared experts."""
 
 
 @pytest.fixture(scope="module")
@@ -115,17 +132,26 @@ def differing(got: Measured, want: Measured) -> list[str]:
 
 def cases() -> list[tuple[Row, Cut]]:
     """Every cut with two of the models, and every model with several cuts."""
-    count = len(MODELS)
-    return [(MODELS[(i + k) % count], cut) for i, cut in enumerate(CUTS) for k in (0, count // 2)]
+    found = []
+    for i, cut in enumerate(CUTS):
+        fit = [model for model in MODELS if shards(model, cut) % cut.tp == 0]
+        found += [(fit[(i + k) % len(fit)], cut) for k in (0, len(fit) // 2)]
+    return found
+
+
+def shards(model: Row, cut: Cut) -> int:
+    return virtual_shards(grid_run.model_of(model).decoder, cut.most)
 
 
 @pytest.mark.by_turns(8)
 @pytest.mark.parametrize(("model", "cut"), cases(), ids=str)
 def test_a_cut_has_the_bits_of_one_process(model: Row, cut: Cut, run: Run) -> None:
-    want, got = run(model, ALONE), run(model, cut)
+    want, got = run(model, replace(ALONE, most=cut.most)), run(model, cut)
     assert got.gradients and not differing(got, want)
     number = CUTS.index(cut)
-    other = CUTS[(number * 5 + 7) % len(CUTS)]  # goes on elsewhere
+    other = replace(CUTS[(number * 5 + 7) % len(CUTS)], most=cut.most)  # goes on elsewhere
+    if shards(model, other) % other.tp:
+        other = replace(other, tp=1, dp=other.dp * 2)
     again = run(model, other, after=cut)
     assert len(again.losses) == STEPS - saved_after(STEPS)
     assert not changed(continued(got, again), want)

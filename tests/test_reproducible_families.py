@@ -1,4 +1,4 @@
-"""The reproducible mode on every family: dense ones have the bits of one process."""
+"""The reproducible mode on every family: all layouts have the bits of one process."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from kenotron_engine import (
     training_step,
     weight_pieces,
 )
-from kenotron_models import AnyConfig, TransformersSpec
+from kenotron_models import AnyConfig, TransformersSpec, virtual_shards
 from kenotron_pp import schedule_named
+from kenotron_tp import TPMode
 
-STEPS, SEQUENCE, GLOBAL_BATCH = 2, 8, 6
+STEPS, SEQUENCE, GLOBAL_BATCH, MOST = 2, 8, 6, 8
 FAMILIES = {
     name: config
     for name, config in configs().items()
-    if not (isinstance(config.decoder, TransformersSpec) or config.decoder.routes)
+    if not isinstance(config.decoder, TransformersSpec)
 }
 Run = tuple[list[tuple[float, float]], list[Piece], list[Piece]]
 
 
-def train(mesh: Mesh, config: AnyConfig, dtype: torch.dtype, zero: int) -> Run:
+def train(mesh: Mesh, config: AnyConfig, dtype: torch.dtype, zero: int, sequence: bool) -> Run:
     """Losses and norms, gradients of the last step, weights and the optimizer's state."""
     rule = replace(OPTIMIZER.optimizer_factory, torch_adam_is_fused=False)
     optim = replace(OPTIMIZER, optimizer_factory=rule, zero_stage=zero, weight_average=None)
     schedule = schedule_named("zb-h1" if mesh["pp"].size > 1 else "1f1b")
     plan = ModelPlan(
         spec=config.decoder, schedule=schedule, dtype=dtype, draws=(0.1, "NUM_LAYERS"),
-        reproducible=True,
+        reproducible=True, virtual_shards=virtual_shards(config.decoder, MOST),
+        mode=TPMode(sequence_parallel=sequence),
     )  # fmt: skip
     training = build_training(plan, optim, mesh, train_steps=STEPS)
     data, series, gradients = mesh["dp"], [], list[Piece]()
@@ -60,10 +62,12 @@ def train(mesh: Mesh, config: AnyConfig, dtype: torch.dtype, zero: int) -> Run:
 @pytest.mark.by_turns(5)
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_a_dense_family_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:
-    [alone] = on_ranks(train, FAMILIES[name], dtype, 0)
-    for zero, sizes in ((3, {"dp": 3}), (1, {"pp": 2, "dp": 2})):
-        ranks = on_ranks(train, FAMILIES[name], dtype, zero, **sizes)
+def test_a_family_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> None:
+    config = FAMILIES[name]
+    [alone] = on_ranks(train, config, dtype, 0, False)
+    tp = min(virtual_shards(config.decoder, MOST), 4)
+    for zero, sizes in ((3, {"dp": 3}), (1, {"pp": 2, "dp": 2}), (0, {"tp": tp})):
+        ranks = on_ranks(train, config, dtype, zero, dtype == torch.float32, **sizes)
         assert all(series == alone[0] for series, *_ in ranks)
         for part in (1, 2):
             want, got = join_pieces([alone[part]]), join_pieces(rank[part] for rank in ranks)
@@ -71,5 +75,9 @@ def test_a_dense_family_has_the_bits_of_one_process(name: str, dtype: torch.dtyp
             assert [n for n in want if not (want[n] == got[n]).all()] == []
 
 
-def test_dense_families_are_many() -> None:
-    assert len(FAMILIES) >= 10
+def test_families_are_many() -> None:
+    assert len(FAMILIES) >= 20
+    shards = {name: virtual_shards(each.decoder, MOST) for name, each in FAMILIES.items()}
+    # Norms over the width of all heads and Mamba's first projection add up over tp on the way.
+    alone = {"olmo2", "olmo3", "mamba"} | {n for n, c in FAMILIES.items() if c.decoder.routes}
+    assert {name for name, n in shards.items() if n == 1} == alone

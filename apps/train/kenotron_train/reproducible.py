@@ -22,6 +22,7 @@ def conditions(general: GeneralConfig) -> Conditions | None:
         return None
     return {
         "threads": torch.get_num_threads(),
+        "max_tp": general.reproducible_max_tp,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }

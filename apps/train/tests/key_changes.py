@@ -135,6 +135,7 @@ class Change:
 CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "GeneralConfig.run": Change("other"),
     "GeneralConfig.ignore_sanity_checks": Change(False, DP),
+    "GeneralConfig.reproducible_max_tp": Change(1, {"general.reproducible": True}),
     "GeneralConfig.reproducible_threads": Change(2, {"general.reproducible": True}),
     "ParallelismConfig.dp": Change(2),
     "ParallelismConfig.pp": Change(2),

@@ -46,11 +46,11 @@ def test_a_run_on_other_ranks_is_the_same(tmp_path: Path) -> None:
     assert figures(cut) == figures(alone)
     told = trained(
         resumed,
-        parallelism__pp=2,
+        parallelism__tp=2,
         optimizer__zero_stage=0,
         checkpoints__resume_checkpoint_path=cut / "checkpoints" / "3",
     )
-    assert "Resumed after step 3" in told and "general.reproducible" not in told
+    assert "Resumed after step 3" in told and "; general.reproducible" not in told
     assert figures(resumed) == figures(alone)[3:]
     state = read_manifest(cut / "checkpoints" / "6").state["reproducible"]
     assert state == reproducible.conditions(GENERAL)

@@ -32,12 +32,18 @@ QWEN = (
     "moe_intermediate_size: 8}}"
 )
 MUON = "optimizer.optimizer_factory={name: muon, adamw_named_params: []}"
+OF_TWELVE_HEADS = (
+    "model.model_config={is_llama_config: true, hidden_size: 24, intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 12, vocab_size: 257, max_position_embeddings: 64}"
+)
+"""3 divides all that tp cuts, and is no power of two."""
 REFUSED = {
     "general.device: cuda": ("general.device=cuda",),
-    "parallelism.tp: 2": ("parallelism.tp=2",),
+    "parallelism.tp: 3": ("parallelism.tp=3", OF_TWELVE_HEADS),
+    "parallelism.tp: 4": ("parallelism.tp=4", "general.reproducible_max_tp=3", OF_TWELVE_HEADS),
+    "parallelism.tp: 2": ("parallelism.tp=2", QWEN),
     "parallelism.cp: 2": ("parallelism.cp=2",),
     "parallelism.ep: 2": ("parallelism.ep=2", "parallelism.dp=2", QWEN),
-    "model.model_config: experts": (QWEN,),
     "model.model_config.attn_pdrop: 0.1": (STARCODER,),
     "model.model_config.embd_pdrop: 0.2": (STARCODER,),
     "model.model_config.resid_pdrop: 0.3": (STARCODER,),
@@ -88,6 +94,8 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("parallelism.pp=2", "parallelism.pp_engine=zb-v", "parallelism.recompute=full"),
         ("model.dtype=bfloat16", "optimizer.optimizer_factory={name: sgd, momentum: 0.9}"),
         ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
+        ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER", "parallelism.dp=2"),
+        ("parallelism.dp=2", QWEN),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:
@@ -112,6 +120,15 @@ def test_a_time_of_reduction_has_no_effect() -> None:
     assert "optimizer.reduce: step has no effect" in "\n".join(ignored_keys(config))
 
 
-def test_threads_are_a_number() -> None:
-    with pytest.raises(ConfigError, match="general.reproducible_threads: 0 was given"):
-        load_config(FILE, ["general.reproducible_threads=0"])
+def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(FILE, [*FITTING, "parallelism.tp=3", OF_TWELVE_HEADS])
+    assert "the model has 4 virtual shards" in str(error.value)
+    assert "general.reproducible_max_tp (8)" in str(error.value)
+    assert "set it to a power of two up to 4" in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["reproducible_threads", "reproducible_max_tp"])
+def test_threads_and_shards_are_numbers(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"general.{key}: 0 was given"):
+        load_config(FILE, [f"general.{key}=0"])

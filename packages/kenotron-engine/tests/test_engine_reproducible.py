@@ -13,14 +13,13 @@ from kenotron_dist import Mesh, tree_sum
 from kenotron_dist.testing import on_ranks
 from kenotron_engine import build_training, decoder_layers, gradients_of, training_step
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
-from kenotron_models import Mup, mup_scales
+from kenotron_models import Mup, mup_scales, virtual_shards
 from kenotron_optim import ExactNorm, SampleGradients, WeightAverageConfig
 
 PLAIN = {"optimizer_factory": replace(cases.ADAMW.optimizer_factory, torch_adam_is_fused=False)}
 SPEC = cases.LLAMA.decoder
 SCALES = mup_scales(SPEC, Mup(base=SPEC), "adamw", 0.1)
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "experts": ({"spec": cases.EXPERTS.decoder}, {}),
     "mtp_weight": ({"spec": replace(SPEC, mtp_weight=0.3)}, {}),
     "dropout": ({"spec": replace(SPEC, embedding_dropout=0.1)}, {}),
     "scales": ({"scales": SCALES}, {}),
@@ -58,7 +57,8 @@ def test_all_ranks_have_the_rows_in_order() -> None:
 
 
 def step(mesh: Mesh, z_loss: float) -> tuple[list[Any], str]:
-    plan = cases.plan(reproducible=True, spec=replace(SPEC, z_loss=z_loss))
+    spec = replace(SPEC, z_loss=z_loss)
+    plan = cases.plan(reproducible=True, spec=spec, virtual_shards=virtual_shards(spec, 8))
     training = cases.training_of(mesh, plan, **PLAIN)
     assert isinstance(training.grads, SampleGradients) and isinstance(training.norm, ExactNorm)
     found = []
@@ -73,7 +73,7 @@ def step(mesh: Mesh, z_loss: float) -> tuple[list[Any], str]:
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 def test_losses_and_reports_are_the_same_on_every_cut(z_loss: float) -> None:
     [(want, _)] = on_ranks(step, z_loss)
-    for sizes in ({"dp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}):
+    for sizes in ({"dp": 2}, {"dp": 4}, {"pp": 2, "dp": 2}, {"tp": 2}):
         assert all(rank[0] == want for rank in on_ranks(step, z_loss, **sizes))
 
 
@@ -85,14 +85,16 @@ def test_what_is_not_proved_is_refused(name: str) -> None:
         cases.training_of(Mesh.connect(), of, **{**PLAIN, **optim})
 
 
-def other_axis(mesh: Mesh) -> None:
-    with pytest.raises(ValueError, match="reproducible: true was given with [tc]p = 2"):
+def other_axis(mesh: Mesh, name: str) -> None:
+    with pytest.raises(ValueError, match=f"reproducible: true was given with {name}"):
         cases.training_of(mesh, cases.plan(reproducible=True), **PLAIN)
 
 
-@pytest.mark.parametrize("axis", ["tp", "cp"])
-def test_other_axes_are_refused(axis: str) -> None:
-    on_ranks(other_axis, **{axis: 2})
+@pytest.mark.parametrize(
+    ("axis", "name"), [("cp", "cp = 2"), ("tp", "tp = 2 and virtual_shards = 1")]
+)
+def test_other_axes_are_refused(axis: str, name: str) -> None:
+    on_ranks(other_axis, name, **{axis: 2})
 
 
 def test_layers_of_ones_own_are_refused() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Mesh, tree_sum
-from kenotron_dist.placement import Tie, named_parameters, parameter_layouts, tie_storages
+from kenotron_dist.placement import Partial, Tie, named_parameters, parameter_layouts, tie_storages
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import ExactNorm, SampleGradients
 
@@ -149,5 +149,17 @@ def cut(mesh: Mesh) -> str:
 
 
 def test_other_axes_are_refused() -> None:
-    assert "{'tp': 2}" in on_ranks(cut, tp=2)[0]
-    assert "{'cp': 2}" in on_ranks(cut, cp=2)[0]
+    assert "SampleGradients: cp 2: these sums" in on_ranks(cut, cp=2)[0]
+
+
+def partial(mesh: Mesh) -> str:
+    norm = nn.LayerNorm(3)
+    norm.placements = {"weight": Partial("tp")}
+    parameters = dict(norm.named_parameters())
+    with pytest.raises(ValueError, match="no tree of samples") as error:
+        SampleGradients(parameters, parameter_layouts(norm, mesh.sizes, lambda _: 0), mesh)
+    return str(error.value)
+
+
+def test_sums_over_tp_are_those_of_each_backward() -> None:
+    assert "SampleGradients: weight: these sums" in on_ranks(partial, tp=2)[0]

@@ -98,8 +98,12 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
         yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"
     if config.general.reproducible:
         yield "optimizer.reduce", "with general.reproducible gradients are added once a step"
+        for name in ("tp_linear_async_communication", "tp_recompute_allgather"):
+            yield f"parallelism.{name}", "with general.reproducible layers read whole activations"
     else:
-        yield "general.reproducible_threads", "without general.reproducible no bit is fixed by it"
+        for name in ("max_tp", "threads"):
+            name = f"general.reproducible_{name}"
+            yield name, "without general.reproducible no bit is fixed by it"
 
 
 def unread_model_keys(model: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 from kenotron_config.init_sections import SpectralMupInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig
+from kenotron_models import DecoderSpec, virtual_shards
 from kenotron_models.families import TransformersConfig
 from kenotron_optim import unordered_settings
 
@@ -36,6 +37,8 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
         found += _axes(parallelism)
     if model := sections.get("model"):
         found += _model(model)
+        if parallelism and not isinstance(model.model_config, TransformersConfig):
+            found += _tp(parallelism.tp, general.reproducible_max_tp, model.model_config.decoder)
     if optimizer := sections.get("optimizer"):
         for line in unordered_settings(optimizer):
             key, _, rest = line.partition(" was given")
@@ -51,9 +54,20 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
 
 def _axes(parallelism: ParallelismConfig) -> Iterator[str]:
     rule = "sums over this axis are not added in the tree of samples"
-    for name in ("tp", "cp", "ep"):
+    for name in ("cp", "ep"):
         if (size := getattr(parallelism, name)) > 1:
             yield _line(f"parallelism.{name}", size, rule, 1)
+
+
+def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:
+    if tp == 1 or (shards := virtual_shards(spec, most)) % tp == 0:
+        return
+    rule = (
+        f"the model has {shards} virtual shards, the largest power of two up to "
+        f"general.reproducible_max_tp ({most}) that divides what tp cuts"
+    )
+    fix = "1" if shards == 1 else f"a power of two up to {shards}"
+    yield _line("parallelism.tp", tp, rule, fix)
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
@@ -61,8 +75,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
     if isinstance(sizes, TransformersConfig):
         yield f"{path}: a model of transformers was given {MODE}; choose one of our own families"
         return
-    if sizes.decoder.routes:
-        yield f"{path}: experts were given {MODE}; choose a dense model"
     for name in DROPS:
         if rate := getattr(sizes, name, 0.0):
             yield _line(f"{path}.{name}", rate, "dropout is not proved", 0.0)

@@ -38,10 +38,14 @@ class GeneralConfig:
     """True: the same run gives the same bits every time on an accelerator, too; slower. An
     operation without deterministic version ends the run."""
     reproducible: bool = False
-    """True: losses, gradients and weights are the same bits on every dp, pp, micro-batch size, ZeRO
-    stage, schedule and recomputation, after a resume too. Each sample is computed alone, and
-    gradients are added in one binary tree over the global batch. On CPUs, for dense models; what is
+    """True: losses, gradients and weights are the same bits on every dp, pp, tp, micro-batch size,
+    ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone, and
+    gradients are added in one binary tree over the global batch. On CPUs, with ep and cp 1; what is
     not shown to be the same is refused."""
+    reproducible_max_tp: int = 8
+    """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the
+    largest smaller power of two that divides heads and widths of the model. The bits depend on it:
+    runs to be compared have the same number. 1: layers are computed whole, which is faster."""
     reproducible_threads: int = 1
     """Threads of each rank with reproducible: true. They are a part of what fixes the bits: runs to
     be compared have the same number."""
@@ -52,7 +56,8 @@ class GeneralConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = below("seed", self.seed, 0)
-        found += below("reproducible_threads", self.reproducible_threads, 1)
+        for name in ("reproducible_max_tp", "reproducible_threads"):
+            found += below(name, getattr(self, name), 1)
         if self.device not in get_args(Device):
             known = ", ".join(get_args(Device))
             found.append(f"device: {self.device} was given; it must be one of {known}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -26,6 +26,7 @@ from kenotron_models import (
 )
 from kenotron_models.layers import Head
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
+from kenotron_tp import TPMode
 
 Records = dict[str, tuple[Tensor, TensorLayout]]
 """Tensors that a checkpoint stores: logical name -> (this rank's tensor, its layout)."""
@@ -52,9 +53,13 @@ class Model:
 
 def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     """Return all layers of a plan by name, in order, their parameters on the meta device."""
+    build = Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"], ep_chunks=plan.ep_chunks)
+    if plan.virtual_shards > 1:  # layers compute all tokens, whatever is cut between them
+        cut, shards = plan.mode.sequence_parallel, plan.virtual_shards
+        build = replace(build, mode=TPMode(), cuts_between=cut, shards=shards)
     return build_decoder(
         plan.spec,
-        Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"], ep_chunks=plan.ep_chunks),
+        build,
         recompute=plan.recompute,
         vocab_divisible_by=plan.vocab_divisible_by,
     )

@@ -146,6 +146,7 @@ def _head_of(model: ModelOnMesh) -> dict[str, Any]:
         "weight": head.weight,
         "cap": head.cap,
         "sequence_parallel": head.sequence_parallel,
+        "shards": model.plan.virtual_shards,
     }
 
 

@@ -33,7 +33,6 @@ def check_sample_order(
     given = {
         "layers that are not of the plan's spec": own_layers,
         "layers of transformers": isinstance(spec, TransformersSpec),
-        "experts": spec.routes,
         "mtp_weight": spec.mtp_weight,
         "dropout": any(drops),
         "scales": plan.scales is not None,
@@ -41,7 +40,10 @@ def check_sample_order(
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
         f"device {mesh.device}": mesh.device.type not in ("cpu", "meta"),
-        **{f"{axis} = {axes[axis]}": axes[axis] > 1 for axis in ("tp", "cp", "ep")},
+        **{f"{axis} = {axes[axis]}": axes[axis] > 1 for axis in ("cp", "ep")},
+        f"tp = {axes['tp']} and virtual_shards = {plan.virtual_shards}": bool(
+            plan.virtual_shards % axes["tp"]
+        ),
     }
     found = [name for name, is_given in given.items() if is_given]
     lines = [f"reproducible: true was given with {each}: leave one of them out" for each in found]

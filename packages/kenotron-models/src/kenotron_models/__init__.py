@@ -1,5 +1,6 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
+from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.build import Build
 from kenotron_models.communication import sent_bytes
 from kenotron_models.compiled import compile_layers
@@ -106,4 +107,5 @@ __all__ = [
     "mup_init",
     "mup_scales",
     "mup_table",
+    "virtual_shards",
 ]

@@ -140,6 +140,11 @@ class Attention(Mixing[AttentionSpec]):
         """True where queries and keys are normed over all heads together."""
         return self.spec.qk_norm is not None and self.spec.qk_norm_over == "width"
 
+    @property
+    def adds_once(self) -> bool:
+        """See ``Part``."""
+        return not self.norms_width
+
     def _mean_squares(self, qkv: Tensor) -> Tensor:
         """Means (B, S, 2) over the heads of all ranks; collective over tp."""
         return mean_squares(qkv[:, :, : self.heads + self.kv_heads], self.heads, self.axis)

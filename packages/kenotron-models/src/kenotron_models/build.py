@@ -41,6 +41,12 @@ class Build:
     ep_chunks: int = 1
     """Parts in which tokens are sent over ep, one while another is computed; gradients of experts
     are equal to rounding. No effect on an axis of one rank."""
+    shards: int = 1
+    """Virtual shards of tp, a power of two that tp divides: blocks and vocabulary are computed as
+    so many ranks would, and the bits do not depend on tp. 1: there are none."""
+    cuts_between: bool = False
+    """With virtual shards and without ``mode.sequence_parallel``: between blocks each rank holds
+    its own tokens."""
     shapes_only: bool = False
     """Nothing will be computed: what computes need not be installed."""
 
@@ -48,6 +54,11 @@ class Build:
     def storage(self) -> Storage:
         """Device and dtype as keyword arguments of a layer."""
         return {"device": self.device, "dtype": self.dtype}
+
+    @property
+    def own_shards(self) -> int:
+        """Virtual shards of this rank."""
+        return max(self.shards // self.tp.size, 1)
 
     @property
     def sequence_parallel(self) -> bool:

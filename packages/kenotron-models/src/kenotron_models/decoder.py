@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from kenotron_dist import declare_roles
 from kenotron_dist.placement import Shard, Tie
 from kenotron_models.block import Block
+from kenotron_models.block_in_shards import BlockInShards
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.embedding import Embedding
@@ -134,12 +135,17 @@ def build_decoder(
         raise ValueError(f"recompute names {len(again)} layers, but the model has {depth}")
     if isinstance(spec, TransformersSpec):
         return transformers_layers(spec, build, again)
-    embedding = Embedding(spec, build, divisible_by=vocab_divisible_by)
+    divisible = vocab_divisible_by * build.own_shards
+    embedding = Embedding(spec, build, divisible_by=divisible)
     layers: list[tuple[str, nn.Module]] = [("embedding", embedding)]
     for i, (block, what) in enumerate(zip(spec.blocks, again[:depth], strict=True)):
-        layer = Block(block, spec.hidden_size, build, layer=i, recompute=what)
+        own = (block, spec.hidden_size, build)
+        if build.shards == 1:
+            layer = Block(*own, layer=i, recompute=what)
+        else:
+            layer = BlockInShards(*own, layer=i, recompute=what, last=i + 1 == depth)
         layers.append((f"layers.{i}", layer))
-    chunk = vocabulary_chunk(vocab, build.tp.size, vocab_divisible_by)
+    chunk = vocabulary_chunk(vocab, build.tp.size, divisible)
     norm = spec.norm.build(spec.hidden_size, build)
     head = Head(
         spec.hidden_size, vocab, build.tp, chunks=(chunk,), **build.mode.column, **build.storage

@@ -15,7 +15,7 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
 from kenotron_models.spec import Architecture
-from kenotron_tp import VocabParallelEmbedding
+from kenotron_tp import VocabParallelEmbedding, split_tokens
 
 
 class Embedding(VocabParallelEmbedding):
@@ -30,7 +30,7 @@ class Embedding(VocabParallelEmbedding):
             spec.vocab_size, spec.hidden_size, build.tp, divisible_by=divisible_by,
             **build.mode.embedding, **build.storage,
         )  # fmt: skip
-        self.dropout, self.in_fp32 = spec.embedding_dropout, spec.residual_in_fp32
+        self.cuts_after, self.in_fp32 = build.cuts_between, spec.residual_in_fp32
         self.dropout, self.scale = spec.embedding_dropout, spec.embedding_scale
         self.positions: nn.Parameter | None = None
         if spec.learned_positions:
@@ -62,9 +62,8 @@ class Embedding(VocabParallelEmbedding):
         cut = self.sequence_parallel if sequence_parallel is None else sequence_parallel
         if self.positions is not None:
             x = x + self._places(context, len(x) if cut else None)
-        return drop_features(
-            x, self.dropout, context, "embedding", self.axis, sequence_parallel=cut
-        )
+        x = drop_features(x, self.dropout, context, "embedding", self.axis, sequence_parallel=cut)
+        return split_tokens(x, self.axis) if self.cuts_after else x
 
     def _places(self, context: Context, rows: int | None) -> Tensor:
         """Learned positions (T, D), or those of this rank's ``rows`` tokens."""

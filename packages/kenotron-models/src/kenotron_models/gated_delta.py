@@ -140,6 +140,11 @@ class GatedDelta(Recurrent):
         self.roles: Roles = {"A_log": "state", "dt_bias": "state"}
         declare_roles(self.out_proj, weight="residual")
 
+    @property
+    def adds_once(self) -> bool:
+        """See ``Part``."""
+        return True
+
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D): every token sees itself and the earlier ones of its document.
 

@@ -151,6 +151,11 @@ class Mamba2(Recurrent):
         self.roles: Roles = {"A_log": "state", "D": "state", "dt_bias": "state"}
         declare_roles(self.out_proj, weight="residual")
 
+    @property
+    def adds_once(self) -> bool:
+        """See ``Part``; the norm of a group that ranks share adds up, too."""
+        return self.norm.axis.size <= self.norm.all_groups
+
     def leave_out_of_programs(self) -> None:
         """Loops over chunks, which a compiler would unroll, and other ranks."""
         super().leave_out_of_programs()

@@ -108,6 +108,11 @@ class MLP(Part):
 
     cuts_sequence = True
 
+    @property
+    def adds_once(self) -> bool:
+        """See ``Part``."""
+        return True
+
     def __init__(self, spec: MLPSpec, width: int, build: Build) -> None:
         super().__init__()
         self.spec = spec

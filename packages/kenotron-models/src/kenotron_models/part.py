@@ -37,6 +37,14 @@ class Part(nn.Module):
     """True where it is right on rows that are cut over ranks (``context.cut``): it treats each
     token alone, or exchanges what tokens need of one another."""
 
+    @property
+    def adds_once(self) -> bool:
+        """Return True where ranks of tp compute alone up to one sum, that of their outputs.
+
+        Only such parts are computed in virtual shards (``Build.shards``).
+        """
+        return False
+
     computed_again: bool = False
     """True where the backward computes all of it again; its block sets it."""
 

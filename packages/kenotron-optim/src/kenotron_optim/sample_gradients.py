@@ -35,12 +35,13 @@ class SampleGradients(GradAccumulator):
     Args:
         parameters: as in ``GradAccumulator``, and so are the following.
         layouts: of the whole model.
-        mesh: dp may be more than 1, and pp; the placements have no sums over tp.
+        mesh: cp is 1. Sums over tp are made in each backward: no placement is ``Partial``, and
+            replicas of kv heads have the same gradients.
         fp32: sums in fp32; otherwise in each parameter's own dtype.
         bucket_mb: data ranks exchange buckets of about this many MiB.
 
     Raises:
-        ValueError: as ``GradAccumulator``; an axis of more than one rank besides dp and pp.
+        ValueError: as ``GradAccumulator``; more than one rank of cp, or a ``Partial`` placement.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class SampleGradients(GradAccumulator):
         fp32: bool = True,
         bucket_mb: float | None = None,
     ) -> None:
-        cut = {name: mesh.sizes[name] for name in ("cp", "tp") if mesh.sizes[name] > 1}
+        cut = {f"cp {mesh.sizes['cp']}"} if mesh.sizes["cp"] > 1 else set()
+        for name, layout in layouts.items():
+            cut |= {name for axis in layout.partial_axes if mesh.sizes[axis] > 1}
         if cut:
             raise ValueError(
-                f"SampleGradients: the mesh has {cut}: sums over these axes are in no tree of "
-                "samples; give a mesh of dp and pp alone, or a GradAccumulator"
+                f"SampleGradients: {', '.join(sorted(cut))}: these sums over ranks are in no tree "
+                "of samples; make them in each backward, or give a GradAccumulator"
             )
         names = {layout.name for layout in layouts.values()}  # no sum starts early
         super().__init__(parameters, layouts, mesh, fp32=fp32, bucket_mb=bucket_mb, irregular=names)
@@ -100,7 +103,7 @@ class SampleGradients(GradAccumulator):
                 sums[paths[span.name]] = row[part]
         for name, own in self._owned.items():
             own.copy_(sums[self.logical[name]])
-        self._sync.run(lambda path, _: sums[path], self._write, ())
+        self._sync.run_ties(lambda path, _: sums[path], self._write, ())
         return {name: own.float() for name, own in self._owned.items()}
 
     def take_products(self, paths: Iterable[str], *, anywhere: bool = False) -> list[str]:

@@ -80,11 +80,15 @@ class GradientSync:
 
         ``done``: tied tensors whose owners have been added up.
         """
+        self.run_ties(read, write, done)
+        for axis, members in self._partial:
+            _sum_boxes(axis, members, read, write)
+
+    def run_ties(self, read: Read, write: Write, done: Container[str]) -> None:
+        """Replace those of tied tensors alone; see ``run``."""
         for tied in self._ties:
             if tied.layout.name not in done:
                 write(tied.layout.name, _sum_owners(tied, read))
-        for axis, members in self._partial:
-            _sum_boxes(axis, members, read, write)
 
 
 def _ties(whole: Mapping[str, TensorLayout], mesh: Mesh) -> list[_Tied]:

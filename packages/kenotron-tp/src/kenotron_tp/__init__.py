@@ -12,10 +12,12 @@ from kenotron_tp.parallelize import parallelize
 from kenotron_tp.planned_layers import Style
 from kenotron_tp.products import product
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
+from kenotron_tp.virtual_shards import OwnChunk, from_shards, shards_of, to_shards
 
 __all__ = [
     "ColumnParallelLinear",
     "How",
+    "OwnChunk",
     "RowParallelLinear",
     "Style",
     "TPMode",
@@ -24,13 +26,16 @@ __all__ = [
     "check_sampling",
     "choose_tokens",
     "cross_entropy",
+    "from_shards",
     "join_tokens",
     "likeliest",
     "mark_partial",
     "matmul",
     "parallelize",
     "product",
+    "shards_of",
     "split_tokens",
+    "to_shards",
     "tokens_at_a_time",
     "vocabulary_chunk",
 ]

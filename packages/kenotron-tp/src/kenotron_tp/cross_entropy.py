@@ -35,6 +35,7 @@ from kenotron_tp.softmax import (
     whole_statistics,
     write_gradient,
 )
+from kenotron_tp.virtual_cross_entropy import virtual_losses
 
 
 class _LogitLosses(torch.autograd.Function):
@@ -75,6 +76,7 @@ def cross_entropy(
     chunk: int | None = None,
     sequence_parallel: bool = False,
     in_place: bool = False,
+    shards: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Negative log-likelihood of the labels, and the z-loss in it, which has no gradient.
 
@@ -98,6 +100,7 @@ def cross_entropy(
         chunk: tokens whose logits exist at a time. Default: 1024; of a sum, ``tokens_at_a_time``.
         sequence_parallel: x is this rank's tokens (see ``sequence``); they are gathered here.
         in_place: backward writes the gradient over the logits, which nothing else may need.
+        shards: with ``weight``: virtual shards of the vocabulary (see ``virtual_cross_entropy``).
 
     Returns loss and z-loss, fp32 (fp64 of fp64 logits), the same on every rank: (...), or scalars.
     Raises ValueError for options that do not fit; IndexError on CPU for a label outside 0..V-1,
@@ -105,8 +108,7 @@ def cross_entropy(
     """
     _check_options(weight, reduction, times, chunk, sequence_parallel, in_place)
     check_cap(cap)
-    if sequence_parallel:
-        x = _all_tokens(x, labels, axis)
+    x = _all_tokens(x, labels, axis) if sequence_parallel else x
     _check_shapes(x, weight, labels)
     width = x.shape[-1] if weight is None else weight.shape[0]
     terms = checked_terms(labels, width, axis, vocab_size, ignore_index, z_loss, label_smoothing)
@@ -115,10 +117,9 @@ def cross_entropy(
         found = _of_logits(capped_logits(x, cap).reshape(-1, width), flat, terms, scale, in_place)
     else:
         how = Chunked(terms, chunk or 0, not sequence_parallel, cap)
-        found = _of_head(x, weight, flat, how, scale)
-    if scale is not None:
-        return found
-    return found[0].view(labels.shape), found[1].view(labels.shape)
+        found = _of_head(x, weight, flat, how, scale, shards)
+    shape = labels.shape if scale is None else ()
+    return found[0].view(shape), found[1].view(shape)
 
 
 def _of_logits(
@@ -131,10 +132,13 @@ def _of_logits(
 
 
 def _of_head(
-    x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor | None
+    x: Tensor, weight: Tensor, labels: Tensor, how: Chunked, times: Tensor | None, shards: int
 ) -> tuple[Tensor, Tensor]:
     x, weight, _ = cast_for_autocast(x, weight, None)
     rows = x.reshape(-1, x.shape[-1])
+    if shards > 1:
+        loss, z = virtual_losses(rows, weight, labels, how, shards)
+        return (loss, z) if times is None else (loss.sum() * times, z.sum() * times)
     if times is None:
         return token_losses(rows, weight, labels, how)
     return summed_losses(rows, weight, labels, how, times)

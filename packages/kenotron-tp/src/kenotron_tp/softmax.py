@@ -118,11 +118,15 @@ def whole_statistics(local: Tensor, width: int, terms: Terms) -> SoftmaxStatisti
     if terms.axis.size == 1:
         highest, sum_exp, total, target, here = local.unbind()
         return SoftmaxStatistics(highest, sum_exp, target.masked_fill(here == 0, torch.nan), total)
-    ranks = all_gather(local[None], terms.axis)  # (t, 5, T)
+    return joined_statistics(all_gather(local[None], terms.axis), width, terms)
+
+
+def joined_statistics(ranks: Tensor, width: int, terms: Terms) -> SoftmaxStatistics:
+    """The statistics over the columns of n ranks, of each one's (n, 5, T) and ``width`` columns."""
     highest = ranks[:, 0].amax(0)
     lower = ranks[:, 0] - highest  # of each rank
     sum_exp = (ranks[:, 1] * lower.exp()).sum(0)
-    starts = torch.arange(terms.axis.size, device=local.device)[:, None] * width
+    starts = torch.arange(len(ranks), device=ranks.device)[:, None] * width
     real = (terms.vocab_size - starts).clamp(0, width)
     total = (ranks[:, 2] + (real * lower).masked_fill(real == 0, 0.0)).sum(0)
     target, here = ranks[:, 3:].sum(0).unbind()
