@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from tiny_transformers import MULTIMODAL, SEQUENCE, VOCAB, families, tiny_config, tiny_json
 from torch import Tensor
 
-from kenotron_dist import Mesh, sum_gradients
+from kenotron_cp import cut_sequence
+from kenotron_dist import DATA_AXES, Mesh, all_reduce, sum_gradients
 from kenotron_dist.boxes import scatter
 from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
@@ -24,8 +26,10 @@ from kenotron_models import (
     Build,
     Context,
     LayerStack,
+    SequenceCut,
     TransformersSpec,
     build_decoder,
+    sequence_problem,
     transformers_names,
 )
 from kenotron_models.families import TransformersConfig
@@ -72,20 +76,29 @@ def deviations(
 
     Raises ValueError where the family is refused.
     """
-    spec = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan).decoder
+    cp, here = mesh["cp"], "kenotron" if mesh["cp"].size > 1 else None
+    sizes = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan, attn_implementation=here)
+    spec = sizes.decoder
+    if cp.size > 1 and (problem := sequence_problem(spec)):
+        raise ValueError(problem)
     stack = part_of(whole := whole_model(kind), spec, mesh)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
     pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
     due = whole(input_ids=ids, use_cache=False).logits
     (due * pull).sum().backward()
-    own = slice(mesh["tp"].rank * VOCAB // 2, (mesh["tp"].rank + 1) * VOCAB // 2)
-    logits = stack(ids.flatten(), Context(torch.arange(SEQUENCE).expand(2, -1))).view(
-        2, SEQUENCE, -1
-    )
-    (logits * pull[..., own]).sum().backward()
+    columns = VOCAB // mesh["tp"].size
+    own = slice(mesh["tp"].rank * columns, (mesh["tp"].rank + 1) * columns)
+    places = torch.arange(SEQUENCE).expand(2, -1)
+    cut = None if cp.size == 1 else SequenceCut(cp, places)
+    here = partial(cut_sequence, axis=cp)
+    context = Context(here(places), cut=cut)
+    logits = stack(here(ids).flatten(), context).view(*context.positions_BS.shape, -1)
+    (logits * here(pull)[..., own]).sum().backward()
     sum_gradients(stack, mesh)
-    found = {"logits": _share(logits, due[..., own], float(due.abs().max()))}
+    real = slice(None) if cut is None else cut.places_S < SEQUENCE
+    apart = _share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
+    found = {"logits": apart}
     layouts, held = parameter_layouts(stack, mesh.sizes), named_parameters(stack)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     most = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
@@ -97,6 +110,7 @@ def deviations(
             assert all(not part.any() for part in parts), name
             continue
         total = sum(parts, start=torch.zeros_like(held[paths[0]]))
+        total = all_reduce(total, mesh[DATA_AXES[layout.grid]])
         scale = max(float(expected.abs().max()), most / 1000)  # of small ones all is rounding
         found[name] = _share(total, scatter(expected, layout, mesh.view(layout)), scale)
     cut = sum(bool(each.shards) for each in layouts.values())
