@@ -55,11 +55,11 @@ def whole_model(kind: str) -> Any:
 
 def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
     """Return the layers of the same model, cut over tp, with their part of the weights."""
-    stack = LayerStack(build_decoder(spec, Build(mesh["tp"])))
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], ep=mesh["ep"])))
     materialize(stack, "cpu")
     for layer in stack:
         layer.fill_buffers(torch.device("cpu"))
-    layouts, values = parameter_layouts(stack, mesh.sizes), model.state_dict(keep_vars=True)
+    layouts, values = parameter_layouts(stack, mesh.axis_sizes), model.state_dict(keep_vars=True)
     names = transformers_names(spec)
     with torch.no_grad():
         for path, parameter in named_parameters(stack).items():
@@ -87,9 +87,10 @@ def deviations(
     pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
     due = whole(input_ids=ids, use_cache=False).logits
     (due * pull).sum().backward()
+    ids, pull, due = (x.chunk(mesh["dp"].size)[mesh["dp"].rank] for x in (ids, pull, due))
     columns = VOCAB // mesh["tp"].size
     own = slice(mesh["tp"].rank * columns, (mesh["tp"].rank + 1) * columns)
-    places = torch.arange(SEQUENCE).expand(2, -1)
+    places = torch.arange(SEQUENCE).expand(len(ids), -1)
     cut = None if cp.size == 1 else SequenceCut(cp, places)
     here = partial(cut_sequence, axis=cp)
     context = Context(here(places), cut=cut)
@@ -99,7 +100,7 @@ def deviations(
     real = slice(None) if cut is None else cut.places_S < SEQUENCE
     apart = _share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
     found = {"logits": apart}
-    layouts, held = parameter_layouts(stack, mesh.sizes), named_parameters(stack)
+    layouts, held = parameter_layouts(stack, mesh.axis_sizes), named_parameters(stack)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     most = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, (theirs, *_) in transformers_names(spec).items():

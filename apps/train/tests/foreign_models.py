@@ -56,6 +56,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED | {"head_dim": 8},
     "gpt_oss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                           "sliding_window": 8},
+    "qwen3_moe": GROUPED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "glm4_moe": GROUPED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                           "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    "minimax_m2": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 """For single tests."""
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {

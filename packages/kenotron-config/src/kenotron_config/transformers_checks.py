@@ -43,8 +43,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
-    if (size := parallelism.ep) > 1:
-        yield f"parallelism.ep: {size} was given; {WHOLE}: set it to 1"
     if parallelism.mode.sequence_parallel:
         yield (f"parallelism.tp_mode: REDUCE_SCATTER was given; {WHOLE}: set it to ALL_REDUCE")
     if (again := parallelism.recompute) not in (None, "full", "none"):
@@ -79,6 +77,11 @@ def _layers(
         layers_on_meta(spec, tp)
     except ValueError as error:
         yield f"parallelism.tp: {_one_line(error)}; tp is {tp}"
+        return
+    try:
+        layers_on_meta(spec, tp, parallelism.ep)
+    except ValueError as error:
+        yield f"parallelism.ep: {_one_line(error)}; ep is {parallelism.ep}"
     parts = pp * parallelism.schedule.chunks
     if len(layers) == 1 < parts:
         yield (
