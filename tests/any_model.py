@@ -1,4 +1,4 @@
-"""Every family of transformers with a tp plan, cut over two ranks, against its plain model.
+"""Every family of transformers with a tp plan, on two ranks of tp, cp and ep, against plain ones.
 
 ``python tests/any_model.py`` writes the table of ``apps/train/docs/any-model-families.md`` again.
 """
@@ -123,7 +123,7 @@ def _share(found: Tensor, due: Tensor, scale: float) -> float:
 
 
 def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
-    """Return tp and pp of each family: what is cut, or why nothing is.
+    """Return what tp cuts of each family, or why it is refused, and whether pp shares its layers.
 
     Raises AssertionError where a cut model computes something else.
     """
@@ -154,16 +154,36 @@ def suggested(mesh: Mesh, kind: str) -> tuple[dict[str, str], float]:
 
 def _reason(error: Exception) -> str:
     line = next(each for each in str(error).splitlines() if not each.endswith(":")).strip()
-    return re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
+    line = re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
+    line = line.removeprefix("attn_implementation: kenotron was given, but ")
+    return re.split(r": tokens of a |, which attn_implementation|: its experts|: they can", line)[0]
+
+
+LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"tp": 2, "ep": 2}}
+NO_EXPERTS = "no: ep 2 was given, and the model has no experts"
 
 
 def walk(kinds: list[str]) -> list[str]:
-    """Return the rows of families, after comparing each of them on two ranks."""
-    small = [kind for kind in kinds if kind not in MULTIMODAL]
-    ranks = on_ranks(compare, small, tp=2, preload=PRELOAD)
-    assert ranks[0] == ranks[1]
-    rows = [*ranks[0], *((kind, "not tried: it has images", "") for kind in {*kinds} - {*small})]
-    return [f"| {kind} | {tp} | {pp} |" for kind, tp, pp in sorted(rows)]
+    """Return the rows of families, after comparing each of them on two ranks of each axis."""
+    small = sorted({*kinds} - {*MULTIMODAL})
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for axis, sizes in LAYOUTS.items():
+        ranks = on_ranks(compare, small, **sizes, preload=PRELOAD)
+        assert ranks[0] == ranks[1]
+        found[axis] = ranks[0]
+    rows = [f"| {kind} | not tried: it has images | | | |" for kind in {*kinds} - {*small}]
+    for (kind, tp, pp), (_, cp, _), (_, ep, _) in zip(*found.values(), strict=True):
+        others = [_said(each, tp) for each in (cp, ep)]
+        rows.append(" | ".join([f"| {kind}", tp, pp, *others]) + " |")
+    return sorted(rows)
+
+
+def _said(found: str, tp: str) -> str:
+    if found.startswith(NO_EXPERTS):
+        return ""
+    if not found.startswith("no: "):
+        return "yes"
+    return "no" if found == tp else found
 
 
 def written() -> dict[str, str]:
@@ -174,5 +194,5 @@ def written() -> dict[str, str]:
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    rows = "\n".join(["| family | tp | pp |", "|---|---|---|", *walk(families())])
+    rows = "\n".join(["| family | tp | pp | cp | ep |", "|---" * 5 + "|", *walk(families())])
     PAGE.write_text(f"{before}{START}{rows}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -118,13 +118,15 @@ def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1))]
+    ("family", "sizes"),
+    [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1)), ("gpt_oss", (2, 1))],
 )
 def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = folder_of(family, tmp_path / "model")
-    run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}))
+    keys = {"attn_implementation": "kenotron"} if family == "gpt_oss" else {}
+    run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}, **keys))
     export = "kenotron-to-hf", "--ckpt", "run", "--out", "exported", "--no-check"
     assert runs.program("apps/convert", tmp_path, *export).returncode == 0
     prompts, (tp, pp) = ["AB", "A LONGER PROMPT"], map(str, sizes)
