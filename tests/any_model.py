@@ -1,4 +1,4 @@
-"""Every family of transformers with a tp plan, cut over two ranks, against its plain model.
+"""Every family of transformers with a tp plan, on two ranks of tp, cp and ep, against plain ones.
 
 ``python tests/any_model.py`` writes the table of ``apps/train/docs/any-model-families.md`` again.
 """
@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from tiny_transformers import MULTIMODAL, SEQUENCE, VOCAB, families, tiny_config, tiny_json
 from torch import Tensor
 
-from kenotron_dist import Mesh, sum_gradients
+from kenotron_cp import cut_sequence
+from kenotron_dist import DATA_AXES, Mesh, all_reduce, sum_gradients
 from kenotron_dist.boxes import scatter
 from kenotron_dist.placement import materialize, named_parameters, parameter_layouts
 from kenotron_dist.testing import on_ranks
@@ -24,8 +26,10 @@ from kenotron_models import (
     Build,
     Context,
     LayerStack,
+    SequenceCut,
     TransformersSpec,
     build_decoder,
+    sequence_problem,
     transformers_names,
 )
 from kenotron_models.families import TransformersConfig
@@ -51,11 +55,11 @@ def whole_model(kind: str) -> Any:
 
 def part_of(model: Any, spec: TransformersSpec, mesh: Mesh) -> LayerStack:
     """Return the layers of the same model, cut over tp, with their part of the weights."""
-    stack = LayerStack(build_decoder(spec, Build(mesh["tp"])))
+    stack = LayerStack(build_decoder(spec, Build(mesh["tp"], ep=mesh["ep"])))
     materialize(stack, "cpu")
     for layer in stack:
         layer.fill_buffers(torch.device("cpu"))
-    layouts, values = parameter_layouts(stack, mesh.sizes), model.state_dict(keep_vars=True)
+    layouts, values = parameter_layouts(stack, mesh.axis_sizes), model.state_dict(keep_vars=True)
     names = transformers_names(spec)
     with torch.no_grad():
         for path, parameter in named_parameters(stack).items():
@@ -72,21 +76,31 @@ def deviations(
 
     Raises ValueError where the family is refused.
     """
-    spec = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan).decoder
+    cp, here = mesh["cp"], "kenotron" if mesh["cp"].size > 1 else None
+    sizes = TransformersConfig(config_json=tiny_json(kind), tp_plan=plan, attn_implementation=here)
+    spec = sizes.decoder
+    if cp.size > 1 and (problem := sequence_problem(spec)):
+        raise ValueError(problem)
     stack = part_of(whole := whole_model(kind), spec, mesh)
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, VOCAB, (2, SEQUENCE), generator=draw)
     pull = torch.randn(2, SEQUENCE, VOCAB, generator=draw)
     due = whole(input_ids=ids, use_cache=False).logits
     (due * pull).sum().backward()
-    own = slice(mesh["tp"].rank * VOCAB // 2, (mesh["tp"].rank + 1) * VOCAB // 2)
-    logits = stack(ids.flatten(), Context(torch.arange(SEQUENCE).expand(2, -1))).view(
-        2, SEQUENCE, -1
-    )
-    (logits * pull[..., own]).sum().backward()
+    ids, pull, due = (x.chunk(mesh["dp"].size)[mesh["dp"].rank] for x in (ids, pull, due))
+    columns = VOCAB // mesh["tp"].size
+    own = slice(mesh["tp"].rank * columns, (mesh["tp"].rank + 1) * columns)
+    places = torch.arange(SEQUENCE).expand(len(ids), -1)
+    cut = None if cp.size == 1 else SequenceCut(cp, places)
+    here = partial(cut_sequence, axis=cp)
+    context = Context(here(places), cut=cut)
+    logits = stack(here(ids).flatten(), context).view(*context.positions_BS.shape, -1)
+    (logits * here(pull)[..., own]).sum().backward()
     sum_gradients(stack, mesh)
-    found = {"logits": _share(logits, due[..., own], float(due.abs().max()))}
-    layouts, held = parameter_layouts(stack, mesh.sizes), named_parameters(stack)
+    real = slice(None) if cut is None else cut.places_S < SEQUENCE
+    apart = _share(logits[:, real], here(due)[:, real][..., own], float(due.abs().max()))
+    found = {"logits": apart}
+    layouts, held = parameter_layouts(stack, mesh.axis_sizes), named_parameters(stack)
     grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
     most = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
     for name, (theirs, *_) in transformers_names(spec).items():
@@ -97,6 +111,7 @@ def deviations(
             assert all(not part.any() for part in parts), name
             continue
         total = sum(parts, start=torch.zeros_like(held[paths[0]]))
+        total = all_reduce(total, mesh[DATA_AXES[layout.grid]])
         scale = max(float(expected.abs().max()), most / 1000)  # of small ones all is rounding
         found[name] = _share(total, scatter(expected, layout, mesh.view(layout)), scale)
     cut = sum(bool(each.shards) for each in layouts.values())
@@ -108,7 +123,7 @@ def _share(found: Tensor, due: Tensor, scale: float) -> float:
 
 
 def compare(mesh: Mesh, kinds: list[str]) -> list[tuple[str, str, str]]:
-    """Return tp and pp of each family: what is cut, or why nothing is.
+    """Return what tp cuts of each family, or why it is refused, and whether pp shares its layers.
 
     Raises AssertionError where a cut model computes something else.
     """
@@ -139,16 +154,36 @@ def suggested(mesh: Mesh, kind: str) -> tuple[dict[str, str], float]:
 
 def _reason(error: Exception) -> str:
     line = next(each for each in str(error).splitlines() if not each.endswith(":")).strip()
-    return re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
+    line = re.sub(r"(layers|h)\.\d+\.", r"\1.*.", line)
+    line = line.removeprefix("attn_implementation: kenotron was given, but ")
+    return re.split(r": tokens of a |, which attn_implementation|: its experts|: they can", line)[0]
+
+
+LAYOUTS = {"tp": {"tp": 2}, "cp": {"cp": 2}, "ep": {"tp": 2, "ep": 2}}
+NO_EXPERTS = "no: ep 2 was given, and the model has no experts"
 
 
 def walk(kinds: list[str]) -> list[str]:
-    """Return the rows of families, after comparing each of them on two ranks."""
-    small = [kind for kind in kinds if kind not in MULTIMODAL]
-    ranks = on_ranks(compare, small, tp=2, preload=PRELOAD)
-    assert ranks[0] == ranks[1]
-    rows = [*ranks[0], *((kind, "not tried: it has images", "") for kind in {*kinds} - {*small})]
-    return [f"| {kind} | {tp} | {pp} |" for kind, tp, pp in sorted(rows)]
+    """Return the rows of families, after comparing each of them on two ranks of each axis."""
+    small = sorted({*kinds} - {*MULTIMODAL})
+    found: dict[str, list[tuple[str, str, str]]] = {}
+    for axis, sizes in LAYOUTS.items():
+        ranks = on_ranks(compare, small, **sizes, preload=PRELOAD)
+        assert ranks[0] == ranks[1]
+        found[axis] = ranks[0]
+    rows = [f"| {kind} | not tried: it has images | | | |" for kind in {*kinds} - {*small}]
+    for (kind, tp, pp), (_, cp, _), (_, ep, _) in zip(*found.values(), strict=True):
+        others = [_said(each, tp) for each in (cp, ep)]
+        rows.append(" | ".join([f"| {kind}", tp, pp, *others]) + " |")
+    return sorted(rows)
+
+
+def _said(found: str, tp: str) -> str:
+    if found.startswith(NO_EXPERTS):
+        return ""
+    if not found.startswith("no: "):
+        return "yes"
+    return "no" if found == tp else found
 
 
 def written() -> dict[str, str]:
@@ -159,5 +194,5 @@ def written() -> dict[str, str]:
 
 if __name__ == "__main__":
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
-    rows = "\n".join(["| family | tp | pp |", "|---|---|---|", *walk(families())])
+    rows = "\n".join(["| family | tp | pp | cp | ep |", "|---" * 5 + "|", *walk(families())])
     PAGE.write_text(f"{before}{START}{rows}\n{END}{rest.partition(END)[2]}", encoding="utf-8")

@@ -38,6 +38,8 @@ HELD: dict[str, list[str]] = {  # capability: files, and tests in them
     "any causal model of transformers by its own plans: plain torch's losses on every layout": [
         f"{TRAIN}_transformers.py::test_one_process_trains_as_transformers_does_in_plain_torch",
         f"{TRAIN}_transformers.py::test_every_layout_trains_as_one_process",
+        f"{TRAIN}_transformers_cp.py::test_rows_cut_over_cp_train_as_plain_transformers",
+        f"{TRAIN}_transformers_ep.py::test_experts_over_ep_tp_and_pp_train_as_plain_transformers",
         "packages/kenotron-tp/tests/test_tp_parallelize.py::test_a_cut_module_trains_as_the_whole_one",
         "packages/kenotron-tp/tests/test_tp_parallelize.py::test_cut_experts_and_latent_attention_train_as_whole_ones",
         "tests/test_any_model.py::test_a_family_over_tp_is_its_plain_model_and_the_page_says_so",

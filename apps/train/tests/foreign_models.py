@@ -9,8 +9,12 @@ from typing import Any
 import torch
 
 from kenotron_config import Config
-from kenotron_dist import Mesh
+from kenotron_data import Batch
+from kenotron_dist import Mesh, spawn
+from kenotron_engine import gradients_of, join_pieces, weight_pieces
+from kenotron_train.assemble import build_training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.run.initial import load_initial
 from kenotron_train.run.loop import train
 
 PRELOAD = ("torch._dynamo", "kenotron_train.run.loop", "transformers.models.auto.modeling_auto")
@@ -48,7 +52,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
        "n_group": 2, "topk_group": 1, "head_dim": 4},
 }  # fmt: skip
 """With plans for tp and pp."""
-OTHERS: dict[str, dict[str, Any]] = {"qwen3": GROUPED | {"head_dim": 8}}
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3": GROUPED | {"head_dim": 8},
+    "gpt_oss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+                          "sliding_window": 8},
+    "qwen3_moe": GROUPED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
+                            "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "glm4_moe": GROUPED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                           "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    "minimax_m2": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}  # fmt: skip
 """For single tests."""
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED | {"tie_word_embeddings": False},
@@ -133,3 +146,36 @@ def alone(folder: Path, rates: list[float], config: Config) -> tuple[list[float]
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+def run(config: Config) -> list[tuple[float, float, float]]:
+    """The trace of a run in processes of its own, the same on all ranks."""
+    sizes = config.parallelism
+    ranks = spawn(trace, config, **sizes.grid, ep=sizes.ep, preload=PRELOAD)
+    assert all(found == ranks[0] for found in ranks)
+    return ranks[0]
+
+
+def measure(
+    mesh: Mesh, config: Config, positions: list[int] | None = None
+) -> tuple[float, Any, Any]:
+    """Loss, and pieces of every gradient and of the first weights."""
+    training = build_training(config, mesh)
+    load_initial(training)
+    ids = torch.tensor([[sample(i)] for i in range(ROWS)])  # micro-batches of a row
+    own = ids.chunk(mesh["dp"].size)[mesh["dp"].rank]
+    places = torch.tensor(positions or range(SEQUENCE)).expand(len(own), 1, -1)
+    numbers = torch.zeros(len(own), 1, dtype=torch.int64)
+    batch = Batch(own[..., :-1], own[..., 1:].contiguous(), places, numbers)
+    weights = weight_pieces(training)
+    loss, gradients = gradients_of(training, batch)
+    return loss, gradients, weights
+
+
+def whole(
+    config: Config, positions: list[int] | None = None
+) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """The same of all ranks, joined."""
+    sizes = config.parallelism
+    ranks = spawn(measure, config, positions, **sizes.grid, ep=sizes.ep, preload=PRELOAD)
+    return ranks[0][0], *(join_pieces([rank[i] for rank in ranks]) for i in (1, 2))

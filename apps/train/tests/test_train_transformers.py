@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import runs
@@ -11,20 +10,17 @@ import torch
 from foreign_models import (
     FAMILIES,
     PRELOAD,
-    ROWS,
-    SEQUENCE,
     WITHOUT_PLAN,
     alone,
     configure,
     folder_of,
-    sample,
-    trace,
+    run,
+    whole,
 )
+from torch import nn
 
 from kenotron_config import Config, ConfigError
-from kenotron_data import Batch
 from kenotron_dist import Mesh, RankError, spawn
-from kenotron_engine import gradients_of, join_pieces, weight_pieces
 from kenotron_models import Context
 from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
@@ -38,13 +34,6 @@ LAYOUTS = {
     "tp2 pp2 dp2": HALF | {"parallelism.tp": 2, "parallelism.pp": 2},
 }
 NO_DECAY = {"optimizer.weight_decay": 0.0}
-
-
-def run(config: Config) -> list[tuple[float, float, float]]:
-    sizes = config.parallelism
-    ranks = spawn(trace, config, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD)
-    assert all(found == ranks[0] for found in ranks)
-    return ranks[0]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *WITHOUT_PLAN])
@@ -129,13 +118,15 @@ def test_an_export_is_the_model_that_plain_torch_trains(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1))]
+    ("family", "sizes"),
+    [("cohere", (1, 1)), ("cohere", (2, 2)), ("gpt_neox", (1, 1)), ("gpt_oss", (2, 1))],
 )
 def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path):
     from transformers import AutoModelForCausalLM
 
     folder = folder_of(family, tmp_path / "model")
-    run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}))
+    keys = {"attn_implementation": "kenotron"} if family == "gpt_oss" else {}
+    run(configure(folder, tmp_path / "run", {"tokens.train_steps": 1}, **keys))
     export = "kenotron-to-hf", "--ckpt", "run", "--out", "exported", "--no-check"
     assert runs.program("apps/convert", tmp_path, *export).returncode == 0
     prompts, (tp, pp) = ["AB", "A LONGER PROMPT"], map(str, sizes)
@@ -150,26 +141,6 @@ def test_texts_of_a_checkpoint_are_those_of_transformers(family, sizes, tmp_path
         due = theirs.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
         found = json.loads(line)["tokens"]
         assert found == due[0, ids.shape[1] :].tolist()
-
-
-def measure(mesh: Mesh, config: Config) -> tuple[float, Any, Any]:
-    """Loss, and pieces of every gradient and of the first weights."""
-    training = build_training(config, mesh)
-    load_initial(training)
-    ids = torch.tensor([[sample(i)] for i in range(ROWS)])  # micro-batches of a row
-    own = ids.chunk(mesh["dp"].size)[mesh["dp"].rank]
-    places = torch.arange(SEQUENCE).expand(len(own), 1, -1)
-    numbers = torch.zeros(len(own), 1, dtype=torch.int64)
-    batch = Batch(own[..., :-1], own[..., 1:].contiguous(), places, numbers)
-    weights = weight_pieces(training)
-    loss, gradients = gradients_of(training, batch)
-    return loss, gradients, weights
-
-
-def whole(config: Config) -> tuple[float, dict[str, Any], dict[str, Any]]:
-    sizes = config.parallelism
-    ranks = spawn(measure, config, pp=sizes.pp, dp=sizes.dp, tp=sizes.tp, preload=PRELOAD)
-    return ranks[0][0], *(join_pieces([rank[i] for rank in ranks]) for i in (1, 2))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -189,16 +160,20 @@ def test_first_weights_and_gradients_are_those_of_one_process(family, seeded, tm
             assert abs(found[1][name] - due).max() <= 1e-5 * abs(due).max() + 1e-7, name
 
 
+SDPA_NONE = ("gemma2", "sdpa")  # it has no soft cap
+
+
 def documents(mesh: Mesh, config: Config, positions: list[int]) -> torch.Tensor:
     """How the losses of the last document move with the embeddings of the first one's tokens."""
     training = build_training(config, mesh)
     load_initial(training)
-    first, *others = training.model.stack
-    context = Context(torch.tensor([positions] * 2))
-    x = first(torch.arange(2 * len(positions)), context).detach().requires_grad_()
-    y = x
-    for layer in others:
-        y = layer(y, context)
+    context, found = Context(torch.tensor([positions] * 2)), []
+    embedding = next(m for m in training.model.stack.modules() if isinstance(m, nn.Embedding))
+    embedding.register_forward_hook(
+        lambda *call: found.append(call[2].detach().requires_grad_()) or found[0]
+    )
+    y = training.model.stack(torch.arange(2 * len(positions)), context)
+    x = found[0]
     seen = y.view(2, len(positions), -1)[:, positions.index(0, 1) :]
     seen.float().logsumexp(-1).sum().backward()
     return x.grad.view(2, len(positions), -1)[:, : positions.index(0, 1)]
@@ -206,7 +181,8 @@ def documents(mesh: Mesh, config: Config, positions: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "attention"),
-    [(f, how) for f in FAMILIES for how in ("sdpa", "eager") if (f, how) != ("gemma2", "sdpa")],
+    [(f, how) for f in FAMILIES for how in ("sdpa", "eager", "kenotron") if (f, how) != SDPA_NONE]
+    + [("stablelm", "kenotron"), ("gpt_oss", "kenotron")],
 )
 @pytest.mark.by_turns(10)
 def test_separate_documents_do_not_leak_at_all(family, attention, tmp_path):

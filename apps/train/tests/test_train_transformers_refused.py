@@ -24,8 +24,8 @@ from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
 
 PROBLEMS = {
-    "parallelism.cp=2": "parallelism.cp: 2 was given; a model of transformers computes whole",
-    "parallelism.ep=2": "parallelism.ep: 2 was given; a model of transformers computes whole",
+    "parallelism.cp=2": "parallelism.cp: 2 was given; attention of transformers needs whole rows",
+    "parallelism.ep=2": "parallelism.ep: ep 2 was given, and the model has no experts: set it to",
     "parallelism.tp_mode=REDUCE_SCATTER": "parallelism.tp_mode: REDUCE_SCATTER was given; a model",
     "parallelism.recompute=selective": "parallelism.recompute: selective was given; a model of",
     "model.compile=true": "model.compile: true was given; a model of transformers",

@@ -44,6 +44,7 @@ TENSORS: dict[str, tuple[tuple[int, ...], tuple]] = {
     "whole": ((7, 3), ()),
     "experts": ((4, 12, 5), (Shard("ep", 0), Fused(1, (6, 6)))),
     "down": ((4, 5, 6), (Shard("ep", 0),)),
+    "stack": ((2, 5, 8), (Shard("tp", 2), Fused(0, (1, 1)))),
     "cube": ((2, 3, 4), ()),
     "table": ((9, 4), (Shard("tp", 0, (Chunk(9, pad=3),)),)),
     "bias": ((5,), ()),
@@ -168,7 +169,7 @@ def expected(config: MuonConfig) -> dict[str, Tensor]:
     """torch's own optimizers, on whole tensors cut into matrices by hand."""
     whole = {name: draw(name, -1) for name in TENSORS}
     muon: list[tuple[str, tuple, nn.Parameter]] = []
-    for name in ("qkv", "out", "gate_up", "whole", "experts", "down"):
+    for name in ("qkv", "out", "gate_up", "whole", "experts", "down", "stack"):
         x = whole[name]
         for e in range(len(x)) if x.ndim == 3 else [None]:
             at, rows = 0, ROWS.get(name, (x.shape[-2],))

@@ -38,7 +38,7 @@ def preview(config: Config) -> str:
     warnings += other_model(model, plan.spec)
     if not problems:
         sections += [
-            describe(config.decoder),
+            describe(config.decoder, config.parallelism.ep),
             *parametrisation(config.multipliers, config.scales),
             _memory(plan),
         ]

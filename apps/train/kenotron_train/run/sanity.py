@@ -67,7 +67,7 @@ def check_state(training: Training, result: StepResult, step: int) -> None:
             {
                 layout.name: tensor
                 for tensor, layout in state.values()
-                if not any(shard.axis == "tp" for shard in layout.shards)
+                if layout.grid == "dense" and all(shard.axis != "tp" for shard in layout.shards)
             },
             mesh["tp"],
         )

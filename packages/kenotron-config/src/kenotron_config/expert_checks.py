@@ -6,11 +6,14 @@ from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig, TokensConfig
 from kenotron_data.config import DatasetStageConfig
 from kenotron_models import expert_layers
+from kenotron_models.families import TransformersConfig
 from kenotron_models.layers import ExpertsSpec
 
 
 def expert_problems(model: ModelConfig, parallelism: ParallelismConfig) -> list[str]:
     """Name contradictions between a model's experts and the ranks."""
+    if isinstance(model.model_config, TransformersConfig):
+        return []  # it has rules of its own
     known = expert_layers(model.model_config.decoder)
     kinds = [*known.values()]
     return [*_over_ep(kinds, parallelism), *_over_pp(model, kinds, parallelism)]

@@ -9,7 +9,7 @@ from torch import nn
 from kenotron_config.init_sections import RandomInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import ModelConfig
-from kenotron_models import TransformersSpec, layers_on_meta
+from kenotron_models import TransformersSpec, layers_on_meta, sequence_problem
 from kenotron_models.families import TransformersConfig
 
 PATH = "model.model_config"
@@ -26,7 +26,7 @@ def transformers_problems(
         return [f"{PATH}.path: {_one_line(error)}"]
     found = [*_model(model)]
     if parallelism is not None:
-        found += _ranks(parallelism)
+        found += [*_ranks(parallelism), *_rows(spec, parallelism.cp)]
         found += [] if found else _layers(model, spec, parallelism)
     return found
 
@@ -43,9 +43,6 @@ def _model(model: ModelConfig) -> Iterator[str]:
 
 
 def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
-    for axis in ("cp", "ep"):
-        if (size := getattr(parallelism, axis)) > 1:
-            yield f"parallelism.{axis}: {size} was given; {WHOLE}: set it to 1"
     if parallelism.mode.sequence_parallel:
         yield (f"parallelism.tp_mode: REDUCE_SCATTER was given; {WHOLE}: set it to ALL_REDUCE")
     if (again := parallelism.recompute) not in (None, "full", "none"):
@@ -55,6 +52,15 @@ def _ranks(parallelism: ParallelismConfig) -> Iterator[str]:
             f"parallelism.recompute_memory_gb: {parallelism.recompute_memory_gb} was given; what "
             "layers of transformers keep is not known: leave it out, and set recompute"
         )
+
+
+def _rows(spec: TransformersSpec, cp: int) -> Iterator[str]:
+    try:
+        problem = sequence_problem(spec) if cp > 1 else None
+    except ValueError as error:
+        problem = _one_line(error)
+    if problem is not None:
+        yield f"parallelism.cp: {cp} was given; {problem}, or cp to 1"
 
 
 def _layers(
@@ -71,6 +77,11 @@ def _layers(
         layers_on_meta(spec, tp)
     except ValueError as error:
         yield f"parallelism.tp: {_one_line(error)}; tp is {tp}"
+        return
+    try:
+        layers_on_meta(spec, tp, parallelism.ep)
+    except ValueError as error:
+        yield f"parallelism.ep: {_one_line(error)}; ep is {parallelism.ep}"
     parts = pp * parallelism.schedule.chunks
     if len(layers) == 1 < parts:
         yield (

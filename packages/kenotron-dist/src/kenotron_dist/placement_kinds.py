@@ -62,7 +62,8 @@ class FlatSlice:
 @dataclass(frozen=True)
 class Fused:
     """Dimension ``dim`` is a concatenation of matrices of these sizes (gate and up of stacked
-    experts). It cuts nothing; a ``Shard`` that cuts such a dimension has ``chunks`` instead."""
+    experts; of size 1 in dimension 0: a stack of them). It cuts nothing; a ``Shard`` that cuts such
+    a dimension has ``chunks`` instead."""
 
     dim: int
     sizes: tuple[int, ...]

@@ -177,10 +177,13 @@ def way_of(mode: CPMode, spec: DecoderSpec, sizes: Mapping[str, int]) -> Attenti
 
     Ulysses where it divides query and key heads of all layers and sends less than the ring: with H
     query and G key heads it sends (2H + 2G) (c-1)/c features of a token, the ring 3/4 (c-1) 2G on
-    average. Else the ring, which also skips what is outside of a window.
+    average. Else the ring, which also skips what is outside of a window, and where heads are not
+    known: in layers of transformers.
     """
     if mode.way != "auto":
         return mode.way
+    if not spec.blocks:
+        return "ring"
     ranks, tp = sizes["cp"], sizes["tp"]
     for mixer in {block.mixer for block in spec.blocks}:
         if not isinstance(mixer, AttentionSpec):

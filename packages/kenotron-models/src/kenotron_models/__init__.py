@@ -39,7 +39,7 @@ from kenotron_models.reported_names import component_of, components, reported_na
 from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
-from kenotron_models.transformers_layers import TransformersLayer
+from kenotron_models.transformers_layers import TransformersLayer, sequence_problem
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_names import (
     is_tied_copy,
@@ -89,6 +89,7 @@ __all__ = [
     "sent_bytes",
     "standard_init",
     "training_flops",
+    "sequence_problem",
     "transformers_names",
     "transformers_tensors",
     "upcycled_config",

@@ -11,7 +11,7 @@ from kenotron_models.spec import Architecture
 _BLOCKS = "layers."
 
 
-def describe(config: Architecture) -> str:
+def describe(config: Architecture, ep: int = 1) -> str:
     """Return a line for each tensor of a decoder; equal blocks that follow one another are one.
 
     A line has the name, the whole shape, the role, and what the ranks of an axis do with it:
@@ -21,8 +21,9 @@ def describe(config: Architecture) -> str:
 
     Args:
         config: sizes of a model.
+        ep: ranks of ep.
     """
-    layouts = decoder_layouts(config)
+    layouts = decoder_layouts(config, ep)
     parts: dict[str, list[TensorLayout]] = {}
     for name, layout in layouts.items():
         parts.setdefault(_part_of(name), []).append(layout)

@@ -6,6 +6,7 @@ formats are folds over these layouts.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from kenotron_dist import Axis
@@ -29,6 +30,12 @@ def block_layouts(block: BlockSpec, width: int) -> dict[str, TensorLayout]:
     return parameter_layouts(Block(block, width, ONE), {"tp": 1, "ep": 1})
 
 
-def decoder_layouts(config: Architecture) -> dict[str, TensorLayout]:
-    """Return the layouts of all tensors of a decoder on one rank, by name, in the model's order."""
-    return parameter_layouts(LayerStack(build_decoder(config, ONE)), {"tp": 1, "ep": 1})
+def decoder_layouts(config: Architecture, ep: int = 1) -> dict[str, TensorLayout]:
+    """Return the layouts of all tensors of a decoder, by name, in the model's order.
+
+    Args:
+        config: sizes of a model.
+        ep: ranks of ep; experts of transformers are cut over it from 2 on, over tp else.
+    """
+    build = replace(ONE, ep=Axis("ep", 0, tuple(range(ep))))
+    return parameter_layouts(LayerStack(build_decoder(config, build)), {"tp": 1, "ep": ep})

@@ -82,7 +82,7 @@ class StackedLinear(nn.Module):
         product: Tensor = _StackedProduct.apply(x, self.weight, counts, self)
         if self.bias is None:
             return product
-        return product + self.bias[_expert_of_rows(product, counts)]
+        return product + self.bias[expert_of_rows(product, counts)]
 
     def extra_repr(self) -> str:
         """Local sizes."""
@@ -123,7 +123,7 @@ def by_output(weight: Tensor, transposed: bool) -> Tensor:
     return weight.transpose(1, 2) if transposed else weight
 
 
-def _expert_of_rows(y: Tensor, counts: Tensor) -> Tensor:
+def expert_of_rows(y: Tensor, counts: Tensor) -> Tensor:
     """Number of the expert of each row of y (R, O), int64 (R,)."""
     experts = torch.arange(len(counts), device=y.device)
     if y.is_meta:  # where no count can be read

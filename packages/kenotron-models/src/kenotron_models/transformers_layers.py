@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute, whole
+from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import base_of, cut_model, path_of
+from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
 
@@ -28,6 +30,8 @@ class TransformersLayer(nn.Module):
 
     hf_names: dict[str, str]
     """Names of its parameters, and those in transformers."""
+    cuts_sequence = False
+    """True where it is right for rows that are cut over cp."""
 
     @abstractmethod
     def fill_buffers(self, device: torch.device) -> None:
@@ -85,11 +89,12 @@ class LayerEntry(TransformersLayer):
         x_BSD = x.view(*context.positions_BS.shape, -1)
         call = self._skeleton[0].calls(x_BSD.detach(), context)[self.number]
         if self.recompute == "full" and torch.is_grad_enabled():
-            return whole(self._layer, x_BSD, call)
-        return self._layer(x_BSD, call)
+            return whole(self._layer, x_BSD, call, context)
+        return self._layer(x_BSD, call, context)
 
-    def _layer(self, x_BSD: Tensor, call: Call) -> Tensor:
-        y = self.block(x_BSD, *call.args, **call.options)
+    def _layer(self, x_BSD: Tensor, call: Call, context: Context) -> Tensor:
+        with attending(context, self._skeleton[0].documents):
+            y = self.block(x_BSD, *call.args, **call.options)
         return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -101,9 +106,9 @@ class LayerEntry(TransformersLayer):
 class WholeEntry(TransformersLayer):
     """A model that is not split: tokens (T,) -> logits (T, V/t)."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, documents: bool) -> None:
         super().__init__()
-        self.whole = model
+        self.whole, self.documents = model, documents
         self.hf_names = {f"whole.{name}": name for name in _parameters(model)}
         self._takes = {*inspect.signature(model.forward).parameters}
 
@@ -111,7 +116,8 @@ class WholeEntry(TransformersLayer):
         """Call the model."""
         places = places_of(False, context)
         given = {name: value for name, value in places.items() if name in self._takes}
-        logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
+        with attending(context, self.documents):
+            logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
         return _wanted(logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -170,23 +176,36 @@ def transformers_layers(
         ValueError: the model cannot be cut over tp, or has dropout or unknown buffers.
     """
     model = empty_model(spec, build.dtype)
+    here = spec.attention == OWN_ATTENTION
+    if here:
+        check_mixing(model)
     cut_model(model, build, spec.tp_plan)
     split = _split(model) if _is_chain(spec) else None
-    if split is None and spec.documents:
+    if split is None and spec.documents and not here:
         raise ValueError(
             f"separate_documents: true was given, but a {model.config.model_type} is not split "
-            "into layers, so its masks are not known: set it to false"
+            "into layers, so its masks are not known: set it to false, or attn_implementation to "
+            "kenotron"
         )
     if split is None:
-        return [("model", WholeEntry(model))]
+        return _declared([("model", WholeEntry(model, spec.documents))], spec)
     before, layers, after = split
     prefix = path_of(model, layers)
     skeleton = Skeleton(model, layers, spec.documents)
-    entries: list[tuple[str, nn.Module]] = [("embedding", EmbeddingEntry(skeleton, before))]
+    entries: list[tuple[str, TransformersLayer]] = [("embedding", EmbeddingEntry(skeleton, before))]
     for i, layer in enumerate(layers):
         entry = LayerEntry(skeleton, f"{prefix}.{i}", layer, i, recompute[i])
         entries.append((f"layers.{i}", entry))
-    return [*entries, ("head", HeadEntry(skeleton, after))]
+    return _declared([*entries, ("head", HeadEntry(skeleton, after))], spec)
+
+
+def _declared(
+    entries: list[tuple[str, TransformersLayer]], spec: TransformersSpec
+) -> list[tuple[str, nn.Module]]:
+    """Declare which entries are right for rows that are cut."""
+    for _, entry in entries:
+        entry.cuts_sequence = sequence_problem(spec) is None
+    return [*entries]
 
 
 Modules = list[tuple[str, nn.Module]]
@@ -198,6 +217,17 @@ def _is_chain(spec: TransformersSpec) -> bool:
     model = empty_model(spec, None)  # not cut: nothing is communicated on meta
     split = _split(model)
     return split is not None and Skeleton(model, split[1], False).calls_a_chain(spec.hidden_size)
+
+
+@lru_cache(maxsize=8)
+def sequence_problem(spec: TransformersSpec) -> str | None:
+    """Return why rows of a model cannot be cut over cp; None: they can."""
+    if spec.attention != OWN_ATTENTION:
+        return "attention of transformers needs whole rows: set attn_implementation to kenotron"
+    model = empty_model(spec, None)
+    split = _split(model) if _is_chain(spec) else None
+    skeleton = None if split is None else Skeleton(model, split[1], False)
+    return cut_rows_problem(model, skeleton, spec.hidden_size)
 
 
 def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:

@@ -10,11 +10,12 @@ from kenotron_models.decoder import build_decoder
 from kenotron_models.transformers_spec import TransformersSpec
 
 
-def layers_on_meta(spec: TransformersSpec, tp: int = 1) -> list[tuple[str, nn.Module]]:
-    """Return the layers of the first of ``tp`` ranks by name; nothing is communicated.
+def layers_on_meta(spec: TransformersSpec, tp: int = 1, ep: int = 1) -> list[tuple[str, nn.Module]]:
+    """Return the layers of the first of so many ranks by name; nothing is communicated.
 
     Raises:
         ImportError: transformers is not installed.
         ValueError: the model cannot be trained here, or not cut over so many ranks.
     """
-    return build_decoder(spec, Build(Axis("tp", 0, tuple(range(tp)))))
+    axes = [Axis(name, 0, tuple(range(size))) for name, size in (("tp", tp), ("ep", ep))]
+    return build_decoder(spec, Build(axes[0], ep=axes[1]))

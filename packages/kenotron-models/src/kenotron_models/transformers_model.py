@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kenotron_models.transformers_attention import OWN_ATTENTION, attend_rows, window_mask
 from kenotron_models.transformers_corrections import UNFIT
 from kenotron_models.transformers_plan import base_of
 from kenotron_models.transformers_spec import TransformersSpec
@@ -114,9 +115,11 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
         ValueError: it drops activations at random, which depends on the layout, or has buffers
             that cannot be filled.
     """
-    config = _config(spec.config_json)
+    config, transformers = _config(spec.config_json), _transformers()
+    transformers.AttentionInterface.register(OWN_ATTENTION, attend_rows)
+    transformers.AttentionMaskInterface.register(OWN_ATTENTION, window_mask)
     with torch.device("meta"):
-        model = _transformers().AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype or torch.get_default_dtype(), attn_implementation=spec.attention
         )
     if why := UNFIT.get(kind := config.get_text_config(decoder=True).model_type):

@@ -14,6 +14,7 @@ from kenotron_dist import Role, declare_roles
 from kenotron_dist.placement import Chunk
 from kenotron_models.build import Build
 from kenotron_models.transformers_corrections import CORRECTIONS
+from kenotron_models.transformers_experts import declare_stacks, exchange_experts
 from kenotron_models.transformers_structure import found_plan
 from kenotron_models.transformers_twin import meta_twin
 from kenotron_tp import Style, parallelize, vocabulary_chunk
@@ -61,15 +62,16 @@ def _family_plan(model: Any) -> dict[str, str]:
 
 
 def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
-    """Cut a model over tp in place: layers by their plan, embedding and head over the vocabulary.
+    """Cut a model in place: layers over tp by their plan, the vocabulary, and experts over ep.
 
     Args:
         model: of transformers, on meta.
-        build: with the tp axis.
+        build: with both axes.
         given: styles that replace those of its family, by full names.
 
     Raises:
-        ValueError: there is no plan and tp is not 1, or the plan cannot be followed.
+        ValueError: there is no plan and tp is not 1, or the plan cannot be followed; experts that
+            cannot be cut over ep.
     """
     tp, plan, kind = build.tp, tp_plan(model, given), model.config.model_type
     if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -80,8 +82,9 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
             f"tp {tp.size} was given, but transformers has no base_model_tp_plan for a {kind}: set "
             f"tp to 1, or give a plan with model.model_config.tp_plan{hint}"
         )
+    rest = exchange_experts(model, plan or {}, build) if build.ep.size > 1 else plan
     try:
-        styles = _styles(model, plan, {*dict(given)}, tp.size)
+        styles = _styles(model, rest, {*dict(given)}, tp.size)
         strict = not _family_plan(model)  # those of families are compared with plain models
         parallelize(model, styles, tp, overlap=build.mode.overlap, strict=strict)
     except ValueError as error:
@@ -91,6 +94,7 @@ def cut_model(model: Any, build: Build, given: Plan = ()) -> None:
                 "another style, replicate to leave it whole"
             ) from error
         parallelize(model, {}, tp)  # it trains on one rank
+    declare_stacks(model)
     _declare_roles(model, plan or {})
 
 

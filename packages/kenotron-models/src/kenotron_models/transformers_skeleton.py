@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_models.context import Context
+from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_model import fill_buffers
 from kenotron_models.transformers_plan import base_of, path_of
 
@@ -67,10 +68,11 @@ class Skeleton:
 
     def __init__(self, model: Any, layers: nn.ModuleList, documents: bool) -> None:
         self.model, self.base, self.documents = model, base_of(model), documents
+        self.masks_documents = documents and not attends_here(model)
         self.recorders = [_Recorder(layer) for layer in layers]
         setattr(self.base, path_of(self.base, layers), nn.ModuleList(self.recorders))
         self._filled: torch.device | None = None
-        self._checked = not documents
+        self._checked = not self.masks_documents
 
     def calls_a_chain(self, width: int) -> bool:
         """Return True where layers take and return hidden features alone, of so many features."""
@@ -87,7 +89,8 @@ class Skeleton:
         """Return the hidden features (B, S, D) that the first layer is called with."""
         self._reset()
         self.recorders[0].ends = True
-        return self._reach(input_ids=tokens_BS, **places_of(self.documents, context))
+        with attending(context, self.documents):
+            return self._reach(input_ids=tokens_BS, **self._places(context))
 
     def calls(self, x_BSD: Tensor, context: Context) -> list[Call]:
         """Return what each layer is called with; made once a micro-batch."""
@@ -97,8 +100,9 @@ class Skeleton:
         """Return the logits (B, S, V/t) of the last layer's output."""
         self._reset()
         self.recorders[-1].result = x_BSD
-        places = places_of(self.documents, context)
-        logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
+        with attending(context, self.documents):
+            places = self._places(context)
+            logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
         return logits
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -113,8 +117,8 @@ class Skeleton:
         for recorder in self.recorders:
             recorder.calls = found
         self.recorders[-1].ends = True
-        with torch.no_grad():
-            self._reach(inputs_embeds=torch.zeros_like(x_BSD), **places_of(self.documents, context))
+        with torch.no_grad(), attending(context, self.documents):
+            self._reach(inputs_embeds=torch.zeros_like(x_BSD), **self._places(context))
         if not self._checked and not context.positions_BS.is_meta:
             kind = self.model.config.model_type
             self._checked = check_documents(found, context.positions_BS, kind)
@@ -128,9 +132,18 @@ class Skeleton:
             return reached.hidden
         raise RuntimeError(f"{type(self.base).__name__}.forward did not call its layers")
 
+    def _places(self, context: Context) -> dict[str, Any]:
+        return places_of(self.masks_documents, context)
+
     def _reset(self) -> None:
         for recorder in self.recorders:
             recorder.calls, recorder.ends, recorder.result = None, False, None
+
+
+def attends_here(model: Any) -> bool:
+    """Return True where attention of a model is that of ``transformers_attention``."""
+    text = model.config.get_text_config(decoder=True)
+    return bool(getattr(text, "_attn_implementation", None) == OWN_ATTENTION)
 
 
 def check_documents(calls: Sequence[Call], positions_BS: Tensor, kind: str) -> bool:

@@ -75,7 +75,9 @@ def matrix_parts(
 
 
 def _is_stack(layout: TensorLayout) -> bool:
-    return len(layout.shape) == 3 and layout.grid == "expert"
+    """Return True for experts: they are on their grid, or dimension 0 is declared to be of them."""
+    declared = any(isinstance(p, Fused) and p.dim == 0 for p in layout.placement)
+    return len(layout.shape) == 3 and (layout.grid == "expert" or declared)
 
 
 def _parts(layout: TensorLayout, per_head: bool) -> Iterator[MatrixPart]:

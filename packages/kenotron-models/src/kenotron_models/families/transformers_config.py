@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kenotron_models.family import Family
+from kenotron_models.transformers_attention import OWN_ATTENTION
 from kenotron_models.transformers_model import spec_of
 from kenotron_models.transformers_spec import TransformersSpec
 
 CONFIG = "config.json"
-ATTENTIONS = ("sdpa", "eager")
+ATTENTIONS = ("sdpa", "eager", OWN_ATTENTION)
 OF_A_FILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of config.json that say nothing of the model."""
 
@@ -31,7 +32,7 @@ class TransformersConfig:
     """Folder with the model's config.json. Its weights are read with `model.init_method.path`."""
     attn_implementation: str | None = None
     """Attention backend of transformers: `sdpa` or `eager`; None: its own choice, `sdpa` for nearly
-    all."""
+    all. `kenotron`: attention is computed here, which cp needs, and honours documents."""
     separate_documents: bool = False
     """True: a token sees its own document only, where samples hold several."""
     tp_plan: dict[str, str] | None = None

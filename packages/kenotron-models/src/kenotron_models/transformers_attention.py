@@ -1,0 +1,134 @@
+"""Attention of transformers' layers, computed here: rows may be cut over cp, documents separate.
+
+transformers calls a function that is registered under a name (``ALL_ATTENTION_FUNCTIONS``). Ours
+reads the micro-batch's context, which a call's arguments do not have. Its masks are one number: the
+window of a layer.
+
+Shapes: B rows, n tokens of a row on this rank, S tokens of a whole row, H query heads, G key and
+value heads, K features of a head; ``/t`` is divided by tp size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_cp import Scoring
+from kenotron_models.attention_backends import attend
+from kenotron_models.attention_cp import attend_cut
+from kenotron_models.attention_mask import AttentionMask
+from kenotron_models.context import Context
+
+OWN_ATTENTION = "kenotron"
+"""``attn_implementation`` of models whose attention is computed here."""
+_SAYS_NOTHING = {"sliding_window", "position_ids", "is_causal", "cu_seq_lens_q", "cu_seq_lens_k"}
+"""Arguments of a call that repeat what is known: masks say what is seen."""
+_Token = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A mask of transformers: (row, head, query, key) -> True where it is seen."""
+
+
+class _Rows(NamedTuple):
+    """The micro-batch that layers compute."""
+
+    context: Context
+    documents: bool
+    """A token sees its own document only."""
+
+
+_rows: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+
+
+@contextmanager
+def attending(context: Context, documents: bool) -> Iterator[None]:
+    """Give the attention of all layers called inside the micro-batch that they compute."""
+    before = _rows.set(_Rows(context, documents))
+    try:
+        yield
+    finally:
+        _rows.reset(before)
+
+
+def attend_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' interface asks for it: (B, n, H/t, K), and no weights.
+
+    Collective over cp where rows are cut.
+
+    Args:
+        module: the attention that calls.
+        query: (B, H/t, n, K).
+        key: (B, G/t, n, K).
+        value: (B, G/t, n, K).
+        attention_mask: what ``window_mask`` returned.
+        scaling: factor of the scores; None: 1/sqrt(K).
+        softcap: cap of the scores.
+        s_aux: sinks (H/t,).
+        dropout: 0.
+        others: arguments that are None, or repeat what is known.
+
+    Raises:
+        ValueError: a mask that the model made itself, or an argument that changes the scores and is
+            not known here.
+    """
+    name = type(module).__name__
+    given = {word for word, each in others.items() if each is not None and each is not False}
+    if unknown := sorted(given - _SAYS_NOTHING):
+        raise ValueError(f"{name} calls its attention with {', '.join(unknown)}, {_ADVICE}")
+    mask = attention_mask
+    if others.get("is_causal") is False or mask is None or mask.numel() != 1 or mask.is_cuda:
+        raise ValueError(f"{name} calls its attention with a mask that it made itself, {_ADVICE}")
+    rows = _rows.get()
+    assert rows is not None and not dropout
+    window = int(mask)
+    sight = AttentionMask(rows.context, window or None, rows.documents)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    how = attend if rows.context.cut is None else attend_cut
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return how(q, k, v, sight, Scoring(scale, softcap, s_aux)).contiguous(), None
+
+
+_ADVICE = f"which attn_implementation: {OWN_ATTENTION} does not know: set it to null"
+
+
+def window_mask(*, mask_function: _Token, use_vmap: bool = False, **_: Any) -> Tensor:
+    """Return the window of a mask of transformers, 0 for none: int64 (1, 1, 1, 1) on the CPU.
+
+    Args:
+        mask_function: the tokens that are seen.
+        use_vmap: true for a function that a model added to masks.
+
+    Raises:
+        ValueError: a token sees something else than the last so many tokens.
+    """
+    rows = _rows.get()
+    assert rows is not None
+    context = rows.context
+    length = context.positions_BS.shape[1] if context.cut is None else context.cut.sequence
+    with torch.device("cpu"):  # no device waits for the host
+        keys, zero = torch.arange(length)[None], torch.zeros((), dtype=torch.int64)
+        queries = torch.tensor([0, length // 2, max(length - 2, 0), length - 1])[:, None]
+        seen = torch.ones(4, length, dtype=torch.bool)  # unlike all masks
+        if not use_vmap:
+            seen = mask_function(zero, zero, queries, keys).expand(4, length)
+        window = int(seen[-1].sum())
+        if not torch.equal(seen, (keys <= queries) & (keys > queries - window)):
+            raise ValueError(
+                f"attn_implementation: {OWN_ATTENTION} was given, but a mask of this model is not "
+                f"causal with a window, in rows of {length} tokens: set it to null"
+            )
+        return torch.full((1, 1, 1, 1), 0 if window == length else window)
