@@ -1,7 +1,7 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.build import Build
-from kenotron_models.communication import sent_bytes
+from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.compiled import compile_layers
 from kenotron_models.context import Context
 from kenotron_models.decoder import LayerStack, build_decoder
@@ -13,6 +13,7 @@ from kenotron_models.families.places import cut_sizes
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
+    block_flops,
     expert_parameters,
     forward_flops,
     layer_costs,
@@ -65,6 +66,7 @@ __all__ = [
     "SmallSizes",
     "TransformersLayer",
     "TransformersSpec",
+    "block_flops",
     "build_decoder",
     "compile_layers",
     "component_of",
@@ -86,6 +88,7 @@ __all__ = [
     "reported_name",
     "router_shapes",
     "sent_bytes",
+    "sequence_bytes",
     "standard_init",
     "training_flops",
     "transformers_names",
