@@ -33,6 +33,7 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
+from kenotron_train.plan.cli import plan_main, plan_parser
 from kenotron_train.replay.replay import replay
 from kenotron_train.report.cli import report_main, report_parser
 from kenotron_train.run.dry_run import dry_run_of
@@ -70,6 +71,7 @@ def main(
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "new": new_main,
+    "plan": plan_main,
     "report": report_main,
     "slurm": slurm_main,
     "kubernetes": kubernetes_main,
@@ -80,7 +82,7 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "flag-reference": lambda _: _show(
         flag_reference(
             [train_parser(), new_parser(), slurm_parser(), kubernetes_parser(), verify_parser()]
-            + [evaluate_parser(), doremi_parser(), report_parser()]
+            + [plan_parser(), evaluate_parser(), doremi_parser(), report_parser()]
         )
     ),
 }

@@ -47,7 +47,13 @@ ELSEWHERE = {  # examples that another test runs
     "custom_dataloader/train.py": "test_train_own_data.py",
     "own_program/train.py": "test_train_library.py",
 }
-EXACT = ("--check", "--dry-run", "kenotron_pp", "own_schedule")  # prints the same everywhere
+EXACT = (
+    "--check",
+    "--dry-run",
+    "apps/train plan",
+    "kenotron_pp",
+    "own_schedule",
+)  # prints the same everywhere
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +122,7 @@ def shrunk(arguments: list[str], name: str) -> list[str]:
 
 def is_training(words: list[str]) -> bool:
     others = ("new", "report", "config-reference", "flag-reference", "slurm", "verify", "evaluate")
-    others += ("doremi",)
+    others += ("doremi", "plan")
     return words[:1] == ["apps/train"] and not (
         words[1:2] and words[1] in others or {"--check", "--dry-run", "--json-schema"} & set(words)
     )
