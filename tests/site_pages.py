@@ -136,7 +136,15 @@ def navigation(root: Path = ROOT) -> list[dict]:
 
 RESULTS = "tests/GPU.md", "tests/VERSIONS.md"
 GUIDES = {
-    "Tutorials": ("parallelism", "choosing-a-layout", "any-model", "extending", "widths", "doremi"),
+    "Tutorials": (
+        "parallelism",
+        "choosing-a-layout",
+        "planning",
+        "any-model",
+        "extending",
+        "widths",
+        "doremi",
+    ),
     "How to": (
         "data",
         "schedules",

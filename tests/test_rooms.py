@@ -92,8 +92,8 @@ TRAIN = "apps/train/kenotron_train"
 NOX = "environments", "lanes", "before_release", "release"
 """What ``noxfile.py`` imports: ``tests/nox_*.py``."""
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
-    "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "doremi", "verify",
-    "slurm", "kubernetes", "preflight",
+    "cost", "log", "data", "failures", "evaluate", "run", "plan", "replay", "report", "doremi",
+    "verify", "slurm", "kubernetes", "preflight",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it
     "kenotron_config/availability.py",
@@ -109,6 +109,9 @@ TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, o
     "cost/cost_plan.py",
     "doremi/reference_pass.py",
     "log/log_plan.py",
+    "plan/layouts.py",
+    "plan/run_plan.py",
+    "plan/written.py",
     "replay/replay.py",
     "run/elastic.py",
     "run/dry_run.py",

@@ -33,6 +33,7 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
+from kenotron_train.plan.cli import plan_main, plan_parser
 from kenotron_train.preflight.cli import preflight_main, preflight_parser
 from kenotron_train.replay.replay import replay
 from kenotron_train.report.cli import report_main, report_parser
@@ -71,6 +72,7 @@ def main(
 
 SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "new": new_main,
+    "plan": plan_main,
     "report": report_main,
     "slurm": slurm_main,
     "kubernetes": kubernetes_main,
@@ -82,7 +84,8 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "flag-reference": lambda _: _show(
         flag_reference(
             [train_parser(), new_parser(), slurm_parser(), kubernetes_parser(), verify_parser()]
-            + [evaluate_parser(), doremi_parser(), report_parser(), preflight_parser()]
+            + [plan_parser(), preflight_parser(), evaluate_parser(), doremi_parser()]
+            + [report_parser()]
         )
     ),
 }

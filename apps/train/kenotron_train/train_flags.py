@@ -22,6 +22,7 @@ def _seconds(text: str) -> float:
 COMMANDS = """\
 commands, each with its own --help:
   new DIR           write a folder to begin with
+  plan              memory and time of all layouts
   verify            compare a layout with one process
   report RUN ...    draw runs
   evaluate          evaluate a checkpoint

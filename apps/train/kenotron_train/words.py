@@ -12,11 +12,11 @@ TRAIN = Word(
     "kenotron_train.train_flags:train_parser",
 )
 PLAN = Word(
-    "print layout, sizes and memory of a training, which is not started",
-    "kenotron plan --config-file my.yaml --set parallelism.tp=4",
+    "say whether a training fits, which layout is best, and what limits it",
+    "kenotron plan --config-file my.yaml --gpus 16x8xH100",
     _RUN,
-    "kenotron_train.train_flags:train_parser",
-    ("--check",),
+    "kenotron_train.plan.cli:plan_parser",
+    ("plan",),
 )
 VERIFY = Word(
     "compare a small copy of a config on its layout with one process",

@@ -47,7 +47,13 @@ ELSEWHERE = {  # examples that another test runs
     "custom_dataloader/train.py": "test_train_own_data.py",
     "own_program/train.py": "test_train_library.py",
 }
-EXACT = ("--check", "--dry-run", "kenotron_pp", "own_schedule")  # prints the same everywhere
+EXACT = (
+    "--check",
+    "--dry-run",
+    "apps/train plan",
+    "kenotron_pp",
+    "own_schedule",
+)  # prints the same everywhere
 
 
 @pytest.fixture(scope="module")

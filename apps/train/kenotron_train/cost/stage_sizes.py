@@ -48,14 +48,14 @@ def stage_sizes(plan: CostPlan) -> list[StageSize]:
             kept = sum(layer_activation(plan, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
-            nbytes["logits"] = _logits_bytes(plan)
+            nbytes["logits"] = logits_bytes(plan)
         sent = {} if foreign else _sent(plan, stage.layers, again)
         sent |= sent_over_data(plan, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found
 
 
-def _logits_bytes(plan: CostPlan) -> int:
+def logits_bytes(plan: CostPlan) -> int:
     """Return the bytes of the logits that exist at a time, and on accelerators of their softmax."""
     tokens = plan.micro_batch_size * plan.row_tokens
     width = plan.spec.vocab_size // plan.parallelism.tp

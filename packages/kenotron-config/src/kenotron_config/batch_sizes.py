@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from kenotron_config.parallelism_section import ParallelismConfig
 from kenotron_config.sections import TokensConfig
@@ -37,16 +38,18 @@ class BatchSizes:
             for start, end in zip(starts, ends, strict=True)
         ]
         """Steps of each stage."""
-        self._before = [0]
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """Samples that are read before each stage, and after the last one."""
+        found = [0]
         for stage, steps in enumerate(self.steps):
-            self._before.append(self._before[stage] + self._samples(stage, steps))
+            found.append(found[stage] + self._samples(stage, steps, found[stage]))
+        return found
 
     def at(self, stage: int, consumed: int) -> int:
         """Return the samples of the batch that follows ``consumed`` samples of a stage."""
-        full = self._full[stage]
-        if self.ramp is None:
-            return full
-        return min(full, self.ramp.size(self._before[stage] + consumed, max(self._full)))
+        return self._size(stage, self._before[stage] + consumed)
 
     def microbatches(self, stage: int, consumed: int) -> int:
         """Return the micro-batches of each data rank in that batch; the last have padding."""
@@ -65,11 +68,16 @@ class BatchSizes:
         """Return the samples that the steps of a stage read."""
         return self._before[stage + 1] - self._before[stage]
 
-    def _samples(self, stage: int, steps: int) -> int:
+    def _size(self, stage: int, read: int) -> int:
+        """Return the samples of the batch of a stage after all that were ``read``."""
+        full = self._full[stage]
+        return full if self.ramp is None else min(full, self.ramp.size(read, max(self._full)))
+
+    def _samples(self, stage: int, steps: int, before: int) -> int:
         """Add up batches: one by one while they grow, the rest at once."""
         consumed, ramp = 0, self.ramp
-        while steps and ramp is not None and self._before[stage] + consumed < ramp.samples:
-            consumed, steps = consumed + self.at(stage, consumed), steps - 1
+        while steps and ramp is not None and before + consumed < ramp.samples:
+            consumed, steps = consumed + self._size(stage, before + consumed), steps - 1
         return consumed + steps * self._full[stage]
 
 

@@ -2,7 +2,7 @@
 
 from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.build import Build
-from kenotron_models.communication import sent_bytes
+from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.compiled import compile_layers
 from kenotron_models.context import Context
 from kenotron_models.decoder import LayerStack, build_decoder
@@ -14,6 +14,7 @@ from kenotron_models.families.places import cut_sizes
 from kenotron_models.families.upcycled import router_shapes, upcycled_config, upcycled_name
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
+    block_flops,
     expert_parameters,
     forward_flops,
     layer_costs,
@@ -66,6 +67,7 @@ __all__ = [
     "SmallSizes",
     "TransformersLayer",
     "TransformersSpec",
+    "block_flops",
     "build_decoder",
     "compile_layers",
     "component_of",
@@ -87,6 +89,7 @@ __all__ = [
     "reported_name",
     "router_shapes",
     "sent_bytes",
+    "sequence_bytes",
     "standard_init",
     "training_flops",
     "sequence_problem",

@@ -7,7 +7,7 @@ K features of a head; ``/t`` is divided by tp size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -65,11 +65,17 @@ class AttentionSpec(MixingSpec):
         """Return the bytes of keys, or of heads, that leave a rank; see ``SendsOverSequence``."""
         heads, kv_heads = self.heads // tp, max(self.kv_heads // tp, 1)
         size = AttentionSize(rows, heads, kv_heads, self.head_dim, self.head_dim, dtype)
-        return attention_traffic(way, size, Visibility(cut.sequence, self.window), cut, 0)
+        return attention_traffic(way, size, _one_document(cut.sequence, self.window), cut, 0)
 
     def cost(self, width: int) -> int:
         """Count the projections as if all heads had their own keys and values; no scores."""
         return (4 + self.gate) * self.heads * self.head_dim * width
+
+
+@lru_cache(maxsize=16)
+def _one_document(sequence: int, window: int | None) -> Visibility:
+    """Return the visibility in a row of one document, which makes the tables of each cut once."""
+    return Visibility(sequence, window)
 
 
 class Attention(Mixing[AttentionSpec]):

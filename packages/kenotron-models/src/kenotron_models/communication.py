@@ -68,10 +68,23 @@ def sent_bytes(
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
     if cut is None or cut.ranks == 1:
         return found
+    return found | {"cp": sequence_bytes(block, rows, cut, way, tp, dtype, recompute)}
+
+
+def sequence_bytes(
+    block: BlockSpec,
+    rows: int,
+    cut: Cut,
+    way: AttentionWay,
+    tp: int,
+    dtype: torch.dtype,
+    recompute: Recompute,
+) -> int:
+    """Return the bytes that leave the first rank of cp; arguments are those of ``sent_bytes``."""
     sent = 0
     for part in block.parts:
         if isinstance(part, SendsOverSequence):
             forward, backward = part.sent_over_sequence(rows, cut, way, tp=tp, dtype=dtype)
             again = recompute in ("full", "mixer" if part is block.mixer else "feed_forward")
             sent += forward * (1 + again) + backward
-    return found | {"cp": sent}
+    return sent

@@ -31,15 +31,32 @@ def forward_flops(
     spec, tokens = config.decoder, batch * sequence
     if isinstance(spec, TransformersSpec):
         return flops(spec, batch, sequence, causal=causal)
-    matrices = sum(_matrices(block, spec.hidden_size) for block in spec.trained_blocks)
-    mixing = sum(
-        part.mixing_flops(batch, sequence, causal=causal)
+    blocks = sum(
+        sum(block_flops(block, spec.hidden_size, batch, sequence, causal=causal))
         for block in spec.trained_blocks
-        for part in block.parts
     )
     head = spec.hidden_size * spec.vocab_size
     head += len(spec.mtp_blocks) * (head + 2 * spec.hidden_size**2)
-    return float(2 * tokens * (matrices + head) + mixing)
+    return float(2 * tokens * head + blocks)
+
+
+def block_flops(
+    block: BlockSpec, width: int, batch: int, sequence: int, *, causal: bool = False
+) -> tuple[int, int]:
+    """Count the operations of one forward pass of a block over (batch, sequence) tokens.
+
+    Args:
+        block: what it is made of.
+        width: D.
+        batch: rows.
+        sequence: tokens of a row.
+        causal: as for ``forward_flops``.
+
+    Returns:
+        Those of products with matrices, and those of what mixers compute between them.
+    """
+    mixing = sum(part.mixing_flops(batch, sequence, causal=causal) for part in block.parts)
+    return 2 * batch * sequence * _matrices(block, width), mixing
 
 
 def training_flops(

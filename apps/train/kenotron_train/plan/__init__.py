@@ -1,0 +1,1 @@
+"""Choice of a layout: memory and time of every legal one, by the costs of the code that trains."""

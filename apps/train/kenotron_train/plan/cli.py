@@ -1,0 +1,150 @@
+"""``python apps/train plan``: does it fit, which layout, and what limits it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from textwrap import wrap
+
+from kenotron_command import BAD_INPUT, framed
+from kenotron_train.called import called
+from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.counts import count
+from kenotron_train.log.printing import fail, say
+from kenotron_train.plan.layouts import RECOMPUTES, Refused
+from kenotron_train.plan.machine_file import Machine, known_machines, machine_named
+from kenotron_train.plan.run_plan import Planned, plan_of_run
+from kenotron_train.plan.table import (
+    WIDTH,
+    best_lines,
+    figures,
+    note_lines,
+    own_lines,
+    refused_lines,
+)
+from kenotron_train.plan.written import write_config
+
+GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
+"""``8xH100``, ``H100``, or ``16x8xH100``: nodes, devices of a node, a machine."""
+
+
+def plan_main(argv: Sequence[str]) -> int:
+    """Plan a training; the exit status.
+
+    0: a layout fits; 1: none does; 2: the flags, config or machine cannot be used.
+    """
+    given = plan_parser().parse_args(argv)
+    return framed(lambda: _plan(given), OSError, ValueError, status=BAD_INPUT, report=fail)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    machine, ranks = _machine(given)
+    for flag in ("json", "write"):
+        if (path := getattr(given, flag)) and Path(path).is_dir():
+            raise ValueError(f"--{flag} {path}: this is a folder; give the path of a file")
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    room = machine["memory"] if given.memory is None else given.memory * 1e9
+    planned = plan_of_run(config, machine, room, ranks, given.objective, given.price)
+    say("\n".join(_lines(planned, machine)))
+    if given.json:
+        Path(given.json).write_text(json.dumps(_json(planned, machine), indent=2) + "\n", "utf-8")
+    chosen = planned.chosen
+    if given.write and chosen is not None:
+        line = write_config(config, chosen.layout, Path(given.write), machine.devices)
+        say(f"\nWritten: {given.write}\nStart it: {line}")
+    return 0 if chosen is not None else 1
+
+
+def _machine(given: argparse.Namespace) -> tuple[Machine, int | None]:
+    """Return the machine of the flags, and the number of ranks if they say it."""
+    ranks = given.ranks
+    if given.gpus is None:
+        return machine_named(given.machine or "h100"), ranks
+    if (found := GPUS.fullmatch(given.gpus)) is None:
+        raise ValueError(
+            f"--gpus {given.gpus}: give their number and kind: 8xH100, or nodes, too: 16x8xH100"
+        )
+    first, second, kind = found.groups()
+    number = int(first or 1) * int(second or 1)
+    if ranks not in (None, number):
+        raise ValueError(
+            f"--ranks {ranks}: --gpus {given.gpus} are {number}; leave one of them out"
+        )
+    return machine_named(given.machine or kind), number
+
+
+def _lines(planned: Planned, machine: Machine) -> Iterator[str]:
+    """Yield the lines of a plan."""
+    own, training = planned.own, planned.training
+    if own is not None:
+        yield "The layout of the config"
+        yield from own_lines(own, machine, training)
+        for line in planned.remedies:
+            yield from wrap(line, WIDTH, initial_indent="* ", subsequent_indent="  ")
+        yield ""
+    if (found := planned.found) is not None:
+        none = "" if planned.fitting else "; none fits: those that lack least memory"
+        yield (
+            f"{found.tried:,} legal layouts of {planned.ranks:,} ranks, by {planned.objective}"
+            f"{none}"
+        )
+        yield from best_lines(found, machine, training)
+        yield ""
+        yield from _about_refused(planned.refused)
+    if shown := own or (planned.found.best[0] if planned.found else None):
+        yield from note_lines(shown, machine, training)
+
+
+def _about_refused(refused: Refused) -> Iterator[str]:
+    if refused.reasons:
+        yield "Not legal"
+        yield from refused_lines(refused)
+        yield ""
+
+
+def _json(planned: Planned, machine: Machine) -> dict[str, object]:
+    """Return a plan for programs."""
+    training = planned.training
+    best = planned.found.best if planned.found else []
+    return {
+        "machine": {"name": machine.name, "date": machine.date, "sources": machine.sources()},
+        "own": None if planned.own is None else figures(planned.own, machine, training),
+        "remedies": planned.remedies,
+        "layouts": [figures(each, machine, training) for each in best],
+        "refused": dict(planned.refused.reasons),
+    }
+
+
+def plan_parser() -> argparse.ArgumentParser:
+    """The flags of ``plan``."""
+    parser = argparse.ArgumentParser(
+        prog=called("plan"),
+        description="Say whether a training fits into the memory of its devices, how long it "
+        "takes, and what limits it; with --ranks or --gpus for every legal layout, of which the "
+        "ten best are shown. Nothing is started. Sizes are those of the code that trains, "
+        "measured on torch's meta device; times follow from the numbers of a machine file. Exit "
+        "status 0: a layout fits; 1: none does; 2: the config or the machine cannot be used.",
+    )
+    add = parser.add_argument
+    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add("--ranks", type=count, metavar="N", help="search all layouts of N ranks")
+    what = "search all layouts of these devices: 8xH100, or nodes, too: 16x8xH100"
+    add("--gpus", metavar="NUMBERxKIND", help=what)
+    known = ", ".join(known_machines())
+    what = f"a machine file, or one of {known} (default: that of --gpus, else h100)"
+    add("--machine", metavar="FILE", help=what)
+    add("--memory", type=float, metavar="GB", help="of a device (default: the machine's)")
+    objectives = ("time", "memory", "price")
+    what = "order of the layouts (default: time)"
+    add("--objective", choices=objectives, default=objectives[0], help=what)
+    what = "of a device and hour; the price of the whole training is then shown"
+    add("--price", type=float, metavar="MONEY", help=what)
+    add("--json", metavar="FILE", help="write the plan for programs, its layouts under `layouts`")
+    what = "write the config on the best layout, and show the command that starts it"
+    add("--write", metavar="FILE", help=what)
+    parser.epilog = f"recomputation that is tried: {', '.join(RECOMPUTES)}"
+    return parser

@@ -1,0 +1,94 @@
+"""The largest instant of a step: which line of it has most memory in use, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kenotron_models import Recompute
+from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.cost.machine import OFFLOADED
+from kenotron_train.plan.measured import MeasuredModel
+
+FORWARD = "end of a forward, with the most micro-batches alive"
+BACKWARD = "backward of a layer, with the most micro-batches alive"
+UPDATE = "optimizer step"
+NOT_COUNTED = (
+    "buckets of gradients, tensors inside of a layer's forward and backward, an uneven load of "
+    "experts, validation and saves"
+)
+"""Memory that no number here has; part of it is in the constant ``reserved``."""
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """The fullest rank at the instant at which it has most in use."""
+
+    instant: str
+    rank: int
+    """Of pp."""
+    bytes_of: dict[str, int]
+    """Bytes by what they are for."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.bytes_of.values())
+
+
+def peak_memory(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], reserved: float
+) -> PeakMemory:
+    """Return the largest instant of the fullest rank.
+
+    Args:
+        plan: the layout.
+        measured: of its model.
+        again: what each block computes again.
+        reserved: bytes that are never tensors.
+    """
+    found = (
+        PeakMemory(instant, rank, held | {"reserved": int(reserved)})
+        for rank in range(plan.parallelism.pp)
+        for instant, held in _instants(plan, measured, again, rank)
+    )
+    return max(found, key=lambda peak: peak.total)
+
+
+def _instants(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int
+) -> list[tuple[str, dict[str, int]]]:
+    """Return the bytes of a rank at the instants that may be its largest ones."""
+    held = measured.held(plan, rank, again)
+    if plan.optimizer.offload and plan.on_accelerator:
+        held = {what: size for what, size in held.items() if what not in OFFLOADED}
+    moving = {what: held.pop(what) for what in ("activations", "logits") if what in held}
+    backward = {"activations": moving["activations"]} | _working(plan, measured, again, rank)
+    instants = {FORWARD: held | moving, BACKWARD: held | backward, UPDATE: held}
+    return [
+        (name, {k: size for k, size in each.items() if size}) for name, each in instants.items()
+    ]
+
+
+def _working(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int
+) -> dict[str, int]:
+    """Return the bytes of what the backward of a layer has in use for itself."""
+    stage, optimizer = measured.stages(plan)[rank], plan.optimizer
+    ways = measured.ways(stage.blocks, again)
+    found = {
+        "recomputed layer": max(
+            (measured.kept(plan, kind, "none") - measured.kept(plan, kind, way))
+            for kind, way in ways
+        )
+        if ways
+        else 0
+    }
+    elements = measured.elements(plan)
+    largest = max(elements[name] for name in stage.names)
+    if optimizer.zero.cuts_parameters and optimizer.regather == "layer":
+        found["gathered parameters"] = 2 * largest * plan.dtype.itemsize  # of it and the next one
+    if optimizer.zero.cuts_gradients and optimizer.reduce == "micro_batch":
+        summed = 4 if optimizer.accumulate_grad_in_fp32 else plan.dtype.itemsize
+        found["gradients of a layer"] = largest * summed
+    return found

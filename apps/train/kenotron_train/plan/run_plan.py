@@ -1,0 +1,143 @@
+"""The plan of a run: its own layout, what makes it fit, and the best of all legal ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kenotron_config import Config
+from kenotron_models import TransformersSpec
+from kenotron_train.cost.activations import recomputed
+from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.plan.layouts import Refused, legal_layouts, own_layout, with_layout
+from kenotron_train.plan.machine_file import Machine
+from kenotron_train.plan.search import (
+    Estimate,
+    Found,
+    Objective,
+    Planner,
+    changes_that_fit,
+    neighbours,
+)
+from kenotron_train.plan.table import GB, PlannedRun
+from kenotron_train.run.preview import cannot_run
+
+SHOWN_REMEDIES = 5
+
+
+@dataclass
+class Planned:
+    """Everything that a plan says."""
+
+    training: PlannedRun
+    objective: Objective
+    own: Estimate | None = None
+    """The layout of the config; None where another number of ranks was asked for."""
+    remedies: list[str] = field(default_factory=list)
+    """Changes of one key with which it fits, and their cost."""
+    ranks: int = 0
+    found: Found | None = None
+    refused: Refused = field(default_factory=Refused)
+
+    @property
+    def fitting(self) -> list[Estimate]:
+        """Layouts of the search that fit, the best first."""
+        return [each for each in self.found.best if each.fits] if self.found else []
+
+    @property
+    def chosen(self) -> Estimate | None:
+        """The best layout that fits: of the search, or the config's own one; None: none does."""
+        if self.found is not None:
+            return next(iter(self.fitting), None)
+        return self.own if self.own and self.own.fits else None
+
+
+def plan_of_run(
+    config: Config,
+    machine: Machine,
+    room: float,
+    ranks: int | None,
+    objective: Objective = "time",
+    price: float | None = None,
+) -> Planned:
+    """Plan a run.
+
+    Args:
+        config: the run.
+        machine: where it runs.
+        room: bytes of a device's memory.
+        ranks: search all layouts of so many; None: only the config's own one.
+        objective: order of the layouts.
+        price: of a device and hour.
+
+    Raises:
+        ValueError: the config cannot be run, its model is one of transformers, whose activations
+            are not known, or no layout is legal.
+    """
+    if problems := cannot_run(config):
+        raise ValueError("\n".join(problems))
+    plan = cost_plan(config)
+    if isinstance(plan.spec, TransformersSpec):
+        raise ValueError(
+            "model.model_config: is_hf_config was given; activations and operations of its layers "
+            "are not counted, so nothing can be said of what fits: see what is known with --check"
+        )
+    if objective == "price" and price is None:
+        raise ValueError("--objective price: give --price, of a device and hour")
+    stages = range(len(config.data_stages))
+    training = PlannedRun(
+        max(map(config.batches.full, stages)),
+        plan.sequence,
+        sum(config.batches.samples(stage) * config.sequence_of(stage) for stage in stages),
+        price,
+    )
+    planner = Planner(plan, machine, room)
+    planned = Planned(training, objective)
+    if ranks in (None, config.world_size):
+        planned.own = planner.estimate(own_layout(config), plan, recomputed(plan))
+        if not planned.own.fits:
+            planned.remedies = [*_remedies(config, planner, planned.own)]
+    if ranks is not None:
+        legal = [*legal_layouts(config, ranks, planned.refused)]
+        if not legal:
+            raise ValueError(_none_legal(config, ranks, planned.refused))
+        planned.ranks, planned.found = ranks, planner.search(legal, objective)
+    return planned
+
+
+def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:
+    """Yield the knobs that make a layout fit, the cheapest first."""
+    named, estimates = {}, []
+    for knob, layout in neighbours(own.layout):
+        try:
+            plan = cost_plan(with_layout(config, layout))
+        except ValueError:  # not legal
+            continue
+        named[layout] = knob
+        estimates.append(planner.estimate(layout, plan, recomputed(plan), exact=False))
+    found = changes_that_fit(estimates, own)
+    if not found:
+        yield "No single knob makes it fit: search all layouts with --ranks"
+    for each, ratio in found[:SHOWN_REMEDIES]:
+        saved = (own.memory.total - each.memory.total) / GB
+        dp = f" with parallelism.dp={each.layout.dp}" if each.layout.dp != own.layout.dp else ""
+        yield (
+            f"{named[each.layout]}{dp} makes it fit: {saved:.3g} GB less, the step takes "
+            f"{ratio:.2f} times as long"
+        )
+
+
+def _none_legal(config: Config, ranks: int, refused: Refused) -> str:
+    """Return why there is no legal layout, and the nearest number of ranks that has one."""
+    lines = [f"--ranks {ranks}: no layout is legal"]
+    lines += [f"{times:,} x {reason}" for reason, times in refused.reasons.most_common(5)]
+    near = next(
+        (
+            each
+            for off in range(1, ranks)
+            for each in (ranks - off, ranks + off)
+            if next(iter(legal_layouts(config, each, Refused())), None)
+        ),
+        None,
+    )
+    return "\n".join([*lines, f"the nearest number that has one: --ranks {near}"])

@@ -1,0 +1,218 @@
+"""The best layouts of a model on a machine: all legal ones, by their time, memory or price."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kenotron_models import Recompute
+from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.plan.layouts import RECOMPUTES, PlannedLayout
+from kenotron_train.plan.machine_file import Machine
+from kenotron_train.plan.measured import MeasuredModel
+from kenotron_train.plan.memory import PeakMemory, peak_memory
+from kenotron_train.plan.step_time import StepTime, TimedModel
+
+Objective = Literal["time", "memory", "price"]
+BEST = 10
+"""Layouts that a search returns."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A layout, its time and its memory."""
+
+    layout: PlannedLayout
+    plan: CostPlan
+    again: tuple[Recompute, ...]
+    """What each block computes again."""
+    time: StepTime
+    memory: PeakMemory
+    room: float
+    """Bytes of a device's memory."""
+    sent: dict[str, int]
+    """Bytes that the rank that sends most sends in a step, by axis."""
+
+    @property
+    def fits(self) -> bool:
+        """True where all that is counted fits into a device."""
+        return self.memory.total <= self.room
+
+
+@dataclass
+class Found:
+    """Result of a search."""
+
+    best: list[Estimate]
+    """The best ones that fit; where none does, those that lack least memory."""
+    tried: int = 0
+    """Legal layouts, with every recomputation and ZeRO stage."""
+    too_large: int = 0
+    """Those of them that were seen not to fit."""
+
+
+class Planner:
+    """Estimates of layouts of one model on one machine.
+
+    Args:
+        plan: any plan of the model.
+        machine: the machine.
+        room: bytes of a device's memory.
+    """
+
+    def __init__(self, plan: CostPlan, machine: Machine, room: float) -> None:
+        self.measured = MeasuredModel(plan)
+        self.timed = TimedModel(self.measured, machine)
+        self.machine, self.room = machine, room
+        self.blocks = len(plan.spec.trained_blocks)
+
+    def estimate(
+        self,
+        layout: PlannedLayout,
+        plan: CostPlan,
+        again: Sequence[Recompute],
+        memory: PeakMemory | None = None,
+        *,
+        exact: bool = True,
+    ) -> Estimate:
+        """Return time and memory of a layout.
+
+        Args:
+            layout: its name.
+            plan: its plan.
+            again: what each block computes again.
+            memory: its peak, where it is known.
+            exact: simulate every micro-batch of the pipeline.
+        """
+        memory = memory or self.memory(plan, again)
+        time = self.timed.step(plan, again, exact=exact)
+        sent = [
+            self.measured.sent_by_stage(plan, rank, again) for rank in range(plan.parallelism.pp)
+        ]
+        most = max(sent, key=lambda each: sum(each.values()))
+        return Estimate(layout, plan, tuple(again), time, memory, self.room, most)
+
+    def memory(self, plan: CostPlan, again: Sequence[Recompute]) -> PeakMemory:
+        """Return the largest instant of the fullest rank."""
+        return peak_memory(plan, self.measured, again, self.machine["reserved"])
+
+    def search(
+        self, legal: Iterable[tuple[PlannedLayout, CostPlan]], objective: Objective = "time"
+    ) -> Found:
+        """Return the best of some layouts, with every recomputation and ZeRO stage.
+
+        Of those with equal axes and order of the pipeline the best one is kept. Layouts are looked
+        at in the order of seconds that they need at least, until none can be better than those that
+        were found. A price of equally many devices is in the same order.
+        """
+        found, best = Found([]), dict[tuple, Estimate]()
+        near = list[tuple[float, int, tuple]]()
+        for number, (bound, candidate) in enumerate(self._ordered(legal, found)):
+            layout, plan, again = candidate
+            kept = best.get(layout.grid)
+            last = max((_key(each, objective) for each in best.values()), default=(math.inf,))
+            limit = _key(kept, objective) if kept else last if len(best) == BEST else (math.inf,)
+            if objective != "memory" and _cost(bound, layout, objective) > limit[0]:
+                if not kept:
+                    break
+                continue
+            memory = self.memory(plan, again)
+            if memory.total > self.room:
+                found.too_large += 1
+                near = sorted([*near, (memory.total, number, candidate)])[:BEST]
+                continue
+            if objective == "memory" and memory.total > limit[0]:
+                continue
+            new = self.estimate(layout, plan, again, memory, exact=False)
+            if _key(new, objective) < limit:
+                best[layout.grid] = new
+                best = dict(sorted(best.items(), key=lambda each: _key(each[1], objective))[:BEST])
+        chosen = [(each.layout, each.plan, each.again) for each in best.values()]
+        exact = [self.estimate(*each) for each in chosen or [each for *_, each in near]]
+        order: Objective = objective if chosen else "memory"
+        found.best = sorted(exact, key=lambda each: _key(each, order))
+        return found
+
+    def _ordered(
+        self, legal: Iterable[tuple[PlannedLayout, CostPlan]], found: Found
+    ) -> list[tuple[float, tuple[PlannedLayout, CostPlan, tuple[Recompute, ...]]]]:
+        """Return all candidates with the seconds that each needs at least, in their order."""
+        ordered = []
+        for layout, plan in legal:
+            for again in RECOMPUTES:
+                bound = self.timed.least(plan, (again,) * self.blocks)
+                ordered += [
+                    (bound, (named, candidate, (again,) * self.blocks))
+                    for named, candidate in _stages_of_zero(layout, plan, again)
+                ]
+        found.tried = len(ordered)
+        return sorted(ordered, key=lambda each: each[0])
+
+
+def _stages_of_zero(
+    layout: PlannedLayout, plan: CostPlan, again: Recompute
+) -> Iterator[tuple[PlannedLayout, CostPlan]]:
+    """Yield a layout with the stages of ZeRO; stage 0 has more memory than 1, and sends as much."""
+    for zero in (1, 2, 3) if layout.dp * layout.cp > 1 else (0,):
+        optimizer = plan.optimizer
+        regather = optimizer.regather if zero == 3 else "layer"
+        yield (
+            replace(layout, zero=zero, recompute=again),
+            replace(plan, optimizer=replace(optimizer, zero_stage=zero, regather=regather)),
+        )
+
+
+def _key(estimate: Estimate, objective: Objective) -> tuple[float, float]:
+    """Return what layouts are ordered by."""
+    seconds, memory = estimate.time.seconds, float(estimate.memory.total)
+    if objective == "memory":
+        return memory, seconds
+    return _cost(seconds, estimate.layout, objective), memory
+
+
+def _cost(seconds: float, layout: PlannedLayout, objective: Objective) -> float:
+    """Return seconds, or for a price those of all devices together."""
+    return seconds * layout.ranks if objective == "price" else seconds
+
+
+def changes_that_fit(estimates: Iterable[Estimate], own: Estimate) -> list[tuple[Estimate, float]]:
+    """Return the changes of a layout that fit, the fastest first.
+
+    Args:
+        estimates: of layouts that differ from it in one thing.
+        own: of the layout.
+
+    Returns:
+        Each with how many times as long its step takes.
+    """
+    fitting = [each for each in estimates if each.fits]
+    ratio = [(each, each.time.seconds / own.time.seconds) for each in fitting]
+    return sorted(ratio, key=lambda each: each[1])
+
+
+def neighbours(layout: PlannedLayout) -> list[tuple[str, PlannedLayout]]:
+    """Return layouts of as many ranks that differ in one knob, with its name and new value."""
+    own = {"none": 0, "selective": 1, "full": 2}.get(layout.recompute, 0)
+    found = [
+        (f"parallelism.recompute={way}", replace(layout, recompute=way))
+        for way in RECOMPUTES[own + 1 :]
+    ]
+    if layout.dp * layout.cp > 1:
+        found += [
+            (f"optimizer.zero_stage={zero}", replace(layout, zero=zero))
+            for zero in range(layout.zero + 1, 4)
+        ]
+    if layout.micro_batch % 2 == 0:
+        size = layout.micro_batch // 2
+        found.append((f"tokens.micro_batch_size={size}", replace(layout, micro_batch=size)))
+    for axis, times in itertools.product(("tp", "pp", "cp"), (2, 4, 8)):
+        if layout.dp % times == 0:
+            size = getattr(layout, axis) * times
+            moved = replace(layout, dp=layout.dp // times, **{axis: size})
+            found.append((f"parallelism.{axis}={size}", moved))
+    if layout.ep == 1:
+        return found
+    return [*found, (f"parallelism.ep={2 * layout.ep}", replace(layout, ep=2 * layout.ep))]

@@ -1,0 +1,272 @@
+"""Time of a step by arithmetic: work of each stage, the schedule's own task graph, transfers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kenotron_models import Recompute, block_flops
+from kenotron_pp import Times, simulate
+from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.cost.machine import OFFLOADED
+from kenotron_train.plan.machine_file import Machine
+from kenotron_train.plan.measured import MeasuredModel, PlannedStage
+from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
+
+TIME_KEYS = (
+    "peak_flops", "product_efficiency", "attention_efficiency", "memory_bandwidth",
+    "node_bandwidth", "network_bandwidth", "latency",
+)  # fmt: skip
+"""Numbers of a machine that times follow from."""
+BACKWARD_OF_ATTENTION = 2.5
+"""Operations of attention's backward for one of its forward: scores are computed again."""
+MOST_EVENTS = 50_000
+"""Actions of a pipeline that a search simulates; longer ones continue their steady state."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Time of a step, and of the rank that works longest."""
+
+    seconds: float
+    bubble: float
+    """Share of all ranks' time in the pipeline in which a rank waits, as ``simulate`` has it."""
+    parts: dict[str, float]
+    """Seconds of the longest rank by what they are for, those in which it waits included."""
+
+
+class TimedModel:
+    """Times of a model's layers on a machine.
+
+    Args:
+        measured: the model.
+        machine: the machine.
+    """
+
+    def __init__(self, measured: MeasuredModel, machine: Machine) -> None:
+        self.measured, self.machine = measured, machine
+
+    def works(self, plan: CostPlan, again: Sequence[Recompute]) -> list[list[WorkSeconds]]:
+        """Return the work of a row of each part of each rank of pp."""
+        sizes = plan.parallelism
+        key = "works", sizes.pp, sizes.pp_engine, sizes.pp_chunks, self._cut(plan), tuple(again)
+        return self.measured.once(
+            key,
+            lambda: [self._chunks(plan, each, again) for each in self.measured.stages(plan)],
+        )
+
+    def least(self, plan: CostPlan, again: Sequence[Recompute]) -> float:
+        """Return seconds that no step of a layout is shorter than: those of its busiest rank."""
+        busiest = self.measured.once(
+            ("busiest", plan.parallelism.pp, plan.parallelism.pp_engine, plan.parallelism.pp_chunks,
+             self._cut(plan), again[0], len({*again})),
+            lambda: max(sum(work.total for work in rank) for rank in self.works(plan, again)),
+        )  # fmt: skip
+        return plan.microbatches * plan.micro_batch_size * busiest
+
+    def step(self, plan: CostPlan, again: Sequence[Recompute], *, exact: bool = True) -> StepTime:
+        """Return the time of a step.
+
+        Args:
+            plan: the layout.
+            again: what each block computes again.
+            exact: simulate every micro-batch, however many there are.
+        """
+        works = self.works(plan, again)
+        rows = plan.microbatches * plan.micro_batch_size
+        busy = [sum(work.total for work in rank) * rows for rank in works]
+        ticks, bubble = self._pipeline(plan, works, exact)
+        ends = [self._after(plan, rank, work) for rank, work in enumerate(works)]
+        longest = max(range(len(works)), key=lambda rank: busy[rank] + sum(ends[rank].values()))
+        parts = parts_of()
+        for work in works[longest]:
+            for each in work.parts:
+                add_parts(parts, each, rows)
+        add_parts(parts, ends[longest])
+        after = max(sum(each.values()) for each in ends)
+        seconds = ticks + after
+        parts["bubble"] = max(0.0, seconds - sum(parts.values()))
+        return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
+
+    def sends(self, sent: float, axis: str, plan: CostPlan) -> float:
+        """Return the seconds in which a rank sends bytes over an axis."""
+        sizes, node = plan.parallelism, self.machine.devices
+        stage = sizes.dp * sizes.cp * sizes.tp
+        size, stride = {
+            "tp": (sizes.tp, 1),
+            "cp": (sizes.cp, sizes.tp),
+            "ep": (sizes.ep, 1),
+            "dp": (sizes.dp * sizes.cp, sizes.tp),
+            "edp": (stage // sizes.ep, sizes.ep),
+        }[axis]
+        inside = self.machine["node_bandwidth"]
+        if size * stride <= node:
+            return sent / inside
+        neighbours = max(1, node // stride)
+        network = self.machine["network_bandwidth"]
+        if axis == "ep":  # all to all: what is for other nodes takes the network
+            outside = (size - neighbours) / (size - 1)
+            return sent * max(outside / network, (1 - outside) / inside)
+        return sent / min(inside, network * neighbours)  # rings through all adapters of a node
+
+    def _chunks(
+        self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
+    ) -> list[WorkSeconds]:
+        """Return the work of a row of each part of a rank."""
+        one_row, found = replace(plan, micro_batch_size=1), []
+        for chunk in stage.chunks:
+            work = WorkSeconds()
+            for (kind, way), n in self.measured.ways(chunk, again).items():
+                key = "work", kind, way, self._cut(plan)
+                one = self.measured.once(key, partial(self._block, one_row, kind, way))
+                work.add(one, n)
+            found.append(work)
+        if "head" in stage.names:
+            last = plan.parallelism.schedule.place(
+                plan.parallelism.pp * plan.parallelism.schedule.chunks - 1, plan.parallelism.pp
+            )[1]
+            found[last].add(self._head(one_row), 1 + len(plan.spec.mtp_blocks))
+        return found
+
+    def _cut(self, plan: CostPlan) -> tuple[int | str | bool, ...]:
+        """Return what the work of a row of a block depends on."""
+        sizes = plan.parallelism
+        ways = sizes.tp_mode, sizes.tp_linear_async_communication, sizes.ep_chunks
+        return (sizes.tp, sizes.cp, sizes.ep, sizes.dp * sizes.cp * sizes.tp, *ways)
+
+    def _block(self, plan: CostPlan, kind: int, again: Recompute) -> WorkSeconds:
+        """Return the work of a block."""
+        machine, sizes = self.machine, plan.parallelism
+        block = plan.spec.trained_blocks[self.measured.first[kind]]
+        rows, width = plan.micro_batch_size, plan.spec.hidden_size
+        counts = block_flops(block, width, rows, plan.sequence, causal=True)
+        share = sizes.tp * sizes.cp * machine["peak_flops"]
+        products = counts[0] / share / machine["product_efficiency"]
+        attention = counts[1] / share / machine["attention_efficiency"]
+        whole = self.measured.kept(plan, kind, "none")
+        moved = 2 * whole / machine["memory_bandwidth"]  # each is written, and read
+        work = WorkSeconds(
+            parts_of(products=products, attention=attention, memory=moved),
+            parts_of(
+                products=products, attention=BACKWARD_OF_ATTENTION * attention, memory=2 * moved
+            ),
+            parts_of(products=products),
+        )
+        mixer, *others = (part.cost(width) for part in block.parts)
+        of_mixer = mixer / max(1, mixer + sum(others))
+        work.inputs["recompute"] = {
+            "none": 0.0,
+            "full": products + attention + moved,
+            "selective": 2 * (whole - self.measured.kept(plan, kind, again))
+            / machine["memory_bandwidth"],
+            "mixer": attention + of_mixer * (products + moved),
+            "feed_forward": (1 - of_mixer) * (products + moved),
+        }[again]  # fmt: skip
+        before = self.measured.sent(plan, kind, "none")
+        for axis, sent in self.measured.sent(plan, kind, again).items():
+            forward = self.sends(before[axis] / 2, axis, plan)
+            backward = self.sends(sent, axis, plan) - forward
+            work.forward[axis] += self._exposed(plan, axis, forward, products)
+            work.inputs[axis] += self._exposed(plan, axis, backward, products)
+        return work
+
+    def _exposed(self, plan: CostPlan, axis: str, seconds: float, products: float) -> float:
+        """Return the seconds of a transfer that no product hides."""
+        if axis == "tp" and plan.parallelism.tp_linear_async_communication:
+            return max(0.0, seconds - products)
+        return seconds / plan.parallelism.ep_chunks if axis == "ep" else seconds
+
+    def _head(self, plan: CostPlan) -> WorkSeconds:
+        """Return the work of the output layer and the loss."""
+        machine, spec = self.machine, plan.spec
+        tokens = plan.micro_batch_size * plan.row_tokens
+        columns = spec.vocab_size / plan.parallelism.tp
+        rate = machine["peak_flops"] * machine["product_efficiency"]
+        products = 2 * tokens * spec.hidden_size * columns / rate
+        moved = 2 * tokens * columns * (4 + plan.dtype.itemsize) / machine["memory_bandwidth"]
+        return WorkSeconds(
+            parts_of(products=products, memory=moved),
+            parts_of(products=products, memory=moved),
+            parts_of(products=products),
+        )
+
+    def _pipeline(
+        self, plan: CostPlan, works: Sequence[Sequence[WorkSeconds]], exact: bool
+    ) -> tuple[float, float]:
+        """Return seconds and bubble of all micro-batches in the pipeline."""
+        pp, schedule, many = plan.parallelism.pp, plan.parallelism.schedule, plan.microbatches
+        rows = plan.micro_batch_size
+        if pp == 1 and schedule.chunks == 1:
+            return many * rows * works[0][0].total, 0.0
+        stages: dict[int, WorkSeconds] = {
+            schedule.stage(rank, chunk, pp): work
+            for rank, own in enumerate(works)
+            for chunk, work in enumerate(own)
+        }
+        ordered = [stages[stage].seconds for stage in range(len(stages))]
+        forward, inputs, weights = ([rows * s for s in each] for each in zip(*ordered, strict=True))
+        times = Times(
+            F=forward,
+            B=[i + w for i, w in zip(inputs, weights, strict=True)],
+            I=inputs,
+            W=weights,
+            transfer=self._transfer(plan),
+        )
+        events = 2 * len(stages) * many
+        if exact or events <= MOST_EVENTS:
+            trace = simulate(schedule, pp, many, times)
+            return trace.ticks, trace.bubble
+        few = pp * schedule.chunks
+        ticks = [simulate(schedule, pp, n * few, times).ticks for n in (2, 3)]
+        total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
+        busy = many * rows * sum(map(sum, ordered))
+        return total, max(0.0, 1 - busy / (total * pp))
+
+    def _transfer(self, plan: CostPlan) -> float:
+        """Return the seconds between a stage and the next one."""
+        sizes, tokens = plan.parallelism, plan.micro_batch_size * plan.row_tokens
+        width = 4 if plan.spec.residual_in_fp32 else plan.dtype.itemsize
+        sent = tokens * plan.spec.hidden_size * width
+        sent //= sizes.tp if sizes.mode.sequence_parallel else 1
+        inside = sizes.world_size <= self.machine.devices
+        rate = self.machine["node_bandwidth" if inside else "network_bandwidth"]
+        return self.machine["latency"] + sent / rate
+
+    def _after(self, plan: CostPlan, rank: int, works: Sequence[WorkSeconds]) -> Parts:
+        """Return the seconds that a step of a rank has besides its micro-batches."""
+        machine, optimizer = self.machine, plan.optimizer
+        held = self.measured.states(plan, rank)
+        found = parts_of()
+        for axis, sent in self.measured.sent_over_data(plan, rank).items():
+            seconds = self.sends(sent, axis, plan) + 2 * machine["latency"]
+            found[axis] = max(0.0, seconds - _behind(plan, works))
+        moved = sum(2 * held[what] for what in OFFLOADED if what in held)
+        place = "host_bandwidth" if optimizer.offload else "memory_bandwidth"
+        found["optimizer"] = moved / machine[place]
+        found["optimizer"] += (held["parameters"] + held["gradients"]) / machine["memory_bandwidth"]
+        return found
+
+
+def _behind(plan: CostPlan, works: Sequence[WorkSeconds]) -> float:
+    """Return the seconds of computation behind which gradients and parameters travel.
+
+    Those of stages 0 and 1 are added up in the backward of the last micro-batch, and parameters are
+    gathered in the forward of the next step's first one. Stage 2 adds gradients of every
+    micro-batch, stage 3 gathers the parameters of each.
+    """
+    optimizer = plan.optimizer
+    forward = plan.micro_batch_size * sum(work.seconds[0] for work in works)
+    backward = plan.micro_batch_size * sum(sum(work.seconds[1:]) for work in works)
+    if optimizer.zero.cuts_gradients and optimizer.reduce == "micro_batch":
+        backward *= plan.microbatches
+    if optimizer.zero.cuts_parameters and optimizer.regather == "layer":
+        forward *= plan.microbatches
+    return forward + backward
+
+
+def described_parts(parts: Mapping[str, float], count: int = 2) -> str:
+    """Return the largest shares of a step: ``products 61 %, bubble 14 %``."""
+    total = sum(parts.values())
+    largest = sorted(parts.items(), key=lambda each: -each[1])[:count]
+    return ", ".join(f"{what} {seconds / total:.0%}" for what, seconds in largest)
