@@ -110,7 +110,7 @@ def contestants(more: tuple[str, ...]) -> dict[str, tuple[Step, bool]]:
     for name in ("tp", "dp", "pp"):
         of, axis = Mesh.connect(**{name: 2}), {name: 2}
         found[f"{name} 2"] = (ours(configure(more, **axis), of), True)
-        if name != "tp":
+        if name != "tp" or configure(more).general.reproducible_max_tp > 1:
             found[f"{name} 2{MODE}"] = (ours(configure(more, **axis, mode=True), of), True)
     return found
 
