@@ -22,6 +22,7 @@ from torch import nn
 from kenotron_config import Config, ConfigError
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_models import Context
+from kenotron_tp import VocabParallelEmbedding
 from kenotron_train.assemble import build_training
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.preview import preview
@@ -168,7 +169,8 @@ def documents(mesh: Mesh, config: Config, positions: list[int]) -> torch.Tensor:
     training = build_training(config, mesh)
     load_initial(training)
     context, found = Context(torch.tensor([positions] * 2)), []
-    embedding = next(m for m in training.model.stack.modules() if isinstance(m, nn.Embedding))
+    kinds = (nn.Embedding, VocabParallelEmbedding)
+    embedding = next(m for m in training.model.stack.modules() if isinstance(m, kinds))
     embedding.register_forward_hook(
         lambda *call: found.append(call[2].detach().requires_grad_()) or found[0]
     )
