@@ -8,6 +8,7 @@ import pytest
 import runs
 
 from kenotron_config import load_config
+from kenotron_models.hf import config_to_hf
 from kenotron_pp import SCHEDULES, Times, schedule_named, simulate
 from kenotron_train import cli
 from kenotron_train.cost.activations import recomputed
@@ -37,6 +38,9 @@ OF_405B = (
     "model.model_config.num_attention_heads=128", "tokens.batch_accumulation_per_replica=16",
     "parallelism.recompute=selective",  # in place of tensors that are freed early (section 3.3.2)
 )  # fmt: skip
+
+
+OF_A_MODEL = ("--gpus", "8xH100", "--sequence-length", "4096", "--model", ".")
 
 
 def tiny(*overrides):
@@ -223,6 +227,24 @@ def test_the_program_writes_a_table_json_and_a_config_that_check_takes(tmp_path,
     assert status == 2 and "there is such a file" in err
 
 
+def test_a_folder_of_hugging_face_is_planned_as_its_config(tmp_path, capsys):
+    values = config_to_hf(load_config(KNOWN / "llama-3.2-1b.yaml").model.model_config)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    flags = ("--gpus", "8xH100", "--sequence-length", "4096", "--batch", "1M")
+    for folder in (tmp_path, tmp_path / "config.json"):
+        plan = tmp_path / f"{folder.name}.plan"
+        status = cli.main(["plan", "--model", str(folder), *flags, "--json", str(plan)])
+        assert status == 0 and "legal layouts of 8 ranks" in capsys.readouterr().out
+        layouts = json.loads(plan.read_text())["layouts"]
+    own = load_config(KNOWN / "llama-3.2-1b.yaml", (
+        "tokens.sequence_length=4096", "tokens.micro_batch_size=1",
+        "tokens.batch_accumulation_per_replica=256", "parallelism={dp: 1, tp: 1, pp: 1}",
+        "optimizer.zero_stage=1",
+    ))  # fmt: skip
+    best = Planner(cost_plan(own), H100, 80e9).search(legal(own, 8)).best
+    assert [each["step_seconds"] for each in layouts] == [each.time.seconds for each in best]
+
+
 def test_nothing_that_fits_is_status_1_and_shows_what_lacks_least(capsys):
     status, out, _ = program(capsys, "--ranks", "2", "--memory", "4.0001")
     assert status == 1 and "none fits: those that lack least memory" in out
@@ -238,6 +260,11 @@ def test_nothing_that_fits_is_status_1_and_shows_what_lacks_least(capsys):
         (("--set", "parallelism.tp=3"), "parallelism.tp: 3 was given; it must divide"),
         (("--set", "optimizer.lr_multipliers=[{role: router, multiplier: 5}]"), "no parameter has"),
         (("--json", "."), "--json .: this is a folder"),
+        (("--batch", "4M"), "--sequence-length and --batch go with --model"),
+        (("--model", "none"), "--model none: give --gpus, --sequence-length and --batch, too"),
+        ((*OF_A_MODEL, "--batch", "4M"), "no model of Hugging Face: it has no config.json"),
+        ((*OF_A_MODEL, "--batch", "many"), "--batch many: give tokens of a global batch"),
+        ((*OF_A_MODEL, "--batch", "5K"), "5,120 tokens are no whole number of samples of 4,096"),
     ],
 )
 def test_bad_input_is_status_2(flags, words, capsys):

@@ -10,12 +10,14 @@ from pathlib import Path
 from textwrap import wrap
 
 from kenotron_command import BAD_INPUT, framed
+from kenotron_config import Config
 from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.plan.layouts import RECOMPUTES, Refused
 from kenotron_train.plan.machine_file import Machine, known_machines, machine_named
+from kenotron_train.plan.model_folder import with_model
 from kenotron_train.plan.run_plan import Planned, plan_of_run
 from kenotron_train.plan.table import (
     WIDTH,
@@ -45,7 +47,7 @@ def _plan(given: argparse.Namespace) -> int:
     for flag in ("json", "write"):
         if (path := getattr(given, flag)) and Path(path).is_dir():
             raise ValueError(f"--{flag} {path}: this is a folder; give the path of a file")
-    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    config = _config(given, ranks)
     room = machine["memory"] if given.memory is None else given.memory * 1e9
     planned = plan_of_run(config, machine, room, ranks, given.objective, given.price)
     say("\n".join(_lines(planned, machine)))
@@ -56,6 +58,18 @@ def _plan(given: argparse.Namespace) -> int:
         line = write_config(config, chosen.layout, Path(given.write), machine.devices)
         say(f"\nWritten: {given.write}\nStart it: {line}")
     return 0 if chosen is not None else 1
+
+
+def _config(given: argparse.Namespace, ranks: int | None) -> Config:
+    """Return the config of the flags."""
+    config = load_config(given.config_file or DEFAULT_CONFIG, given.set)
+    if given.model is None:
+        if given.batch or given.sequence_length:
+            raise ValueError("--sequence-length and --batch go with --model; a config has its own")
+        return config
+    if ranks is None or not given.batch or not given.sequence_length:
+        raise ValueError(f"--model {given.model}: give --gpus, --sequence-length and --batch, too")
+    return with_model(config, Path(given.model), given.sequence_length, given.batch)
 
 
 def _machine(given: argparse.Namespace) -> tuple[Machine, int | None]:
@@ -131,6 +145,11 @@ def plan_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
     add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    what = "a folder of Hugging Face with config.json; the rest is as in the config file"
+    add("--model", metavar="FOLDER", help=what)
+    add("--sequence-length", type=count, metavar="N", help="with --model: tokens of a sample")
+    what = "with --model: tokens of a global batch, 4194304 or 4M (K: 2^10, M: 2^20)"
+    add("--batch", metavar="TOKENS", help=what)
     add("--ranks", type=count, metavar="N", help="search all layouts of N ranks")
     what = "search all layouts of these devices: 8xH100, or nodes, too: 16x8xH100"
     add("--gpus", metavar="NUMBERxKIND", help=what)

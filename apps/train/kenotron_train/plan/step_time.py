@@ -21,7 +21,7 @@ TIME_KEYS = (
 """Numbers of a machine that times follow from."""
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward for one of its forward: scores are computed again."""
-MOST_EVENTS = 50_000
+MOST_EVENTS = 4_000
 """Actions of a pipeline that a search simulates; longer ones continue their steady state."""
 
 
