@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_train_elastic import STEPS, check, config_of, curve, recoveries, trained, undisturbed
 
+from kenotron_ckpt import latest_step
 from kenotron_dist import Mesh, MeshConfig, RankError
 from kenotron_train.library import train
 from kenotron_train.run import memory_copies
@@ -114,6 +115,21 @@ def test_copies_of_a_removed_run_are_not_taken(ended: Ended, undisturbed: Callab
     step, found = first_step_of_the_next(ended)
     assert step == 1
     check(found, undisturbed())
+
+
+def test_copies_come_before_another_run_that_has_gone_on(ended: Ended) -> None:
+    """The run began with the other one, whose newest step is later than the copies now."""
+    trained(ended.folder / "other", 1, tokens__train_steps=7)
+    other = ended.folder / "other/checkpoints"
+    assert latest_step(other) == 7
+    step, _ = first_step_of_the_next(ended, checkpoints__resume_checkpoint_path=other)
+    assert step == 5
+
+
+def test_the_store_of_another_run_is_not_its_own(tmp_path: Path) -> None:
+    section, url = config_of(tmp_path)(1).checkpoints, "s3://bucket/run1"
+    own = [memory_copies.is_own(section, url, url + more) for more in ("", "/", "/7", "0")]
+    assert own == [True, True, True, False]  # run10 is another run
 
 
 def test_a_run_that_is_set_back_forgets_them(tmp_path: Path, undisturbed: Callable) -> None:

@@ -16,6 +16,7 @@ from kenotron_models.transformers_attention import attend_rows, attending, windo
 
 HERE = {"attn_implementation": "kenotron"}
 FAMILIES = ("gemma2", "gpt_oss", "deepseek_v3", "mixtral")  # windows, caps, sinks, latent, experts
+CAPPED = {"gemma2": {"attn_logit_softcapping": 0.5}}  # small weights make small scores
 CP2 = {"parallelism.cp": 2}
 HALF = {"parallelism.dp": 2, "tokens.batch_accumulation_per_replica": 1}
 LAYOUTS = {
@@ -51,7 +52,7 @@ def test_rows_cut_over_cp_train_as_plain_transformers(family, layout, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.by_turns(2)
 def test_gradients_of_cut_rows_and_of_documents_are_those_of_one_process(family, tmp_path):
-    folder = folder_of(family, tmp_path / "model")
+    folder = folder_of(family, tmp_path / "model", **CAPPED.get(family, {}))
     for positions, keys in ((None, {}), (DOCUMENTS, {"separate_documents": True})):
         separates = positions is None or family != "gpt_oss"  # in transformers it does not
         theirs = {"attn_implementation": "eager"} if separates else HERE
@@ -88,17 +89,23 @@ def described(kind: str, **sizes: object) -> TransformersConfig:
 
 
 SMALL = OTHERS["qwen3"]
-LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = DYNAMIC | {
+    "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 
 
 def test_models_whose_rows_cannot_be_cut_are_named(tmp_path):
     folder = folder_of("qwen3", tmp_path / "model")
     with pytest.raises(ConfigError, match="cp: 2 was given; .*set attn_implementation to kenotron"):
         configure(folder, tmp_path / "run", CP2)
-    folder_of("qwen3", tmp_path / "long", rope_parameters=LONG)
+    folder_of("qwen3", tmp_path / "long", rope_parameters=DYNAMIC)
     words = "cp: 2 was given; rotary_emb: angles of rope_type dynamic depend on .* ranks, or cp to"
     with pytest.raises(ConfigError, match=words):
         configure(tmp_path / "long", tmp_path / "run", CP2, **HERE)
+    problem = sequence_problem(described("qwen3", **SMALL, rope_parameters=LONGROPE).decoder) or ""
+    assert problem.startswith("rotary_emb: angles of rope_type longrope depend on the positions")
     mixed = SMALL | {"layer_types": ["conv", "full_attention", "conv"], "model_type": "lfm2"}
     folder = tmp_path / "mixed"
     folder.mkdir()

@@ -132,7 +132,7 @@ def newer_in_memory(
 def is_own(checkpoints: CheckpointsConfig, url: str | None, given: str) -> bool:
     """Return whether a place has checkpoints of this run: its folder, a step of it, its URL."""
     if is_url(given):
-        return url is not None and given.rstrip("/").startswith(url)
+        return url is not None and f"{given}/".startswith(f"{url}/")
     return is_step_of(Path(given), Path(checkpoints.checkpoints_path))
 
 
