@@ -18,6 +18,7 @@ from kenotron_data import Cursor
 from kenotron_dist import Mesh, RankError, spawn
 from kenotron_engine import NextToken, Parts
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.replay import replay
 from kenotron_train.run import loop, session
 
@@ -54,6 +55,32 @@ def poison(sample: int | None):
 def train(mesh: Mesh, config: Config, sample: int | None) -> list[tuple]:
     with poison(sample):
         return [(r.loss, r.grad_norm, r.lr) for r in loop.train(mesh, config)]
+
+
+class Looks(LifeCycle):
+    """Notes which copies are in memory after each step, before it has its own."""
+
+    def __init__(self, memory: Path) -> None:
+        self._memory, self.seen = memory, list[tuple[int, list[int]]]()
+
+    def post_train_step(self, training, progress, result):
+        found = [int(each.name) for each in self._memory.glob("*/*") if each.name.isdecimal()]
+        self.seen.append((progress.step, found))
+
+
+def test_copies_in_memory_of_undone_steps_go(tmp_path: Path) -> None:
+    """The fifth step is undone down to step 3: the copy of step 4 is of another course."""
+    (tmp_path / "memory").mkdir()
+    changes = {"memory_every": 1, "memory_path": tmp_path / "memory", "checkpoint_interval": 3}
+    changes |= {"checkpointing_engine": "torch"}
+    config = configure(
+        tmp_path, "one", tokens__train_steps=6,
+        **{f"checkpoints__{name}": value for name, value in changes.items()},
+    )  # fmt: skip
+    looks = Looks(tmp_path / "memory")
+    with poison(BAD.consumed):
+        loop.run(Mesh.connect(), config, hooks=(looks,))
+    assert looks.seen == [(1, []), (2, [1]), (3, [2]), (4, [2]), (4, []), (5, [4]), (6, [5])]
 
 
 def left_out(mesh: Mesh, config: Config) -> list[tuple]:

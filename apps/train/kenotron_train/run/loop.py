@@ -235,6 +235,7 @@ def _save(run: Session, progress: Progress) -> None:
 def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:
     """Go back to the newest checkpoint: model, place in the data and metrics."""
     progress, about = go_back(run.training, run.saver, progress, found)
+    run.copies.forget()
     _say_saved(run)
     run.feed.close()
     run.report.rewind(progress.step)

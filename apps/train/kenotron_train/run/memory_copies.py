@@ -75,6 +75,12 @@ class MemoryCopies:
             if done.failure:
                 self._report.say(f"no copy in memory: {done}", "warning")
 
+    def forget(self) -> None:
+        """Remove copies of steps that are undone. Collective over the mesh."""
+        if self._saver is not None and self._folder is not None:
+            self._saver.finish()
+            on_first(self._training.mesh, lambda: _remove_steps(self._folder))
+
     def remove(self) -> None:
         """Remove the copies: the run's folder has all. Collective over the mesh."""
         if self._saver is not None and self._folder is not None:
@@ -140,6 +146,12 @@ def forget_copies(section: CheckpointsConfig) -> None:
     """Remove the copies of a run that is set back to one of its checkpoints."""
     for each in _folders(section):
         shutil.rmtree(each, ignore_errors=True)
+
+
+def _remove_steps(folder: Path | None) -> None:
+    for each in folder.iterdir() if folder else ():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
 
 
 def _folders(section: CheckpointsConfig) -> list[Path]:
