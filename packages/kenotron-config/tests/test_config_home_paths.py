@@ -21,6 +21,7 @@ NO_PATH = {
 PLACES = [
     ("checkpoints.checkpoints_path", "~/x"),
     ("checkpoints.resume_checkpoint_path", "~/x"),
+    ("checkpoints.memory_path", "~/x"),
     ("general.benchmark_csv_path", "~/x"),
     ("model.init_method", {"path": "~/x"}),
     ("tokenizer.tokenizer_name_or_path", "~/x"),
