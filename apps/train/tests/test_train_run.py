@@ -285,7 +285,10 @@ def test_an_unknown_subcommand_gets_a_suggestion(tmp_path: Path) -> None:
     for word, advice in (
         ("reprot", "there is no subcommand 'reprot'; did you mean report? (subcommands: new, "),
         ("my run.yaml", "; a config is given with --config-file 'my run.yaml' (subcommands"),
-        ("xyz", "there is no subcommand 'xyz' (subcommands: new, report, slurm, kubernetes, "),
+        (
+            "xyz",
+            "there is no subcommand 'xyz' (subcommands: new, plan, report, slurm, kubernetes, ",
+        ),
     ):
         done = runs.train(tmp_path, word, "runs")
         assert done.returncode == 2

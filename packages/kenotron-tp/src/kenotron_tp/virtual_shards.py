@@ -2,8 +2,7 @@
 
 A layer is computed as n virtual ranks of tp would compute it, a power of two. Each of t ranks
 computes n/t of them, one after the other, so that every product has one shape. What they add up is
-added in one binary tree over all n, in fp32: here over a rank's own, then over the ranks, by
-``all_reduce``, whose tree has the same nodes. Zhang et al. (TBIK, arXiv 2511.17826) do so for
+added in one binary tree over all n, in fp32: first over a rank's own, then over the ranks. Zhang et al. (TBIK, arXiv 2511.17826) do so for
 inference.
 
 Shapes: ``...`` any; k = n/t virtual shards of a rank.
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, all_reduce
+from kenotron_dist import Axis, all_gather, all_reduce
 
 
 class OwnChunk(NamedTuple):
@@ -62,12 +61,21 @@ def from_shards(parts: Sequence[Tensor], axis: Axis) -> Tensor:
 
 
 def sum_of_shards(parts: Sequence[Tensor], axis: Axis) -> Tensor:
-    """Sum k tensors (...) of each rank in the tree: no gradients, in their dtype, rounded once."""
+    """Sum k tensors (...) of each rank in the tree: no gradients, in their dtype, rounded once.
+
+    Sums over gloo are such a tree. NCCL adds in an order of its own: there each rank gathers.
+    """
     dtype = parts[0].dtype
-    rows = [part.to(torch.promote_types(dtype, torch.float32)) for part in parts]
+    own = _tree([part.to(torch.promote_types(dtype, torch.float32)) for part in parts])
+    if axis.backend == "gloo" or axis.size == 1:
+        return all_reduce(own, axis).to(dtype)
+    return _tree([*all_gather(own[None], axis)]).to(dtype)
+
+
+def _tree(rows: list[Tensor]) -> Tensor:
     while len(rows) > 1:
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    return all_reduce(rows[0], axis).to(dtype)
+    return rows[0]
 
 
 class _Cut(torch.autograd.Function):
