@@ -2,8 +2,8 @@
 
 A layer is computed as n virtual ranks of tp would compute it, a power of two. Each of t ranks
 computes n/t of them, one after the other, so that every product has one shape. What they add up is
-added in one binary tree over all n, in fp32: first over a rank's own, then over the ranks. Zhang et al. (TBIK, arXiv 2511.17826) do so for
-inference.
+added in one binary tree over all n, in fp32: first over a rank's own, then over the ranks. Zhang
+et al. (TBIK, arXiv 2511.17826) do so for inference.
 
 Shapes: ``...`` any; k = n/t virtual shards of a rank.
 """
