@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kenotron_dist import Axis, all_gather, all_reduce
+from kenotron_dist import Axis, all_gather, all_reduce, tree_sum
 
 
 class OwnChunk(NamedTuple):
@@ -66,16 +66,12 @@ def sum_of_shards(parts: Sequence[Tensor], axis: Axis) -> Tensor:
     Sums over gloo are such a tree. NCCL adds in an order of its own: there each rank gathers.
     """
     dtype = parts[0].dtype
-    own = _tree([part.to(torch.promote_types(dtype, torch.float32)) for part in parts])
-    if axis.backend == "gloo" or axis.size == 1:
-        return all_reduce(own, axis).to(dtype)
-    return _tree([*all_gather(own[None], axis)]).to(dtype)
-
-
-def _tree(rows: list[Tensor]) -> Tensor:
-    while len(rows) > 1:
+    rows = [part.to(torch.promote_types(dtype, torch.float32)) for part in parts]
+    while len(rows) > 1:  # as ``tree_sum``, which would overwrite what autograd still reads
         rows = [a + b for a, b in zip(rows[::2], rows[1::2], strict=True)]
-    return rows[0]
+    if axis.backend == "gloo" or axis.size == 1:
+        return all_reduce(rows[0], axis).to(dtype)
+    return tree_sum(all_gather(rows[0][None], axis)).to(dtype)
 
 
 class _Cut(torch.autograd.Function):
