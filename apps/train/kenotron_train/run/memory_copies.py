@@ -51,13 +51,14 @@ class MemoryCopies:
         Collective over the mesh. Raises ValueError, on all ranks.
         """
         section = training.config.checkpoints
-        self._training, self._report, self._folder = training, report, folder
+        self._training, self._report = training, report
         self._every, self._saver = section.memory_every or 0, None
         if folder is not None:
             _check_room(folder, training)
             background = section.checkpointing_engine == "datastates"
-            kept = {"keep": 1, "on_failure": "report"}
-            self._saver = Saver(folder, training.mesh, background=background, **kept)  # type: ignore[arg-type]
+            self._saver = Saver(
+                folder, training.mesh, background=background, keep=1, on_failure="report"
+            )
 
     def save(self, progress: Progress) -> None:
         """Copy the run where a copy is due. Collective over the mesh."""
@@ -77,15 +78,15 @@ class MemoryCopies:
 
     def forget(self) -> None:
         """Remove copies of steps that are undone. Collective over the mesh."""
-        if self._saver is not None and self._folder is not None:
-            self._saver.finish()
-            on_first(self._training.mesh, lambda: _remove_steps(self._folder))
+        if (saver := self._saver) is not None:
+            saver.finish()
+            on_first(saver.mesh, lambda: _remove_steps(saver.folder))
 
     def remove(self) -> None:
         """Remove the copies: the run's folder has all. Collective over the mesh."""
-        if self._saver is not None and self._folder is not None:
-            self._saver.close()
-            on_first(self._training.mesh, lambda: shutil.rmtree(self._folder, ignore_errors=True))
+        if (saver := self._saver) is not None:
+            saver.close()
+            on_first(saver.mesh, lambda: shutil.rmtree(saver.folder, ignore_errors=True))
 
     def __enter__(self) -> MemoryCopies:
         return self
@@ -148,8 +149,8 @@ def forget_copies(section: CheckpointsConfig) -> None:
         shutil.rmtree(each, ignore_errors=True)
 
 
-def _remove_steps(folder: Path | None) -> None:
-    for each in folder.iterdir() if folder else ():
+def _remove_steps(folder: Path) -> None:
+    for each in folder.iterdir():
         if each.is_dir():
             shutil.rmtree(each, ignore_errors=True)
 
@@ -188,7 +189,9 @@ def _made(section: CheckpointsConfig) -> Path:
 
 def _check_room(folder: Path, training: Training) -> None:
     mesh = training.mesh
-    needed = AT_A_TIME * int(all_reduce(tensor([bytes_of(training)]), mesh.world))
+    needed = AT_A_TIME * int(
+        all_reduce(tensor([bytes_of(training)], device=mesh.device), mesh.world)
+    )
 
     def check() -> None:
         held = sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
