@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
@@ -15,6 +16,13 @@ from kenotron_dist.launch import launcher
 
 DEFAULT_CONFIG = Path(__file__).with_name("default.yaml")
 """The training that runs when no file is given."""
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that name the config of a training and change keys of it."""
+    add = parser.add_argument
+    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
+    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
 
 
 def load_config(

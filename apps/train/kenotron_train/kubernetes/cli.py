@@ -11,7 +11,7 @@ from typing import Any
 from kenotron_command import framed
 from kenotron_config import dump_config
 from kenotron_train.called import called
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.kubernetes.manifest import KubernetesJob, manifest_of
 from kenotron_train.log.printing import fail, say
 from kenotron_train.placement import placement_warning, ranks_of_job, ranks_per_node
@@ -49,8 +49,7 @@ def kubernetes_parser() -> argparse.ArgumentParser:
     )
     add, kinds = parser.add_argument, ("jobset", "trainjob")
     add("--nodes", type=count, required=True, metavar="N", help="nodes that train together")
-    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
-    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add_config_flags(parser)
     what = "a JobSet (default), or a TrainJob of Kubeflow Trainer with its TrainingRuntime"
     add("--kind", choices=kinds, default=kinds[0], help=what)
     what = "GPUs of a node, one process each; 0: train on CPUs (default: what the sizes need)"

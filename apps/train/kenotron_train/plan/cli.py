@@ -12,7 +12,7 @@ from textwrap import wrap
 from kenotron_command import BAD_INPUT, framed
 from kenotron_config import Config
 from kenotron_train.called import called
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.plan.layouts import RECOMPUTES, Refused
@@ -143,8 +143,7 @@ def plan_parser() -> argparse.ArgumentParser:
         "status 0: a layout fits; 1: none does; 2: the config or the machine cannot be used.",
     )
     add = parser.add_argument
-    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
-    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add_config_flags(parser)
     what = "a folder of Hugging Face with config.json; the rest is as in the config file"
     add("--model", metavar="FOLDER", help=what)
     add("--sequence-length", type=count, metavar="N", help="with --model: tokens of a sample")

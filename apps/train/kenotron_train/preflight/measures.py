@@ -60,19 +60,20 @@ def rates_of_all(mesh: Mesh, folder: Path, seconds: float) -> list[RankRates]:
 
 def _fastest(mesh: Mesh | None, seconds: float, work: Callable[[], object]) -> float:
     """Seconds of the fastest call; the first one, which prepares, is not counted."""
-
-    def settled() -> float:
-        if mesh is not None and mesh.device.type == "cuda":
-            torch.accelerator.synchronize(mesh.device)
-        return time.perf_counter()
-
     work()
-    end, times = settled() + seconds, list[float]()
+    end, times = _settled(mesh) + seconds, list[float]()
     while len(times) < LEAST or time.perf_counter() < end:
-        begun = settled()
+        begun = _settled(mesh)
         work()
-        times.append(settled() - begun)
+        times.append(_settled(mesh) - begun)
     return min(times)
+
+
+def _settled(mesh: Mesh | None) -> float:
+    """Return the time when the device has done its work."""
+    if mesh is not None and mesh.device.type == "cuda":
+        torch.accelerator.synchronize(mesh.device)
+    return time.perf_counter()
 
 
 def _products(mesh: Mesh, seconds: float) -> float:
@@ -110,10 +111,8 @@ def _link(mesh: Mesh, seconds: float) -> float | None:
     arrived, times = torch.empty_like(sent), list[float]()
     for number in range(LEAST + 1 + round(8 * seconds)):
         barrier(mesh.world)
-        begun = time.perf_counter()
+        begun = _settled(mesh)
         shift(sent, mesh.world, out=arrived)
-        if mesh.device.type == "cuda":
-            torch.accelerator.synchronize(mesh.device)
         if number:  # the first one connects
-            times.append(time.perf_counter() - begun)
+            times.append(_settled(mesh) - begun)
     return sent.nbytes / min(times) / 1e9

@@ -16,7 +16,7 @@ from typing import Any
 from kenotron_command import framed
 from kenotron_config import credentials, dump_config, masked
 from kenotron_train.called import called
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.log.printing import fail, say
 from kenotron_train.placement import placement_warning, ranks_of_job, ranks_on_nodes
 from kenotron_train.slurm.job import SlurmJob, script_of
@@ -153,8 +153,7 @@ def slurm_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--nodes", type=count, required=True, metavar="N", help="nodes that train together")
-    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
-    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add_config_flags(parser)
     add(
         "--gpus-per-node",
         type=whole,

@@ -12,7 +12,7 @@ from kenotron_command import BAD_INPUT, framed
 from kenotron_config import ParallelismConfig
 from kenotron_dist.launch import launcher, threads_of_rank
 from kenotron_train.called import called
-from kenotron_train.config_file import DEFAULT_CONFIG, load_config
+from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail
 from kenotron_train.verify.comparison import allowed, compare_with_one
@@ -87,8 +87,7 @@ def verify_parser() -> argparse.ArgumentParser:
         "read or written.",
     )
     add = parser.add_argument
-    add("--config-file", metavar="YAML", help="as for a training; default: the embedded one")
-    add("--set", action="append", default=[], metavar="KEY.PATH=VALUE", help="as for a training")
+    add_config_flags(parser)
     add(
         "--ranks", type=count, default=RANKS, metavar="N",
         help=f"processes at most; a larger layout is made smaller (default: {RANKS})",
