@@ -33,6 +33,7 @@ from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.printing import fail, say, warn
 from kenotron_train.new_folder import new_main, new_parser
+from kenotron_train.plan.calibrate import calibrate_parser
 from kenotron_train.plan.cli import plan_main, plan_parser
 from kenotron_train.preflight.cli import preflight_main, preflight_parser
 from kenotron_train.replay.replay import replay
@@ -84,8 +85,8 @@ SUBCOMMANDS: dict[str, Callable[[list[str]], int]] = {
     "flag-reference": lambda _: _show(
         flag_reference(
             [train_parser(), new_parser(), slurm_parser(), kubernetes_parser(), verify_parser()]
-            + [plan_parser(), preflight_parser(), evaluate_parser(), doremi_parser()]
-            + [report_parser()]
+            + [plan_parser(), calibrate_parser(), preflight_parser(), evaluate_parser()]
+            + [doremi_parser(), report_parser()]
         )
     ),
 }

@@ -101,7 +101,7 @@ def test_the_bubble_is_that_of_simulate(engine):
     step, schedule = timed.step(plan, again), plan.parallelism.schedule
     works = timed.works(plan, again)
     stages = {
-        schedule.stage(rank, chunk, 2): [2 * seconds for seconds in work.seconds]
+        schedule.stage(rank, chunk, 2): [*work.seconds]
         for rank, own in enumerate(works)
         for chunk, work in enumerate(own)
     }
@@ -302,5 +302,6 @@ def test_a_machine_file_that_lacks_a_number_or_a_source_is_refused(tmp_path):
 def test_every_number_of_a_known_machine_has_a_source(name):
     machine = machine_named(name)
     assert {*machine.numbers} == {*NUMBERS} and machine.devices == 8
+    assert machine.dtype == ("float32" if name == "cpu" else "bfloat16")
     assert all(number.source and not number.measured for number in machine.numbers.values())
     assert machine.proof(*NUMBERS) == "from a data sheet, unproved"

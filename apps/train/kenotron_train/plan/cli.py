@@ -15,6 +15,7 @@ from kenotron_train.called import called
 from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_config
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
+from kenotron_train.plan.calibrate import calibrate_main
 from kenotron_train.plan.layouts import RECOMPUTES, Refused
 from kenotron_train.plan.machine_file import Machine, known_machines, machine_named
 from kenotron_train.plan.model_folder import with_model
@@ -38,6 +39,8 @@ def plan_main(argv: Sequence[str]) -> int:
 
     0: a layout fits; 1: none does; 2: the flags, config or machine cannot be used.
     """
+    if argv[:1] == ["calibrate"]:
+        return calibrate_main(argv[1:])
     given = plan_parser().parse_args(argv)
     return framed(lambda: _plan(given), OSError, ValueError, status=BAD_INPUT, report=fail)
 
@@ -164,5 +167,8 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE", help="write the plan for programs, its layouts under `layouts`")
     what = "write the config on the best layout, and show the command that starts it"
     add("--write", metavar="FILE", help=what)
-    parser.epilog = f"recomputation that is tried: {', '.join(RECOMPUTES)}"
+    parser.epilog = (
+        f"recomputation that is tried: {', '.join(RECOMPUTES)}; `plan calibrate --write FILE` "
+        "measures this machine for --machine FILE"
+    )
     return parser

@@ -12,7 +12,7 @@ from typing import Any
 FOLDER = Path(__file__).with_name("machines")
 """Files of the machines that are known by name."""
 NUMBERS = {
-    "peak_flops": "dense bf16 operations a second of a device",
+    "peak_flops": "dense operations a second of a device",
     "product_efficiency": "share of the peak that products with matrices reach",
     "attention_efficiency": "share of the peak that attention and scans reach",
     "memory": "bytes of a device's memory",
@@ -22,6 +22,7 @@ NUMBERS = {
     "network_bandwidth": "bytes a second that a device sends to other nodes",
     "host_bandwidth": "bytes a second between a device and the host's memory",
     "latency": "seconds of the shortest message",
+    "kernel_seconds": "seconds that a kernel takes besides its bytes and operations",
     "watts": "power of a device in use",
 }
 """Numbers that a machine file has, by key."""
@@ -52,6 +53,8 @@ class Machine:
     """Day on which its numbers were written down."""
     devices: int
     """Devices of a node."""
+    dtype: str
+    """Of the products whose rates these are."""
     numbers: Mapping[str, MachineNumber]
 
     def __getitem__(self, key: str) -> float:
@@ -122,7 +125,8 @@ def read_machine(file: Path) -> Machine:
     if problems:
         raise ValueError("\n".join(problems))
     numbers = {key: MachineNumber(**given[key]) for key in NUMBERS}
-    return Machine(values["name"], values["date"], int(values["devices"]), numbers)
+    dtype = values.get("dtype", "bfloat16")
+    return Machine(values["name"], values["date"], int(values["devices"]), dtype, numbers)
 
 
 def _problem(number: Any) -> str:

@@ -15,8 +15,10 @@ from kenotron_dist.placement import parameter_layouts
 from kenotron_engine import stages_of, way_of
 from kenotron_models import (
     Build,
+    KernelWork,
     LayerStack,
     Recompute,
+    block_kernels,
     build_decoder,
     kept_bytes,
     layer_costs,
@@ -82,6 +84,20 @@ class MeasuredModel:
             return kept_bytes(**given, fused_norms=plan.on_accelerator)
 
         return self.once(key, measure) * plan.micro_batch_size
+
+    def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:
+        """Return the kernels of a micro-batch of a block, forward and backward."""
+        sizes = plan.parallelism
+        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again
+
+        def measure() -> tuple[KernelWork, KernelWork]:
+            given = measured_block(plan, self.first[kind], again)
+            given |= {"rows": 1, "sequence": plan.sequence, "ep": sizes.ep}
+            return block_kernels(**given, fused_norms=plan.on_accelerator)
+
+        share = plan.micro_batch_size * plan.row_tokens / plan.sequence
+        forward, backward = self.once(key, measure)
+        return forward.times(share), backward.times(share)
 
     def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
         """Return the bytes that a rank sends for a micro-batch of a block over tp, ep and cp."""

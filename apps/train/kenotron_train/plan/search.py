@@ -35,6 +35,8 @@ class Estimate:
     """Bytes of a device's memory."""
     sent: dict[str, int]
     """Bytes that the rank that sends most sends in a step, by axis."""
+    proof: str
+    """The words for where the numbers of its time are from."""
 
     @property
     def fits(self) -> bool:
@@ -93,7 +95,8 @@ class Planner:
             self.measured.sent_by_stage(plan, rank, again) for rank in range(plan.parallelism.pp)
         ]
         most = max(sent, key=lambda each: sum(each.values()))
-        return Estimate(layout, plan, tuple(again), time, memory, self.room, most)
+        proof = self.timed.proof(plan)
+        return Estimate(layout, plan, tuple(again), time, memory, self.room, most, proof)
 
     def memory(self, plan: CostPlan, again: Sequence[Recompute]) -> PeakMemory:
         """Return the largest instant of the fullest rank."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
-from kenotron_models import Recompute, block_flops
+from kenotron_models import KernelWork, Recompute, block_flops
 from kenotron_pp import Times, simulate
 from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import OFFLOADED
@@ -14,11 +14,11 @@ from kenotron_train.plan.machine_file import Machine
 from kenotron_train.plan.measured import MeasuredModel, PlannedStage
 from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
 
-TIME_KEYS = (
+WORK_KEYS = (
     "peak_flops", "product_efficiency", "attention_efficiency", "memory_bandwidth",
-    "node_bandwidth", "network_bandwidth", "latency",
+    "kernel_seconds",
 )  # fmt: skip
-"""Numbers of a machine that times follow from."""
+"""Numbers of a machine that times of a rank alone follow from."""
 BACKWARD_OF_ATTENTION = 2.5
 """Operations of attention's backward for one of its forward: scores are computed again."""
 MOST_EVENTS = 4_000
@@ -48,7 +48,7 @@ class TimedModel:
         self.measured, self.machine = measured, machine
 
     def works(self, plan: CostPlan, again: Sequence[Recompute]) -> list[list[WorkSeconds]]:
-        """Return the work of a row of each part of each rank of pp."""
+        """Return the work of a micro-batch of each part of each rank of pp."""
         sizes = plan.parallelism
         key = "works", sizes.pp, sizes.pp_engine, sizes.pp_chunks, self._cut(plan), tuple(again)
         return self.measured.once(
@@ -63,7 +63,7 @@ class TimedModel:
              self._cut(plan), again[0], len({*again})),
             lambda: max(sum(work.total for work in rank) for rank in self.works(plan, again)),
         )  # fmt: skip
-        return plan.microbatches * plan.micro_batch_size * busiest
+        return plan.microbatches * busiest
 
     def step(self, plan: CostPlan, again: Sequence[Recompute], *, exact: bool = True) -> StepTime:
         """Return the time of a step.
@@ -73,21 +73,27 @@ class TimedModel:
             again: what each block computes again.
             exact: simulate every micro-batch, however many there are.
         """
-        works = self.works(plan, again)
-        rows = plan.microbatches * plan.micro_batch_size
-        busy = [sum(work.total for work in rank) * rows for rank in works]
+        works, many = self.works(plan, again), plan.microbatches
+        busy = [sum(work.total for work in rank) * many for rank in works]
         ticks, bubble = self._pipeline(plan, works, exact)
         ends = [self._after(plan, rank, work) for rank, work in enumerate(works)]
         longest = max(range(len(works)), key=lambda rank: busy[rank] + sum(ends[rank].values()))
         parts = parts_of()
         for work in works[longest]:
             for each in work.parts:
-                add_parts(parts, each, rows)
+                add_parts(parts, each, many)
         add_parts(parts, ends[longest])
         after = max(sum(each.values()) for each in ends)
         seconds = ticks + after
         parts["bubble"] = max(0.0, seconds - sum(parts.values()))
         return StepTime(seconds, bubble, {what: s for what, s in parts.items() if s})
+
+    def proof(self, plan: CostPlan) -> str:
+        """Return where the numbers are from that a layout's times follow from."""
+        ranks = plan.parallelism.world_size
+        between = ("latency", "node_bandwidth") if ranks > 1 else ()
+        nodes = ("network_bandwidth",) if ranks > self.machine.devices else ()
+        return self.machine.proof(*WORK_KEYS, *between, *nodes)
 
     def sends(self, sent: float, axis: str, plan: CostPlan) -> float:
         """Return the seconds in which a rank sends bytes over an axis."""
@@ -113,27 +119,28 @@ class TimedModel:
     def _chunks(
         self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
     ) -> list[WorkSeconds]:
-        """Return the work of a row of each part of a rank."""
-        one_row, found = replace(plan, micro_batch_size=1), []
+        """Return the work of a micro-batch of each part of a rank."""
+        found = []
         for chunk in stage.chunks:
             work = WorkSeconds()
             for (kind, way), n in self.measured.ways(chunk, again).items():
                 key = "work", kind, way, self._cut(plan)
-                one = self.measured.once(key, partial(self._block, one_row, kind, way))
+                one = self.measured.once(key, partial(self._block, plan, kind, way))
                 work.add(one, n)
             found.append(work)
         if "head" in stage.names:
             last = plan.parallelism.schedule.place(
                 plan.parallelism.pp * plan.parallelism.schedule.chunks - 1, plan.parallelism.pp
             )[1]
-            found[last].add(self._head(one_row), 1 + len(plan.spec.mtp_blocks))
+            found[last].add(self._head(plan), 1 + len(plan.spec.mtp_blocks))
         return found
 
     def _cut(self, plan: CostPlan) -> tuple[int | str | bool, ...]:
-        """Return what the work of a row of a block depends on."""
+        """Return what the work of a micro-batch of a block depends on."""
         sizes = plan.parallelism
         ways = sizes.tp_mode, sizes.tp_linear_async_communication, sizes.ep_chunks
-        return (sizes.tp, sizes.cp, sizes.ep, sizes.dp * sizes.cp * sizes.tp, *ways)
+        stage = sizes.dp * sizes.cp * sizes.tp
+        return (sizes.tp, sizes.cp, sizes.ep, stage, plan.micro_batch_size, *ways)
 
     def _block(self, plan: CostPlan, kind: int, again: Recompute) -> WorkSeconds:
         """Return the work of a block."""
@@ -144,32 +151,46 @@ class TimedModel:
         share = sizes.tp * sizes.cp * machine["peak_flops"]
         products = counts[0] / share / machine["product_efficiency"]
         attention = counts[1] / share / machine["attention_efficiency"]
-        whole = self.measured.kept(plan, kind, "none")
-        moved = 2 * whole / machine["memory_bandwidth"]  # each is written, and read
+        forward, backward = self.measured.kernels(plan, kind, "none")
+        memory, memory_backward = self._moved(forward), self._moved(backward)
         work = WorkSeconds(
-            parts_of(products=products, attention=attention, memory=moved),
+            parts_of(products=products, attention=attention, memory=memory),
             parts_of(
-                products=products, attention=BACKWARD_OF_ATTENTION * attention, memory=2 * moved
+                products=products,
+                attention=BACKWARD_OF_ATTENTION * attention,
+                memory=memory_backward,
             ),
             parts_of(products=products),
         )
         mixer, *others = (part.cost(width) for part in block.parts)
         of_mixer = mixer / max(1, mixer + sum(others))
-        work.inputs["recompute"] = {
-            "none": 0.0,
-            "full": products + attention + moved,
-            "selective": 2 * (whole - self.measured.kept(plan, kind, again))
-            / machine["memory_bandwidth"],
-            "mixer": attention + of_mixer * (products + moved),
-            "feed_forward": (1 - of_mixer) * (products + moved),
-        }[again]  # fmt: skip
+        repeated = self.measured.kernels(plan, kind, again)[1]
+        work.inputs["recompute"] = (
+            max(0.0, self._moved(repeated) - memory_backward)
+            + {
+                "none": 0.0,
+                "selective": 0.0,
+                "full": products + attention,
+                "mixer": attention + of_mixer * products,
+                "feed_forward": (1 - of_mixer) * products,
+            }[again]
+        )
         before = self.measured.sent(plan, kind, "none")
         for axis, sent in self.measured.sent(plan, kind, again).items():
-            forward = self.sends(before[axis] / 2, axis, plan)
-            backward = self.sends(sent, axis, plan) - forward
-            work.forward[axis] += self._exposed(plan, axis, forward, products)
-            work.inputs[axis] += self._exposed(plan, axis, backward, products)
+            calls = forward.calls.get(axis, 0), repeated.calls.get(axis, 0)
+            there = self.sends(before[axis] / 2, axis, plan)
+            back = self.sends(sent, axis, plan) - there
+            for to, seconds, n in zip(
+                (work.forward, work.inputs), (there, back), calls, strict=True
+            ):
+                to[axis] += self._exposed(plan, axis, seconds + n * machine["latency"], products)
         return work
+
+    def _moved(self, work: KernelWork) -> float:
+        """Return the seconds of kernels for what they read and write, and for being started."""
+        machine = self.machine
+        moved = work.nbytes / machine["memory_bandwidth"]
+        return moved + work.kernels * machine["kernel_seconds"]
 
     def _exposed(self, plan: CostPlan, axis: str, seconds: float, products: float) -> float:
         """Return the seconds of a transfer that no product hides."""
@@ -196,16 +217,15 @@ class TimedModel:
     ) -> tuple[float, float]:
         """Return seconds and bubble of all micro-batches in the pipeline."""
         pp, schedule, many = plan.parallelism.pp, plan.parallelism.schedule, plan.microbatches
-        rows = plan.micro_batch_size
         if pp == 1 and schedule.chunks == 1:
-            return many * rows * works[0][0].total, 0.0
+            return many * works[0][0].total, 0.0
         stages: dict[int, WorkSeconds] = {
             schedule.stage(rank, chunk, pp): work
             for rank, own in enumerate(works)
             for chunk, work in enumerate(own)
         }
         ordered = [stages[stage].seconds for stage in range(len(stages))]
-        forward, inputs, weights = ([rows * s for s in each] for each in zip(*ordered, strict=True))
+        forward, inputs, weights = map(list, zip(*ordered, strict=True))
         times = Times(
             F=forward,
             B=[i + w for i, w in zip(inputs, weights, strict=True)],
@@ -220,7 +240,7 @@ class TimedModel:
         few = pp * schedule.chunks
         ticks = [simulate(schedule, pp, n * few, times).ticks for n in (2, 3)]
         total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
-        busy = many * rows * sum(map(sum, ordered))
+        busy = many * sum(map(sum, ordered))
         return total, max(0.0, 1 - busy / (total * pp))
 
     def _transfer(self, plan: CostPlan) -> float:
@@ -256,8 +276,8 @@ def _behind(plan: CostPlan, works: Sequence[WorkSeconds]) -> float:
     micro-batch, stage 3 gathers the parameters of each.
     """
     optimizer = plan.optimizer
-    forward = plan.micro_batch_size * sum(work.seconds[0] for work in works)
-    backward = plan.micro_batch_size * sum(sum(work.seconds[1:]) for work in works)
+    forward = sum(work.seconds[0] for work in works)
+    backward = sum(sum(work.seconds[1:]) for work in works)
     if optimizer.zero.cuts_gradients and optimizer.reduce == "micro_batch":
         backward *= plan.microbatches
     if optimizer.zero.cuts_parameters and optimizer.regather == "layer":

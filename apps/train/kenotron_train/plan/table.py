@@ -16,15 +16,14 @@ from kenotron_train.plan.layouts import Refused
 from kenotron_train.plan.machine_file import Machine
 from kenotron_train.plan.memory import NOT_COUNTED
 from kenotron_train.plan.search import Estimate, Found
-from kenotron_train.plan.step_time import TIME_KEYS, described_parts
+from kenotron_train.plan.step_time import described_parts
 
 GB = 1e9
 WIDTH = 100
 SHOWN_REASONS = 12
 NOT_TIMED = (
-    "latency of collectives inside layers, products that are slow because they are small, launches "
-    "of kernels, reading data, saves, evaluations, an uneven load of experts, sums over tied "
-    "matrices and norms"
+    "latency of what attention sends over cp, products that are slow because they are small, "
+    "reading data, saves, evaluations, an uneven load of experts, sums over tied matrices and norms"
 )
 """Time that no number here has."""
 
@@ -69,7 +68,7 @@ def figures(estimate: Estimate, machine: Machine, training: PlannedRun) -> dict[
         "mfu": rate * 1e12 / machine["peak_flops"],
         "days": hours / 24,
         "megawatt_hours": hours * ranks * machine["watts"] / 1e6,
-        "times": machine.proof(*TIME_KEYS),
+        "times": estimate.proof,
     }
     if training.price is not None:
         found["price"] = hours * ranks * training.price
@@ -154,6 +153,10 @@ def note_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> li
         f"Machine: {machine.name}, {machine.date}. "
         + "; ".join(line for line in machine.sources()),
     )
-    if estimate.plan.dtype == torch.float32:
-        notes = (*notes, "model.dtype is float32: products are timed as those of bf16, too short")
+    if estimate.plan.dtype != getattr(torch, machine.dtype):
+        given = str(estimate.plan.dtype).removeprefix("torch.")
+        line = (
+            f"model.dtype is {given}: products are timed at the machine's rate for {machine.dtype}"
+        )
+        notes = (*notes, line)
     return [part for note in notes for part in wrap(note, WIDTH, subsequent_indent="  ")]

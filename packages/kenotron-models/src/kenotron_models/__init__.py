@@ -1,6 +1,7 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
 from kenotron_models.block_in_shards import virtual_shards
+from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
 from kenotron_models.build import Build
 from kenotron_models.communication import sent_bytes, sequence_bytes
 from kenotron_models.compiled import compile_layers
@@ -59,6 +60,8 @@ __all__ = [
     "Family",
     "FamilyConfig",
     "HuggingFace",
+    "Kernels",
+    "KernelWork",
     "LayerStack",
     "Recompute",
     "Sampling",
@@ -68,6 +71,7 @@ __all__ = [
     "TransformersLayer",
     "TransformersSpec",
     "block_flops",
+    "block_kernels",
     "build_decoder",
     "compile_layers",
     "component_of",

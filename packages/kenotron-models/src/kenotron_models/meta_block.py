@@ -77,6 +77,10 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=torch.float32))
         return out
 
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors[:3])
+
 
 class _Norm(torch.autograd.Function):
     """Stands for a fused RMSNorm: it keeps its input and a number a token."""
@@ -84,7 +88,12 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, _ = ctx.saved_tensors
+        return grads[0] + x, None if weight is None else torch.empty_like(weight)
 
 
 class OneKernel(TorchFunctionMode):

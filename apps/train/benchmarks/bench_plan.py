@@ -1,0 +1,124 @@
+"""Step times that `plan` says beside those of real steps, on 1, 2 and 4 local ranks.
+
+For each number of ranks the machine is measured by `plan calibrate`, then each layout makes some
+steps of made-up tokens. All ranks compute at once in both. The table has medians over the steps,
+each as long as its slowest rank, and the ratio of what was said to what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import resources
+from pathlib import Path
+
+from kenotron_config import Config
+from kenotron_data import Cursor
+from kenotron_dist import Mesh, barrier, spawn
+from kenotron_engine import training_step
+from kenotron_train.assemble import build_training
+from kenotron_train.config_file import parse_config
+from kenotron_train.cost.activations import recomputed
+from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.data.stage_dataset import open_corpus, open_loader
+from kenotron_train.data_plan import data_plan
+from kenotron_train.plan.layouts import own_layout
+from kenotron_train.plan.machine_file import Machine, machine_named
+from kenotron_train.plan.search import Planner
+
+WARM_UP = 2
+SIZES = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 4096,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+LAYOUTS: dict[str, dict[str, object]] = {
+    "one process": {},
+    "one process, recompute": {"recompute": "full"},
+    "dp 2": {"dp": 2},
+    "tp 2": {"tp": 2, "tp_mode": "REDUCE_SCATTER"},
+    "pp 2": {"pp": 2},
+    "dp 2 x tp 2": {"dp": 2, "tp": 2, "tp_mode": "REDUCE_SCATTER"},
+    "pp 2 x dp 2": {"pp": 2, "dp": 2},
+}
+
+
+def configured(layout: dict[str, object]) -> Config:
+    """The default config with a larger model on a layout; the global batch is the same on all."""
+    text = resources.files("kenotron_train").joinpath("default.yaml").read_text()
+    sizes = {"pp": 1, "dp": 1, "tp": 1, "tp_mode": "ALL_REDUCE"} | layout
+    values = {f"parallelism.{name}": size for name, size in sizes.items()}
+    values |= {f"model.model_config.{name}": size for name, size in SIZES.items()}
+    values["optimizer.optimizer_factory.torch_adam_is_fused"] = "true"
+    values["data_stages.0.data.dataset"] = "null"
+    values["tokens.sequence_length"], values["tokens.micro_batch_size"] = 512, 1
+    values["tokens.batch_accumulation_per_replica"] = 8 // int(str(sizes["dp"]))
+    return parse_config(text, "default.yaml", [f"{key}={value}" for key, value in values.items()])
+
+
+def step_seconds(mesh: Mesh, config: Config, steps: int) -> list[float]:
+    """Seconds of each step of this rank, from a barrier to a barrier."""
+    training, found = build_training(config, mesh), list[float]()
+    with open_loader(
+        data_plan(config), mesh, open_corpus(data_plan(config), 0), Cursor()
+    ) as loader:
+        for _ in range(WARM_UP + steps):
+            batch = next(loader)
+            barrier(mesh.world)
+            begun = time.perf_counter()
+            training_step(training, batch, 1)
+            barrier(mesh.world)
+            found.append(time.perf_counter() - begun)
+    return found[WARM_UP:]
+
+
+def calibrated(ranks: int, seconds: float, folder: Path) -> Machine:
+    """This machine as so many ranks find it."""
+    file = folder / f"{ranks}.json"
+    flags = ["--write", str(file), "--ranks", str(ranks), "--seconds", str(seconds)]
+    words = ["plan", "calibrate", *flags, "--sequence-length", "512"]
+    app = str(Path(__file__).parents[1])
+    subprocess.run([sys.executable, app, *words], check=True, stdout=sys.stderr)
+    return machine_named(str(file))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Step times that plan says, and real ones.")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each calibration")
+    options = parser.parse_args()
+    found, machines = dict[str, dict[str, object]](), dict[int, Machine]()
+    print(f"{'layout':<24} {'measured ms':>12} {'planned ms':>12} {'ratio':>7}  parts")
+    with tempfile.TemporaryDirectory() as folder:
+        for name, layout in LAYOUTS.items():
+            config = configured(layout)
+            ranks = config.world_size
+            if ranks not in machines:
+                machines[ranks] = calibrated(ranks, options.seconds, Path(folder))
+            sizes = config.parallelism.grid
+            times = spawn(step_seconds, config, options.steps, **sizes)
+            measured = statistics.median(max(each) for each in zip(*times, strict=True))
+            plan = cost_plan(config)
+            planner = Planner(plan, machines[ranks], machines[ranks]["memory"])
+            planned = planner.estimate(own_layout(config), plan, recomputed(plan)).time
+            ratio = planned.seconds / measured
+            parts = ", ".join(f"{what} {1e3 * s:.0f}" for what, s in planned.parts.items())
+            print(
+                f"{name:<24} {measured * 1e3:>12.0f} {planned.seconds * 1e3:>12.0f} {ratio:>7.2f}"
+                f"  {parts}"
+            )
+            found[name] = {"measured_s": measured, "planned_s": planned.seconds, "ratio": ratio}
+    print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
