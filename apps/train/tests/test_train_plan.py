@@ -115,7 +115,7 @@ def test_the_bubble_is_that_of_simulate(engine):
     assert long / step.seconds == pytest.approx(40_000 / plan.microbatches, rel=0.3)
 
 
-def test_more_recomputation_is_never_more_memory_and_never_less_time():
+def test_more_recomputation_is_never_more_memory_and_none_is_fastest():
     config = tiny()
     planner = Planner(cost_plan(config), H100, 80e9)
     for _, plan in random.Random(2).sample(legal(config, 8), 10):
@@ -123,7 +123,7 @@ def test_more_recomputation_is_never_more_memory_and_never_less_time():
         held = [planner.measured.held(plan, 0, each)["activations"] for each in rows]
         assert held == sorted(held, reverse=True)
         seconds = [planner.timed.step(plan, each).seconds for each in rows]
-        assert seconds == sorted(seconds)
+        assert seconds[0] == min(seconds)  # selective computes what is cheap twice
 
 
 def test_more_tp_is_never_more_parameters_and_a_higher_stage_never_more_state():
@@ -195,8 +195,8 @@ def test_a_knob_that_makes_it_fit_is_named_with_its_cost():
     config = load_config(KNOWN / "llama-3.1-8b.yaml", ("parallelism.tp=1", "parallelism.dp=8"))
     planned = plan_of_run(config, H100, 96e9, None)
     assert planned.own is not None and not planned.own.fits and planned.chosen is None
-    (line,) = (each for each in planned.remedies if "recompute=selective" in each)
-    assert line.startswith("parallelism.recompute=selective makes it fit: ")
+    (line,) = (each for each in planned.remedies if "zero_stage=3" in each)
+    assert line.startswith("optimizer.zero_stage=3 makes it fit: ")
     ratios = [float(each.split(" times ")[0].split()[-1]) for each in planned.remedies]
     assert len(ratios) > 1 and ratios == sorted(ratios) and all(each >= 1 for each in ratios)
 

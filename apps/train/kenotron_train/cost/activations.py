@@ -23,7 +23,7 @@ from kenotron_models import (
     layer_costs,
 )
 from kenotron_pp import NamedLayers, simulate
-from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
+from kenotron_train.cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
 
 
 def layer_activation(plan: CostPlan, layer: int, again: Recompute) -> int:
@@ -37,7 +37,7 @@ def layer_activation(plan: CostPlan, layer: int, again: Recompute) -> int:
 def measured_block(plan: CostPlan, layer: int, again: Recompute) -> dict[str, Any]:
     """Return the arguments of ``kept_bytes`` and ``sent_bytes`` for a block of a plan."""
     return {
-        "block": plan.spec.trained_blocks[layer],
+        "block": measured_blocks(plan.spec)[layer],
         "width": plan.spec.hidden_size,
         "rows": plan.micro_batch_size,
         "sequence": plan.row_tokens,

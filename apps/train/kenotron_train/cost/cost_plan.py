@@ -9,7 +9,13 @@ import torch
 from kenotron_config import Config, Device, ParallelismConfig
 from kenotron_dist import MeshConfig
 from kenotron_engine import CPMode
-from kenotron_models import DecoderSpec
+from kenotron_models import (
+    DecoderSpec,
+    TransformersBlock,
+    TransformersSpec,
+    transformers_blocks,
+)
+from kenotron_models.layers import BlockSpec
 from kenotron_optim import OptimizerConfig
 
 
@@ -59,6 +65,25 @@ def cost_plan(config: Config) -> CostPlan:
         microbatches=config.batches.most_microbatches,
         device=config.general.device,
     )
+
+
+def measured_blocks(spec: DecoderSpec) -> tuple[BlockSpec | TransformersBlock, ...]:
+    """Return the layers of a model whose activations and work are measured; blocks of one kind are
+    equal. None where a model of transformers is one piece."""
+    return transformers_blocks(spec) if isinstance(spec, TransformersSpec) else spec.trained_blocks
+
+
+def check_measured(spec: DecoderSpec) -> None:
+    """Refuse a model that ``measured_blocks`` has nothing of.
+
+    Raises:
+        ValueError: it is one of transformers in one piece, or none that can be trained.
+    """
+    if not measured_blocks(spec):
+        raise ValueError(
+            "model.model_config: transformers computes this model in one piece, of which neither "
+            "activations nor work are counted: see what is known with --check"
+        )
 
 
 def mesh_sizes(parallel: ParallelismConfig) -> MeshConfig:

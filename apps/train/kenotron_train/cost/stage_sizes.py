@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kenotron_engine import way_of
-from kenotron_models import LayerStack, Recompute, TransformersSpec, sent_bytes
+from kenotron_models import LayerStack, Recompute, sent_bytes
 from kenotron_tp import tokens_at_a_time
 from kenotron_train.cost.activations import (
     layer_activation,
@@ -18,7 +18,7 @@ from kenotron_train.cost.activations import (
     measured_block,
     recomputed,
 )
-from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
+from kenotron_train.cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
 from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
 
 
@@ -38,18 +38,18 @@ class StageSize:
 def stage_sizes(plan: CostPlan) -> list[StageSize]:
     """Return what each pipeline rank holds in one of its tp and dp ranks."""
     sizes = mesh_sizes(plan.parallelism)
-    found, foreign = [], isinstance(plan.spec, TransformersSpec)
+    found, counted = list[StageSize](), bool(measured_blocks(plan.spec))
     again, stages = recomputed(plan), layers_by_rank(plan)
     for rank, (own, stage) in enumerate(stages.ranks):
         count = sum(p.numel() for _, layer in own for p in layer.parameters())
         tensors = stage_tensors(LayerStack(own), stages.layouts, sizes, rank, plan.optimizer)
         nbytes = state_bytes(plan, tensors)
-        if not foreign:
+        if counted:
             kept = sum(layer_activation(plan, i, again[i]) for i in stage.layers)
             nbytes["activations"] = int(stage.live * kept)
         if any(name in ("head", "model") for name, _ in own):
             nbytes["logits"] = logits_bytes(plan)
-        sent = {} if foreign else _sent(plan, stage.layers, again)
+        sent = _sent(plan, stage.layers, again) if counted else {}
         sent |= sent_over_data(plan, tensors)
         found.append(StageSize([name for name, _ in own], count, nbytes, sent))
     return found

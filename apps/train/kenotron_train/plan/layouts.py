@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from kenotron_config import Config
-from kenotron_models import Recompute, expert_layers
+from kenotron_models import Recompute, TransformersSpec, expert_count
+from kenotron_models.families import TransformersConfig
 from kenotron_train.cost.cost_plan import CostPlan, cost_plan
 
 Engine = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "afab"]
@@ -17,6 +18,10 @@ ENGINES: tuple[Engine, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "afab")
 """Orders of the pipeline that are tried."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 MICRO_BATCHES = (1, 2, 4, 8, 16)
+CP_OF_TRANSFORMERS = (
+    "parallelism.cp: what attention of transformers' layers sends over cp is not counted; plan it "
+    "with cp 1"
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -74,7 +79,8 @@ def own_layout(config: Config) -> PlannedLayout:
 def with_layout(config: Config, layout: PlannedLayout) -> Config:
     """Return a config on another layout, with the same global batches.
 
-    Where the config has no tp, tp cuts activations between layers, too (REDUCE_SCATTER).
+    Where the config has no tp, tp cuts activations between layers, too (REDUCE_SCATTER), but not
+    those of transformers' layers.
 
     Raises:
         ValueError: the config's own checks refuse it; one line for each problem.
@@ -82,13 +88,14 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
     sizes, tokens = config.parallelism, config.tokens
     rows = layout.dp * layout.micro_batch
     before = sizes.dp * tokens.micro_batch_size
+    foreign = isinstance(config.model.model_config, TransformersConfig)
     parallelism = replace(
         sizes,
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep")},
         dp_auto=False,
         pp_engine=layout.engine,
         pp_chunks=sizes.pp_chunks if layout.engine == sizes.pp_engine else None,
-        tp_mode=sizes.tp_mode if sizes.tp > 1 else "REDUCE_SCATTER",
+        tp_mode=sizes.tp_mode if sizes.tp > 1 or foreign else "REDUCE_SCATTER",
     )
     if layout.recompute != "mixed":
         parallelism = replace(
@@ -144,8 +151,7 @@ def legal_layouts(
         ranks: N.
         refused: gets what the rules say of the others.
     """
-    kinds = expert_layers(config.decoder).values()
-    experts = min((kind.router.experts for kind in kinds), default=1)
+    experts, foreign = expert_count(config.decoder), isinstance(config.decoder, TransformersSpec)
     engines: dict[int, list[Engine]] = {}
     for pp, cp, tp in _factors(ranks, 3):
         rows = ranks // (pp * cp * tp)
@@ -156,6 +162,8 @@ def legal_layouts(
         ]
         for layout in layouts:
             try:
+                if foreign and cp > 1:
+                    raise ValueError(CP_OF_TRANSFORMERS)
                 first = with_layout(config, layout)
             except ValueError as error:
                 refused.add(error)

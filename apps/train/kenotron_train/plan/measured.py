@@ -18,6 +18,7 @@ from kenotron_models import (
     KernelWork,
     LayerStack,
     Recompute,
+    TransformersSpec,
     block_kernels,
     build_decoder,
     kept_bytes,
@@ -28,7 +29,7 @@ from kenotron_models import (
 from kenotron_optim import Held
 from kenotron_pp import NamedLayers, Schedule, Stages, simulate
 from kenotron_train.cost.activations import measured_block
-from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
+from kenotron_train.cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
 from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
 from kenotron_train.cost.stage_sizes import logits_bytes
 
@@ -60,9 +61,9 @@ class MeasuredModel:
     """
 
     def __init__(self, plan: CostPlan) -> None:
-        spec = plan.spec
-        kinds = {block: number for number, block in enumerate(dict.fromkeys(spec.trained_blocks))}
-        self.kinds = [kinds[block] for block in spec.trained_blocks]
+        blocks = measured_blocks(plan.spec)
+        kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
+        self.kinds = [kinds[block] for block in blocks]
         """Number of the kind of each block."""
         self.first = {kind: self.kinds.index(kind) for kind in kinds.values()}
         """A block of each kind."""
@@ -255,7 +256,8 @@ class MeasuredModel:
         layers = self._layers(plan)
         sizes = mesh_sizes(plan.parallelism)
         stages = self._cut(plan, layers)
-        tied = plan.spec.tie_word_embeddings or plan.spec.mtp_blocks
+        spec = plan.spec
+        tied = spec.tie_word_embeddings or spec.mtp_blocks or isinstance(spec, TransformersSpec)
         if tied:  # which depends on the ranks that own the matrix
             layouts = parameter_layouts(LayerStack(layers), sizes.axis_sizes, stages.of_parameter)
             return [

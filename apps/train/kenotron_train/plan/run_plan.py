@@ -8,8 +8,14 @@ from dataclasses import dataclass, field
 from kenotron_config import Config
 from kenotron_models import TransformersSpec
 from kenotron_train.cost.activations import recomputed
-from kenotron_train.cost.cost_plan import cost_plan
-from kenotron_train.plan.layouts import Refused, legal_layouts, own_layout, with_layout
+from kenotron_train.cost.cost_plan import CostPlan, check_measured, cost_plan
+from kenotron_train.plan.layouts import (
+    CP_OF_TRANSFORMERS,
+    Refused,
+    legal_layouts,
+    own_layout,
+    with_layout,
+)
 from kenotron_train.plan.machine_file import Machine
 from kenotron_train.plan.search import (
     Estimate,
@@ -71,17 +77,14 @@ def plan_of_run(
         price: of a device and hour.
 
     Raises:
-        ValueError: the config cannot be run, its model is one of transformers, whose activations
-            are not known, or no layout is legal.
+        ValueError: the config cannot be run, its model is one of transformers in one piece or on
+            ranks of cp, or no layout is legal.
     """
     if problems := cannot_run(config):
         raise ValueError("\n".join(problems))
     plan = cost_plan(config)
     if isinstance(plan.spec, TransformersSpec):
-        raise ValueError(
-            "model.model_config: is_hf_config was given; activations and operations of its layers "
-            "are not counted, so nothing can be said of what fits: see what is known with --check"
-        )
+        _check_foreign(plan)
     if objective == "price" and price is None:
         raise ValueError("--objective price: give --price, of a device and hour")
     stages = range(len(config.data_stages))
@@ -103,6 +106,13 @@ def plan_of_run(
             raise ValueError(_none_legal(config, ranks, planned.refused))
         planned.ranks, planned.found = ranks, planner.search(legal, objective)
     return planned
+
+
+def _check_foreign(plan: CostPlan) -> None:
+    """Refuse a model of transformers of which too little is known."""
+    check_measured(plan.spec)
+    if plan.parallelism.cp > 1:
+        raise ValueError(CP_OF_TRANSFORMERS)
 
 
 def _remedies(config: Config, planner: Planner, own: Estimate) -> Iterator[str]:

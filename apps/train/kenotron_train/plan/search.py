@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kenotron_models import Recompute
+from kenotron_models import Recompute, TransformersSpec
 from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.plan.layouts import RECOMPUTES, PlannedLayout
 from kenotron_train.plan.machine_file import Machine
@@ -69,7 +69,9 @@ class Planner:
         self.measured = MeasuredModel(plan)
         self.timed = TimedModel(self.measured, machine)
         self.machine, self.room = machine, room
-        self.blocks = len(plan.spec.trained_blocks)
+        self.blocks = len(self.measured.kinds)
+        foreign = isinstance(plan.spec, TransformersSpec)
+        self.recomputes: tuple[Recompute, ...] = ("none", "full") if foreign else RECOMPUTES
 
     def estimate(
         self,
@@ -145,7 +147,7 @@ class Planner:
         """Return all candidates with the seconds that each needs at least, in their order."""
         ordered = []
         for layout, plan in legal:
-            for again in RECOMPUTES:
+            for again in self.recomputes:
                 bound = self.timed.least(plan, (again,) * self.blocks)
                 ordered += [
                     (bound, (named, candidate, (again,) * self.blocks))

@@ -8,7 +8,7 @@ from functools import partial
 
 from kenotron_models import KernelWork, Recompute, block_flops
 from kenotron_pp import Times, simulate
-from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
 from kenotron_train.cost.machine import OFFLOADED
 from kenotron_train.plan.machine_file import Machine
 from kenotron_train.plan.measured import MeasuredModel, PlannedStage
@@ -145,7 +145,7 @@ class TimedModel:
     def _block(self, plan: CostPlan, kind: int, again: Recompute) -> WorkSeconds:
         """Return the work of a block."""
         machine, sizes = self.machine, plan.parallelism
-        block = plan.spec.trained_blocks[self.measured.first[kind]]
+        block = measured_blocks(plan.spec)[self.measured.first[kind]]
         rows, width = plan.micro_batch_size, plan.spec.hidden_size
         counts = block_flops(block, width, rows, plan.sequence, causal=True)
         share = sizes.tp * sizes.cp * machine["peak_flops"]
@@ -162,8 +162,8 @@ class TimedModel:
             ),
             parts_of(products=products),
         )
-        mixer, *others = (part.cost(width) for part in block.parts)
-        of_mixer = mixer / max(1, mixer + sum(others))
+        costs = [part.cost(width) for part in block.parts] or [0.0]
+        of_mixer = costs[0] / max(1, sum(costs))
         repeated = self.measured.kernels(plan, kind, again)[1]
         work.inputs["recompute"] = (
             max(0.0, self._moved(repeated) - memory_backward)

@@ -10,7 +10,7 @@ from pathlib import Path
 from kenotron_config import Config, Mask, ParallelismConfig, cautions, dump_config, ignored_keys
 from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetDatasetsConfig
 from kenotron_engine import way_of
-from kenotron_models import describe, parameter_count
+from kenotron_models import TransformersSpec, describe, parameter_count
 from kenotron_optim import parameter_groups
 from kenotron_train.cost.activations import layers_by_rank
 from kenotron_train.cost.cost_plan import CostPlan, cost_plan
@@ -185,8 +185,10 @@ def _memory(plan: CostPlan) -> str:
         )
         if host := offloaded(plan.optimizer, stage.bytes_of):
             lines.append(f"pp rank {rank} has {host / GB:.3g} of them in host memory (offload)")
+        if isinstance(plan.spec, TransformersSpec) and plan.parallelism.cp > 1:
+            lines.append("What attention of transformers' layers sends over cp is not counted")
         if "activations" not in stage.bytes_of:
-            lines.append("Activations of transformers' layers are not known and not counted")
+            lines.append("Activations of a model of transformers in one piece are not counted")
         if stage.sent:
             sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
             lines.append(f"pp rank {rank} sends in a step, in GB a process: {sent}")

@@ -16,6 +16,7 @@ from kenotron_models.families.upcycled import router_shapes, upcycled_config, up
 from kenotron_models.family import Family, FamilyConfig, HuggingFace, SizedConfig
 from kenotron_models.flops import (
     block_flops,
+    expert_count,
     expert_parameters,
     forward_flops,
     layer_costs,
@@ -41,6 +42,7 @@ from kenotron_models.reported_names import component_of, components, reported_na
 from kenotron_models.sequence_cut import SequenceCut
 from kenotron_models.small import SmallSizes
 from kenotron_models.spec import DecoderSpec
+from kenotron_models.transformers_block import TransformersBlock, transformers_blocks
 from kenotron_models.transformers_layers import TransformersLayer, sequence_problem
 from kenotron_models.transformers_meta import layers_on_meta
 from kenotron_models.transformers_names import (
@@ -68,6 +70,7 @@ __all__ = [
     "SequenceCut",
     "SizedConfig",
     "SmallSizes",
+    "TransformersBlock",
     "TransformersLayer",
     "TransformersSpec",
     "block_flops",
@@ -79,6 +82,7 @@ __all__ = [
     "config_from_json",
     "cut_sizes",
     "describe",
+    "expert_count",
     "expert_layers",
     "expert_parameters",
     "family_of",
@@ -97,6 +101,7 @@ __all__ = [
     "standard_init",
     "training_flops",
     "sequence_problem",
+    "transformers_blocks",
     "transformers_names",
     "transformers_tensors",
     "upcycled_config",

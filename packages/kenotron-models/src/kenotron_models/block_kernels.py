@@ -22,6 +22,7 @@ from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
 from kenotron_models.recompute import Recompute
+from kenotron_models.transformers_block import TransformersBlock
 from kenotron_tp import TPMode
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "mv", "dot"}
@@ -51,7 +52,7 @@ class KernelWork:
 
 @lru_cache(maxsize=256)
 def block_kernels(
-    block: BlockSpec,
+    block: BlockSpec | TransformersBlock,
     width: int,
     rows: int,
     sequence: int,

@@ -18,12 +18,13 @@ from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, block_on_meta
 from kenotron_models.part import SendsOverSequence
 from kenotron_models.recompute import Recompute
+from kenotron_models.transformers_block import TransformersBlock
 from kenotron_tp import TPMode
 
 
 @lru_cache(maxsize=256)
 def sent_bytes(
-    block: BlockSpec,
+    block: BlockSpec | TransformersBlock,
     width: int,
     rows: int,
     sequence: int,
@@ -41,7 +42,8 @@ def sent_bytes(
     """Return the bytes that leave the first rank in forward and backward of a block, by axis.
 
     Counts of exchanges and the gradients of weights are left out. Experts are expected to have an
-    even load and to be reached by ``alltoall``, and rows to be one document.
+    even load and to be reached by ``alltoall``, and rows to be one document. What layers of
+    transformers send over cp is not counted.
 
     Args:
         block: what it is made of.
@@ -66,13 +68,13 @@ def sent_bytes(
     with recorder:
         layer(x, context).sum().backward()
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
-    if cut is None or cut.ranks == 1:
+    if cut is None or cut.ranks == 1 or not block.parts:
         return found
     return found | {"cp": sequence_bytes(block, rows, cut, way, tp, dtype, recompute)}
 
 
 def sequence_bytes(
-    block: BlockSpec,
+    block: BlockSpec | TransformersBlock,
     rows: int,
     cut: Cut,
     way: AttentionWay,

@@ -12,11 +12,19 @@ import math
 from kenotron_dist import MATRICES
 from kenotron_dist.placement import TensorLayout
 from kenotron_models.block import BlockSpec
+from kenotron_models.expert_layers import expert_layers
 from kenotron_models.mtp import mtp_work
 from kenotron_models.part import Sparse
 from kenotron_models.shapes import ONE, block_layouts
 from kenotron_models.spec import Architecture
-from kenotron_models.transformers_counts import element_count, flops, work
+from kenotron_models.transformers_block import TransformersBlock
+from kenotron_models.transformers_counts import (
+    element_count,
+    flops,
+    layer_flops,
+    stacked_matrices,
+    work,
+)
 from kenotron_models.transformers_spec import TransformersSpec
 
 
@@ -41,7 +49,12 @@ def forward_flops(
 
 
 def block_flops(
-    block: BlockSpec, width: int, batch: int, sequence: int, *, causal: bool = False
+    block: BlockSpec | TransformersBlock,
+    width: int,
+    batch: int,
+    sequence: int,
+    *,
+    causal: bool = False,
 ) -> tuple[int, int]:
     """Count the operations of one forward pass of a block over (batch, sequence) tokens.
 
@@ -55,6 +68,8 @@ def block_flops(
     Returns:
         Those of products with matrices, and those of what mixers compute between them.
     """
+    if isinstance(block, TransformersBlock):
+        return layer_flops(block.spec, block.number, batch, sequence, causal=causal)
     mixing = sum(part.mixing_flops(batch, sequence, causal=causal) for part in block.parts)
     return 2 * batch * sequence * _matrices(block, width), mixing
 
@@ -90,6 +105,15 @@ def expert_parameters(config: Architecture) -> int:
     )
 
 
+def expert_count(config: Architecture) -> int:
+    """Return the fewest experts of a layer, which ep has to divide; 1 where there are none."""
+    spec = config.decoder
+    if isinstance(spec, TransformersSpec):
+        return stacked_matrices(spec)
+    kinds = expert_layers(spec).values()
+    return min((kind.router.experts for kind in kinds), default=1)
+
+
 def layer_costs(config: Architecture) -> list[float]:
     """Return the work of every layer of ``build_decoder``, in multiply-adds a token.
 
@@ -97,7 +121,7 @@ def layer_costs(config: Architecture) -> list[float]:
     """
     spec = config.decoder
     if isinstance(spec, TransformersSpec):
-        return work(spec)
+        return [*work(spec)]
     blocks = [float(sum(p.cost(spec.hidden_size) for p in block.parts)) for block in spec.blocks]
     heads = 1 + len(spec.mtp_blocks)
     return [0.0, *blocks, *mtp_work(spec), 0.0, float(heads * spec.vocab_size * spec.hidden_size)]

@@ -14,23 +14,24 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist import Axis
-from kenotron_models.block import Block, BlockSpec
+from kenotron_models.block import BlockSpec
 from kenotron_models.context import Context
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
 from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute
+from kenotron_models.transformers_block import TransformersBlock
 from kenotron_tp import TPMode
 
 
 @lru_cache(maxsize=256)
 def kept_bytes(
-    block: BlockSpec,
+    block: BlockSpec | TransformersBlock,
     width: int,
     rows: int,
     sequence: int,
@@ -69,7 +70,7 @@ def kept_bytes(
         return bytes_alive(layer, x, context)
 
 
-def bytes_alive(block: Block, x: Tensor, context: Context, *, wait: float = 0.0) -> int:
+def bytes_alive(block: nn.Module, x: Tensor, context: Context, *, wait: float = 0.0) -> int:
     """Return the bytes that are alive after a forward and were not before, without its output.
 
     Args:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kenotron_dist import Axis
@@ -19,7 +19,10 @@ from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute
+from kenotron_models.transformers_block import TransformersBlock, transformers_block_on_meta
 from kenotron_tp import TPMode
+
+GROUPED = (torch._grouped_mm, F.grouped_mm)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,11 @@ class MetaMicroBatch:
 
 
 def block_on_meta(
-    block: BlockSpec, width: int, batch: MetaMicroBatch, axes: Mapping[str, Axis]
-) -> tuple[Block, Tensor, Context]:
+    block: BlockSpec | TransformersBlock,
+    width: int,
+    batch: MetaMicroBatch,
+    axes: Mapping[str, Axis],
+) -> tuple[nn.Module, Tensor, Context]:
     """Return a block on device meta, its input and the context of a micro-batch.
 
     Args:
@@ -55,6 +61,10 @@ def block_on_meta(
         The block, x (T, D) or (T/t, D), which requires a gradient, and the context.
     """
     mode, tp = batch.mode, axes["tp"]
+    if isinstance(block, TransformersBlock):
+        return transformers_block_on_meta(
+            block, batch.rows, batch.sequence, batch.dtype, batch.recompute, axes
+        )
     build = Build(tp, mode, dtype=batch.dtype, shapes_only=True)
     if "ep" in axes:
         build = replace(build, ep=axes["ep"])
@@ -96,8 +106,22 @@ class _Norm(torch.autograd.Function):
         return grads[0] + x, None if weight is None else torch.empty_like(weight)
 
 
+class _GroupedProducts(torch.autograd.Function):
+    """Stands for products of rows with the matrix of their group, which torch has in bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x.new_empty(len(x), weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(each) for each in ctx.saved_tensors)
+
+
 class OneKernel(TorchFunctionMode):
-    """Lets one kernel compute attention, and with ``norms`` RMSNorm: device meta has none."""
+    """Lets one kernel compute attention, grouped products, and with ``norms`` RMSNorm: device meta
+    has none, or not in every dtype."""
 
     def __init__(self, norms: bool) -> None:
         super().__init__()
@@ -109,6 +133,8 @@ class OneKernel(TorchFunctionMode):
             return _Attention.apply(*args[:3])
         if func is F.rms_norm and self._norms:
             return _Norm.apply(args[0], args[2] if len(args) > 2 else kwargs.get("weight"))
+        if func in GROUPED and args[0].dtype != torch.bfloat16:
+            return _GroupedProducts.apply(*args[:2])
         return func(*args, **kwargs)
 
 

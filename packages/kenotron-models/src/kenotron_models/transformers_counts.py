@@ -38,11 +38,26 @@ def flops(spec: TransformersSpec, batch: int, sequence: int, *, causal: bool) ->
     matrices = sum(_used(spec, layout) for layout in tensors(spec).values())
     separate = any(layout.role == "output" for layout in tensors(spec).values())
     head = 0 if separate else spec.hidden_size * spec.vocab_size
-    scores = 4 * batch * sequence**2 * spec.heads * spec.head_dim * spec.depth
-    return float(2 * batch * sequence * (matrices + head) + (scores / 2 if causal else scores))
+    scores = _scores(spec, batch, sequence, causal) * spec.depth
+    return float(2 * batch * sequence * (matrices + head) + scores)
 
 
-def work(spec: TransformersSpec) -> list[float]:
+def layer_flops(
+    spec: TransformersSpec, number: int, batch: int, sequence: int, *, causal: bool
+) -> tuple[int, int]:
+    """Count the operations of a layer, as ``flops``: of its matrices, and of attention's scores."""
+    matrices = work(spec)[1 + number]
+    return int(2 * batch * sequence * matrices), int(_scores(spec, batch, sequence, causal))
+
+
+def _scores(spec: TransformersSpec, batch: int, sequence: int, causal: bool) -> float:
+    """Operations of the scores of a layer's attention."""
+    whole = 4 * batch * sequence**2 * spec.heads * spec.head_dim
+    return whole / 2 if causal else whole
+
+
+@lru_cache(maxsize=8)
+def work(spec: TransformersSpec) -> tuple[float, ...]:
     """Return the multiply-adds a token of every layer of ``transformers_layers``."""
     found: dict[str, float] = {"embedding": 0.0}
     for path, layout in decoder_layouts(spec).items():
@@ -50,7 +65,13 @@ def work(spec: TransformersSpec) -> list[float]:
         entry = ".".join(words[: 2 if words[0] == "layers" else 1])
         used = math.prod(layout.shape) if entry == "head" else _used(spec, layout)
         found[entry] = found.get(entry, 0.0) + (used if len(layout.shape) > 1 else 0)
-    return [found.pop("embedding"), *found.values()] if len(found) > 2 else [1.0]
+    return (found.pop("embedding"), *found.values()) if len(found) > 2 else (1.0,)
+
+
+def stacked_matrices(spec: TransformersSpec) -> int:
+    """Return the fewest matrices of a stack, which are experts; 1 where there are none."""
+    stacks = [layout.shape[0] for layout in tensors(spec).values() if len(layout.shape) == 3]
+    return min(stacks, default=1)
 
 
 def _used(spec: TransformersSpec, layout: TensorLayout) -> float:

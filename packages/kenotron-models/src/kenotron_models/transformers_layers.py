@@ -84,23 +84,28 @@ class LayerEntry(TransformersLayer):
         self.block, self.number, self.recompute = layer, number, recompute
         self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
 
+    @property
+    def skeleton(self) -> Skeleton:
+        """The model that this is a layer of."""
+        return self._skeleton[0]
+
     def forward(self, x: Tensor, context: Context) -> Tensor:
         """Call the layer as transformers would."""
         x_BSD = x.view(*context.positions_BS.shape, -1)
-        call = self._skeleton[0].calls(x_BSD.detach(), context)[self.number]
+        call = self.skeleton.calls(x_BSD.detach(), context)[self.number]
         if self.recompute == "full" and torch.is_grad_enabled():
             return whole(self._layer, x_BSD, call, context)
         return self._layer(x_BSD, call, context)
 
     def _layer(self, x_BSD: Tensor, call: Call, context: Context) -> Tensor:
-        with attending(context, self._skeleton[0].documents):
+        with attending(context, self.skeleton.documents):
             y = self.block(x_BSD, *call.args, **call.options)
         return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give the layer's own buffers, and those that all layers share, their values."""
-        self._skeleton[0].fill_buffers(device)
-        fill_buffers(self._skeleton[0].model, self.block, device)
+        self.skeleton.fill_buffers(device)
+        fill_buffers(self.skeleton.model, self.block, device)
 
 
 class WholeEntry(TransformersLayer):

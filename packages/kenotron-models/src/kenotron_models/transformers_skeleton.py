@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from kenotron_models.context import Context
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
@@ -96,6 +97,24 @@ class Skeleton:
         """Return what each layer is called with; made once a micro-batch."""
         return context.once(("transformers", id(self)), partial(self._record, x_BSD, context))
 
+    def calls_on_meta(self, width: int, dtype: torch.dtype, context: Context) -> list[Call]:
+        """Return the calls of a micro-batch on device meta, made on the CPU.
+
+        transformers asks for values of masks, which tensors on meta do not have.
+
+        Args:
+            width: D.
+            dtype: of hidden features.
+            context: the micro-batch, of whole rows that are one document each.
+        """
+        rows, sequence = context.positions_BS.shape
+        with torch.device("cpu"):
+            self.fill_buffers(torch.device("cpu"))
+            there = Context(torch.arange(sequence).expand(rows, -1))
+            made = self.calls(torch.zeros(rows, sequence, width, dtype=dtype), there)
+        calls = [Call(*tree_map(_on_meta, call)) for call in made]
+        return context.once(("transformers", id(self)), lambda: calls)
+
     def finish(self, x_BSD: Tensor, context: Context) -> Tensor:
         """Return the logits (B, S, V/t) of the last layer's output."""
         self._reset()
@@ -138,6 +157,11 @@ class Skeleton:
     def _reset(self) -> None:
         for recorder in self.recorders:
             recorder.calls, recorder.ends, recorder.result = None, False, None
+
+
+def _on_meta(value: Any) -> Any:
+    """Return a tensor on meta; a window, which is one number on the CPU, stays."""
+    return value.to("meta") if isinstance(value, Tensor) and value.numel() > 1 else value
 
 
 def attends_here(model: Any) -> bool:

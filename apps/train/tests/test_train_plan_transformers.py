@@ -1,0 +1,132 @@
+"""Models of transformers are planned as our own: memory, time, layouts."""
+
+import json
+
+import pytest
+import runs
+
+from kenotron_config import load_config
+from kenotron_models.families import LlamaConfig
+from kenotron_models.hf import config_to_hf
+from kenotron_train import cli
+from kenotron_train.cost.activations import recomputed
+from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.plan.layouts import Refused, legal_layouts
+from kenotron_train.plan.machine_file import machine_named
+from kenotron_train.plan.measured import MeasuredModel
+from kenotron_train.plan.run_plan import plan_of_run
+from kenotron_train.plan.search import Planner
+
+pytest.importorskip("transformers")
+H100 = machine_named("h100")
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 512, "head_dim": 32,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+SEED_OSS = {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.0}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+COMMON = (
+    "model.make_vocab_size_divisible_by=1", "model.dtype=bfloat16", "parallelism.dp=1",
+    "parallelism.pp=1", "parallelism.tp=1", "tokens.sequence_length=512",
+    "tokens.batch_accumulation_per_replica=16", "tokens.micro_batch_size=1",
+    "model.init_method.scaling_method=NONE", "parallelism.tp_mode=ALL_REDUCE",
+)  # fmt: skip
+
+
+def folder_of(path, values):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def config_of(folder, *overrides):
+    model = f"{{is_hf_config: true, path: {folder}}}"
+    return load_config(runs.TINY_LLAMA, (*COMMON, f"model.model_config={model}", *overrides))
+
+
+def test_a_llama_of_transformers_is_planned_nearly_as_ours(tmp_path):
+    ours = LlamaConfig(**SIZES, tie_word_embeddings=False)
+    theirs = config_of(folder_of(tmp_path / "model", config_to_hf(ours)))
+    keys = ", ".join(f"{key}: {value}" for key, value in SIZES.items())
+    model = f"{{is_llama_config: true, {keys}, tie_word_embeddings: false}}"
+    own = load_config(runs.TINY_LLAMA, (*COMMON, f"model.model_config={model}"))
+    found = [plan_of_run(each, H100, 80e9, None).own for each in (own, theirs)]
+    mine, foreign = found
+    for what in ("parameters", "gradients", "optimizer", "fp32 masters", "logits"):
+        assert mine.memory.bytes_of.get(what) == foreign.memory.bytes_of.get(what), what
+    ratio = foreign.memory.bytes_of["activations"] / mine.memory.bytes_of["activations"]
+    assert 1 < ratio < 2  # its norms are several kernels, and it does not write over its inputs
+    assert foreign.time.parts["products"] == pytest.approx(mine.time.parts["products"])
+    assert foreign.time.seconds > mine.time.seconds
+
+
+def test_sizes_and_bytes_are_those_of_check(tmp_path):
+    folder = folder_of(tmp_path / "model", SIZES | EXPERTS | {"model_type": "qwen3_moe"})
+    layouts = ("parallelism.tp=2", "parallelism.pp=2"), ("parallelism.ep=2", "parallelism.dp=2")
+    for layout in layouts:
+        plan = cost_plan(config_of(folder, *layout))
+        measured, ways = MeasuredModel(plan), recomputed(plan)
+        for rank, size in enumerate(stage_sizes(plan)):
+            assert measured.held(plan, rank, ways) == size.bytes_of
+            assert measured.sent_by_stage(plan, rank, ways) == size.sent
+            assert size.bytes_of["activations"] > 0 and size.sent
+
+
+def test_a_search_has_ep_and_tp_and_no_cp(tmp_path):
+    folder = folder_of(tmp_path / "model", SIZES | EXPERTS | {"model_type": "qwen3_moe"})
+    config, refused = config_of(folder), Refused()
+    legal = [*legal_layouts(config, 4, refused)]
+    assert {layout.ep for layout, _ in legal} == {1, 2, 4}
+    assert {layout.tp for layout, _ in legal} == {1, 2, 4} and {each.cp for each, _ in legal} == {1}
+    assert any("sends over cp is not counted" in reason for reason in refused.reasons)
+    found = Planner(cost_plan(config), H100, 80e9).search(legal)
+    assert {way for each in found.best for way in each.again} <= {"none", "full"}
+    assert len(found.best) == 10 and all(each.time.seconds > 0 for each in found.best)
+
+
+def test_a_family_that_is_none_of_ours_is_planned_from_its_folder(tmp_path, capsys):
+    folder = folder_of(tmp_path / "model", SIZES | SEED_OSS)
+    chosen = tmp_path / "chosen.yaml"
+    flags = (
+        "--gpus",
+        "4xH100",
+        "--sequence-length",
+        "512",
+        "--batch",
+        "8K",
+        "--write",
+        str(chosen),
+    )
+    assert cli.main(["plan", "--model", str(folder), *flags, "--write", str(chosen)]) == 0
+    out = capsys.readouterr().out
+    assert "legal layouts of 4 ranks" in out and "sends over cp is not counted" in out
+    written = load_config(chosen)
+    assert written.model.model_config.path == str(folder) and written.world_size == 4
+    assert cli.main(["--config-file", str(chosen), "--check"]) == 0
+    assert "activations" in capsys.readouterr().out
+
+
+def test_check_says_what_is_not_counted_of_rows_that_are_cut(tmp_path, capsys):
+    folder = folder_of(tmp_path / "model", SIZES | SEED_OSS)
+    model = f"{{is_hf_config: true, path: {folder}, attn_implementation: kenotron}}"
+    words = [*COMMON, f"model.model_config={model}", "parallelism.cp=2"]
+    flags = [part for each in words for part in ("--set", each)]
+    assert cli.main(["--config-file", str(runs.TINY_LLAMA), *flags, "--check"]) == 0
+    out = capsys.readouterr().out
+    assert "activations" in out and "sends over cp is not counted" in out
+    assert cli.main(["plan", "--config-file", str(runs.TINY_LLAMA), *flags]) == 2
+    assert "sends over cp is not counted; plan it with cp 1" in capsys.readouterr().err
+
+
+def test_a_model_in_one_piece_and_an_unknown_family_are_refused(tmp_path, capsys):
+    none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    folder = folder_of(tmp_path / "gpt2", gpt2 | none)
+    flags = ("--gpus", "2xH100", "--sequence-length", "64", "--batch", "2K")
+    assert cli.main(["plan", "--model", str(folder), *flags]) == 2
+    assert "transformers computes this model in one piece" in capsys.readouterr().err
+    folder = folder_of(tmp_path / "unknown", {"model_type": "no_such_family"})
+    assert cli.main(["plan", "--model", str(folder), *flags]) == 2
+    assert "no_such_family" in capsys.readouterr().err

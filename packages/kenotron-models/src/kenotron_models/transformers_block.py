@@ -1,0 +1,104 @@
+"""A layer of a model of transformers, in the place of a ``BlockSpec`` where blocks are measured.
+
+Its own code runs on device meta. What it is called with (masks, rotary angles) is made on the CPU:
+transformers asks for values there.
+
+Shapes: B rows, S tokens of a row, T = B * S, D hidden.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kenotron_dist import Axis
+from kenotron_models.build import Build
+from kenotron_models.context import Context
+from kenotron_models.part import Part
+from kenotron_models.recompute import Recompute
+from kenotron_models.transformers_attention import OWN_ATTENTION
+from kenotron_models.transformers_layers import LayerEntry, transformers_layers
+from kenotron_models.transformers_spec import TransformersSpec
+
+LARGEST_MASK = 1 << 28
+"""Elements of a mask (S, S) that is made to measure a layer."""
+
+
+@dataclass(frozen=True)
+class TransformersBlock:
+    """A layer of a model; layers of one kind are equal."""
+
+    spec: TransformersSpec
+    number: int
+    """Of the first layer of its kind."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Nothing: what it is made of is transformers' own."""
+        return ()
+
+
+def transformers_blocks(spec: TransformersSpec) -> tuple[TransformersBlock, ...]:
+    """Return the layers of a model; none where it is not split into layers.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: the model cannot be trained here.
+    """
+    values = json.loads(spec.config_json)
+    kinds = values.get("layer_types") or values.get("text_config", {}).get("layer_types") or ()
+    first: dict[Hashable, int] = {}
+    found = []
+    for name, layer in transformers_layers(spec, Build(Axis.solo("tp")), ("none",) * spec.depth):
+        if not isinstance(layer, LayerEntry):
+            continue
+        number = len(found)
+        shapes = tuple((name, each.shape) for name, each in layer.block.named_parameters())
+        kind = kinds[number] if number < len(kinds) else None
+        key = type(layer.block), shapes, kind
+        found.append(TransformersBlock(spec, first.setdefault(key, number)))
+    return tuple(found)
+
+
+def transformers_block_on_meta(
+    block: TransformersBlock,
+    rows: int,
+    sequence: int,
+    dtype: torch.dtype,
+    recompute: Recompute,
+    axes: Mapping[str, Axis],
+) -> tuple[nn.Module, Tensor, Context]:
+    """Return a layer on device meta, its input (T, D) and the context of a micro-batch.
+
+    Args:
+        block: which one.
+        rows: B.
+        sequence: S.
+        dtype: of parameters and activations.
+        recompute: ``none`` or ``full``.
+        axes: ``tp``, and ``ep`` where experts are cut; without a group.
+
+    Raises:
+        ValueError: its mask is too large to be made here.
+    """
+    spec = block.spec
+    if spec.attention != OWN_ATTENTION and sequence**2 > LARGEST_MASK:
+        raise ValueError(
+            f"model.model_config.attn_implementation: {spec.attention} was given; masks of "
+            f"{sequence:,} tokens are too large to be made here: set it to {OWN_ATTENTION}"
+        )
+    build = Build(axes["tp"], dtype=dtype, ep=axes.get("ep", Axis.solo("ep")))
+    again: list[Recompute] = [recompute] * spec.depth
+    entries = dict(transformers_layers(spec, build, again))
+    layer = entries[f"layers.{block.number}"]
+    assert isinstance(layer, LayerEntry)
+    context = Context(torch.arange(sequence, device="meta").expand(rows, sequence))
+    layer.skeleton.calls_on_meta(spec.hidden_size, dtype, context)
+    x = torch.empty(
+        rows * sequence, spec.hidden_size, dtype=dtype, device="meta", requires_grad=True
+    )
+    return layer, x, context
