@@ -14,6 +14,7 @@ from kenotron_dist import Axis, Mesh, all_reduce, barrier
 from kenotron_models import Build, Context, Kernels
 from kenotron_models.families import LlamaConfig
 from kenotron_models.layers import Block
+from kenotron_tp import matmul
 from kenotron_train.plan.step_time import BACKWARD_OF_ATTENTION
 
 LEAST = 5
@@ -36,7 +37,7 @@ def products(mesh: Mesh, dtype: torch.dtype, width: int, seconds: float) -> dict
     for inputs, outputs in shapes:
         x = torch.randn(tokens, inputs, device=mesh.device).to(dtype)
         weight = torch.randn(outputs, inputs, device=mesh.device).to(dtype)
-        work = _median(mesh, seconds / len(shapes), lambda x=x, weight=weight: x @ weight.T)
+        work = _median(mesh, seconds / len(shapes), lambda x=x, weight=weight: matmul(x, weight))
         found[f"{tokens} x {inputs} x {outputs}"] = 2 * tokens * inputs * outputs / work
     return found
 
