@@ -141,7 +141,7 @@ def _machine(base: Machine, measured: dict[str, float], mesh: Mesh, dtype: str) 
 
 def _values(machine: Machine) -> dict[str, object]:
     """Return a machine file's values."""
-    return asdict(machine) | {"numbers": dict(_numbers(machine))}
+    return {**asdict(machine), "numbers": dict(_numbers(machine))}
 
 
 def _numbers(machine: Machine) -> Iterator[tuple[str, dict[str, object]]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kenotron_models import KernelWork, Recompute, block_flops
+from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flops
 from kenotron_pp import Times, simulate
 from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
 from kenotron_train.cost.machine import OFFLOADED
@@ -162,8 +162,9 @@ class TimedModel:
             ),
             parts_of(products=products),
         )
-        costs = [part.cost(width) for part in block.parts] or [0.0]
-        of_mixer = costs[0] / max(1, sum(costs))
+        parts = () if isinstance(block, TransformersBlock) else block.parts
+        costs = [part.cost(width) for part in parts]
+        of_mixer = costs[0] / max(1, sum(costs)) if costs else 0.0
         repeated = self.measured.kernels(plan, kind, again)[1]
         work.inputs["recompute"] = (
             max(0.0, self._moved(repeated) - memory_backward)

@@ -68,13 +68,13 @@ def sent_bytes(
     with recorder:
         layer(x, context).sum().backward()
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
-    if cut is None or cut.ranks == 1 or not block.parts:
+    if cut is None or cut.ranks == 1 or isinstance(block, TransformersBlock):
         return found
     return found | {"cp": sequence_bytes(block, rows, cut, way, tp, dtype, recompute)}
 
 
 def sequence_bytes(
-    block: BlockSpec | TransformersBlock,
+    block: BlockSpec,
     rows: int,
     cut: Cut,
     way: AttentionWay,

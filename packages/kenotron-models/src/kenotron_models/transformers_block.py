@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from kenotron_dist import Axis
 from kenotron_models.build import Build
 from kenotron_models.context import Context
-from kenotron_models.part import Part
 from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_attention import OWN_ATTENTION
 from kenotron_models.transformers_layers import LayerEntry, transformers_layers
@@ -35,11 +34,6 @@ class TransformersBlock:
     spec: TransformersSpec
     number: int
     """Of the first layer of its kind."""
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """Nothing: what it is made of is transformers' own."""
-        return ()
 
 
 def transformers_blocks(spec: TransformersSpec) -> tuple[TransformersBlock, ...]:
