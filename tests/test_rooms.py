@@ -92,7 +92,7 @@ TRAIN = "apps/train/kenotron_train"
 NOX = "environments", "lanes", "before_release", "release"
 """What ``noxfile.py`` imports: ``tests/nox_*.py``."""
 FOLDERS_OF_TRAIN = (  # the lowest first: each imports those before it only
-    "cost", "log", "data", "failures", "evaluate", "run", "plan", "replay", "report", "doremi",
+    "cost", "log", "data", "failures", "evaluate", "run", "replay", "report", "plan", "doremi",
     "verify", "slurm", "kubernetes", "preflight",
 )  # fmt: skip
 TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, or values made of it

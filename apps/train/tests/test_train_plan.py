@@ -14,6 +14,7 @@ from kenotron_train import cli
 from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import cost_plan
 from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.plan import cli as plan_cli
 from kenotron_train.plan.layouts import (
     ENGINES,
     RECOMPUTES,
@@ -25,6 +26,7 @@ from kenotron_train.plan.layouts import (
 )
 from kenotron_train.plan.machine_file import FOLDER, NUMBERS, known_machines, machine_named
 from kenotron_train.plan.measured import MeasuredModel
+from kenotron_train.plan.memory_curve import memory_curve, shown_ranks
 from kenotron_train.plan.run_plan import plan_of_run
 from kenotron_train.plan.search import Found, Planner
 from kenotron_train.plan.step_time import TimedModel
@@ -305,3 +307,33 @@ def test_every_number_of_a_known_machine_has_a_source(name):
     assert machine.dtype == ("float32" if name == "cpu" else "bfloat16")
     assert all(number.source and not number.measured for number in machine.numbers.values())
     assert machine.proof(*NUMBERS) == "from a data sheet, unproved"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_memory_over_a_step_has_the_largest_instant_at_its_top(engine, again):
+    layout = PlannedLayout(1, 2, 1, 1, engine=engine, micro_batch=1, zero=0, recompute=again)
+    config = with_layout(tiny(), layout)
+    plan = cost_plan(config)
+    planner = Planner(plan, H100, 80e9)
+    estimate = planner.estimate(own_layout(config), plan, recomputed(plan))
+    curves = [memory_curve(planner, estimate, rank) for rank in range(2)]
+    top = max(gb for curve in curves for _, gb in curve)
+    assert top == pytest.approx(estimate.memory.total / 1e9, rel=1e-6)
+    for curve in curves:
+        seconds = [each for each, _ in curve]
+        assert seconds == sorted(seconds) and seconds[-1] == estimate.time.seconds
+        assert curve[0][1] == curve[-1][1] == min(gb for _, gb in curve)
+
+
+def test_the_page_has_the_plan_and_a_curve_for_some_ranks(tmp_path, capsys, monkeypatch):
+    page = tmp_path / "plan.html"
+    flags = [part for each in DEEP for part in ("--set", each)]
+    assert program(capsys, *flags, "--set", "parallelism.pp=2", "--html", str(page))[0] == 0
+    text = page.read_text()
+    assert text.count("<title>pp rank") == 2 and "Largest instant" in text
+    assert "color-scheme: light dark" in text
+    assert shown_ranks(16, 3) == [0, 3, 8, 15] and shown_ranks(1, 0) == [0]
+    monkeypatch.setattr(plan_cli, "can_draw", lambda: False)
+    status, _, err = program(capsys, "--html", str(page))
+    assert status == 2 and "pictures need matplotlib" in err

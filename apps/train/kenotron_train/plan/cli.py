@@ -18,6 +18,7 @@ from kenotron_train.log.printing import fail, say
 from kenotron_train.plan.calibrate import calibrate_main
 from kenotron_train.plan.layouts import RECOMPUTES, Refused
 from kenotron_train.plan.machine_file import Machine, known_machines, machine_named
+from kenotron_train.plan.memory_curve import write_page
 from kenotron_train.plan.model_folder import with_model
 from kenotron_train.plan.run_plan import Planned, plan_of_run
 from kenotron_train.plan.table import (
@@ -29,7 +30,9 @@ from kenotron_train.plan.table import (
     refused_lines,
 )
 from kenotron_train.plan.written import write_config
+from kenotron_train.report.charts import WITHOUT_MATPLOTLIB, can_draw
 
+KNOWN = OSError, ValueError, ModuleNotFoundError
 GPUS = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 """``8xH100``, ``H100``, or ``16x8xH100``: nodes, devices of a node, a machine."""
 
@@ -42,21 +45,27 @@ def plan_main(argv: Sequence[str]) -> int:
     if argv[:1] == ["calibrate"]:
         return calibrate_main(argv[1:])
     given = plan_parser().parse_args(argv)
-    return framed(lambda: _plan(given), OSError, ValueError, status=BAD_INPUT, report=fail)
+    return framed(lambda: _plan(given), *KNOWN, status=BAD_INPUT, report=fail)
 
 
 def _plan(given: argparse.Namespace) -> int:
     machine, ranks = _machine(given)
-    for flag in ("json", "write"):
+    if given.html and not can_draw():
+        raise ModuleNotFoundError(f"--html {given.html}: {WITHOUT_MATPLOTLIB}")
+    for flag in ("json", "write", "html"):
         if (path := getattr(given, flag)) and Path(path).is_dir():
             raise ValueError(f"--{flag} {path}: this is a folder; give the path of a file")
     config = _config(given, ranks)
     room = machine["memory"] if given.memory is None else given.memory * 1e9
     planned = plan_of_run(config, machine, room, ranks, given.objective, given.price)
-    say("\n".join(_lines(planned, machine)))
+    lines = [*_lines(planned, machine)]
+    say("\n".join(lines))
     if given.json:
         Path(given.json).write_text(json.dumps(_json(planned, machine), indent=2) + "\n", "utf-8")
     chosen = planned.chosen
+    if given.html and (drawn := chosen or planned.own):
+        title = f"{drawn.plan.parallelism.described} on {machine.name}"
+        write_page(Path(given.html), planned.planner, drawn, lines, title)
     if given.write and chosen is not None:
         line = write_config(config, chosen.layout, Path(given.write), machine.devices)
         say(f"\nWritten: {given.write}\nStart it: {line}")
@@ -165,6 +174,8 @@ def plan_parser() -> argparse.ArgumentParser:
     what = "of a device and hour; the price of the whole training is then shown"
     add("--price", type=float, metavar="MONEY", help=what)
     add("--json", metavar="FILE", help="write the plan for programs, its layouts under `layouts`")
+    what = "write a page with the plan and the memory of a step over time; needs matplotlib"
+    add("--html", metavar="FILE", help=what)
     what = "write the config on the best layout, and show the command that starts it"
     add("--write", metavar="FILE", help=what)
     parser.epilog = (

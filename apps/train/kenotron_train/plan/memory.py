@@ -48,26 +48,31 @@ def peak_memory(
         reserved: bytes that are never tensors.
     """
     found = (
-        PeakMemory(instant, rank, held | {"reserved": int(reserved)})
+        PeakMemory(name, rank, held)
         for rank in range(plan.parallelism.pp)
-        for instant, held in _instants(plan, measured, again, rank)
+        for name, held in zip(
+            (FORWARD, BACKWARD, UPDATE),
+            instants(plan, measured, again, rank, reserved),
+            strict=True,
+        )
     )
     return max(found, key=lambda peak: peak.total)
 
 
-def _instants(
-    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int
-) -> list[tuple[str, dict[str, int]]]:
-    """Return the bytes of a rank at the instants that may be its largest ones."""
-    held = measured.held(plan, rank, again)
+def instants(
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], rank: int, reserved: float
+) -> list[dict[str, int]]:
+    """Return the bytes of a rank of pp by what they are for: ``FORWARD``, ``BACKWARD``, ``UPDATE``.
+
+    The other arguments are those of ``peak_memory``.
+    """
+    held = measured.held(plan, rank, again) | {"reserved": int(reserved)}
     if plan.optimizer.offload and plan.on_accelerator:
         held = {what: size for what, size in held.items() if what not in OFFLOADED}
     moving = {what: held.pop(what) for what in ("activations", "logits") if what in held}
     backward = {"activations": moving["activations"]} | _working(plan, measured, again, rank)
-    instants = {FORWARD: held | moving, BACKWARD: held | backward, UPDATE: held}
-    return [
-        (name, {k: size for k, size in each.items() if size}) for name, each in instants.items()
-    ]
+    every = (held | moving, held | backward, held)
+    return [{what: size for what, size in each.items() if size} for each in every]
 
 
 def _working(

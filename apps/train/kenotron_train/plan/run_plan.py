@@ -36,6 +36,7 @@ class Planned:
     """Everything that a plan says."""
 
     training: PlannedRun
+    planner: Planner
     objective: Objective
     own: Estimate | None = None
     """The layout of the config; None where another number of ranks was asked for."""
@@ -95,7 +96,7 @@ def plan_of_run(
         price,
     )
     planner = Planner(plan, machine, room)
-    planned = Planned(training, objective)
+    planned = Planned(training, planner, objective)
     if ranks in (None, config.world_size):
         planned.own = planner.estimate(own_layout(config), plan, recomputed(plan))
         if not planned.own.fits:

@@ -69,6 +69,7 @@ class Planner:
         self.measured = MeasuredModel(plan)
         self.timed = TimedModel(self.measured, machine)
         self.machine, self.room = machine, room
+        self.reserved = machine["reserved"]
         self.blocks = len(self.measured.kinds)
         foreign = isinstance(plan.spec, TransformersSpec)
         self.recomputes: tuple[Recompute, ...] = ("none", "full") if foreign else RECOMPUTES
@@ -102,7 +103,7 @@ class Planner:
 
     def memory(self, plan: CostPlan, again: Sequence[Recompute]) -> PeakMemory:
         """Return the largest instant of the fullest rank."""
-        return peak_memory(plan, self.measured, again, self.machine["reserved"])
+        return peak_memory(plan, self.measured, again, self.reserved)
 
     def search(
         self, legal: Iterable[tuple[PlannedLayout, CostPlan]], objective: Objective = "time"

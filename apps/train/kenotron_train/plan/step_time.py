@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flops
-from kenotron_pp import Times, simulate
+from kenotron_pp import Event, Times, simulate
 from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
 from kenotron_train.cost.machine import OFFLOADED
 from kenotron_train.plan.machine_file import Machine
 from kenotron_train.plan.measured import MeasuredModel, PlannedStage
+from kenotron_train.plan.transfers import seconds_of_sending
 from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
 
 WORK_KEYS = (
@@ -95,27 +96,6 @@ class TimedModel:
         nodes = ("network_bandwidth",) if ranks > self.machine.devices else ()
         return self.machine.proof(*WORK_KEYS, *between, *nodes)
 
-    def sends(self, sent: float, axis: str, plan: CostPlan) -> float:
-        """Return the seconds in which a rank sends bytes over an axis."""
-        sizes, node = plan.parallelism, self.machine.devices
-        stage = sizes.dp * sizes.cp * sizes.tp
-        size, stride = {
-            "tp": (sizes.tp, 1),
-            "cp": (sizes.cp, sizes.tp),
-            "ep": (sizes.ep, 1),
-            "dp": (sizes.dp * sizes.cp, sizes.tp),
-            "edp": (stage // sizes.ep, sizes.ep),
-        }[axis]
-        inside = self.machine["node_bandwidth"]
-        if size * stride <= node:
-            return sent / inside
-        neighbours = max(1, node // stride)
-        network = self.machine["network_bandwidth"]
-        if axis == "ep":  # all to all: what is for other nodes takes the network
-            outside = (size - neighbours) / (size - 1)
-            return sent * max(outside / network, (1 - outside) / inside)
-        return sent / min(inside, network * neighbours)  # rings through all adapters of a node
-
     def _chunks(
         self, plan: CostPlan, stage: PlannedStage, again: Sequence[Recompute]
     ) -> list[WorkSeconds]:
@@ -179,8 +159,8 @@ class TimedModel:
         before = self.measured.sent(plan, kind, "none")
         for axis, sent in self.measured.sent(plan, kind, again).items():
             calls = forward.calls.get(axis, 0), repeated.calls.get(axis, 0)
-            there = self.sends(before[axis] / 2, axis, plan)
-            back = self.sends(sent, axis, plan) - there
+            there = seconds_of_sending(machine, before[axis] / 2, axis, plan)
+            back = seconds_of_sending(machine, sent, axis, plan) - there
             for to, seconds, n in zip(
                 (work.forward, work.inputs), (there, back), calls, strict=True
             ):
@@ -220,6 +200,29 @@ class TimedModel:
         pp, schedule, many = plan.parallelism.pp, plan.parallelism.schedule, plan.microbatches
         if pp == 1 and schedule.chunks == 1:
             return many * works[0][0].total, 0.0
+        times, ordered = self._times(plan, works)
+        events = 2 * len(ordered) * many
+        if exact or events <= MOST_EVENTS:
+            trace = simulate(schedule, pp, many, times)
+            return trace.ticks, trace.bubble
+        few = pp * schedule.chunks
+        ticks = [simulate(schedule, pp, n * few, times).ticks for n in (2, 3)]
+        total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
+        busy = many * sum(map(sum, ordered))
+        return total, max(0.0, 1 - busy / (total * pp))
+
+    def events(self, plan: CostPlan, again: Sequence[Recompute], rank: int) -> list[Event]:
+        """Return what a rank of pp does in a step, in its order."""
+        sizes = plan.parallelism
+        times, _ = self._times(plan, self.works(plan, again))
+        trace = simulate(sizes.schedule, sizes.pp, plan.microbatches, times)
+        return [event for event in trace.timeline if event.rank == rank]
+
+    def _times(
+        self, plan: CostPlan, works: Sequence[Sequence[WorkSeconds]]
+    ) -> tuple[Times, list[tuple[float, float, float]]]:
+        """Return the seconds of the actions of a pipeline, and those of each stage in order."""
+        pp, schedule = plan.parallelism.pp, plan.parallelism.schedule
         stages: dict[int, WorkSeconds] = {
             schedule.stage(rank, chunk, pp): work
             for rank, own in enumerate(works)
@@ -234,15 +237,7 @@ class TimedModel:
             W=weights,
             transfer=self._transfer(plan),
         )
-        events = 2 * len(stages) * many
-        if exact or events <= MOST_EVENTS:
-            trace = simulate(schedule, pp, many, times)
-            return trace.ticks, trace.bubble
-        few = pp * schedule.chunks
-        ticks = [simulate(schedule, pp, n * few, times).ticks for n in (2, 3)]
-        total = ticks[1] + (ticks[1] - ticks[0]) * (many / few - 3)
-        busy = many * sum(map(sum, ordered))
-        return total, max(0.0, 1 - busy / (total * pp))
+        return times, ordered
 
     def _transfer(self, plan: CostPlan) -> float:
         """Return the seconds between a stage and the next one."""
@@ -260,7 +255,7 @@ class TimedModel:
         held = self.measured.states(plan, rank)
         found = parts_of()
         for axis, sent in self.measured.sent_over_data(plan, rank).items():
-            seconds = self.sends(sent, axis, plan) + 2 * machine["latency"]
+            seconds = seconds_of_sending(machine, sent, axis, plan) + 2 * machine["latency"]
             found[axis] = max(0.0, seconds - _behind(plan, works))
         moved = sum(2 * held[what] for what in OFFLOADED if what in held)
         place = "host_bandwidth" if optimizer.offload else "memory_bandwidth"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 import io
 import re
 import textwrap
@@ -30,6 +31,10 @@ MOST_NAMES = 16
 """Rows of a heat map whose names stand next to them."""
 INK = "#010203"
 """Stands for the colour of the page's text, which is light on dark pages."""
+WITHOUT_MATPLOTLIB = (
+    "pictures need matplotlib, which is not installed: pip install './apps/train[report]' in the "
+    "repository"
+)
 Chart = Callable[["Axes"], None]
 """Draws on axes."""
 
@@ -42,6 +47,11 @@ class Line:
     points: Points
     colour: str
     dashed: bool = False
+
+
+def can_draw() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def line_chart(title: str, x_title: str, lines: Sequence[Line], from_zero: bool = False) -> Chart:

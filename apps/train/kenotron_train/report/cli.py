@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from rich.table import Table
 from kenotron_command import framed
 from kenotron_train.called import called
 from kenotron_train.log.printing import fail, say
+from kenotron_train.report.charts import WITHOUT_MATPLOTLIB, can_draw
 from kenotron_train.report.curves import read_runs, summary
 from kenotron_train.report.evaluation_tables import last_figures, with_evaluations
 from kenotron_train.report.page import AXES, report_html, write_picture
@@ -34,10 +34,7 @@ def _draw(arguments: argparse.Namespace) -> int:
     if table := last_figures(runs):
         _show([list(column) for column in zip(*table, strict=True)])
     if not can_draw():
-        raise ModuleNotFoundError(
-            "the pictures need matplotlib, which is not installed; the figures stand above: "
-            "pip install './apps/train[report]' in the repository"
-        )
+        raise ModuleNotFoundError(f"the figures stand above; {WITHOUT_MATPLOTLIB}")
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / "report.html"
     fresh = page.with_name("new.report.html")
@@ -46,11 +43,6 @@ def _draw(arguments: argparse.Namespace) -> int:
     write_picture(folder / "report.png", runs, arguments.x)
     say(f"Written: {page} and {folder / 'report.png'}")
     return 0
-
-
-def can_draw() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _folder_of(run: str) -> Path:

@@ -87,15 +87,23 @@ def expert_charts(runs: Sequence[ReportedRun], x: str) -> str:
 def report_html(runs: Sequence[ReportedRun], x: str = "step") -> str:
     """The whole page."""
     charts = [picture(p.headline(runs), panel_chart(p, runs, x)) for p in panels_of(runs)]
-    title = html.escape(", ".join(run.name for run in runs))
+    body = (
+        f"{_about(runs)}{_table(runs)}"
+        '<div class="panels">\n'
+        + "\n".join(charts)
+        + f"\n</div>\n{evaluation_charts(runs, AXES[x])}{expert_charts(runs, x)}"
+    )
+    return page_html(", ".join(run.name for run in runs), body)
+
+
+def page_html(title: str, body: str) -> str:
+    """Return a page with a title, in the light or dark colours of its reader."""
+    title = html.escape(title)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width">\n'
         f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        f"{_about(runs)}{_table(runs)}"
-        '<div class="panels">\n'
-        + "\n".join(charts)
-        + f"\n</div>\n{evaluation_charts(runs, AXES[x])}{expert_charts(runs, x)}</body>\n</html>\n"
+        f"{body}</body>\n</html>\n"
     )
 
 
