@@ -66,7 +66,9 @@ def test_a_family_has_the_bits_of_one_process(name: str, dtype: torch.dtype) -> 
     config = FAMILIES[name]
     [alone] = on_ranks(train, config, dtype, 0, False)
     tp = min(virtual_shards(config.decoder, MOST), 4)
-    for zero, sizes in ((3, {"dp": 3}), (1, {"pp": 2, "dp": 2}), (0, {"tp": tp})):
+    layouts = [(3, {"dp": 3}), (1, {"pp": 2, "dp": 2}), (0, {"tp": tp})]
+    layouts += [(2, {"dp": 2, "ep": 2})] if config.decoder.routes else []
+    for zero, sizes in layouts:
         ranks = on_ranks(train, config, dtype, zero, dtype == torch.float32, **sizes)
         assert all(series == alone[0] for series, *_ in ranks)
         for part in (1, 2):

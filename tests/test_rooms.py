@@ -80,6 +80,7 @@ PUBLIC_MODULES = {  # next to a package's own name: what siblings and programs i
     "kenotron_dist.launch": "what the launcher says, for programs only",
     "kenotron_dist.placement": "how tensors are cut, and what is known of their cuts",
     "kenotron_dist.rng": "random masks; names such as dropout need the module's",
+    "kenotron_dist.separate_uses": "between layers and accumulators only",
     "kenotron_dist.statistics": "moments of cut tensors; names such as merge need the module's",
     "kenotron_dist.testing": "for tests only",
     "kenotron_dist.weight_products": "between layers and accumulators only",

@@ -43,7 +43,6 @@ REFUSED = {
     "parallelism.tp: 4": ("parallelism.tp=4", "general.reproducible_max_tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 2": ("parallelism.tp=2", QWEN),
     "parallelism.cp: 2": ("parallelism.cp=2",),
-    "parallelism.ep: 2": ("parallelism.ep=2", "parallelism.dp=2", QWEN),
     "model.model_config.attn_pdrop: 0.1": (STARCODER,),
     "model.model_config.embd_pdrop: 0.2": (STARCODER,),
     "model.model_config.resid_pdrop: 0.3": (STARCODER,),
@@ -96,6 +95,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
         ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER", "parallelism.dp=2"),
         ("parallelism.dp=2", QWEN),
+        ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
     ],
 )
 def test_the_rest_is_taken(sets: tuple[str, ...]) -> None:
@@ -118,6 +118,19 @@ def test_every_key_of_the_optimizer_is_proved_or_refused() -> None:
 def test_a_time_of_reduction_has_no_effect() -> None:
     config = load_config(FILE, [*FITTING, "optimizer.zero_stage=2", "optimizer.reduce=step"])
     assert "optimizer.reduce: step has no effect" in "\n".join(ignored_keys(config))
+
+
+def test_ways_to_send_tokens_have_no_effect() -> None:
+    model = QWEN.replace("top_k: 2", "top_k: 2, token_dispatcher_type: allgather")
+    sets = ("parallelism.dp=2", "parallelism.ep=2", "parallelism.ep_chunks=2", model)
+    told = "\n".join(ignored_keys(load_config(FILE, [*FITTING, *sets])))
+    assert "parallelism.ep_chunks: 2 has no effect: with general.reproducible" in told
+    assert "moe_config.token_dispatcher_type: allgather has no effect" in told
+
+
+def test_an_ep_that_does_not_divide_the_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="parallelism.ep: 3 was given; it must divide the 4"):
+        load_config(FILE, [*FITTING, "parallelism.dp=3", "parallelism.ep=3", QWEN])
 
 
 def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:

@@ -27,6 +27,11 @@ def planned(chosen=((0, 1), (1, 2)), experts=4, axis=SOLO, dtype=torch.int64, **
         ({"way": "star"}, "way 'star' is not alltoall, once_per_rank or allgather"),
         ({"pad_to": 0}, "pad_to is 0, it must be at least 1"),
         ({"pad_to": 1}, "expert 1 has 2 rows and pad_to is 1: give at least 2, or drop choices"),
+        (
+            {"by_source": True, "way": "allgather"},
+            "by_source was given with way 'allgather' and pad_to None: .*need the way alltoall",
+        ),
+        ({"by_source": True, "pad_to": 4}, "by_source was given with way 'alltoall' and pad_to 4"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_named(changes, message):
@@ -35,7 +40,7 @@ def test_a_plan_that_does_not_fit_is_named(changes, message):
     chosen = torch.tensor(
         changes.get("chosen", ((0, 1), (1, 2))), dtype=changes.get("dtype", torch.int64)
     )
-    own = {key: changes[key] for key in ("way", "pad_to") if key in changes}
+    own = {key: changes[key] for key in ("way", "pad_to", "by_source") if key in changes}
     grid = changes.get("experts", 4), changes.get("axis", SOLO)
     x, weights = torch.ones(len(chosen), 2), torch.ones(len(chosen), 2)
     with pytest.raises(ValueError, match=f"^mix_experts: {message}"):  # what the user called

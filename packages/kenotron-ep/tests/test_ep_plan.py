@@ -69,11 +69,27 @@ def check_plan(axis, routing, way, pad):
         assert found.view(-1).tolist() == chosen[:, k].clamp(min=0).tolist()
 
 
+def check_by_source(axis, routing):
+    """Rows of each rank, then of each expert, in the order in which it has them alone."""
+    n, me, own = axis.size, axis.rank, routing.experts // axis.size
+    exchange = plan_exchange(routing.chosen[me], routing.experts, axis, by_source=True)
+    rows = sorted(routing.rows(me, n), key=lambda row: (row[1], row[0]))
+    mine = range(me * own, (me + 1) * own)
+    counts = [[sum(row[:2] == (e, s) for row in rows) for e in mine] for s in range(n)]
+    assert exchange.counts.tolist() == counts and exchange.rows == len(rows)
+    x = torch.tensor([[me + 1.0, t + 1] for t in range(len(routing.chosen[me]))]).view(-1, 2)
+    assert dispatch(x, exchange).tolist() == [[s + 1.0, t + 1] for _, s, t, _ in rows]
+    numbers = torch.tensor([[row[0] + 1.0] for row in rows]).view(-1, 1)
+    found = combine(numbers, exchange, torch.ones(len(x), routing.top_k))
+    assert found.view(-1).tolist() == (routing.chosen[me] + 1).sum(1).tolist()
+
+
 def plans(mesh, seeds):
     axis = mesh["ep"]
     for seed in seeds:
         for way in WAYS:
             check_plan(axis, Routing(seed, axis.size), way, pad=seed % 2)
+        check_by_source(axis, Routing(seed, axis.size))
 
 
 @pytest.mark.parametrize("ep", [2, 4])
@@ -85,6 +101,7 @@ def test_rows_are_in_global_order_of_expert_and_token(ep):
 def test_one_rank_groups_by_expert():
     for seed in range(100):
         check_plan(Axis.solo("ep"), Routing(seed, 1), WAYS[seed % 3], pad=seed % 2)
+        check_by_source(Axis.solo("ep"), Routing(seed, 1))
 
 
 def test_one_plan_serves_several_tensors_and_dtypes():

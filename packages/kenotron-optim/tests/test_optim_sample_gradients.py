@@ -9,7 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_dist import Mesh, tree_sum
-from kenotron_dist.placement import Partial, Tie, named_parameters, parameter_layouts, tie_storages
+from kenotron_dist.placement import (
+    Partial,
+    Shard,
+    Tie,
+    named_parameters,
+    parameter_layouts,
+    tie_storages,
+)
+from kenotron_dist.separate_uses import separate_uses
 from kenotron_dist.testing import on_ranks
 from kenotron_optim import ExactNorm, SampleGradients
 
@@ -150,6 +158,74 @@ def cut(mesh: Mesh) -> str:
 
 def test_other_axes_are_refused() -> None:
     assert "SampleGradients: cp 2: these sums" in on_ranks(cut, cp=2)[0]
+
+
+class Stack(nn.Module):
+    """Four experts, of which each rank of ep has some."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4 // ep, 3))
+        self.placements = {"weight": Shard("ep", 0)}
+
+
+def of_expert(sample: int) -> Tensor:
+    draw = torch.Generator().manual_seed(sample)
+    return torch.randn(4, 3, generator=draw) * 10.0 ** (sample % 5 - 2)
+
+
+def experts_summed(mesh: Mesh) -> tuple[dict[str, Any], float]:
+    """This rank's slice of its experts' sum, and the norm; ranks of ep have all their samples."""
+    model, ep = Stack(mesh["ep"].size), mesh["ep"]
+    grads = SampleGradients(
+        named_parameters(model), parameter_layouts(model, mesh.axis_sizes, lambda _: 0), mesh
+    )
+    own = SAMPLES // mesh["dp"].size
+    grads.start(own)
+    for sample in range(own):
+        uses = separate_uses(model.weight, ep.size)
+        for source in reversed(range(ep.size)):
+            rank = mesh["dp"].rank - ep.rank + source
+            use = of_expert(rank * own + sample).chunk(ep.size)[ep.rank]
+            uses[source].backward(use)
+    slices = grads.finish()
+    assert model.weight.grad is None
+    layout = grads.owned_layout("weight")
+    return {"first": (ep.rank, layout.flat.start, slices["weight"].tolist())}, ExactNorm(grads)(
+        slices
+    ).item()
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"dp": 2, "ep": 2}, {"dp": 4, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 3}], ids=str
+)
+def test_experts_have_the_bits_of_one_tree(sizes: dict[str, int]) -> None:
+    ranks = on_ranks(experts_summed, **sizes)
+    found = [x for *_, values in sorted(own["first"] for own, _ in ranks) for x in values]
+    want = tree_sum([of_expert(i) for i in range(SAMPLES)])
+    assert found == want.flatten().tolist()
+    [(_, alone)] = on_ranks(experts_summed)
+    assert all(norm == alone for _, norm in ranks)
+
+
+def uses_missing(mesh: Mesh) -> list[str]:
+    """What is told of a sum of several leaves, and of a leaf that does not come."""
+    model, told = Stack(2), []
+    layouts = parameter_layouts(model, mesh.axis_sizes, lambda _: 0)
+    for uses in (lambda w: w, lambda w: separate_uses(w, 2)[0]):
+        grads = SampleGradients(named_parameters(model), layouts, mesh)
+        grads.start(1)
+        with pytest.raises(RuntimeError) as error:
+            uses(model.weight).backward(torch.ones(2, 3))
+            grads.finish()
+        told.append(str(error.value))
+    return told
+
+
+def test_every_leaf_must_come_by_itself() -> None:
+    for one, missing in on_ranks(uses_missing, dp=2, ep=2):
+        assert "weight came as one sum, but 2 leaves" in one and "separate_uses" in one
+        assert "weight has gradients of 1 of 2 leaves of a backward pass" in missing
 
 
 def partial(mesh: Mesh) -> str:

@@ -97,6 +97,10 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
     if config.optimizer.nonfinite != "rollback":
         yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"
     if config.general.reproducible:
+        if parallel.ep > 1:
+            why = "with general.reproducible tokens are sent at once, for each choice"
+            yield "parallelism.ep_chunks", why
+            yield "model.model_config.moe_config.token_dispatcher_type", why
         yield "optimizer.reduce", "with general.reproducible gradients are added once a step"
         for name in ("tp_linear_async_communication", "tp_recompute_allgather"):
             yield f"parallelism.{name}", "with general.reproducible layers read whole activations"

@@ -53,10 +53,9 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
 
 
 def _axes(parallelism: ParallelismConfig) -> Iterator[str]:
-    rule = "sums over this axis are not added in the tree of samples"
-    for name in ("cp", "ep"):
-        if (size := getattr(parallelism, name)) > 1:
-            yield _line(f"parallelism.{name}", size, rule, 1)
+    if parallelism.cp > 1:
+        rule = "sums over this axis are not added in the tree of samples"
+        yield _line("parallelism.cp", parallelism.cp, rule, 1)
 
 
 def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:

@@ -38,9 +38,9 @@ class GeneralConfig:
     """True: the same run gives the same bits every time on an accelerator, too; slower. An
     operation without deterministic version ends the run."""
     reproducible: bool = False
-    """True: losses, gradients and weights are the same bits on every dp, pp, tp, micro-batch size,
-    ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone, and
-    gradients are added in one binary tree over the global batch. On CPUs, with ep and cp 1; what is
+    """True: losses, gradients and weights are the same bits on every dp, pp, tp, ep, micro-batch
+    size, ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone,
+    and gradients are added in one binary tree over the global batch. On CPUs, with cp 1; what is
     not shown to be the same is refused."""
     reproducible_max_tp: int = 8
     """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the

@@ -53,7 +53,8 @@ class Model:
 
 def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     """Return all layers of a plan by name, in order, their parameters on the meta device."""
-    build = Build(mesh["tp"], plan.mode, dtype=plan.dtype, ep=mesh["ep"], ep_chunks=plan.ep_chunks)
+    experts = {"ep": mesh["ep"], "ep_chunks": plan.ep_chunks, "by_source": plan.reproducible}
+    build = Build(mesh["tp"], plan.mode, dtype=plan.dtype, **experts)
     if plan.virtual_shards > 1:  # layers compute all tokens, whatever is cut between them
         cut, shards = plan.mode.sequence_parallel, plan.virtual_shards
         build = replace(build, mode=TPMode(), cuts_between=cut, shards=shards)

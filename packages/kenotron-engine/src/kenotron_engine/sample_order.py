@@ -27,7 +27,7 @@ def check_sample_order(
     """
     if not plan.reproducible:
         return
-    spec, axes = plan.spec, {**mesh.sizes, "ep": mesh.config.ep}
+    spec, axes = plan.spec, mesh.sizes
     drops = [getattr(part, "dropout", 0.0) for block in spec.blocks for part in block.parts]
     drops += [spec.embedding_dropout, *(block.dropout for block in spec.blocks)]
     given = {
@@ -40,7 +40,7 @@ def check_sample_order(
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
         f"device {mesh.device}": mesh.device.type not in ("cpu", "meta"),
-        **{f"{axis} = {axes[axis]}": axes[axis] > 1 for axis in ("cp", "ep")},
+        f"cp = {axes['cp']}": axes["cp"] > 1,
         f"tp = {axes['tp']} and virtual_shards = {plan.virtual_shards}": bool(
             plan.virtual_shards % axes["tp"]
         ),

@@ -38,7 +38,8 @@ class Exchange:
     tokens: int
     """T of this rank."""
     counts: Tensor
-    """int64 (e,): rows of each expert of this rank in the grouped buffer, padding included."""
+    """int64 (e,): rows of each expert of this rank in the grouped buffer, padding included; with
+    ``by_source`` (n, e), those of each rank apart."""
     loads: tuple[int, ...]
     """Rows of each expert of this rank without padding."""
     send: tuple[int, ...]
@@ -69,6 +70,7 @@ def plan_exchange(
     *,
     way: DispatchWay = "alltoall",
     pad_to: int | None = None,
+    by_source: bool = False,
 ) -> Exchange:
     """Plan ``dispatch`` and ``combine`` for one batch of tokens.
 
@@ -84,6 +86,8 @@ def plan_exchange(
         way: how tokens are sent; the same on all ranks. On one rank every way is ``alltoall``.
         pad_to: rows of each expert, so that all shapes are fixed except that of ``choices_S``;
             what is missing is filled with rows of zeros, which are neither sent nor returned.
+        by_source: rows stay grouped by the rank that sent them, then by expert: each rank's are
+            what its tokens alone would be. Not with ``pad_to``, nor another way than ``alltoall``.
 
     Returns:
         The plan. It may be used for several tensors.
@@ -93,7 +97,7 @@ def plan_exchange(
             CPU only: on other devices this is not checked, and the result is undefined); an expert
             with more than ``pad_to`` rows.
     """
-    return plan_chunks([experts_TK], experts, axis, way, pad_to)[0]
+    return plan_chunks([experts_TK], experts, axis, way, pad_to, by_source)[0]
 
 
 def plan_chunks(
@@ -102,6 +106,7 @@ def plan_chunks(
     axis: Axis,
     way: str,
     pad_to: int | None,
+    by_source: bool = False,
     *,
     function: str = "plan_exchange",
 ) -> list[Exchange]:
@@ -109,12 +114,13 @@ def plan_chunks(
 
     ``function``: what the user called, for errors.
     """
-    _check(parts, experts, axis, way, pad_to, function)
+    how = experts, axis, way, pad_to, by_source
+    _check(parts, *how, function)
     choices = [_sorted(part, experts) for part in parts]
     counts = _exchange_counts(parts, choices, axis)
     for each in counts if pad_to is not None else ():
         _check_loads(each.loads, axis, pad_to, function)
-    return [_plan(*each, experts, axis, way, pad_to) for each in zip(choices, counts, strict=True)]
+    return [_plan(*each, *how) for each in zip(choices, counts, strict=True)]
 
 
 class _Choices(NamedTuple):
@@ -191,20 +197,27 @@ def _evenly(
 
 
 def _plan(
-    choices: _Choices, counts: _Counts, experts: int, axis: Axis, way: str, pad_to: int | None
+    choices: _Choices,
+    counts: _Counts,
+    experts: int,
+    axis: Axis,
+    way: str,
+    pad_to: int | None,
+    by_source: bool,
 ) -> Exchange:
     tokens, top_k, order, _ = choices
     send, receive = counts.send, counts.receive
     choices_S = order[order.shape[0] - sum(send) :]
     tokens_S = choices_S // top_k
     table = choice_table(choices_S, tokens, top_k)
-    grouping = group(counts.arriving_ne, sum(receive), pad_to)
+    by_rank = counts.arriving_ne.reshape(1, -1) if by_source else counts.arriving_ne
+    grouping = group(by_rank, sum(receive), pad_to)  # as they arrive, where ranks stay apart
     if way == "alltoall" or axis.size == 1:
         route: RoutePair = ByChoice(axis, tokens_S, table, grouping, send, receive)
     else:
         sent = Sent(axis, tokens, top_k, choices_S, send, receive, grouping, counts.tokens_of)
         route = shared_route(way, sent)
-    rows = counts.arriving_ne.sum(0)
+    rows = counts.arriving_ne if by_source else counts.arriving_ne.sum(0)
     if pad_to is not None:
         rows = torch.full_like(rows, pad_to)
     return Exchange(
@@ -230,6 +243,7 @@ def _check(
     axis: Axis,
     way: str,
     pad_to: int | None,
+    by_source: bool,
     function: str,
 ) -> None:
     """Raise ValueError for what does not fit."""
@@ -241,6 +255,11 @@ def _check(
     check_way(function, way)
     if pad_to is not None and pad_to < 1:
         raise ValueError(f"{function}: pad_to is {pad_to}, it must be at least 1")
+    if by_source and (pad_to is not None or way != "alltoall"):
+        raise ValueError(
+            f"{function}: by_source was given with way {way!r} and pad_to {pad_to}: rows of each "
+            "rank apart need the way alltoall and no pad_to"
+        )
     for part in parts:
         if part.ndim != 2 or part.shape[1] == 0 or part.dtype != torch.int64:
             raise ValueError(

@@ -19,7 +19,8 @@ from kenotron_ep.exchange import DispatchWay, Exchange, plan_chunks
 from kenotron_ep.in_flight import Pending
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rows (R, D) grouped by expert, counts int64 (e,)) -> results (R, any number of features)."""
+"""(rows (R, D) grouped by expert, counts int64 (e,)) -> results (R, any number of features); with
+``by_source`` rows are grouped by source rank first, and counts are (n, e)."""
 
 
 def mix_experts(
@@ -33,6 +34,7 @@ def mix_experts(
     way: DispatchWay = "alltoall",
     chunks: int = 1,
     pad_to: int | None = None,
+    by_source: bool = False,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
     """Return ``sum over k of weights[t, k] * expert[experts[t, k]](x[t])`` for each token t.
@@ -53,6 +55,7 @@ def mix_experts(
             the last one return, while one is computed; the same in backward. All ranks give the
             same number, whatever their T.
         pad_to: rows of each expert in each chunk, see ``plan_exchange``.
+        by_source: rows of each rank stay apart, see there.
         meanwhile: called once, after the tokens of the first chunk are sent and before they are
             awaited: what it computes, such as a shared expert, overlaps with the communication. Its
             backward overlaps with that of the gradients. Where it communicates, it must do so in
@@ -76,7 +79,7 @@ def mix_experts(
             f"{len(weights_TK)}: give one row each for every token"
         )
     choices = _cut(experts_TK, chunks)
-    exchanges = plan_chunks(choices, experts, axis, way, pad_to, function="mix_experts")
+    exchanges = plan_chunks(choices, experts, axis, way, pad_to, by_source, function="mix_experts")
     tokens, weights = _cut(x_TD, chunks), _cut(weights_TK, chunks)
     outs = _mix_chunks(tokens, weights, exchanges, compute, meanwhile)
     return outs[0] if chunks == 1 else torch.cat(outs)

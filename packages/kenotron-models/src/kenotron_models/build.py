@@ -47,6 +47,10 @@ class Build:
     cuts_between: bool = False
     """With virtual shards and without ``mode.sequence_parallel``: between blocks each rank holds
     its own tokens."""
+    by_source: bool = False
+    """Experts compute the tokens of each rank of ep as if alone, an expert at a time, and hand over
+    the gradients of each by themselves (``kenotron_dist.separate_uses``): the bits do not depend on
+    ep. ``ep_chunks`` and the way of an exchange have no effect then."""
     shapes_only: bool = False
     """Nothing will be computed: what computes need not be installed."""
 

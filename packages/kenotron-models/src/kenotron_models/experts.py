@@ -29,6 +29,7 @@ from kenotron_models.router import Choice, Router, RouterSpec
 from kenotron_models.router_jitter import jitter_factors
 from kenotron_models.router_losses import LoadSums, router_loss
 from kenotron_models.shared_gate import SharedGate
+from kenotron_models.stacked_by_source import each_group
 from kenotron_models.stacked_linear import StackedLinear
 from kenotron_tp import join_tokens, split_tokens
 
@@ -135,8 +136,10 @@ class Experts(Part):
         self.spec, self.layer = spec, layer
         self.auxiliary_losses: Collects | None = None
         self.tp, self.ep, self.sequence_parallel = build.tp, build.ep, build.sequence_parallel
-        self.chunks = build.ep_chunks if build.ep.size > 1 else 1
-        self.way = spec.way_over(build.ep.size)
+        self.by_source = build.by_source
+        whole = build.ep.size == 1 or build.by_source  # tokens are sent at once, each choice
+        self.chunks = 1 if whole else build.ep_chunks
+        self.way: DispatchWay = "alltoall" if whole else spec.way_over(build.ep.size)
         experts, rows = spec.router.experts, (1 + spec.gated) * spec.features
         self.router = Router(spec.router, width, build)
         how = {"bias": spec.bias, "transposed": spec.transposed}
@@ -189,7 +192,7 @@ class Experts(Part):
         y = mix_experts(
             own, kept, choice.weights_TK, self.spec.router.experts, self.ep,
             partial(self._compute, selective=selective), way=self.way, chunks=self.chunks,
-            meanwhile=lambda: of_all.extend(self._shared(x, context)),
+            by_source=self.by_source, meanwhile=lambda: of_all.extend(self._shared(x, context)),
         )  # fmt: skip
         if cut:
             y = join_tokens(y, self.tp, context.tokens)
@@ -244,6 +247,8 @@ class Experts(Part):
     def _compute(self, rows: Tensor, counts: Tensor, *, selective: bool) -> Tensor:
         """Rows (R, D), grouped by expert, through their experts -> (R, D)."""
         activate = partial(activated, self.spec, alternating=self.spec.transposed)
+        if self.by_source:
+            activate = partial(each_group, activate, counts=counts)
         y = self.first(rows, counts)
         if not selective:
             return self.down(activate(y), counts)

@@ -17,7 +17,9 @@ from torch.autograd.function import once_differentiable
 
 from kenotron_dist import Role, Roles, WeightQueue
 from kenotron_dist.placement import Fused, Placements, Shard
+from kenotron_dist.separate_uses import separate_uses
 from kenotron_models.build import Build
+from kenotron_models.stacked_by_source import product_by_source
 from kenotron_tp import product
 
 
@@ -62,6 +64,7 @@ class StackedLinear(nn.Module):
                 "expert-parallel size that divides num_experts"
             )
         self.weight_queue: WeightQueue | None = None
+        self.by_source = build.by_source
         self.transposed = transposed
         sizes = (inputs, outputs) if transposed else (outputs, inputs)
         whole = torch.empty(experts, *sizes, **build.storage)
@@ -78,11 +81,20 @@ class StackedLinear(nn.Module):
             self.roles["bias"] = "bias"
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64."""
-        product: Tensor = _StackedProduct.apply(x, self.weight, counts, self)
+        """x (R, I), grouped by this rank's experts -> (R, O); ``counts`` (E/n,) of rows, int64.
+
+        With ``Build.by_source`` they are grouped by rank of ep first, and counts are (n, E/n).
+        """
+        if self.by_source:
+            weights = separate_uses(self.weight, len(counts))
+            y = product_by_source(x, counts, weights, transposed=self.transposed)
+        else:
+            y = _StackedProduct.apply(x, self.weight, counts, self)
         if self.bias is None:
-            return product
-        return product + self.bias[expert_of_rows(product, counts)]
+            return y
+        sources = len(counts) if self.by_source else 1
+        bias = torch.cat(separate_uses(self.bias, sources)) if sources > 1 else self.bias
+        return y + bias[expert_of_rows(y, counts.flatten())]
 
     def extra_repr(self) -> str:
         """Local sizes."""

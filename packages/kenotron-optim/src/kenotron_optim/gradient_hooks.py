@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kenotron_dist.separate_uses import set_use_receiver
 from kenotron_dist.weight_products import Factors, set_taker
 
 _HOOKS = WeakTensorKeyDictionary()
@@ -35,6 +36,14 @@ class Receiver(Protocol):
         ...
 
 
+class UseReceiver(Protocol):
+    """Receiver of the gradients of separate uses: an accumulator of leaves."""
+
+    def receive_use(self, path: str, number: int, gradient: Tensor) -> None:
+        """Add the gradient of one use of a parameter in a backward pass."""
+        ...
+
+
 class GradientHooks:
     """The hooks of one accumulator on its parameters; those of earlier ones are removed.
 
@@ -50,6 +59,7 @@ class GradientHooks:
             if parameter in _HOOKS:
                 _HOOKS[parameter].remove()
             set_taker(parameter, None)
+            set_use_receiver(parameter, None)
             hook = partial(_hand_over, self._receiver, path)
             _HOOKS[parameter] = parameter.register_post_accumulate_grad_hook(hook)
             handles.append(_HOOKS[parameter])
@@ -60,6 +70,24 @@ class GradientHooks:
         """Let layers give products of a parameter's gradient to the receiver."""
         _TAKEN_BY[parameter] = self._receiver
         set_taker(parameter, _taker(self._receiver, path))
+
+
+def receive_uses(receiver: UseReceiver, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Hand the gradients of separate uses of parameters, by their paths, to a receiver.
+
+    It is referred to weakly. ``GradientHooks`` of a later accumulator end it.
+    """
+    weak = weakref.ref(receiver)
+    for path, parameter in parameters.items():
+        set_use_receiver(parameter, partial(_hand_over_use, weak, path))
+
+
+def _hand_over_use(
+    receiver: weakref.ref[UseReceiver], path: str, number: int, gradient: Tensor
+) -> None:
+    owner = receiver()
+    if owner is not None:  # else the sum is not read
+        owner.receive_use(path, number, gradient)
 
 
 def _hand_over(receiver: weakref.ref[Receiver], path: str, parameter: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Gradients that have the same bits on every layout: one of each sample, added in one tree.
 
-Shapes: n samples of the global batch, R of them on this data rank, d data ranks, N elements.
+Shapes: R samples of this data rank, d ranks that own slices, N elements.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from kenotron_dist import Mesh, all_to_all
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.accumulate import GradAccumulator, Slices
 from kenotron_optim.checks import owners_of
+from kenotron_optim.gradient_hooks import receive_uses
 from kenotron_optim.partition import Bucket, blocks, copy
-from kenotron_optim.sample_tree import SampleTree, nodes_of
+from kenotron_optim.sample_leaves import SampleLeaves
+from kenotron_optim.sample_tree import SampleTree
 
 
 class SampleGradients(GradAccumulator):
@@ -28,6 +30,9 @@ class SampleGradients(GradAccumulator):
     whatever the number of data ranks and the order of backwards. Data ranks exchange the nodes of
     the tree that each has: one where R is a power of two, and 2 log2(R) at most. Each use of a tied
     tensor has a tree; the uses are added at the end.
+
+    Experts that are cut over ep have the tokens of several ranks in a backward: layers hand the
+    gradient of each rank's over by itself (``kenotron_dist.separate_uses``), in the order of ranks.
 
     Next to the buffer of a ``GradAccumulator`` it keeps at most ``log2(R) + 2`` gradients of N
     elements. ZeRO stages 2 and 3 keep whole gradients, too: slices of all ranks' nodes are as many.
@@ -62,8 +67,12 @@ class SampleGradients(GradAccumulator):
                 "of samples; make them in each backward, or give a GradAccumulator"
             )
         names = {layout.name for layout in layouts.values()}  # no sum starts early
+        self._chunks = 1
         super().__init__(parameters, layouts, mesh, fp32=fp32, bucket_mb=bucket_mb, irregular=names)
         self._trees: dict[str, SampleTree] = {}
+        self._uses: dict[str, int] = {}
+        """By path: gradients of separate uses so far in a backward pass that is not over."""
+        receive_uses(self, self.parameters)
         firsts = [(b, {s.name: self.logical[s.name] for s in b.spans}) for b in self.buckets]
         further = [
             (replace(bucket, spans=(replace(span, offset=0),)), {span.name: path})
@@ -87,7 +96,7 @@ class SampleGradients(GradAccumulator):
         if zeroed:
             raise ValueError("SampleGradients: zeroed=True adds without order: give a count alone")
         super().start(backwards)
-        self._trees = {}
+        self._trees, self._uses = {}, {}
 
     def finish(self) -> Slices:
         """The whole batch's gradient, this rank's slices of it; see ``GradAccumulator.finish``."""
@@ -113,21 +122,55 @@ class SampleGradients(GradAccumulator):
     @torch.no_grad()
     def receive_gradient(self, path: str, gradient: Tensor) -> None:
         """Add the gradient of the next sample (any shape; for its hook)."""
+        if (uses := self._uses_of(path)) > 1:
+            raise RuntimeError(
+                f"the gradient of {path} came as one sum, but {uses} leaves of the tree use it in "
+                "a backward pass: let its layer take kenotron_dist.separate_uses of it"
+            )
+        self.receive_use(path, 0, gradient)
+
+    @torch.no_grad()
+    def receive_use(self, path: str, number: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf of the next backward pass (any shape; for its hook).
+
+        Leaves of one source rank after the other are numbered, those of a rank in their order.
+        """
         count = self._count(path)
         if self._backwards is None:
             raise RuntimeError(
                 f"the gradient of {path} came after start() without a number: call "
                 "start(backwards=...), the number of this rank's samples"
             )
-        samples, first = self._samples()
-        tree = self._trees.setdefault(path, SampleTree(samples))
-        tree.add((0, first + count), gradient.to(self._places[self.name_of[path]][0].dtype))
-        self._counted(path, count)
+        leaves, sources = self._leaves(), self._sources_of(path)
+        source, use = divmod(number, leaves.uses)
+        leaf = leaves.number(sources[source], use, count)
+        tree = self._trees.setdefault(path, SampleTree(leaves.total))
+        tree.add((0, leaf), gradient.to(self._places[self.name_of[path]][0].dtype))
+        self._uses[path] = self._uses.get(path, 0) + 1
+        if self._uses[path] == self._uses_of(path):
+            self._uses[path] = 0
+            self._counted(path, count)
 
-    def _samples(self) -> tuple[int, int]:
-        """Samples of the global batch, and the number of this rank's first one."""
-        data, own = self.mesh["dp"], self._backwards or 0
-        return own * data.size, own * data.rank
+    def _leaves(self) -> SampleLeaves:
+        """Return the leaves of the step."""
+        sizes = self.mesh.sizes
+        return SampleLeaves(self._backwards or 0, sizes["dp"], sizes["cp"], self._chunks)
+
+    def _sources_of(self, path: str, rank: int | None = None) -> range:
+        """Return the ranks of dp x cp whose tokens a gradient is of, on an owner of its slices.
+
+        Args:
+            path: of the parameter.
+            rank: of the owner; None: this one.
+        """
+        name = self.name_of[path]
+        each = self.mesh.config.ep if self.layouts[name].grid == "expert" else 1
+        first = (self.axis_of(name).rank if rank is None else rank) * each
+        return range(first, first + each)
+
+    def _uses_of(self, path: str) -> int:
+        """Return the leaves that a backward pass has of a parameter."""
+        return len(self._sources_of(path)) * self._leaves().uses
 
     def _check_counts(self) -> None:
         """Raise RuntimeError for a parameter that some samples only have used."""
@@ -136,6 +179,11 @@ class SampleGradients(GradAccumulator):
                 raise RuntimeError(
                     f"{path} has gradients of {count} of {self._backwards} samples: the tree of "
                     "samples needs one of each, or none at all"
+                )
+            if self._uses.get(path):
+                raise RuntimeError(
+                    f"{path} has gradients of {self._uses[path]} of {self._uses_of(path)} leaves "
+                    "of a backward pass: the tree of samples needs one of each"
                 )
 
     def _write(self, name: str, gradient: Tensor) -> None:
@@ -146,25 +194,26 @@ class SampleGradients(GradAccumulator):
         """Find nothing: gradients are in trees until the step is over."""
 
     def _reduced(self, bucket: Bucket, paths: Mapping[str, str]) -> Tensor:
-        """Sum the gradients of parameters, by logical name, over all samples. Collective over dp.
+        """Sum the gradients of parameters, by logical name, over all samples.
 
-        One without gradients counts as zero. Returns what this rank owns of the bucket (width,).
+        One without gradients counts as zero. Collective over the ranks that own slices. Returns
+        what this rank owns of the bucket (width,).
         """
-        data, (samples, _) = self.mesh["dp"], self._samples()
-        each, dtype = samples // data.size, self._dtype_of(bucket)
-        nodes = [nodes_of(r * each, (r + 1) * each, samples) for r in range(data.size)]
+        first, dtype = bucket.spans[0].name, self._dtype_of(bucket)
+        data, leaves = self.axis_of(first), self._leaves()
+        if not leaves.each:
+            return torch.zeros(bucket.width, dtype=dtype, device=self.mesh.device)
+        nodes = [leaves.nodes(self._sources_of(paths[first], r)) for r in range(data.size)]
         own = nodes[data.rank]
         # Of each owner's slice, the nodes that this rank has.
         rows = torch.zeros(data.size, len(own), bucket.width, dtype=dtype, device=self.mesh.device)
         for span in bucket.spans:
-            of_rank = self._trees.pop(paths[span.name], SampleTree(samples)).nodes
+            of_rank = self._trees.pop(paths[span.name], SampleTree(leaves.total)).nodes
             for place, node in enumerate(own if of_rank else ()):
                 copy(list(blocks(rows[:, place], span)), of_rank.pop(node))
-        if not samples:
-            return rows.new_zeros(bucket.width)
         # Every rank gets its slice of all nodes, and adds them in the tree.
         counts = [len(own)] * data.size, [len(sent) for sent in nodes]
-        received, tree = all_to_all(rows.flatten(0, 1), data, *counts), SampleTree(samples)
+        received, tree = all_to_all(rows.flatten(0, 1), data, *counts), SampleTree(leaves.total)
         for node, row in zip(chain.from_iterable(nodes), received, strict=True):
             tree.add(node, row)
         (total,) = tree.nodes.values()

@@ -1,0 +1,49 @@
+"""Numbers of the leaves of the tree of samples, and the ranks that have them.
+
+A leaf is a virtual chunk of a sample; leaf ``chunk * n + sample`` comes after all samples of the
+chunks before. A source is a rank of dp x cp, whose tokens a gradient is of.
+
+Shapes: n samples of the global batch, R of each data rank, c ranks of cp, C chunks of a sample,
+k = C / c chunks of a source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kenotron_optim.sample_tree import Node, nodes_of
+
+
+@dataclass(frozen=True)
+class SampleLeaves:
+    """The leaves of one step."""
+
+    each: int
+    """R."""
+    dp: int
+    cp: int
+    chunks: int
+    """C."""
+
+    @property
+    def total(self) -> int:
+        """Leaves of the global batch."""
+        return self.chunks * self.each * self.dp
+
+    @property
+    def uses(self) -> int:
+        """k, leaves that a backward pass has of each source."""
+        return self.chunks // self.cp
+
+    def number(self, source: int, use: int, sample: int) -> int:
+        """Return the leaf of chunk ``use`` of a source's own, of its sample ``sample``."""
+        data, part = divmod(source, self.cp)
+        return ((part * self.uses + use) * self.dp + data) * self.each + sample
+
+    def nodes(self, sources: range) -> list[Node]:
+        """Return the nodes that a tree of the leaves of some sources keeps, in order."""
+        starts = sorted(self.number(s, use, 0) for s in sources for use in range(self.uses))
+        ends = [start + self.each for start in starts]
+        begins = [start for start in starts if start not in ends]  # neighbours are one run
+        runs = zip(begins, [end for end in ends if end not in starts], strict=True)
+        return [node for run in runs for node in nodes_of(*run, self.total)]

@@ -1,0 +1,49 @@
+"""Numbers of leaves, and the ranks that have them."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from kenotron_optim.sample_leaves import SampleLeaves
+from kenotron_optim.sample_tree import nodes_of
+
+
+@pytest.mark.parametrize("each", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("dp", "cp", "chunks"), [(1, 1, 1), (4, 1, 1), (2, 2, 4), (3, 4, 4), (2, 1, 2)]
+)
+def test_ranks_have_every_leaf_once(each: int, dp: int, cp: int, chunks: int) -> None:
+    leaves, ranks = SampleLeaves(each, dp, cp, chunks), range(dp * cp)
+    found = [
+        leaves.number(source, use, sample)
+        for source in ranks
+        for use in range(leaves.uses)
+        for sample in range(each)
+    ]
+    assert sorted(found) == [*range(leaves.total)] and leaves.total == each * dp * chunks
+
+
+@pytest.mark.parametrize(("dp", "cp", "chunks"), [(4, 1, 1), (2, 2, 2), (3, 4, 8), (1, 1, 4)])
+def test_nodes_of_all_ranks_cover_the_leaves(dp: int, cp: int, chunks: int) -> None:
+    leaves = SampleLeaves(3, dp, cp, chunks)
+    for together in (n for n in (1, 2, 4) if dp * cp % n == 0):
+        starts = range(0, dp * cp, together)
+        nodes = [leaves.nodes(range(start, start + together)) for start in starts]
+        covered = [
+            range(index << level, min((index + 1) << level, leaves.total))
+            for level, index in itertools.chain(*nodes)
+        ]
+        assert sorted(i for each in covered for i in each) == [*range(leaves.total)]
+
+
+def test_neighbours_are_one_run() -> None:
+    leaves = SampleLeaves(3, 4, 1, 1)
+    assert leaves.nodes(range(4)) == nodes_of(0, 12, 12)
+    assert leaves.nodes(range(2, 4)) == nodes_of(6, 12, 12)
+
+
+def test_one_chunk_keeps_the_numbers_of_samples() -> None:
+    leaves = SampleLeaves(3, 4, 1, 1)
+    assert [leaves.number(2, 0, i) for i in range(3)] == [6, 7, 8]
