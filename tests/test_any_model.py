@@ -36,5 +36,22 @@ def test_a_plan_found_by_names_is_the_plain_model(kind):
         assert ends.issuperset(SUGGESTED[kind]) and deviation < any_model.GRADIENT
 
 
+@pytest.mark.by_turns(1)
+@pytest.mark.parametrize("sizes", [{"tp": 1}, {"tp": 2}, {"tp": 2, "ep": 2}])
+def test_the_balance_loss_of_every_family_is_that_of_its_plain_model(sizes):
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kinds = [k for k in families() if hasattr(CONFIG_MAPPING[k](), "output_router_logits")]
+    for found in on_ranks(any_model.compare_balance, kinds, **sizes, preload=any_model.PRELOAD):
+        compared = {kind: x for kind, x in found.items() if isinstance(x, float)}
+        assert all(x < any_model.GRADIENT for x in compared.values()), compared
+        assert len(compared) >= LEAST
+        assert "ep" in sizes or "its balance loss is computed in a way that " in found["doge"]
+
+
+LEAST = 22
+"""Families that are compared; others are refused by name."""
+
+
 def test_the_page_has_every_family():
     assert {*any_model.written()} == {*families()}

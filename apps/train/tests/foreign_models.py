@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """With plans for tp and pp."""
 OTHERS: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED | {"head_dim": 8},
+    "llama": GROUPED | {"tie_word_embeddings": False},
     "gpt_oss": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
                           "sliding_window": 8},
     "qwen3_moe": GROUPED | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2,
@@ -122,16 +123,25 @@ def trace(mesh: Mesh, config: Config) -> list[tuple[float, float, float]]:
     return [(step.loss, step.grad_norm, step.lr) for step in train(mesh, config, loader=Rows())]
 
 
-def alone(folder: Path, rates: list[float], config: Config) -> tuple[list[float], Any]:
-    """Losses of transformers' own model in plain torch with the same rows, and the model."""
+def alone(
+    folder: Path, rates: list[float], config: Config, adapter: Path | None = None
+) -> tuple[list[float], Any]:
+    """Losses of transformers' own model in plain torch with the same rows, and the model.
+
+    ``adapter``: of peft, which alone learns.
+    """
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    if adapter is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     rule = config.optimizer.optimizer_factory
     optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(rule.adam_beta1, rule.adam_beta2), eps=rule.adam_eps,
-        weight_decay=config.optimizer.weight_decay,
+        [p for p in model.parameters() if p.requires_grad], eps=rule.adam_eps,
+        betas=(rule.adam_beta1, rule.adam_beta2), weight_decay=config.optimizer.weight_decay,
     )  # fmt: skip
     losses, rows = [], iter(Rows())
     for rate in rates:
@@ -139,13 +149,21 @@ def alone(folder: Path, rates: list[float], config: Config) -> tuple[list[float]
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        (loss + balance(model, ids)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
         losses.append(loss.item())
     return losses, model
+
+
+def balance(model: Any, ids: torch.Tensor, calls: int = 2) -> torch.Tensor | float:
+    """The mean of the model's own balance losses of micro-batches, with its weight."""
+    if not getattr(model.config, "output_router_logits", False):
+        return 0.0
+    micros = [model(input_ids=rows[:, :-1], use_cache=False) for rows in ids.chunk(calls)]
+    return model.router_aux_loss_coef * sum(each.aux_loss for each in micros) / calls
 
 
 def run(config: Config) -> list[tuple[float, float, float]]:

@@ -72,7 +72,6 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
         ({"model_type": "nothing"}, "model_type 'nothing' is no causal model of transformers"),
         ({"model_type": None}, "has no model_type; take the config.json that transformers wrote"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
-        ({"output_router_logits": True}, "output_router_logits is true, and its balance loss"),
         ({"model_type": "phimoe"}, "a phimoe cannot be trained on several layouts: its router"),
         ({"hidden_dropout": 0.1}, "hidden_dropout|dropout.p .* is not 0: modules of transformers"),
     ):

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from kenotron_config.config import Config
 from kenotron_data.config import SFTDatasetsConfig
-from kenotron_models import DecoderSpec
+from kenotron_models import DecoderSpec, expert_layers
 
 WITHOUT_EFFECT = {
     "general.step": "a checkpoint has its own step",
@@ -92,7 +92,7 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
             yield f"parallelism.{name}", "with parallelism.cp 1 samples are whole"
     if parallel.ep == 1:
         yield "parallelism.ep_chunks", "with parallelism.ep 1 no token is sent to experts"
-    if not config.decoder.routes:
+    if not expert_layers(config.decoder):
         yield "parallelism.moe_layer_recompute", "the model has no experts"
     if config.optimizer.nonfinite != "rollback":
         yield "optimizer.max_rollbacks", "only optimizer.nonfinite: rollback counts them"

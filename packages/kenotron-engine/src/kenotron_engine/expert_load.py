@@ -6,13 +6,13 @@ L layers with experts in the whole model, E experts of a layer.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kenotron_dist import all_reduce
-from kenotron_models import expert_layers
+from kenotron_models import TransformersLayer, TransformersSpec, expert_layers
 from kenotron_models.layers import Experts, ExpertsSpec, Router
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ def forget_loads(training: Training) -> None:
     for router in _routers(training).values():
         router.take_load()
         router.take_drops()
+    _own_balance(training)
 
 
 def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
@@ -38,11 +39,13 @@ def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
 
     Returns:
         Loads (L, E + 1), whose last column counts dropped choices, and the ranges of biases
-        (L, 2), fp64, the same on every rank; or nothing.
+        (L, 2), fp64, the same on every rank. Of a model of transformers its balance loss times
+        tokens, and these (2,). Or nothing.
     """
     layers = experts_by_layer(training)
     if not layers:
-        return []
+        mesh = training.mesh
+        return [all_reduce(all_reduce(x, mesh["dp"]), mesh["pp"]) for x in _own_balance(training)]
     mesh, routers = training.mesh, _routers(training)
     width = max(spec.router.experts for spec in layers.values())
     loads = torch.zeros(len(layers), width + 1, dtype=torch.float64, device=mesh.device)
@@ -62,9 +65,7 @@ def balance_experts(training: Training, blocked: Tensor) -> list[Tensor]:
     return [all_reduce(each, mesh["pp"]) for each in (loads, ranges)]
 
 
-def expert_figures(
-    training: Training, read: list[list[float]]
-) -> dict[str, dict[str, dict[str, float]]]:
+def expert_figures(training: Training, read: list[list[float]]) -> dict[str, Any]:
     """Return the figures of all layers with experts, from what ``balance_experts`` returned.
 
     Args:
@@ -78,10 +79,11 @@ def expert_figures(
         entropy: of the shares over that of equal ones, from 0 (one expert has all) to 1;
         drops: choices that were dropped beyond the capacity, where there is one;
         bias_min, bias_max: the choice biases after the update, where there are some.
+        Of a model of transformers "balance_loss": its ``aux_loss``, a mean over micro-batches.
     """
     layers = experts_by_layer(training)
     if not layers:
-        return {}
+        return {"balance_loss": read[0][0] / max(read[0][1], 1)} if read else {}
     loads, ranges = read
     width, found = len(loads) // len(layers), {}
     for row, (number, spec) in enumerate(layers.items()):
@@ -108,6 +110,17 @@ def _routers(training: Training) -> dict[int, Router]:
     """The routers of this stage by layer."""
     modules = training.model.stack.modules()
     return {each.layer: each.router for each in modules if isinstance(each, Experts)}
+
+
+def _own_balance(training: Training) -> list[Tensor]:
+    """Take the balance loss of transformers' layers, summed on this stage: (2,), or nothing."""
+    spec, found = training.plan.spec, torch.zeros(2, device=training.mesh.device)
+    if not isinstance(spec, TransformersSpec) or not spec.balances:
+        return []
+    for layer in training.model.stack:
+        if isinstance(layer, TransformersLayer) and (own := layer.take_balance()) is not None:
+            found += own
+    return [found]
 
 
 def _figures(counts: list[float]) -> dict[str, float]:

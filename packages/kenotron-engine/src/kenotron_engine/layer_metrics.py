@@ -86,8 +86,9 @@ class LayerMetrics:
                 self._add(f"{_activation_name(name)}/activation", row)
         return self._found
 
-    def _see(self, place: int, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+    def _see(self, place: int, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Add a layer's output (T, D), or (T/t, D), to its row; each element on one rank."""
+        output = output[0] if isinstance(output, tuple) else output
         own = own_tokens(self._training.mesh, self._training.plan.mode, inputs[1], output)
         self._rows[place] = merge(self._rows[place], moments(own))
 

@@ -8,7 +8,7 @@ the results of matrix products and of attention and computes again what is cheap
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ Recompute = Literal["none", "full", "selective", "mixer", "feed_forward"]
 """Part of a layer that is computed again; the last two: that part of it, and nothing else."""
 
 
+Result = TypeVar("Result")
+
+
 class _View(NamedTuple):
     """A kept tensor that is a view of what can be computed again."""
 
@@ -27,7 +30,7 @@ class _View(NamedTuple):
     offset: int
 
 
-def whole(function: Callable[..., Tensor], *inputs: object) -> Tensor:
+def whole(function: Callable[..., Result], *inputs: object) -> Result:
     """``function(*inputs)``, of which only the inputs are kept."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 

@@ -1,5 +1,7 @@
 """A causal model of transformers as an ordered list of layers, which pipeline stages can share.
 
+In a training with a balance loss of all layers, its sums travel next to the hidden features.
+
 Shapes: B rows, S tokens of a row, T = B * S, D hidden, V vocabulary; ``/t`` is divided by tp size.
 """
 
@@ -18,11 +20,15 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
+from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
 from kenotron_models.transformers_model import empty_model, fill_buffers
 from kenotron_models.transformers_plan import base_of, cut_model, path_of
 from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
+
+Summed = tuple[Tensor, Tensor]
+"""Hidden features (T, D), and the sums of the balance loss over the layers before."""
 
 
 class TransformersLayer(nn.Module):
@@ -36,6 +42,10 @@ class TransformersLayer(nn.Module):
     @abstractmethod
     def fill_buffers(self, device: torch.device) -> None:
         """Give buffers, which need memory first, their values on ``device``."""
+
+    def take_balance(self) -> Tensor | None:
+        """Return the balance loss since the last call, see ``AddsBalance``; None: it has none."""
+        return None
 
 
 class _Outside(TransformersLayer):
@@ -57,18 +67,26 @@ class _Outside(TransformersLayer):
 
 
 class EmbeddingEntry(_Outside):
-    """Tokens (T,) -> hidden features (T, D)."""
+    """Tokens (T,) -> hidden features (T, D), and sums of no layers where they are wanted."""
 
-    def forward(self, tokens: Tensor, context: Context) -> Tensor:
+    balance: BalanceLoss | None = None
+
+    def forward(self, tokens: Tensor, context: Context) -> Tensor | Summed:
         """Do all that transformers does before its first layer."""
-        return self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
+        x = self.skeleton.embed(_tokens(tokens, context), context).flatten(0, 1)
+        if self.balance is None or context.loss_weight is None:
+            return x
+        return x, self.balance.zeros(x.device)
 
 
-class HeadEntry(_Outside):
+class HeadEntry(AddsBalance, _Outside):
     """Hidden features (T, D) -> logits (T, V/t): the last norm and the product with the head."""
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
+    def forward(self, x: Tensor | Summed, context: Context) -> Tensor:
         """Do all that transformers does after its last layer."""
+        if isinstance(x, tuple):
+            x, sums = x
+            self.add_balance(sums, context)
         x_BSD = x.view(*context.positions_BS.shape, -1)
         return _wanted(self.skeleton.finish(x_BSD, context), context)
 
@@ -83,24 +101,33 @@ class LayerEntry(TransformersLayer):
         self._skeleton = (skeleton,)
         self.block, self.number, self.recompute = layer, number, recompute
         self.hf_names = {f"block.{n}": f"{path}.{n}" for n in _parameters(layer)}
+        self.balance: BalanceLoss | None = None
+        self.logits: RouterLogits | None = None
 
     @property
     def skeleton(self) -> Skeleton:
         """The model that this is a layer of."""
         return self._skeleton[0]
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        """Call the layer as transformers would."""
+    def forward(self, x: Tensor | Summed, context: Context) -> Tensor | Summed:
+        """Call the layer as transformers would, and add its routers' logits to the sums."""
+        x, sums = x if isinstance(x, tuple) else (x, None)
         x_BSD = x.view(*context.positions_BS.shape, -1)
         call = self.skeleton.calls(x_BSD.detach(), context)[self.number]
         if self.recompute == "full" and torch.is_grad_enabled():
-            return whole(self._layer, x_BSD, call, context)
-        return self._layer(x_BSD, call, context)
+            return whole(self._layer, x_BSD, sums, call, context)
+        return self._layer(x_BSD, sums, call, context)
 
-    def _layer(self, x_BSD: Tensor, call: Call, context: Context) -> Tensor:
+    def _layer(
+        self, x_BSD: Tensor, sums: Tensor | None, call: Call, context: Context
+    ) -> Tensor | Summed:
         with attending(context, self.skeleton.documents):
             y = self.block(x_BSD, *call.args, **call.options)
-        return (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
+        y = (y[0] if isinstance(y, tuple) else y).flatten(0, 1)
+        logits = [] if self.logits is None else self.logits.take()
+        if sums is None or self.balance is None:
+            return y
+        return y, self.balance.add(sums, logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
         """Give the layer's own buffers, and those that all layers share, their values."""
@@ -108,11 +135,12 @@ class LayerEntry(TransformersLayer):
         fill_buffers(self.skeleton.model, self.block, device)
 
 
-class WholeEntry(TransformersLayer):
+class WholeEntry(AddsBalance, TransformersLayer):
     """A model that is not split: tokens (T,) -> logits (T, V/t)."""
 
     def __init__(self, model: Any, documents: bool) -> None:
         super().__init__()
+        self.logits: RouterLogits | None = None
         self.whole, self.documents = model, documents
         self.hf_names = {f"whole.{name}": name for name in _parameters(model)}
         self._takes = {*inspect.signature(model.forward).parameters}
@@ -123,6 +151,10 @@ class WholeEntry(TransformersLayer):
         given = {name: value for name, value in places.items() if name in self._takes}
         with attending(context, self.documents):
             logits = self.whole(input_ids=_tokens(tokens, context), **given).logits
+        routed = [] if self.logits is None else self.logits.take()
+        if self.balance is not None and context.loss_weight is not None:
+            zeros = self.balance.zeros(logits.device)
+            self.add_balance(self.balance.add(zeros, routed, context), context)
         return _wanted(logits, context)
 
     def fill_buffers(self, device: torch.device) -> None:
@@ -186,6 +218,7 @@ def transformers_layers(
         check_mixing(model)
     cut_model(model, build, spec.tp_plan)
     split = _split(model) if _is_chain(spec) else None
+    balance = balance_of(model) if spec.balances else None
     if split is None and spec.documents and not here:
         raise ValueError(
             f"separate_documents: true was given, but a {model.config.model_type} is not split "
@@ -193,19 +226,25 @@ def transformers_layers(
             "kenotron"
         )
     if split is None:
-        return _declared([("model", WholeEntry(model, spec.documents))], spec)
+        entry = WholeEntry(model, spec.documents)
+        if balance is not None:
+            entry.balance, entry.logits = balance, RouterLogits(model, "", model)
+        return _declared([("model", entry)], spec)
     before, layers, after = split
     prefix = path_of(model, layers)
     skeleton = Skeleton(model, layers, spec.documents)
-    entries: list[tuple[str, TransformersLayer]] = [("embedding", EmbeddingEntry(skeleton, before))]
-    for i, layer in enumerate(layers):
-        entry = LayerEntry(skeleton, f"{prefix}.{i}", layer, i, recompute[i])
-        entries.append((f"layers.{i}", entry))
-    return _declared([*entries, ("head", HeadEntry(skeleton, after))], spec)
+    embedding, head = EmbeddingEntry(skeleton, before), HeadEntry(skeleton, after)
+    own = [LayerEntry(skeleton, f"{prefix}.{i}", m, i, recompute[i]) for i, m in enumerate(layers)]
+    if balance is not None:
+        embedding.balance = head.balance = balance
+        for i, entry in enumerate(own):
+            entry.balance, entry.logits = balance, RouterLogits(model, f"{prefix}.{i}", entry.block)
+    inner = [(f"layers.{i}", entry) for i, entry in enumerate(own)]
+    return _declared([("embedding", embedding), *inner, ("head", head)], spec)
 
 
 def _declared(
-    entries: list[tuple[str, TransformersLayer]], spec: TransformersSpec
+    entries: Sequence[tuple[str, TransformersLayer]], spec: TransformersSpec
 ) -> list[tuple[str, nn.Module]]:
     """Declare which entries are right for rows that are cut."""
     for _, entry in entries:

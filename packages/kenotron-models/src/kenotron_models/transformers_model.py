@@ -71,6 +71,7 @@ def spec_of(
         attention=attention,
         documents=documents,
         tp_plan=tp_plan,
+        balances=bool(getattr(text, "output_router_logits", False)),
     )
 
 
@@ -99,11 +100,6 @@ def _config(config_json: str) -> Any:
     if known[kind] in masked and getattr(config, "is_decoder", None) is False:
         why = "is_decoder is false, and tokens see later ones: set it to true"
         raise ValueError(f"config.json of a {kind}: {why}")
-    if getattr(config.get_text_config(decoder=True), "output_router_logits", False):
-        raise ValueError(
-            f"config.json of a {kind}: output_router_logits is true, and its balance loss "
-            "multiplies sums over all layers, which no layout computes: set it to false"
-        )
     config.use_cache = False
     return config
 
@@ -116,6 +112,8 @@ def empty_model(spec: TransformersSpec, dtype: torch.dtype | None) -> Any:
             that cannot be filled.
     """
     config, transformers = _config(spec.config_json), _transformers()
+    if spec.balances:  # computed here, see transformers_balance
+        config.get_text_config(decoder=True).output_router_logits = False
     transformers.AttentionInterface.register(OWN_ATTENTION, attend_rows)
     transformers.AttentionMaskInterface.register(OWN_ATTENTION, window_mask)
     with torch.device("meta"):

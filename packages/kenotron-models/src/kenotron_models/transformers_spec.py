@@ -25,11 +25,19 @@ class TransformersSpec(DecoderSpec):
     """True where a token attends to its own document only."""
     tp_plan: tuple[tuple[str, str], ...] = ()
     """Styles of ``kenotron_tp.parallelize`` that replace those of the family's plan, by name."""
+    balances: bool = False
+    """True where config.json has ``output_router_logits``: the model's own balance loss is added.
+    """
 
     @property
     def num_hidden_layers(self) -> int:
         """Number of layers."""
         return self.depth
+
+    @property
+    def routes(self) -> bool:
+        """True where a balance loss is added, so that layers read which tokens are padding."""
+        return self.balances
 
     @property
     def separate_documents(self) -> bool:
