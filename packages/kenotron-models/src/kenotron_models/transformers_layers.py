@@ -293,8 +293,7 @@ def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
         if not path or owner not in (model, base) or module in (base, layers):
             continue
         (after if owner is model or id(module) in last else before).append((path, module))
-    before = [(path, module) for path, module in before if [*module.parameters()]]
-    after = [(path, module) for path, module in after if [*module.parameters()]]
+    before, after = ([pair for pair in each if [*pair[1].parameters()]] for each in (before, after))
     owned = {id(p) for _, m in (*before, *after, ("", layers)) for p in m.parameters()}
     if len(before) != 1 or {id(p) for p in model.parameters()} != owned:
         return None
