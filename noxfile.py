@@ -202,6 +202,13 @@ def bench_mup(session: nox.Session) -> None:
         session.run("python", f"apps/train/benchmarks/{name}.py", *session.posargs)
 
 
+@nox.session(name="bench-elastic", default=False)
+def bench_elastic(session: nox.Session) -> None:
+    """Compare goodput while ranks are killed with torchrun that restarts from the disk."""
+    install_tree(session, use=ALL, test=[])
+    session.run("python", "apps/train/benchmarks/run_goodput.py", *session.posargs)
+
+
 @nox.session(default=False)
 def train(session: nox.Session) -> None:
     """Train the embedded default, or what the arguments after `--` say."""

@@ -97,6 +97,13 @@ def memory(session: nox.Session) -> None:
     session.run("pytest", "apps/train/tests/test_train_memory.py", "-o", patience, env=env)
 
 
+@nox.session(name="elastic-proof", default=False)
+def elastic_proof(session: nox.Session) -> None:
+    """Kill and stop ranks of a run 20 times; nightly: `-- --steps 5000 --faults 1000`."""
+    install_tree(session, PYTEST, use=ALL, test=ALL)
+    session.run("python", "apps/train/tests/elastic_proof.py", *session.posargs, env=TEST_ENV)
+
+
 @nox.session(default=False)
 def mutants(session: nox.Session) -> None:
     """Plant known bugs one at a time and see numbers fail: `tests/GRID.md`."""

@@ -31,6 +31,7 @@ BASE = {
 LAYOUTS: dict[str, list[dict[str, object]]] = {
     "dp": [{"dp": 4}],
     "dp_auto": [{"dp_auto": "true"}],
+    "leave_out_slow": [{"leave_out_slow": 5, "dp_auto": "true"}],
     "pp": [{"pp": 4}],
     "tp": [{"tp": 4}],
     "pp_engine": [{"pp_engine": e, "pp_chunks": "null"} for e in ("1f1b", "afab", "zb-h1", "zb-v")],

@@ -46,8 +46,8 @@ def train(
         time_limit: of the run: before that it saves and stops, as it does on a signal.
         threads: CPU threads of each rank (default: ``OMP_NUM_THREADS``, else an equal share of the
             cores).
-        ranks: local processes that ``parallelism.dp: auto`` follows; a run whose process dies goes
-            on with those that are left.
+        ranks: local processes that ``parallelism.dp: auto`` follows; a run whose process dies
+            continues with those that are left.
 
     Without a launcher local processes are started: then all of it must be picklable, the hooks are
     copies, and the program must keep its start under ``if __name__ == "__main__"``. Under one, end

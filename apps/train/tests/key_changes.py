@@ -286,6 +286,9 @@ ELSEWHERE = {
     "ParallelismConfig.dp_auto": (
         "test_train_elastic.py", "test_ranks_are_killed_one_after_another"
     ),
+    "ParallelismConfig.leave_out_slow": (
+        "test_train_slow_ranks.py", "test_a_slow_rank_is_left_out"
+    ),
     "TokensConfig.global_batch_size": (
         "test_train_elastic.py", "test_ranks_are_killed_one_after_another"
     ),

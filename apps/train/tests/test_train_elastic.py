@@ -20,6 +20,7 @@ import runs
 from test_train_crashes import own
 from test_train_launch import TORCHRUN
 
+from kenotron_ckpt import checkpoint
 from kenotron_config import load_config
 from kenotron_dist import RankError
 from kenotron_dist.testing import free_port
@@ -116,10 +117,11 @@ def test_ranks_are_killed_one_after_another(
     assert 0 < sum(each["lost_steps"] for each in after.values()) <= 6 + 9 + 15
     said = capfd.readouterr()  # of this process: ranks print elsewhere
     for rank, left in ((1, 3), (0, 2)):
-        assert f"rank {rank}: killed: died of SIGKILL; going on with {left}: pp 1 x dp {left}" in (
-            said.err
+        assert (
+            f"rank {rank}: killed: died of SIGKILL; continuing with {left}: pp 1 x dp {left}"
+            in (said.err)
         )
-    assert "it waited for a rank that its report above names; going on with 1: pp 1" in said.err
+    assert "it waited for a rank that its report above names; continuing with 1: pp 1" in said.err
     phases = [each[f"{name}_s"] for each in after.values() for name in ("meeting", "loading")]
     assert all(0 < seconds < took for seconds in phases)
 
@@ -160,8 +162,24 @@ def test_too_few_processes_end_the_run(tmp_path: Path) -> None:
 def test_a_rank_that_fails_by_itself_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 0: TypeError") as error:
         trained(tmp_path, 2, [(3, 2, 0, "no signal")])  # type: ignore[list-item]
-    assert "going on with" not in str(error.value)
+    assert "continuing with" not in str(error.value)
     assert curve(tmp_path)[-1]["step"] == 2
+
+
+class OldWeights(LifeCycle):
+    """Keeps rank 1 from reading the checkpoint: it has the weights of before."""
+
+    def post_init(self, training: Training) -> None:
+        """Replace the reading of this rank."""
+        if training.mesh.rank == 1:
+            checkpoint.fill_verified = lambda *_: []
+
+
+def test_a_rank_that_joins_with_old_weights_ends_the_run(tmp_path: Path) -> None:
+    trained(tmp_path, 1, tokens__train_steps=4)
+    with pytest.raises(RankError, match=r"must be equal over dp_cp .* differ.*\(on rank 1\): were"):
+        train(config_of(tmp_path)(3), hooks=[OldWeights()], ranks=3, threads=1)
+    assert len(curve(tmp_path)) == 4  # no step was made
 
 
 def test_a_fixed_dp_is_not_shrunk(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import runs
 
-from kenotron_ckpt import FolderLock, SaveFailed
+from kenotron_ckpt import FolderLock, SaveFailed, latest_step
 from kenotron_config import Config
 from kenotron_dist import Mesh
+from kenotron_engine import StepResult
+from kenotron_train.assemble import Training
 from kenotron_train.config_file import DEFAULT_CONFIG, load_config
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log import metrics_file
+from kenotron_train.progress import Progress
 from kenotron_train.run import loop, own_folder
 
 
@@ -84,6 +87,24 @@ def test_whoever_goes_back_does_so_once_and_a_restart_goes_on(
     again = own_folder.going_on(config.checkpoints, config.s3_upload, mesh)
     folder = config.checkpoints.checkpoints_path
     assert again == replace(config.checkpoints, resume_checkpoint_path=folder, load_optimizer=True)
+
+
+class Fails(LifeCycle):
+    """Ends a run in its first step."""
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Fail."""
+        raise LookupError("the first step")
+
+
+def test_a_run_that_is_set_back_leaves_later_steps_behind(tmp_path: Path) -> None:
+    """A restart that was not told to go back does not resume from one of them."""
+    mesh, back = Mesh.connect(), {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/3"}
+    loop.train(mesh, configure(tmp_path))
+    assert latest_step(tmp_path / "checkpoints") == 6
+    with pytest.raises(LookupError, match="the first step"):
+        loop.run(mesh, configure(tmp_path, **back), hooks=(Fails(),))
+    assert latest_step(tmp_path / "checkpoints") == 3
 
 
 def test_a_folder_of_nanotron_is_not_written_to(tmp_path: Path) -> None:

@@ -137,3 +137,25 @@ def test_a_rewind_on_a_disk_that_fails_is_said(tmp_path: Path) -> None:
     book.write({"step": 2})
     book.close()
     assert len(read_journal(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_a_step_that_was_saved_has_its_line(tmp_path: Path) -> None:
+    """A run may die between the save of a step and the step's line."""
+
+    def steps_after(first: int) -> list[int]:
+        MetricsFile(tmp_path, first)
+        return [each["step"] for each in read_journal(tmp_path / "metrics.jsonl")]
+
+    file = MetricsFile(tmp_path, 1)
+    file.write({"step": 1})
+    file.hold({"step": 2, "lm_loss": 1.5})
+    assert steps_after(3) == [1, 2] == steps_after(3)
+    assert read_journal(tmp_path / "metrics.jsonl")[1] == {"step": 2, "lm_loss": 1.5}
+    assert steps_after(2) == [1]  # the save was not finished
+    file = MetricsFile(tmp_path, 2)
+    file.hold({"step": 3})
+    assert steps_after(4) == [1]  # a line between is missing
+    (tmp_path / "metrics.pending").write_text('{"step": 2, "lm_')
+    assert steps_after(3) == [1]
+    file.close()
+    assert not (tmp_path / "metrics.pending").exists()

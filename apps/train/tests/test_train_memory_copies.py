@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,14 +132,51 @@ def test_the_store_of_another_run_is_not_its_own(tmp_path: Path) -> None:
     assert own == [True, True, True, False]  # run10 is another run
 
 
-def test_a_run_that_is_set_back_forgets_them(tmp_path: Path, undisturbed: Callable) -> None:
+@pytest.mark.parametrize(
+    ("interval", "more", "killed", "steps"),
+    [
+        (7, {}, (), [7]),
+        (7, {}, (10,), [7, 9]),  # from its own copy
+        (4, {"checkpoints__memory_every": "null"}, (6, 10), [4, 4, 8]),  # once it has saved
+    ],
+)
+def test_a_run_that_is_set_back_forgets_them(
+    interval: int, more: dict[str, Any], killed: Sequence[int], steps: list[int], tmp_path: Path,
+    undisturbed: Callable,
+) -> None:  # fmt: skip
+    """It had come to step 12: neither copies nor checkpoints of later steps are taken any more."""
+    keys = in_memory(tmp_path) | {"checkpoints__checkpoint_interval": interval}
+    with pytest.raises(RankError):
+        trained(tmp_path, 1, [(12, 1, 0, signal.SIGKILL)], **keys)
+    log, ranks = tmp_path / "checkpoints/log.txt", 1 + len(killed)
+    before = len(log.read_text())
+    back = {"checkpoints__resume_checkpoint_path": tmp_path / f"checkpoints/{interval}"}
+    plan = [(step, ranks - n, 0, signal.SIGKILL) for n, step in enumerate(killed)]
+    found = trained(tmp_path, ranks, plan, **keys | more | back)
+    said = log.read_text()[before:]
+    assert list(map(int, re.findall(r"Resumed after step (\d+) from", said))) == steps
+    check(found, undisturbed())
+
+
+def test_copies_of_a_start_that_was_superseded_are_not_taken(
+    tmp_path: Path, undisturbed: Callable
+) -> None:
+    """The run continued without the copies, and saved an earlier step than theirs."""
     keys = in_memory(tmp_path)
     with pytest.raises(RankError):
         trained(tmp_path, 1, [(12, 1, 0, signal.SIGKILL)], **keys)
-    back = {"checkpoints__resume_checkpoint_path": tmp_path / "checkpoints/7"}
-    step, found = first_step_of_the_next(Ended(tmp_path, keys), **back)
-    assert step == 8
+    (copy,) = copies(tmp_path)
+    shutil.move(copy, tmp_path / "of another host")
+    more = keys | {"checkpoints__checkpoint_interval": 2, "checkpoints__memory_every": "null"}
+    with pytest.raises(RankError):
+        trained(tmp_path, 1, [(9, 1, 0, signal.SIGKILL)], **more)
+    shutil.move(tmp_path / "of another host", copy)
+    assert latest_step(copy) == 11 and latest_step(tmp_path / "checkpoints") == 8
+    step, found = first_step_of_the_next(Ended(tmp_path, keys))
+    assert step == 9
     check(found, undisturbed())
+    said = (tmp_path / "checkpoints/log.txt").read_text()
+    assert "generation 1 made its copy of step 11, and generation 2 has saved step 8 since" in said
 
 
 def damage(folder: Path) -> None:

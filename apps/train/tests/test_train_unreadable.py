@@ -43,7 +43,7 @@ def newer_format(step: Path) -> str:
     path = step / "manifest.json"
     data = json.loads(path.read_text())
     del data["checksum"]
-    body = json.dumps(data | {"version": 3, "min_reader": 3})[:-1]
+    body = json.dumps(data | {"version": 4, "min_reader": 4})[:-1]
     path.write_text(f'{body},\n"checksum": "{xxh3_64_hexdigest(body.encode())}"\n}}\n')
     return "the format is too new, not damaged"
 

@@ -58,6 +58,8 @@ PIECE = "records/x/pieces/1"
 FORGED = [
     ("step", -1, "step is -1, no whole number from 0 to 9223372036854775807"),
     ("step", 10**25, "step is 10000000000000000000000000, no whole number"),
+    ("generation", -1, "generation is -1, no whole number"),
+    ("generation", "2", "generation is '2'"),
     ("step", HUGE, "step is a number of 13288 bits, no whole number"),
     ("step", 1e400, "step is inf"),
     ("step", 7.0, "step is 7.0"),
@@ -143,9 +145,9 @@ def test_the_dtypes_are_those_that_are_written():
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        ({"version": 1}, "too old, not damaged: .* format version 1, but .* reads version 2: ins"),
-        ({"version": 3, "min_reader": 3}, "too new, not damaged: .*: install a newer release"),
-        ({"version": 3, "min_reader": ...}, "one that reads version 3"),
+        ({"version": 1}, "too old, not damaged: .* version 1, but .* reads versions 2 to 3: ins"),
+        ({"version": 4, "min_reader": 4}, "too new, not damaged: .*: install a newer release"),
+        ({"version": 4, "min_reader": ...}, "one that reads version 4"),
     ],
 )
 def test_another_format_is_no_damage(version, said):
@@ -161,13 +163,13 @@ def test_a_version_is_a_number(version):
 
 
 def test_a_newer_format_that_older_readers_understand_is_read():
-    data = manifest() | {"version": 3, "new": 1}
+    data = manifest() | {"version": 4, "new": 1}
     data["files"]["f"]["new"] = data["records"]["x"]["new"] = 1
     data["records"]["x"]["pieces"][0]["new"] = 1
     assert Manifest.from_json(sealed(data)) == Manifest.from_json(sealed(manifest()))
 
 
-@pytest.mark.parametrize("name", ["version-2", "version-2-min-reader"])
+@pytest.mark.parametrize("name", ["version-2", "version-2-min-reader", "version-3"])
 def test_every_format_since_version_2_is_read(name, tmp_path):
     unpack(name, tmp_path)
     mesh, want = Mesh.connect(), tensors()
@@ -182,7 +184,7 @@ def test_every_format_since_version_2_is_read(name, tmp_path):
 
 def test_the_first_format_is_named(tmp_path):
     folder = unpack("version-1", tmp_path)
-    said = "manifest.json has format version 1, but this kenotron-ckpt reads version 2: install"
+    said = "manifest.json has format version 1, but this kenotron-ckpt reads versions 2 to 3: inst"
     assert said in str(defect(folder))
 
 

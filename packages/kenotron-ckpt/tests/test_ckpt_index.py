@@ -151,7 +151,7 @@ def sealed(data):
     ("change", "sentence"),
     [
         ({"format": "other"}, "manifest.json is not a 'kenotron-checkpoint'"),
-        ({"version": 1}, "format version 1, but this kenotron-ckpt reads version 2: install"),
+        ({"version": 1}, "format version 1, but this kenotron-ckpt reads versions 2 to 3: install"),
         ({"files": {}}, "manifest.json is damaged: x is in unlisted 'f'"),
         ({"files": {"f": {"bytes": 1}}}, "manifest.json is damaged: file f lacks header"),
         ({"records": {"x": {}}}, "manifest.json is damaged: x lacks dtype, pieces, shape"),

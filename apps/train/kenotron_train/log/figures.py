@@ -22,6 +22,7 @@ from kenotron_engine import (
 from kenotron_models import peak_bf16_flops
 from kenotron_train.data_plan import DataPlan
 from kenotron_train.log.numbers import or_null, with_nulls
+from kenotron_train.log.rank_times import SlowestRank
 from kenotron_train.log.stopwatch import StepTimes
 
 PEAK_VARIABLE = "KENOTRON_PEAK_TFLOPS"
@@ -81,6 +82,8 @@ class StepFigures:
     """Bytes that left this rank in the step, by mesh axis; None where they are not counted."""
     state: dict[str, Any] = field(default_factory=dict)
     """Values that decide about the next step, as ``StepState.figures``."""
+    slowest: SlowestRank | None = None
+    """Rank that the others wait for, at the interval of the log; of the steps before this one."""
 
 
 class Meter:
@@ -159,6 +162,8 @@ class Meter:
             found["evaluation"] = figures.evaluation
         if figures.sent is not None:
             found["communication_bytes"] = figures.sent
+        if figures.slowest is not None:
+            found["slowest_rank"] = figures.slowest.to_metrics()
         if figures.layers:
             found["layers"] = with_nulls(figures.layers)
         return found

@@ -16,9 +16,10 @@ from kenotron_optim import Slices
 from kenotron_train.assemble import Training
 from kenotron_train.log.figures import StepFigures, UsedMemory, named_peak
 from kenotron_train.log.profiling import Profile
+from kenotron_train.log.rank_times import RankTimes, microseconds
 from kenotron_train.log.report import Report
 from kenotron_train.log.speed_table import STEPS, add_row, check_table, is_benchmark, table_row
-from kenotron_train.log.stopwatch import Stopwatch
+from kenotron_train.log.stopwatch import StepTimes, Stopwatch
 from kenotron_train.log.trackers import check_trackers
 
 HISTORY = 10_000
@@ -53,6 +54,8 @@ class Watching:
         # nccl's waits are the device's: this process continues.
         self._watch = Stopwatch(lambda: mesh.pulse.waited if mesh.backend == "gloo" else None)
         config, communication = training.config, training.config.logging.communication
+        self._row, self.rank_times = microseconds(StepTimes(0.0)), RankTimes(mesh)
+        self._every = config.logging.iteration_step_info_interval
         self._recorder = record(mesh) if communication and mesh.rank == 0 else None
         self._sent: dict[str, int] | None = None
         self._steps: deque[StepFigures] = deque(maxlen=HISTORY)
@@ -100,8 +103,14 @@ class Watching:
             with self._layers.during():
                 yield self._layers.look
         self._watch.stop()
+        self._row = microseconds(self._watch.times)
         if self._recorder is not None:
             self._sent = self._recorder.bytes_per_axis(self._recorder.cut())
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Times of the last step, for ``RankTimes`` of all ranks."""
+        return self._row
 
     def batch(self, read: Callable[[], Batch]) -> Batch:
         """The batch that ``read`` waits for, on this rank's device."""
@@ -113,23 +122,21 @@ class Watching:
         with self._watch.saving():
             wait()
 
-    def report(
+    def figures(
         self,
         step: int,
         result: StepResult,
         samples: int,
         consumed: tuple[int, int],
         validation: Validation | None,
-        evaluation: dict[str, Any] | None = None,
         state: dict[str, Any] | None = None,
-    ) -> None:
-        """Report the result of a step.
+    ) -> StepFigures:
+        """Return what is known of a step before it is saved.
 
-        ``samples``: of its batch; ``consumed``: tokens and samples since the beginning;
-        ``evaluation``: see ``Evaluation.to_metrics``; ``state``: figures of what decides about the
-        next step.
+        ``samples``: of its batch; ``consumed``: tokens and samples since the beginning; ``state``:
+        figures of what decides about the next step.
         """
-        figures = StepFigures(
+        return StepFigures(
             step=step,
             result=result,
             times=self._watch.times,
@@ -137,12 +144,22 @@ class Watching:
             samples=samples,
             consumed_tokens=consumed[0],
             consumed_samples=consumed[1],
-            memory=UsedMemory.of_step(self._training.mesh.device),
+            memory=UsedMemory(0.0),
             validation=validation,
-            evaluation=evaluation,
-            layers=self._layers.collect() if self._layers is not None else {},
             sent=self._sent,
             state=state or {},
+        )
+
+    def report(self, known: StepFigures, evaluation: dict[str, Any] | None = None) -> None:
+        """Report a step. ``known``: of ``figures``; ``evaluation``: ``Evaluation.to_metrics``."""
+        step, result = known.step, known.result
+        figures = replace(
+            known,
+            times=self._watch.times,
+            memory=UsedMemory.of_step(self._training.mesh.device),
+            evaluation=evaluation,
+            layers=self._layers.collect() if self._layers is not None else {},
+            slowest=self.rank_times.take() if self._is_logged(step) else None,
         )
         self._count += 1
         if self._has_table:  # without what is as long as there are layers or axes
@@ -150,6 +167,9 @@ class Watching:
             self._steps.append(short)
         self._report.step(figures)
         self._profile.step()
+
+    def _is_logged(self, step: int) -> bool:
+        return step % self._every == 0 or step == self._training.data.tokens.train_steps
 
     def finish(self) -> None:
         """Write the table of speeds, where one is asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -37,11 +38,30 @@ class MetricsFile:
             self.aside = _set_aside(self._path) if first_step == 1 else None
             """Present path of an earlier run's file; None when there was none."""
             cut_journal(self._path, first_step)
+        self._pending = self._path.with_suffix(".pending")
+        self._complete(first_step - 1)
         self._lines = LineWriter(self._path, complain)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Add a line; it is with the operating system when this returns, or waits for it."""
         self._lines.write(json.dumps(metrics))
+
+    def hold(self, metrics: dict[str, Any]) -> None:
+        """Keep the line of a step that is about to be saved, in a file of its own.
+
+        A run that dies between the save and the line resumes after the step: it then has its line.
+        """
+        with contextlib.suppress(OSError):
+            self._pending.write_text(json.dumps(metrics) + "\n")
+
+    def _complete(self, step: int) -> None:
+        """Add the line of the step that a run resumes after, if it was saved and is missing."""
+        with contextlib.suppress(OSError):
+            text = self._pending.read_bytes()
+            found = _parsed(text)
+            if found is not None and found["step"] == step == last_step(self._path) + 1:
+                with self._path.open("ab") as file:
+                    file.write(text)
 
     def rewind(self, step: int) -> None:
         """Drop the lines of all steps after this one."""
@@ -55,6 +75,7 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._lines.close()
+        self._pending.unlink(missing_ok=True)
 
 
 RECOVERY = "recovery"

@@ -131,6 +131,13 @@ class Report:
             loss, pace, bar = f"{result.loss:.3f}", f"{short(speed)} tok/s", self._bar
             self._output.show(lambda: bar.update(step, loss, pace, work))
 
+    def hold(self, figures: StepFigures) -> None:
+        """Keep the metrics of a step that is about to be saved: see ``MetricsFile.hold``."""
+        if self._journal is not None:
+            metrics = self._plan.mask.keys(self.meter.metrics(figures))
+            del metrics["memory_gb"]  # it is measured at the end of the step
+            self._journal.hold(metrics)
+
     def rewind(self, step: int) -> None:
         """The steps after this one are trained again: forget their metrics."""
         if self._journal is not None and self._trackers is not None:

@@ -93,6 +93,7 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
         sizes,
         **{axis: getattr(layout, axis) for axis in ("dp", "pp", "cp", "tp", "ep")},
         dp_auto=False,
+        leave_out_slow=None,
         pp_engine=layout.engine,
         pp_chunks=sizes.pp_chunks if layout.engine == sizes.pp_engine else None,
         tp_mode=sizes.tp_mode if sizes.tp > 1 or foreign else "REDUCE_SCATTER",

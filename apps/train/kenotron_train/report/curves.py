@@ -118,6 +118,9 @@ def summary(runs: Sequence[ReportedRun]) -> list[list[str]]:
     if any(_recoveries(run) for run in runs):
         titles += ["lost processes", "steps made again", "goodput"]
         lines = [line + _goodput(run) for line, run in zip(lines, runs, strict=True)]
+    if any(_named_ranks(run) for run in runs):
+        titles.append("rank that others wait for (share of steps)")
+        lines = [[*line, _slowest(run)] for line, run in zip(lines, runs, strict=True)]
     if any(run.expert_layers for run in runs):
         titles += ["last expert load max/mean", "last entropy of loads", "last unused experts"]
         lines = [line + _experts(run) for line, run in zip(lines, runs, strict=True)]
@@ -163,6 +166,31 @@ def _goodput(run: ReportedRun) -> list[str]:
     kept = sum(_values(run, "step_time_s"))
     share = f"{kept / (kept + sum(seconds)):.1%}" if kept else "-"
     return [f"{losses:.0f}", f"{steps:.0f}", share]
+
+
+def _named_ranks(run: ReportedRun) -> list[tuple[str, float]]:
+    """List ranks that others waited for, as metrics.jsonl names them, with the share of a step."""
+    found = [each for step in run.steps if isinstance(each := step.get("slowest_rank"), dict)]
+    return [
+        (
+            f"{each.get('rank')} on {each.get('host')} ({each.get('phase')})",
+            (each["own_s"] - each["others_s"]) / each["step_s"],
+        )
+        for each in found
+        if all(_is_number(each.get(key)) for key in ("own_s", "others_s", "step_s"))
+        and each["step_s"] > 0
+    ]
+
+
+def _slowest(run: ReportedRun) -> str:
+    """Name the rank for which others waited longest in all, and the mean share of these steps."""
+    shares: dict[str, list[float]] = {}
+    for name, share in _named_ranks(run):
+        shares.setdefault(name, []).append(share)
+    if not shares:
+        return "-"
+    name = max(shares, key=lambda each: sum(shares[each]))
+    return f"{name}: {statistics.fmean(shares[name]):.0%}"
 
 
 def _experts(run: ReportedRun) -> list[str]:

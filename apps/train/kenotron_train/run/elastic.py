@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,9 +22,11 @@ from kenotron_train.assemble import Training
 from kenotron_train.life_cycle import LifeCycle
 from kenotron_train.log.metrics_file import RECOVERY, RECOVERY_SECONDS, read_journal
 from kenotron_train.log.printing import say, warn
+from kenotron_train.log.rank_times import RankTimes
+from kenotron_train.log.report import Report
 from kenotron_train.progress import Progress
-from kenotron_train.run.memory_copies import forget_copies
-from kenotron_train.run.own_folder import sets_back
+from kenotron_train.run.set_back import SetBack
+from kenotron_train.run.slow_ranks import SlowRank, SlowRanks
 
 T = TypeVar("T")
 
@@ -67,9 +71,9 @@ class Recovery(LifeCycle):
         }
         if training.mesh.rank == 0:
             say(
-                f"Went on with step {progress.step} after {met + loaded + stepped:.1f} s: ranks "
+                f"Resumed with step {progress.step} after {met + loaded + stepped:.1f} s: ranks "
                 f"met {met:.1f}, model and checkpoint {loaded:.1f}, step {stepped:.1f}; "
-                f"{len(undone)} steps are made again"
+                f"{len(undone)} steps are repeated"
             )
 
 
@@ -88,8 +92,7 @@ def with_those_left(
     Raises:
         RankError: a rank failed by itself, or too few processes are left.
     """
-    if sets_back(config.checkpoints):
-        forget_copies(config.checkpoints)
+    begun = SetBack(config.checkpoints)
     hooks: tuple[LifeCycle, ...] = ()
     ranks = ranks or config.world_size
     while True:
@@ -104,9 +107,30 @@ def with_those_left(
             except ValueError as problem:
                 error.add_note(f"{ranks} processes are left, which are too few: {problem}")
                 raise error from None
-            warn(f"{error}; going on with {ranks}: {config.parallelism.described}")
+            config = replace(config, checkpoints=begun.after_a_loss(config.checkpoints))
+            said = error.reason if error.kind == SlowRank.__name__ else error
+            warn(f"{said}; continuing with {ranks}: {config.parallelism.described}")
+
+
+def slow_ranks_of(config: Config, times: RankTimes, report: Report) -> SlowRanks:
+    """Return what leaves out, or names, ranks of a run that are slow."""
+    steps = config.parallelism.leave_out_slow
+    return SlowRanks(steps, times, report, partial(_needs_all_ranks, config))
+
+
+def _needs_all_ranks(config: Config) -> str:
+    """Return why a run cannot continue with one process less; empty where it can."""
+    if launcher() != "none":
+        return "the launcher decides which hosts there are; start without this one"
+    try:
+        for_processes(config, config.world_size - 1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _is_lost(error: RankError) -> bool:
-    """Return whether a process has died or hangs, which others may outlive."""
+    """Return whether a process has died, hangs or is slow, which others may outlive."""
+    if error.kind == SlowRank.__name__:
+        return True
     return error.kind == "killed" or (error.kind == "exited" and error.code == STALLED)

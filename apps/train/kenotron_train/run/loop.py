@@ -163,7 +163,7 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
             batch = watching.batch(partial(stage.next_batch, step))
             taken = TakenBatch(batch, stage, replace(progress, cursor=place))
             result = _step(run, taken, look)
-        stopper.count_votes()
+        watching.rank_times.add(stopper.count_votes())
         if result.nonfinite and result.skipped and not result.overflow:
             report.say(f"step {step}: {record(training, taken, result.nonfinite)}")
         if goes_back(training, result) and result.nonfinite:
@@ -175,7 +175,14 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         progress = progress.after(stage.loader.cursor, result, stage.sequence)
         validation = _validate(training, step, stage.corpus)
         run.life.post_train_step(training, progress, result)
+        consumed = progress.tokens, progress.samples
+        samples = progress.samples - taken.progress.samples
+        figures = watching.figures(
+            step, result, samples, consumed, validation, progress.state.figures
+        )
         saves = _is_due(checkpoints, step, last) or stopper.save
+        if saves or run.copies.is_due(step):
+            report.hold(figures)
         if saves:
             watching.saving(partial(_save, run, progress))
         else:
@@ -184,11 +191,10 @@ def _steps(run: Session, progress: Progress, results: deque[StepResult]) -> tupl
         found = None
         if not stopper.reason:
             found = run.evaluations.after(step, saves, validation, held_out)
-        consumed = progress.tokens, progress.samples
-        samples = progress.samples - taken.progress.samples
-        watching.report(step, result, samples, consumed, validation, found, progress.state.figures)
+        watching.report(figures, found)
         _say_saved(run)
         run.uploads.say()
+        run.slow.check(partial(_save_now, run, progress, saves))
         if training.mesh.device.type == "cpu":
             give_back_free_memory(step)
     if stopper.reason and not _is_due(checkpoints, progress.step, last):
@@ -221,7 +227,7 @@ def _before_update(run: Session) -> None:
     """
     run.watching.saving(run.saver.wait)
     run.watching.saving(run.copies.wait)
-    run.stopper.vote(run.training.mesh)
+    run.stopper.vote(run.training.mesh, run.watching.row)
 
 
 def _save(run: Session, progress: Progress) -> None:
@@ -230,6 +236,13 @@ def _save(run: Session, progress: Progress) -> None:
     if (weights := progress.state.find(DomainWeights)) and run.training.mesh.rank == 0:
         if trouble := write_weights(run.saver.folder, progress.step, weights):
             run.report.say(trouble, "warning")
+
+
+def _save_now(run: Session, progress: Progress, is_saved: bool) -> None:
+    """Have a checkpoint of this step on the disk, which may have been begun (``is_saved``)."""
+    if not is_saved:
+        _save(run, progress)
+    run.saver.finish()
 
 
 def _return(run: Session, progress: Progress, found: NonFinite) -> Progress:

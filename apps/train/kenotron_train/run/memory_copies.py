@@ -19,6 +19,7 @@ from kenotron_ckpt import (
     is_url,
     latest_step,
     on_first,
+    read_manifest,
     replace_text,
 )
 from kenotron_dist import Mesh, all_reduce
@@ -40,13 +41,16 @@ class MemoryCopies:
     Made on all ranks, as a context manager. A run that ends by itself removes its copies.
     """
 
-    def __init__(self, training: Training, folder: Path | None, report: Report) -> None:
+    def __init__(
+        self, training: Training, folder: Path | None, report: Report, saver: Saver
+    ) -> None:
         """Check that there is room.
 
         Args:
             training: the run.
             folder: of ``memory_folder``.
             report: takes warnings.
+            saver: of the run's folder: a start that may not save there makes no copies.
 
         Collective over the mesh. Raises ValueError, on all ranks.
         """
@@ -57,12 +61,17 @@ class MemoryCopies:
             _check_room(folder, training)
             background = section.checkpointing_engine == "datastates"
             self._saver = Saver(
-                folder, training.mesh, background=background, keep=1, on_failure="report"
-            )
+                folder, training.mesh, background=background, keep=1, on_failure="report",
+                generation=saver.generation,
+            )  # fmt: skip
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a copy is made after a step."""
+        return self._saver is not None and step % self._every == 0
 
     def save(self, progress: Progress) -> None:
         """Copy the run where a copy is due. Collective over the mesh."""
-        if self._saver is not None and progress.step % self._every == 0:
+        if self._saver is not None and self.is_due(progress.step):
             save_run(self._saver, self._training, progress, compared=False)
 
     def wait(self) -> None:
@@ -120,20 +129,41 @@ def memory_folder(section: CheckpointsConfig, mesh: Mesh) -> Path | None:
 
 def newer_in_memory(
     folder: Path | None, checkpoints: CheckpointsConfig, url: str | None, given: str | None
-) -> bool:
-    """Return whether memory has a later step of this run than the place to resume from.
+) -> tuple[bool, str]:
+    """Return whether memory has a later save of this run than the place to resume from.
+
+    That of a later start is the later one, whatever its step is: a host may have copies of a start
+    that another one has superseded.
 
     Args:
         folder: of ``memory_folder``.
         checkpoints: the section.
         url: that the run uploads to.
         given: the place.
+
+    Returns:
+        The answer, and a remark on a copy that is not taken.
     """
-    if folder is None or (newest := latest_step(folder)) is None:
-        return False
-    if given is None or not is_own(checkpoints, url, given):
-        return True
-    return newest > (latest_step(given) or -1)
+    copy = None if folder is None else _newest(folder)
+    if copy is None:
+        return False, ""
+    if given is None or not is_own(checkpoints, url, given) or (own := _newest(given)) is None:
+        return True, ""
+    if copy > own or copy[1] <= own[1]:
+        return copy > own, ""
+    return False, (
+        f"; passed over {folder}: generation {copy[0]} made its copy of step {copy[1]}, and "
+        f"generation {own[0]} has saved step {own[1]} since"
+    )
+
+
+def _newest(place: str | Path) -> tuple[int, int] | None:
+    """Return generation and step of the checkpoint to resume from; None where there is none."""
+    try:
+        found = read_manifest(place)
+    except ValueError:
+        return None
+    return found.generation, found.step
 
 
 def is_own(checkpoints: CheckpointsConfig, url: str | None, given: str) -> bool:
@@ -143,10 +173,9 @@ def is_own(checkpoints: CheckpointsConfig, url: str | None, given: str) -> bool:
     return is_step_of(Path(given), Path(checkpoints.checkpoints_path))
 
 
-def forget_copies(section: CheckpointsConfig) -> None:
-    """Remove the copies of a run that is set back to one of its checkpoints."""
-    for each in _folders(section):
-        shutil.rmtree(each, ignore_errors=True)
+def has_copies(section: CheckpointsConfig) -> bool:
+    """Return whether there is a complete copy in memory of the run in ``checkpoints_path``."""
+    return any(latest_step(each) is not None for each in _folders(section))
 
 
 def _remove_steps(folder: Path) -> None:

@@ -28,7 +28,7 @@ from kenotron_train.reproducible import changed_conditions, conditions
 from kenotron_train.run.changed_config import changed_config
 from kenotron_train.run.initial import load_initial
 from kenotron_train.run.memory_copies import is_own, newer_in_memory
-from kenotron_train.run.own_folder import check_agreement, without_effect
+from kenotron_train.run.own_folder import check_agreement, sets_back, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
 from kenotron_train.run.saved_tensors import check_module, check_optimizer, converted
 from kenotron_train.run.upload import place_to_resume, upload_url
@@ -54,7 +54,9 @@ def resume(
     """
     mesh, checkpoints = training.mesh, training.config.checkpoints
     given = place_to_resume(checkpoints, training.config.s3_upload, mesh)
-    if found := _from_memory(training, memory, given):
+    back = asked is not None and sets_back(asked)  # what memory has is left behind
+    found, stale = _from_memory(training, None if back else memory, given)
+    if found is not None:
         return found
     if given is None:
         return Progress(state=_fresh(training)), load_initial(training)
@@ -75,31 +77,32 @@ def resume(
     progress, more = left_out_since(run, step, progress, mesh)
     if own and asked is not None:
         more += without_effect(asked)
-    return progress, remark + more
+    return progress, remark + stale + more
 
 
 def _from_memory(
     training: Training, memory: Path | None, given: str | None
-) -> tuple[Progress, str] | None:
+) -> tuple[tuple[Progress, str] | None, str]:
     """Load the copy in memory; None where it is not newer than ``given``, or damaged.
 
-    Raises ValueError where it is damaged and there is no other checkpoint of this run: tensors that
-    it filled are no first weights.
+    Returns a remark on a copy that is not taken, too. Raises ValueError where it is damaged and
+    there is no other checkpoint of this run: tensors that it filled are no first weights.
     """
     mesh, checkpoints = training.mesh, training.config.checkpoints
     url = upload_url(training.config.s3_upload)
-    if memory is None or not on_first(
-        mesh, lambda: newer_in_memory(memory, checkpoints, url, given)
-    ):
-        return None
+    if memory is None:
+        return None, ""
+    is_newer, stale = on_first(mesh, lambda: newer_in_memory(memory, checkpoints, url, given))
+    if not is_newer:
+        return None, stale
     try:
         progress, remark, step = load_run(training, memory)
     except NoCheckpoint as error:
         if given is not None and is_own(checkpoints, url, given):
-            return None
+            return None, ""
         raise ValueError(f"{error}\nThe run has no other checkpoint: remove {memory}") from error
     progress, more = left_out_since(Path(checkpoints.checkpoints_path), step, progress, mesh)
-    return progress, remark + more
+    return (progress, remark + more), ""
 
 
 def _fresh(training: Training) -> StepState:
@@ -162,6 +165,7 @@ def _load_from(
         dropped += check_optimizer(names, manifest.records, rule, folder, mesh)
         dropped += converted(wanted, manifest.records)
     checkpoint.load(parameters)
+    training.check_replicas()  # of a rank with old weights, before owners of slices publish theirs
     if wanted := wanted | averages:  # later: an fp32 parameter shares its memory with its master
         checkpoint.load(wanted)
     if optimizer:

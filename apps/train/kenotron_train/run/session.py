@@ -30,11 +30,14 @@ from kenotron_train.log.instrumentation import Watching, check_watching
 from kenotron_train.log.report import Report, open_report
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import check_conditions
+from kenotron_train.run.elastic import slow_ranks_of
 from kenotron_train.run.evaluations import Evaluations
 from kenotron_train.run.memory_copies import MemoryCopies, memory_folder
 from kenotron_train.run.own_folder import going_on
 from kenotron_train.run.resume import resume
 from kenotron_train.run.saving import bytes_of, open_saver
+from kenotron_train.run.set_back import set_back
+from kenotron_train.run.slow_ranks import SlowRanks
 from kenotron_train.run.stopping import Stopper
 from kenotron_train.run.upload import Uploads
 
@@ -57,6 +60,7 @@ class Session:
     watching: Watching
     life: LifeCycle
     evaluations: Evaluations
+    slow: SlowRanks
     failed: dict[int, str] = field(default_factory=dict)
     """Reason why the last failed save failed, by its step."""
 
@@ -91,10 +95,7 @@ def open_session(
     Collective over all processes. Raises ValueError, FileNotFoundError or OSError for bad input.
     """
     with ExitStack() as opened:
-        if mesh is None:
-            mesh = Mesh.connect(**vars(mesh_sizes(config.parallelism)), batch_threads=True)
-            opened.callback(mesh.close)
-            opened.enter_context(watch(mesh, limit=limit))
+        mesh = _connected(opened, config, limit) if mesh is None else mesh
         _check(config, loader, mesh)
         asked, memory = config.checkpoints, memory_folder(config.checkpoints, mesh)
         config = replace(config, checkpoints=going_on(asked, config.s3_upload, mesh))
@@ -109,7 +110,8 @@ def open_session(
         report = opened.enter_context(open_report(training))
         uploads = opened.enter_context(Uploads(config.s3_upload, config.checkpoints, mesh, report))
         saver = opened.enter_context(open_saver(training, uploads))
-        copies = opened.enter_context(MemoryCopies(training, memory, report))
+        copies = opened.enter_context(MemoryCopies(training, memory, report, saver))
+        set_back(asked, progress.step, copies, mesh)
         watching = opened.enter_context(Watching(training, report, progress.step + 1))
         report.begin(progress.step + 1)  # the saver has locked the folder
         introduce(training, report, remark)
@@ -120,8 +122,16 @@ def open_session(
         own = Evaluations(training, report, model is not None, progress.step)
         yield Session(
             training, progress, feed, saver, copies, uploads, report, signals, stopper, watching,
-            life, own,
+            life, own, slow_ranks_of(config, watching.rank_times, report),
         )  # fmt: skip
+
+
+def _connected(opened: ExitStack, config: Config, limit: timedelta) -> Mesh:
+    """Make the mesh of a config, watched, and closed with what is opened."""
+    mesh = Mesh.connect(**vars(mesh_sizes(config.parallelism)), batch_threads=True)
+    opened.callback(mesh.close)
+    opened.enter_context(watch(mesh, limit=limit))
+    return mesh
 
 
 def _check(config: Config, loader: Hook | None, mesh: Mesh) -> None:

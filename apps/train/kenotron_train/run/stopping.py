@@ -47,25 +47,30 @@ class Stopper:
         self._step, self._known = 0.0, False
         self._began = time.monotonic()
         self._votes: DeviceRead | None = None
+        self._ranks = ranks
         self.reason = ""
         """Reason why the run ends after this step; empty while it does not."""
         self.save = False
         """True where a checkpoint was asked for."""
 
-    def vote(self, mesh: Mesh) -> None:
+    def vote(self, mesh: Mesh, more: Sequence[int] = ()) -> None:
         """Send this rank's vote in this step to all ranks. Collective over the mesh.
 
         Votes travel to the host behind the work of the step, so this process does not wait for its
-        device.
+        device. ``more``: numbers that travel with it, as many on each rank.
         """
-        own = torch.full((1,), self.own_vote(), dtype=torch.int64, device=mesh.device)
-        self._votes = DeviceRead([all_gather(own, mesh.world)])  # (W,)
+        own = torch.tensor([self.own_vote(), *more]).to(mesh.device, non_blocking=True)
+        self._votes = DeviceRead([all_gather(own, mesh.world)])  # (W * n,)
 
-    def count_votes(self) -> None:
-        """Decide by the votes of all ranks, at the end of a step."""
-        if self._votes is not None:
-            (votes,), self._votes = self._votes.wait(), None
-            self.decide(votes)
+    def count_votes(self) -> list[list[float]]:
+        """Decide by the votes of all ranks, at the end of a step; ``more`` of each rank."""
+        if self._votes is None:
+            return []
+        (found,), self._votes = self._votes.wait(), None
+        size = len(found) // self._ranks
+        rows = [found[i : i + size] for i in range(0, len(found), size)]
+        self.decide([row[0] for row in rows])
+        return [row[1:] for row in rows]
 
     def own_vote(self) -> int:
         """Return this rank's vote: twice the signal that stops the run, plus 1 for a save."""

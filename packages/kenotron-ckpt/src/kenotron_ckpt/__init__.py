@@ -3,9 +3,10 @@
 from kenotron_ckpt.agreement import contradiction, unfinished
 from kenotron_ckpt.checkpoint import Checkpoint, DamagedCheckpoint, Loaded
 from kenotron_ckpt.collective_errors import on_first, on_first_at_length
-from kenotron_ckpt.committing import replace_text
+from kenotron_ckpt.committing import prefer_step, replace_text
 from kenotron_ckpt.config import CheckpointsConfig, DataStatesConfig
 from kenotron_ckpt.folder import (
+    LATEST,
     MANIFEST,
     defect,
     has_manifests,
@@ -48,6 +49,7 @@ __all__ = [
     "DataStatesConfig",
     "FolderLock",
     "FsspecStore",
+    "LATEST",
     "LOCK",
     "Loaded",
     "LocalStore",
@@ -81,6 +83,7 @@ __all__ = [
     "passed_over",
     "plain_state",
     "plain_tensors",
+    "prefer_step",
     "prune",
     "random_state",
     "read_box",

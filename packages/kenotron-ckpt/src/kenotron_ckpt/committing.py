@@ -12,7 +12,7 @@ from pathlib import Path
 from kenotron_ckpt.folder import CONFIG, LATEST, MANIFEST, SHARDS, VERIFIED, manifest_at, seal_at
 from kenotron_ckpt.index import Manifest
 from kenotron_ckpt.protocol import SaveMoment, passed
-from kenotron_ckpt.store import LocalStore, Store
+from kenotron_ckpt.store import LocalStore, Location, Store, store_at
 from kenotron_ckpt.threads import in_parallel
 
 INTENT = "uploading.txt"
@@ -57,10 +57,15 @@ def commit(
     if manifest.config is None:
         step_folder.remove(CONFIG)
     if latest:
-        step_folder.parent.write_text(LATEST, str(manifest.step))
+        prefer_step(step_folder.parent, manifest.step)
         passed(SaveMoment.POINTED)
     with contextlib.suppress(OSError):  # the next save to this folder removes what is left
         sweep(step_folder)
+
+
+def prefer_step(run: Location, step: int) -> None:
+    """Let ``latest.txt`` of a run folder name a step: a resume begins there. Raises OSError."""
+    store_at(run).write_text(LATEST, str(step))
 
 
 def _check(step_folder: Store, manifest: Manifest, name: str) -> None:

@@ -25,6 +25,7 @@ MANIFEST = "manifest.json"
 """Name of the file that commits a checkpoint: written last."""
 CONFIG = "config.yaml"
 LATEST = "latest.txt"
+"""Name of the file of a run folder that names the step to resume from."""
 VERIFIED = "verified.txt"
 SHARDS = "shard-*.safetensors"
 LONGEST_MANIFEST = 2 << 30  # bytes; a record takes some 200

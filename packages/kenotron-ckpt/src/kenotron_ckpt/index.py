@@ -19,8 +19,10 @@ from kenotron_ckpt.manifest_rules import check_manifest
 from kenotron_ckpt.records import FileEntry, Piece, Record
 
 FORMAT = "kenotron-checkpoint"
-VERSION = 2
+VERSION = 3
 """Of what is written."""
+OLDEST = 2
+"""Of what is read."""
 MIN_READER = 2
 """The oldest version of readers that understand what is written: others refuse it."""
 
@@ -40,6 +42,8 @@ class Manifest:
     """Training steps done."""
     mesh: Mapping[str, int]
     """Sizes of the axes of the mesh that wrote it; a reader does not need them."""
+    generation: int = 0
+    """Start of the run that saved it (``Generation``); 0: the folder was not locked."""
     records: Mapping[str, Record]
     """By logical name."""
     files: Mapping[str, FileEntry]
@@ -90,6 +94,7 @@ class Manifest:
             found = cls(
                 step=data["step"],
                 mesh=data["mesh"],
+                generation=data.get("generation", 0),
                 records=records_from_json(data["records"]),
                 files={
                     name: FileEntry(entry["bytes"], entry["header"])
@@ -121,21 +126,20 @@ def _check_version_and_seal(data: Mapping[str, Any], text: str) -> None:
         for number in (version, least):
             if type(number) is not int or number < 1:
                 raise ValueError(f"manifest.json is damaged: its version is {number!r}")
-        if version < VERSION or least > VERSION:
+        if version < OLDEST or least > VERSION:
             age, cure = "too old", "the release that wrote it"
             if least > VERSION:
                 age, cure = "too new", f"a newer release, one that reads version {least}"
             raise UnknownVersion(
                 f"the format is {age}, not damaged: manifest.json has format version {version}, "
-                f"but this kenotron-ckpt reads version {VERSION}: install {cure}"
+                f"but this kenotron-ckpt reads versions {OLDEST} to {VERSION}: install {cure}"
             )
     if not is_whole:
-        other = (
-            "" if version == VERSION else f"; it says version {version!r}, here {VERSION} is read"
-        )
+        known = version in range(OLDEST, VERSION + 1)
+        other = "" if known else f"; it says version {version!r}, here {VERSION} is read"
         raise ValueError(
             "manifest.json is damaged or was edited: its text does not have the checksum at its "
-            f"end{'' if version == VERSION else other}"
+            f"end{other}"
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.report import SaveReport
 from kenotron_ckpt.saving import discard
@@ -45,6 +46,8 @@ class SaveJob:
     verify: bool
     after: Callable[[Store], tuple[Sequence[int], str]]
     """Called on rank 0 once the checkpoint stands; returns ``removed`` and ``trouble``."""
+    generation: Generation | None = None
+    """Start that saves, on rank 0."""
     begin_thread: Callable[[], None] = lambda: None
     """Called first by every thread that writes (``set_device``)."""
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -158,9 +161,8 @@ class SaveJob:
             if failure or faults:
                 raise RuntimeError(failure or "\n".join(faults))
             shares = [share for share, _ in heard]
-            commit_shares(
-                self.step_folder, shares, self.mesh, self.state, self.config_text, self.verify
-            )
+            what = (self.step_folder, shares, self.mesh, self.state, self.config_text)
+            commit_shares(*what, self.verify, self.generation)
         except Exception:
             discard(self.step_folder)
             raise

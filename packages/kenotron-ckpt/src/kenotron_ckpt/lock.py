@@ -9,6 +9,7 @@ import socket
 import warnings
 from pathlib import Path
 
+from kenotron_ckpt.generation import next_generation
 from kenotron_ckpt.owner_file import TAKEN, OwnerFile
 from kenotron_ckpt.store import LocalStore
 
@@ -37,7 +38,8 @@ class FolderLock:
 
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._handle, 200, 0).decode(errors="replace").strip()
+            text = os.pread(self._handle, 200, 0).decode(errors="replace")
+            holder = text.partition("\n")[0]
             self.release()
             raise ValueError(
                 f"{folder} {TAKEN} ({holder or 'unknown'}): give each run "
@@ -45,10 +47,12 @@ class FolderLock:
             ) from None
         except (OSError, ImportError) as error:
             self._own(folder, error)
-        holder = f"process {os.getpid()} on {socket.gethostname()}\n"
+        self.generation = next_generation(folder / LOCK, self._handle)
+        """Of this holder: it is higher than those of all before it."""
+        holder = f"process {os.getpid()} on {socket.gethostname()}\n{self.generation.line}"
         with contextlib.suppress(OSError):  # a full disk: the lock holds, it only has no name
-            os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, holder.encode(), 0)
+            os.ftruncate(self._handle, len(holder.encode()))
 
     def _own(self, folder: Path, error: Exception) -> None:
         """Hold the folder by an owner file, since a lock failed with ``error``."""

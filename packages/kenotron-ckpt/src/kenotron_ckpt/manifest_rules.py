@@ -21,11 +21,11 @@ _LARGEST = 2**63 - 1
 _CHECKSUM = re.compile("[0-9a-f]{16}")
 _RESERVED = {"", ".", "..", "manifest.json", "latest.txt", "config.yaml", "verified.txt"}
 _KINDS = {
-    "format": str, "version": int, "min_reader": int, "step": int, "mesh": dict, "records": dict,
-    "files": dict, "state": dict, "rank_states": list, "config": (str, type(None)),
-    "libraries": dict, "checksum": str,
+    "format": str, "version": int, "min_reader": int, "step": int, "generation": int,
+    "mesh": dict, "records": dict, "files": dict, "state": dict, "rank_states": list,
+    "config": (str, type(None)), "libraries": dict, "checksum": str,
 }  # fmt: skip
-_OPTIONAL = {"min_reader"}  # the first release of version 2 did not write it
+_OPTIONAL = {"min_reader", "generation"}  # not in version 2, or not in its first release
 _RECORD = {"shape", "dtype", "pieces"}
 _PIECE = {"file", "key", "start", "shape", "offset", "bytes", "checksum"}
 _FILE = {"bytes", "header"}
@@ -51,6 +51,7 @@ def check_manifest(data: Mapping[str, Any], *, newer: bool = False) -> None:
         if key in data and (not isinstance(data[key], kind) or isinstance(data[key], bool)):
             _refuse(f"{key} is {_shown(data[key])}")
     _number("step", data["step"])
+    _number("generation", data.get("generation", 0))
     for axis, size in data["mesh"].items():
         _number(f"mesh.{axis}", size, 1)
     for name, version in data["libraries"].items():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kenotron_ckpt.generation import SUPERSEDED
 from kenotron_ckpt.store import Store, local_path
 
 _USUAL = 50
@@ -61,6 +63,38 @@ class SaveReport:
             f"{self.store}: {self.nbytes / 1e9:.3g} GB, blocked {self.blocked * 1e3:.0f} ms, "
             f"durable after {self.durable:.2f} s ({self.gb_per_s:.2f} GB/s){slower}"
         )
+
+
+class SaveOutcomes:
+    """Reports of the saves that have ended, and the failure that is still to be raised."""
+
+    def __init__(self, on_failure: str) -> None:
+        """``on_failure``: see ``Saver``. Raises ValueError for another word."""
+        if on_failure not in ("warn", "report", "raise"):
+            raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
+        self._on_failure, self._failure = on_failure, ""
+        self._reports: list[SaveReport] = []
+
+    def add(self, report: SaveReport) -> None:
+        """Keep a report; warn of a failure, or keep it to be raised."""
+        self._reports.append(report)
+        if report.follow_up and self._on_failure == "warn":
+            warnings.warn(f"{report.store} stands, but then: {report.follow_up}", stacklevel=5)
+        if report.failure and (self._on_failure == "raise" or SUPERSEDED in report.failure):
+            self._failure = str(report)
+        elif report.failure and self._on_failure == "warn":
+            warnings.warn(f"{report}; earlier checkpoints are whole", stacklevel=5)
+
+    def take(self) -> list[SaveReport]:
+        """Return the reports that were added since this was last called."""
+        found, self._reports = self._reports, []
+        return found
+
+    def raise_failure(self) -> None:
+        """Raise a failure that was kept: SaveFailed, or ValueError for a start that must end."""
+        failure, self._failure = self._failure, ""
+        if failure:
+            raise (ValueError if SUPERSEDED in failure else SaveFailed)(failure)
 
 
 class Pace:

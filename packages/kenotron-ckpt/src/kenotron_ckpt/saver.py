@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kenotron_ckpt.blocks import Tensors, places_of
 from kenotron_ckpt.collective_errors import on_all, on_first
+from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.host_buffer import HostBuffer
 from kenotron_ckpt.job import JobThread, SaveJob, decline, failure_of
 from kenotron_ckpt.lock import FolderLock
-from kenotron_ckpt.report import Pace, SaveFailed, SaveReport
+from kenotron_ckpt.report import Pace, SaveOutcomes, SaveReport
 from kenotron_ckpt.retention import check_kept, prune
 from kenotron_ckpt.saving import save_and_report
 from kenotron_ckpt.share import FILE_BYTES, WritePlan, check_positive, check_state, plan_share
@@ -52,6 +52,10 @@ class Saver:
         on_commit: called on rank 0, in the thread that writes, with each checkpoint that stands;
             what it raises is in the report.
         busy: ``prune`` spares step folders for which it returns True.
+        generation: of another folder's Saver, where this one has copies of its saves.
+
+    A save by a start that a later one has superseded is refused, whatever ``on_failure`` is: a
+    ValueError at the next save or at ``close``.
 
     Raises:
         ValueError: on all ranks; a number makes no sense, or another run writes to the folder.
@@ -75,24 +79,25 @@ class Saver:
         on_failure: str = "warn",
         on_commit: Callable[[Store], None] = lambda _: None,
         busy: Callable[[Store], bool] = lambda _: False,
+        generation: Generation | None = None,
     ) -> None:
         check_positive(every=every, pool_bytes=pool_bytes, threads=threads, file_bytes=file_bytes)
         check_kept(keep, keep_every)
-        if on_failure not in ("warn", "report", "raise"):
-            raise ValueError(f"on_failure: {on_failure!r} was given; it is warn, report or raise")
         self.store, self.mesh, self.every = on_all(mesh, lambda: store_at(folder)), mesh, every
         self._keep, self._keep_every, self._busy = keep, keep_every, busy
         self._threads, self._verify = threads, verify
         self._pool_bytes, self._file_bytes = pool_bytes, file_bytes
         self._pin = pin and mesh.device.type != "cpu"
-        self._on_failure, self._on_commit = on_failure, on_commit
+        self._outcomes, self._on_commit = SaveOutcomes(on_failure), on_commit
         self._arena, self._pace = HostBuffer(), Pace()
         self._plan: tuple[list[Any], WritePlan] | None = None
         self._job: SaveJob | None = None
-        self._count, self._closed, self._failure = 0, False, ""
+        self._count, self._closed = 0, False
         self._blocked = self._waited = 0.0
-        self._reports: list[SaveReport] = []
         self._lock: FolderLock | None = None
+        self.generation = generation
+        """Start that saves: the next one of the folder. None on ranks but the first, and where a
+        store has no lock."""
         on_first(mesh, self._take_lock)
         self._thread = JobThread(mesh) if background else None
 
@@ -152,9 +157,12 @@ class Saver:
             for handle in pending:
                 handle.wait()
             what = (self.store, step, tensors, self.mesh, state, config_text)
-            options = {"file_bytes": self._file_bytes, "verify": self._verify}
-            self._note(save_and_report(*what, self._follow_up, begun, rank_state, **options))
-            self._raise_failure()
+            report = save_and_report(
+                *what, self._follow_up, begun, rank_state, file_bytes=self._file_bytes,
+                verify=self._verify, generation=self.generation,
+            )  # fmt: skip
+            self._outcomes.add(report)
+            self._outcomes.raise_failure()
             return
         self.finish()
         waited = time.perf_counter() - begun
@@ -180,12 +188,11 @@ class Saver:
         if self._job is not None and self._job.done.is_set():
             self._hear(self._job)
         if self.mesh.world.size == 1:  # several ranks raise together, at the next save
-            self._raise_failure()
+            self._outcomes.raise_failure()
 
     def reports(self) -> list[SaveReport]:
         """Saves that were found to have ended since this was last asked."""
-        found, self._reports = self._reports, []
-        return found
+        return self._outcomes.take()
 
     def finish(self) -> None:
         """Return when no save is under way. Raises SaveFailed (see the class)."""
@@ -193,7 +200,7 @@ class Saver:
             with self.mesh.pulse.busy("waiting for a checkpoint to be written"):
                 self._job.done.wait()
             self._hear(self._job)
-        self._raise_failure()
+        self._outcomes.raise_failure()
 
     def close(self) -> None:
         """``finish``, and let others write to the folder. Harmless when done before."""
@@ -227,6 +234,7 @@ class Saver:
         if isinstance(self.store, LocalStore):
             with self.mesh.pulse.busy("taking the run folder"):
                 self._lock = FolderLock(self.store.path)
+            self.generation = self.generation or self._lock.generation
 
     def _planned(self, tensors: Tensors, volatile: Collection[str]) -> WritePlan:
         """The plan for these tensors: made again only when one of them moved."""
@@ -262,6 +270,7 @@ class Saver:
             config_text=config,
             threads=self._threads,
             verify=self._verify,
+            generation=self.generation,
             after=self._follow_up,
             begin_thread=thread.begin,
             begun=begun,
@@ -272,22 +281,7 @@ class Saver:
     def _hear(self, job: SaveJob) -> None:
         """Note how the save under way ended."""
         self._job = None
-        self._note(job.report(self._blocked, self._waited, self._pace.slow_down()))
-
-    def _note(self, report: SaveReport) -> None:
-        """Keep a report; say what went wrong, or keep it to be raised."""
-        self._reports.append(report)
-        if report.follow_up and self._on_failure == "warn":
-            warnings.warn(f"{report.store} stands, but then: {report.follow_up}", stacklevel=4)
-        if report.failure and self._on_failure == "raise":
-            self._failure = str(report)
-        if report.failure and self._on_failure == "warn":
-            warnings.warn(f"{report}; earlier checkpoints are whole", stacklevel=4)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, ""
-        if failure:
-            raise SaveFailed(failure)
+        self._outcomes.add(job.report(self._blocked, self._waited, self._pace.slow_down()))
 
     def _follow_up(self, step_folder: Store) -> tuple[list[int], str]:
         """On rank 0, after a commit: tell who asked, remove old ones; their steps, and troubles."""

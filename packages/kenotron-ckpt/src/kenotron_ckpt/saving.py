@@ -11,6 +11,7 @@ from kenotron_ckpt.blocks import Tensors
 from kenotron_ckpt.collective_errors import on_all, on_each, on_first
 from kenotron_ckpt.committing import files_in, sweep
 from kenotron_ckpt.folder import CONFIG, MANIFEST, manifest_at
+from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.preparing import prepare
 from kenotron_ckpt.protocol import SaveMoment, passed
 from kenotron_ckpt.report import SaveReport
@@ -39,6 +40,7 @@ def save(
     rank_state: Any = None,
     file_bytes: int = FILE_BYTES,
     verify: bool = False,
+    generation: Generation | None = None,
 ) -> Store:
     """Write the checkpoint ``<folder>/<step>/`` and make it the latest.
 
@@ -60,13 +62,14 @@ def save(
         rank_state: JSON values of this rank's own, given back on the same mesh only.
         file_bytes: a rank starts another file when one would get more data than this.
         verify: read every file back from the disk before the commit.
+        generation: start that saves, on rank 0; see ``Saver.generation``.
 
     Returns:
         The store of the checkpoint.
 
     Raises:
-        ValueError: on every rank; a bad argument, a tensor that contradicts its layout, or a record
-            that is not covered exactly once.
+        ValueError: on every rank; a bad argument, a tensor that contradicts its layout, a record
+            that is not covered exactly once, or a later generation has taken the run.
         OSError: on every rank; one cannot write.
     """
     step_folder = on_all(mesh, lambda: store_at(folder).at(str(step)))
@@ -77,10 +80,8 @@ def save(
         shares = on_each(
             mesh, lambda: _write(step_folder, stem_of(mesh, tag), plan, rank_state, verify)
         )
-        on_first(
-            mesh,
-            lambda: commit_shares(step_folder, shares, mesh, state, config_text, verify),
-        )
+        what = (step_folder, shares, mesh, state, config_text, verify, generation)
+        on_first(mesh, lambda: commit_shares(*what))
     except Exception:
         if mesh.rank == 0:
             discard(step_folder)

@@ -18,6 +18,7 @@ from kenotron_ckpt.blocks import (
 )
 from kenotron_ckpt.committing import commit
 from kenotron_ckpt.coverage import merge_records
+from kenotron_ckpt.generation import Generation
 from kenotron_ckpt.index import FileEntry, Manifest, Record, records_from_json, records_to_json
 from kenotron_ckpt.part_files import PartFile, plan_parts, unstorable
 from kenotron_ckpt.protocol import SaveMoment, passed
@@ -138,16 +139,19 @@ def commit_shares(
     state: Mapping[str, Any],
     config_text: str | None,
     verified: bool = False,
+    generation: Generation | None = None,
 ) -> None:
     """Make a checkpoint of what all ranks wrote: ``shares`` are theirs, by rank.
 
-    Raises ValueError when a record is not covered exactly once, or a file is not there.
+    Raises ValueError when a record is not covered exactly once, a file is not there, or a later
+    ``generation`` has taken the run.
     """
     passed(SaveMoment.ALL_WRITTEN)
     own = [share["state"] for share in shares]
     manifest = Manifest(
         step=int(step_folder.name),
         mesh=sizes_of(mesh),
+        generation=generation.number if generation else 0,
         records=merge_records([records_from_json(share["records"]) for share in shares]),
         files={n: FileEntry(**entry) for share in shares for n, entry in share["files"].items()},
         state=state,
@@ -155,6 +159,8 @@ def commit_shares(
         config=config_text,
         libraries={name: _version(name) for name in _LIBRARIES},
     )
+    if generation is not None:
+        generation.check()
     commit(step_folder, manifest, verified=verified)
 
 

@@ -22,6 +22,10 @@ class ParallelismConfig:
     elastic.md; a run whose process dies continues with those that are left."""
     dp_auto: bool = False
     """True where dp is auto, which a saved config has as a number."""
+    leave_out_slow: int | None = None
+    """With dp: auto and ranks that this program starts: after so many steps in a row in which the
+    others waited for one rank during more than a third of the step, the run continues with one
+    process less. Under a launcher it is a warning. None: never."""
     pp: int
     """Ranks that share the layers (pipeline parallel)."""
     tp: int
@@ -79,6 +83,13 @@ class ParallelismConfig:
         found = []
         for name in ("dp", "pp", "tp", "cp", "cp_block", "ep", "ep_chunks"):
             found += below(name, getattr(self, name), 1)
+        if (steps := self.leave_out_slow) is not None:
+            found += below("leave_out_slow", steps, 1)
+            if not self.dp_auto:
+                found.append(
+                    f"leave_out_slow: {steps} was given; only a run with dp: auto continues with "
+                    "fewer ranks: set dp: auto (with tokens.global_batch_size), or leave it out"
+                )
         if self.cp_stride is not None:
             found += below("cp_stride", self.cp_stride, 1)
         if self.recompute_layer and self.recompute not in (None, "full"):

@@ -1,0 +1,372 @@
+"""Proof that a run outlives its ranks: seeded signals hit them, and neither losses nor data change.
+
+``python apps/train/tests/elastic_proof.py --steps 300 --faults 20`` trains once undisturbed, and
+once with SIGKILL and SIGSTOP at random moments of steps, saves and loads. A rank that is lost is
+not replaced; when the last one is gone, the program starts all of them again. Compared are losses,
+gradient norms and the samples of every step; no process, temporary file or copy in memory may be
+left. The exit status is 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import launchers
+import runs
+
+from kenotron_ckpt import MANIFEST, manifest_at
+from kenotron_config import Config, load_config
+from kenotron_data import Batch
+from kenotron_dist import Mesh, RankError, broadcast_object
+from kenotron_engine import StepResult
+from kenotron_train.assemble import Training
+from kenotron_train.config_file import DEFAULT_CONFIG
+from kenotron_train.data.own_data import OwnData
+from kenotron_train.failures.nonfinite_record import samples_of
+from kenotron_train.library import train
+from kenotron_train.life_cycle import LifeCycle
+from kenotron_train.log.metrics_file import last_step, read_journal
+from kenotron_train.progress import Progress
+from kenotron_train.run import loop
+
+BATCH, INTERVAL, LIMIT = 7, 10, 6.0
+"""Samples of a step, steps between checkpoints on the disk, and seconds until a hang is found."""
+APART = 4
+"""Steps between two faults at least: a signal comes within two steps of its own."""
+REPRODUCIBLE = {
+    "general__reproducible": "true", "optimizer__accumulate_grad_in_fp32": "true",
+    "optimizer__optimizer_factory__torch_adam_is_fused": "false",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal that a rank sends to itself."""
+
+    step: int
+    """After this step, or the first one that is made after it."""
+    is_loading: bool
+    """True: instead, while the ranks that follow the fault before it load the checkpoint."""
+    share: float
+    """Rank that is hit, as a share of the ranks that are there."""
+    number: signal.Signals
+    delay: float
+    """Seconds from the end of the step, or from the rendezvous."""
+
+
+def faults_of(seed: int, steps: int, count: int) -> list[Fault]:
+    """Draw the faults of a run; every fourth hits rank 0, every fourth is a SIGSTOP."""
+    if steps <= APART * count:
+        raise ValueError(
+            f"--steps {steps}: {count} faults need at least {APART * count + 1} steps: give more "
+            "steps or fewer --faults"
+        )
+    draw = random.Random(seed)
+    first = sorted(draw.choices(range(1, steps - APART * count + 1), k=count))
+    stops = [signal.SIGSTOP if n % 4 == 1 else signal.SIGKILL for n in range(count)]
+    draw.shuffle(stops)
+    return [
+        Fault(
+            step=step + APART * n,
+            is_loading=n > 0 and draw.random() < 0.2,
+            share=0.0 if n % 4 == 2 else draw.random(),
+            number=number,
+            delay=draw.random() * 0.05,
+        )
+        for n, (step, number) in enumerate(zip(first, stops, strict=True))
+    ]
+
+
+class Faults(LifeCycle):
+    """Sends the signals, one in each session, and records what the comparison needs."""
+
+    def __init__(self, folder: Path, faults: Sequence[Fault]) -> None:
+        """``folder``: with ``ranks`` and ``fired``, which get a file for each rank and signal."""
+        self._folder, self._faults = folder, faults
+        self._thread: threading.Thread | None = None
+        self._armed = 0
+
+    def pre_init(self, config: Config, mesh: Mesh) -> None:
+        """Choose the fault of this session."""
+        (self._folder / "ranks" / str(os.getpid())).write_text(born(os.getpid()))
+        self._record_batches()
+        fired = broadcast_object(len(fired_in(self._folder)), mesh.world)
+        self._fault = self._faults[fired] if fired < len(self._faults) else None
+        self._path = self._folder / "fired" / str(fired)
+        if mesh.rank == 0:
+            metrics = Path(config.checkpoints.checkpoints_path) / "metrics.jsonl"
+            seen = last_step(metrics) if metrics.exists() else 0
+            self._write("finished", max(self._read("finished"), seen))
+        if self._fault is not None and self._fault.is_loading:
+            self._arm(self._fault, mesh)
+
+    def pre_training(self, training: Training, progress: Progress) -> None:
+        """Note finished steps that are not in the checkpoint."""
+        if self._thread is not None:
+            self._thread.join()  # this process ends, or stands still
+        self._began = progress.step
+        if training.mesh.rank == 0:
+            lost = self._read("finished") - progress.step
+            self._write("lost", self._read("lost") + max(lost, 0))
+            self._write("finished", progress.step)
+
+    def post_train_step(self, training: Training, progress: Progress, result: StepResult) -> None:
+        """Record the samples of the step; send the signal where it is time."""
+        result.figures["samples"] = samples_of(self._batch, training.mesh)
+        fired = fired_in(self._folder)
+        if training.mesh.rank == 0 and progress.step == self._began + 1 and fired:
+            latest = max(fired, key=lambda path: int(path.name))
+            took = time.time() - latest.stat().st_mtime
+            with (self._folder / "recoveries").open("a") as file:
+                file.write(f"{latest.read_text()} {took}\n")
+        if self._fault is None or progress.step < self._fault.step:
+            return
+        if not self._armed:
+            self._armed = progress.step
+            self._arm(self._fault, training.mesh)
+        elif self._thread is not None and progress.step >= self._armed + 2:
+            self._thread.join()
+
+    def _arm(self, fault: Fault, mesh: Mesh) -> None:
+        """Start the thread that sends the signal, on the rank that is hit."""
+        world = mesh.config.world_size
+        if mesh.rank != int(fault.share * world):
+            return
+        number = signal.SIGKILL if world == 1 else fault.number  # no rank watches the last one
+
+        def send() -> None:
+            time.sleep(fault.delay)
+            self._path.write_text(number.name)
+            os.kill(os.getpid(), number)
+
+        self._thread = threading.Thread(target=send, daemon=True)
+        self._thread.start()
+
+    def _record_batches(self) -> None:
+        step = loop.training_step
+
+        def recorded(training: Training, batch: Batch, *more: Any) -> StepResult:
+            self._batch = batch
+            return step(training, batch, *more)
+
+        loop.training_step = recorded  # of this process, which runs one session
+
+    def _read(self, name: str) -> int:
+        path = self._folder / name
+        return int(path.read_text()) if path.exists() else 0
+
+    def _write(self, name: str, number: int) -> None:
+        path = self._folder / f"{name}.new"
+        path.write_text(str(number))
+        path.replace(self._folder / name)
+
+
+def sample(number: int) -> list[int]:
+    """Tokens of a sample, other ones for each number."""
+    draw = random.Random(number)
+    return [draw.randrange(251) for _ in range(33)]
+
+
+def configured(folder: Path, steps: int, ranks: int, **more: object) -> Config:
+    """The config of a tiny run with a copy in memory after every step."""
+    changes = {
+        "tokens__train_steps": steps, "tokens__global_batch_size": BATCH,
+        "tokens__micro_batch_size": 1, "tokens__limit_val_batches": 0, "parallelism__dp": "auto",
+        "checkpoints__checkpoint_interval": INTERVAL, "checkpoints__keep_last": 3,
+        "checkpoints__memory_every": 1, "checkpoints__memory_path": folder / "memory",
+        "checkpoints__checkpointing_engine": "torch", "optimizer__zero_stage": 1,
+        "data_stages__0__data__dataset": "null", "logging__log_level": "warning",
+        "optimizer__learning_rate_scheduler__learning_rate": 1e-4,
+        "optimizer__learning_rate_scheduler__min_decay_lr": 1e-5,
+    }  # fmt: skip
+    flags = runs.arguments(folder, **changes | more)[1::2]
+    flags = [flag for flag in flags if "hf_dataset" not in flag]
+    return load_config(DEFAULT_CONFIG, flags, world=ranks)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Findings about a disturbed run."""
+
+    problems: list[str]
+    """Departures from the undisturbed run, and what was left; empty where there are none."""
+    fired: dict[str, int]
+    """Signals that were sent, by name."""
+    starts: int
+    """Starts of all ranks."""
+    lost: int
+    """Finished steps that were made again."""
+    recoveries: dict[str, list[float]]
+    """Seconds from a signal to the next finished step, by its name."""
+    goodput: float
+    """Share of the seconds of the disturbed run in steps that were kept."""
+
+
+def prove(
+    folder: Path, *, steps: int, faults: int, seed: int = 0, ranks: int = 4, **more: object
+) -> Proof:
+    """Train undisturbed on one rank, and disturbed on up to ``ranks``; compare.
+
+    Args:
+        folder: an empty one, for all files.
+        steps, faults, seed: see ``faults_of``.
+        ranks: of every start.
+        more: further keys of the config, with ``__`` for the dots.
+    """
+    one, many = folder / "one", folder / "many"
+    for each in (one / "memory", many / "memory", many / "tmp", many / "ranks", many / "fired"):
+        each.mkdir(parents=True)
+    data, limit = OwnData(sample, samples=steps * BATCH), timedelta(seconds=LIMIT)
+    calm = configured(one, steps, 1, **more)
+    train(calm, loader=data, hooks=[Faults(calm_folder(one), ())], ranks=1, threads=1)
+    hook = Faults(many, faults_of(seed, steps, faults))
+    config, starts, begun = configured(many, steps, ranks, **more), 0, time.monotonic()
+    before, tempfile.tempdir = tempfile.tempdir, str(many / "tmp")
+    try:
+        while True:
+            fired, starts = len(fired_in(many)), starts + 1
+            try:
+                train(config, loader=data, hooks=[hook], ranks=ranks, threads=1, stall_limit=limit)
+                break
+            except RankError:
+                if len(fired_in(many)) == fired:
+                    raise  # by itself
+    finally:
+        tempfile.tempdir = before
+    took = time.monotonic() - begun
+    expected, found = (read_journal(each / "checkpoints/metrics.jsonl") for each in (one, many))
+    problems = departures(expected, found, steps, exact="general__reproducible" in more)
+    sent = [path.read_text() for path in fired_in(many)]
+    if len(sent) != faults:
+        problems.append(f"{len(sent)} of {faults} signals were sent")
+    lines = [line.split() for line in (many / "recoveries").read_text().splitlines()]
+    kinds = sorted({*sent})
+    return Proof(
+        problems=problems + leftovers(many),
+        fired={kind: sent.count(kind) for kind in kinds},
+        starts=starts,
+        lost=int((many / "lost").read_text()),
+        recoveries={k: [float(took) for name, took in lines if name == k] for k in kinds},
+        goodput=sum(each["step_time_s"] for each in found) / took,
+    )
+
+
+def calm_folder(folder: Path) -> Path:
+    """A folder of records of the run to which nothing happens."""
+    for name in ("ranks", "fired"):
+        (folder / name).mkdir()
+    return folder
+
+
+def departures(
+    expected: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]], steps: int, *, exact: bool
+) -> list[str]:
+    """Compare two curves: steps, samples, losses (1e-6 relative) and gradient norms (1e-5).
+
+    Args:
+        expected, found: lines of metrics.jsonl, with the ``samples`` of each step.
+        steps: of the whole run.
+        exact: not a bit may differ.
+    """
+    problems = []
+    for name, curve in (("undisturbed", expected), ("disturbed", found)):
+        if [each["step"] for each in curve] != list(range(1, steps + 1)):
+            problems.append(f"the steps of the {name} run are not 1 to {steps}, each once")
+        taken = [number for each in curve for number in each["samples"]]
+        if sorted(taken) != list(range(steps * BATCH)):
+            counts = {n: taken.count(n) for n in {*range(steps * BATCH), *taken}}
+            wrong = {n: count for n, count in counts.items() if count != 1}
+            problems.append(f"{name}: samples that were not taken once, with counts: {wrong}")
+    for ours, theirs in zip(found, expected, strict=False):
+        if ours["samples"] != theirs["samples"]:
+            problems.append(f"step {ours['step']}: samples {ours['samples']}")
+        for key, tolerance in (("lm_loss", 1e-6), ("grad_norm", 1e-5)):
+            near = 0.0 if exact else tolerance
+            if not math.isclose(ours[key], theirs[key], rel_tol=near):
+                problems.append(f"step {ours['step']}: {key} {ours[key]!r}, not {theirs[key]!r}")
+    return problems
+
+
+def leftovers(folder: Path) -> list[str]:
+    """List processes, temporary files and copies in memory of a run that is over."""
+    pids = [int(path.name) for path in (folder / "ranks").iterdir()]
+
+    def alive() -> list[int]:
+        return [pid for pid in pids if born(pid) == (folder / "ranks" / str(pid)).read_text()]
+
+    try:
+        launchers.until(lambda: not alive(), lambda: f"processes are left: {alive()}", 60)
+    except TimeoutError as error:
+        return [str(error)]
+    shared = [path for path in Path("/dev/shm").glob("torch_*") if _pid_of(path) in pids]
+    inside = [*(folder / "memory").iterdir(), *(folder / "tmp").iterdir()]
+    return [f"{path} is left" for path in (*shared, *inside, *_strays(folder / "checkpoints"))]
+
+
+def _strays(run: Path) -> Iterable[Path]:
+    """Yield files of a run folder that belong to no complete checkpoint."""
+    for path in run.rglob("*"):
+        step = path.relative_to(run).parts[0]
+        if path.suffix == ".tmp" or (step.isdecimal() and not (run / step / MANIFEST).exists()):
+            yield path
+        elif path.suffix == ".safetensors" and path.name not in manifest_at(run / step).files:
+            yield path
+
+
+def _pid_of(path: Path) -> int:
+    number = path.name.split("_")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+def born(pid: int) -> str:
+    """The time at which a process was started, in ticks; empty where it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def fired_in(folder: Path) -> list[Path]:
+    """A file for each signal that was sent."""
+    return list((folder / "fired").iterdir())
+
+
+def main() -> int:
+    """Read the flags, run the proof, and print what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--reproducible", action="store_true", help="compare bits")
+    given = vars(parser.parse_args())
+    more = REPRODUCIBLE if given.pop("reproducible") else {}
+    with tempfile.TemporaryDirectory(prefix="elastic-proof-") as folder:
+        proof = prove(Path(folder), **given, **more)
+    print(f"signals: {proof.fired}; starts of all ranks: {proof.starts}")
+    print(f"finished steps that were lost: {proof.lost}; goodput {proof.goodput:.1%}")
+    for name, seconds in proof.recoveries.items():
+        middle, most = (f(seconds or [math.nan]) for f in (statistics.median, max))
+        print(f"{name} to the next finished step: median {middle:.1f} s, most {most:.1f} s")
+    for problem in proof.problems:
+        print(f"PROBLEM {problem}")
+    print("losses and samples are those of the undisturbed run" if not proof.problems else "failed")
+    return 1 if proof.problems or proof.lost else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

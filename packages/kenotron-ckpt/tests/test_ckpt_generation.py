@@ -1,0 +1,127 @@
+"""A start that a later one has superseded saves nothing; saves of two starts are never mixed."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from ckpt_kills import MANY, state_of
+
+from kenotron_ckpt import (
+    LOCK,
+    FolderLock,
+    NoCheckpoint,
+    Saver,
+    latest_step,
+    load,
+    read_manifest,
+    verify_files,
+)
+from kenotron_dist import Mesh
+
+BOTH = pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+
+
+def start(folder, **options):
+    """A start that has lost the lock that it took, as on a file system that forgets locks."""
+    saver = Saver(folder, Mesh.connect(), on_failure="report", **options)
+    saver._lock.release()
+    return saver
+
+
+def put(saver, step, factor):
+    saver.save(step, state_of(saver.mesh, factor), {"factor": factor})
+    saver.finish()
+
+
+def refusal(saver, step, factor):
+    """The error of a save; empty where there was none."""
+    try:
+        put(saver, step, factor)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_each_start_has_a_higher_number(tmp_path):
+    for number in (1, 2, 3):
+        with Saver(tmp_path, Mesh.connect()) as saver:
+            put(saver, number, 1)
+        assert read_manifest(tmp_path / str(number)).generation == number
+    (tmp_path / LOCK).unlink()  # a copy of the folder without it
+    lock = FolderLock(tmp_path)
+    assert lock.generation.number == 4
+    lock.release()
+
+
+@BOTH
+def test_an_older_start_saves_nothing(tmp_path, background):
+    old = start(tmp_path, background=background)
+    put(old, 1, 1)
+    new = start(tmp_path, background=background)
+    put(new, 2, 2)
+    said = refusal(old, 3, 3)
+    assert (
+        "taken over by a later start" in said and "generation 2; this one is generation 1" in said
+    )
+    assert latest_step(tmp_path) == 2 and not (tmp_path / "3").exists()
+    said = refusal(old, 2, 3)  # the step of the newer one stays as it is
+    assert "nothing was saved, and this start must end" in said
+    assert read_manifest(tmp_path / "2").state == {"factor": 2} and not verify_files(tmp_path / "2")
+    put(new, 4, 4)
+    for each in (old, new):
+        each.close()
+
+
+@BOTH
+def test_copies_elsewhere_are_of_the_same_start(tmp_path, background):
+    old = start(tmp_path / "run", background=background)
+    copies = start(tmp_path / "copies", background=background, generation=old.generation)
+    put(copies, 1, 1)
+    assert read_manifest(tmp_path / "copies").generation == 1
+    new = [start(tmp_path / "run") for _ in range(2)]
+    with pytest.raises(ValueError, match=r"generation 3; this one is generation 1"):
+        put(copies, 2, 2)
+    for each in (old, copies, *new):
+        each.close()
+
+
+def test_two_starts_that_read_one_number_are_told_apart(tmp_path):
+    first, second = (FolderLock(tmp_path / name) for name in "ab")
+    shutil.copy(tmp_path / "b" / LOCK, tmp_path / "a" / LOCK)
+    second.generation.check()
+    with pytest.raises(ValueError, match=r"generation 1; this one is generation 1"):
+        first.generation.check()
+    (tmp_path / "b" / LOCK).write_text("")  # the disk was full when the lock was taken
+    second.generation.check()
+    for each in (first, second):
+        each.release()
+
+
+def test_saves_of_two_starts_are_never_mixed(tmp_path):
+    """Each file of the one with all others of the other: every mixture is refused."""
+    mesh = Mesh.connect()
+    for factor, name in enumerate("ab", 1):
+        with Saver(tmp_path / name, mesh, file_bytes=MANY) as saver:
+            put(saver, 5, factor)
+    files = sorted(read_manifest(tmp_path / "a").files)
+    assert len(files) == 3 and files == sorted(read_manifest(tmp_path / "b").files)
+    for name in [*files, "manifest.json"]:
+        mixed = tmp_path / f"mixed-{name}"
+        shutil.copytree(tmp_path / "a", mixed)
+        shutil.copy(tmp_path / "b/5" / name, mixed / "5" / name)
+        wanted = state_of(mesh, 1, blank=True)
+        with pytest.raises(NoCheckpoint, match="no checkpoint at"):
+            load(mixed, wanted, mesh)
+        floating = [held for held, _ in wanted.values() if held.is_floating_point()]
+        assert all(bool(torch.isnan(held).all()) for held in floating)
+
+
+def test_a_changed_number_is_damage(tmp_path):
+    with Saver(tmp_path, Mesh.connect()) as saver:
+        put(saver, 1, 1)
+    path = tmp_path / "1/manifest.json"
+    assert json.loads(path.read_text())["generation"] == 1
+    path.write_text(path.read_text().replace('"generation": 1', '"generation": 9'))
+    with pytest.raises(ValueError, match="damaged or was edited"):
+        read_manifest(tmp_path / "1")
