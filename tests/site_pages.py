@@ -141,6 +141,7 @@ GUIDES = {
         "choosing-a-layout",
         "planning",
         "any-model",
+        "adapters",
         "extending",
         "widths",
         "doremi",

@@ -9,10 +9,12 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kenotron_command import OK, called, framed, printable
+from kenotron_convert.adapters import adapter_to_peft, merge_adapter
 from kenotron_convert.averaging import average
 from kenotron_convert.exporting import export_hf
 from kenotron_convert.importing import compare_hf, import_hf, model_config
@@ -130,6 +132,32 @@ def _average(arguments: argparse.Namespace) -> str:
     return f"wrote {written}"
 
 
+def _adapter(arguments: argparse.Namespace) -> str:
+    count = adapter_to_peft(arguments.ckpt, arguments.out, overwrite=arguments.overwrite)
+    return f"wrote {arguments.out}: adapters of {count} layers"
+
+
+def _merge(arguments: argparse.Namespace) -> str:
+    count = merge_adapter(
+        arguments.adapter, arguments.base, arguments.out, overwrite=arguments.overwrite
+    )
+    return f"wrote {arguments.out}: adapters are added to {count} weights of {arguments.base}"
+
+
+def _adapter_parsers(commands: Any) -> list[argparse.ArgumentParser]:
+    """Add the commands of adapters."""
+    adapter = commands.add_parser("adapter-to-peft", help="a folder of peft from a checkpoint")
+    adapter.add_argument(*CKPT, required=True, help=PLACE)
+    adapter.set_defaults(run=_adapter)
+    merger = commands.add_parser("merge-adapter", help="a model folder with an adapter in it")
+    merger.add_argument("--adapter", type=Path, required=True, help="folder of peft")
+    merger.add_argument("--base", type=Path, required=True, help="config.json and safetensors")
+    merger.set_defaults(run=_merge)
+    for command in (adapter, merger):
+        command.add_argument("--out", type=Path, required=True, help="folder to make")
+    return [adapter, merger]
+
+
 def convert_parser() -> argparse.ArgumentParser:
     """Return the flags of the program."""
     parser = argparse.ArgumentParser(
@@ -182,8 +210,9 @@ def convert_parser() -> argparse.ArgumentParser:
             "--no-check", dest="check", action="store_false", help="do not compare logits"
         )
         command.add_argument("--dtype", choices=DTYPES, help="of all tensors; else as they are")
-    for command in (importer, exporter, upcycler, averager, comparer, teller):
+    makers = (importer, exporter, upcycler, averager, *_adapter_parsers(commands))
+    for command in (*makers, comparer, teller):
         command.add_argument("--threads", type=int, help=THREADS)
-    for command in (importer, exporter, upcycler, averager):
+    for command in makers:
         command.add_argument("--overwrite", action="store_true", help="replace what is there")
     return parser

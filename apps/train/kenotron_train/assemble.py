@@ -48,6 +48,7 @@ def plan_of(config: Config) -> ModelPlan:
         seed=config.general.seed,
         draws=config.draws,
         scales=config.scales,
+        adapter=config.adapter,
         compile=model.compile,
         cuda_graph=model.cuda_graph,
         reproducible=config.general.reproducible,

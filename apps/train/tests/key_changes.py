@@ -95,6 +95,7 @@ OF_FORMS: dict[str, dict[str, Any]] = {
     "MuonConfig": {FACTORY: {"name": "muon"}},
     "BatchRampConfig": {"tokens.batch_ramp": {"start": 2, "increment": 1, "samples": 6}},
     "MTPConfig": {"model.mtp": {"layers": 1}},
+    "AdapterConfig": {"model.adapter": {"rank": 2}},
     "LRMultiplier": {"optimizer.lr_multipliers": [{"pattern": "lm_head", "multiplier": 2.0}]},
     "WeightAverageConfig": {"optimizer.weight_average": {"decay": 0.5}},
     "SpikeConfig": {"optimizer.spikes": {"window": 2, "sigma": 3.0}},
@@ -176,6 +177,7 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "ExistingCheckpointInitConfig.check": Change(False, {METHOD: {"path": "MODEL"}}),
     "TokenizerConfig.tokenizer_max_length": Change(8),
     "TokensConfig.val_check_interval": Change(2),
+    "AdapterConfig.targets": Change(["q_proj"]),
     "LRMultiplier.pattern": Change("embedding.*"),
     "LRMultiplier.role": tuple(
         Change(role, {"optimizer.lr_multipliers": [{"role": "output", "multiplier": 2.0}]})
@@ -273,6 +275,9 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
 }
 """Values that a key's type does not tell."""
 ELSEWHERE = {
+    "AdapterConfig.path": (
+        "test_train_adapters.py", "test_training_is_that_of_peft_and_each_reads_the_others_files"
+    ),
     "CheckpointsConfig.memory_every": (
         "test_train_memory_copies.py", "test_no_more_steps_are_made_again_than_asked"
     ),

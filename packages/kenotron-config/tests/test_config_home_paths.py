@@ -24,6 +24,7 @@ PLACES = [
     ("checkpoints.memory_path", "~/x"),
     ("general.benchmark_csv_path", "~/x"),
     ("model.init_method", {"path": "~/x"}),
+    ("model.adapter", {"path": "~/x"}),
     ("tokenizer.tokenizer_name_or_path", "~/x"),
     ("profiler", {"profiler_export_path": "~/x"}),
     ("evaluate", {"task_folders": ["~/x", "~"], "trust_task_files": True, "tasks": ["a"]}),

@@ -245,6 +245,32 @@ class Deferred(torch.autograd.Function):
         return dy @ ctx.weight, None, None
 
 
+def test_a_chunk_that_begins_with_frozen_layers_counts_deferred_weights_once() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 2, bias=False), Deferring(2, 4, bias=False)]
+    layers[0].requires_grad_(False)
+    x = torch.ones(3, 4, dtype=torch.int64)
+    found = []
+    for schedule in (gpipe, zero_bubble_h1):
+        first = Frozen(layers[0])
+        Pipeline([first, *layers[1:]], Axis.solo("pp"), schedule).run([x, x], lambda y, m: y.sum())
+        found.append([layer.weight.grad for layer in layers[1:]])
+        for layer in layers:
+            layer.weight.grad = None
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Frozen(nn.Module):
+    """A layer that does not learn, called with token numbers."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.float())
+
+
 class Rerun(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -30,6 +30,7 @@ from kenotron_models.hf import (
 )
 from kenotron_models.hf_import import OtherModel, read_model, remark
 from kenotron_train.assemble import Training
+from kenotron_train.run.adapters import begin_adapters
 
 FREE = (
     "tie_word_embeddings", "max_position_embeddings", "bos_token_id", "eos_token_id",
@@ -63,16 +64,24 @@ KEYS = {
 
 
 def load_initial(training: Training) -> str:
+    """Fill weights and adapters as ``load_base`` and ``begin_adapters`` do; a sentence about it."""
+    return "; ".join(filter(None, [load_base(training), begin_adapters(training)]))
+
+
+def load_base(training: Training) -> str:
     """Fill this rank's weights from what ``model.init_method`` names; a sentence about it.
 
-    Empty when weights are drawn. Each rank reads its slices only; the optimizer has no state.
-    Collective over the mesh. Raises ValueError, naming the file and the key or the tensors: there
-    is no model, it is damaged, or of other sizes or constants than ``model.model_config``; OSError.
+    Adapters are left as they are. Empty when weights are drawn. Each rank reads its slices only;
+    the optimizer has no state. Collective over the mesh. Raises ValueError, naming the file and the
+    key or the tensors: there is no model, it is damaged, or of other sizes or constants than
+    ``model.model_config``; OSError.
     """
     method, mesh = training.config.model.init_method, training.mesh
     if not isinstance(method, ExistingCheckpointInitConfig):
         return ""
-    path, spec, wanted = Path(method.path), training.plan.spec, _wanted(training)
+    path, spec, wanted = Path(method.path), training.plan.spec, training.first_records()
+    adapters = {} if training.plan.adapter is None else training.plan.adapter.tensors()
+    wanted = {key: each for key, each in wanted.items() if each[1].name not in adapters}
     free = FREE + (ROPE if method.accept_changed_rope else ())
     try:
         with mesh.pulse.busy("reading the first weights"):
@@ -84,7 +93,7 @@ def load_initial(training: Training) -> str:
                 source = _read_hf(path, spec, wanted, mesh, free, check=method.check)
     except ValueError as error:
         raise ValueError(f"model.init_method.path: {error}") from error
-    if training.plan.dtype == torch.float32:
+    if training.plan.dtype == torch.float32 and training.plan.adapter is None:
         training.optimizer.reload()
     return f"The first weights are those of {source}"
 
@@ -103,18 +112,6 @@ def other_model(model: ModelConfig, spec: DecoderSpec) -> list[str]:
     except (ValueError, OSError) as error:
         return [f"model.init_method.path: {error}"]
     return []
-
-
-def _wanted(training: Training) -> Records:
-    """This rank's parameters, and the masters of narrower ones: those get every bit of the source.
-
-    All have the names of their parameters in their layouts.
-    """
-    found = training.records()
-    if training.plan.dtype != torch.float32:
-        for key, (tensor, layout) in training.optimizer.wanted(started=False).items():
-            found[f"optimizer.{key}"] = (tensor, layout.renamed(layout.name.split(".", 2)[2]))
-    return found
 
 
 def _read_hf(

@@ -25,8 +25,9 @@ from kenotron_train.failures.passing_errors import PassingError, names_passing
 from kenotron_train.failures.skipped_batches import left_out_since
 from kenotron_train.progress import NEEDED, Progress, fresh_state
 from kenotron_train.reproducible import changed_conditions, conditions
+from kenotron_train.run.adapters import check_adapter
 from kenotron_train.run.changed_config import changed_config
-from kenotron_train.run.initial import load_initial
+from kenotron_train.run.initial import load_base, load_initial
 from kenotron_train.run.memory_copies import is_own, newer_in_memory
 from kenotron_train.run.own_folder import check_agreement, sets_back, without_effect
 from kenotron_train.run.same_model import ROPE, check_model, check_numbers, model_of
@@ -150,9 +151,12 @@ def _load_from(
     state = dict(manifest.state)
     _check_state(state, manifest.step, folder)
     rope = config.checkpoints.accept_changed_rope
-    check_model(state["model_config"], config.model, folder, accepts_rope=rope)
+    saved = check_adapter(state["model_config"], config.model, folder)
+    check_model(saved, config.model, folder, accepts_rope=rope)
     steps = int(state["optimizer_steps"])
-    parameters: dict[str, Any] = dict(training.records())
+    if config.model.adapter is not None:
+        load_base(training)
+    parameters: dict[str, Any] = dict(training.saved_records())
     wanted: dict[str, Any] = {}
     dropped = check_module(config.model.mtp is not None, folder, manifest.records)
     averages, remark = _averages(training, checkpoint, optimizer and steps > 0)

@@ -15,6 +15,7 @@ from kenotron_train.data.data_settings import reading_of, tokenizer_state
 from kenotron_train.log.run_folder import writing
 from kenotron_train.progress import Progress
 from kenotron_train.reproducible import conditions
+from kenotron_train.run.adapters import adapter_state
 from kenotron_train.run.upload import Uploads
 
 
@@ -60,7 +61,8 @@ def save_run(
     state = {
         **progress.to_state(),
         "optimizer_steps": training.optimizer.steps,
-        "model_config": model_to_json(config.model.model_config, config.multipliers),
+        "model_config": model_to_json(config.model.model_config, config.multipliers)
+        | adapter_state(config.model),
         "dtype": config.model.dtype,
         "sequence_length": config.longest_sequence,
         "tokenizer": tokenizer_state(config.tokenizer),
@@ -82,7 +84,7 @@ def _as_asked(section: CheckpointsConfig) -> CheckpointsConfig:
 def _records(training: Training) -> dict[str, tuple[Tensor, TensorLayout]]:
     """Return what a checkpoint holds: parameters, this rank's slices of the optimizer's state."""
     averages = training.averages.state() if training.averages else {}
-    return {**training.records(), **training.optimizer.state(), **averages}
+    return {**training.saved_records(), **training.optimizer.state(), **averages}
 
 
 def check_saved(saver: Saver, step: int) -> None:

@@ -35,7 +35,7 @@ from kenotron_ckpt.report import SaveFailed, SaveReport
 from kenotron_ckpt.retention import prune
 from kenotron_ckpt.s3_config import S3UploadConfig
 from kenotron_ckpt.safetensors_file import TensorSize, write_safetensors
-from kenotron_ckpt.safetensors_folder import open_safetensors
+from kenotron_ckpt.safetensors_folder import SafetensorsFolder, open_safetensors
 from kenotron_ckpt.saver import Saver
 from kenotron_ckpt.saving import save
 from kenotron_ckpt.store import LocalStore, Location, Store, store_at
@@ -64,6 +64,7 @@ __all__ = [
     "Saver",
     "StreamedTensor",
     "Store",
+    "SafetensorsFolder",
     "TensorSize",
     "UploadReport",
     "TAKEN",

@@ -184,8 +184,10 @@ class SafetensorsFolder:
             raise ValueError("\n  ".join([f"cannot load {self.path}:", *problems]))
 
 
-def open_safetensors(path: str | Path) -> SafetensorsFolder:
+def open_safetensors(path: str | Path, single: str = SINGLE) -> SafetensorsFolder:
     """Read the headers of ``model.safetensors``, or of the files that its index names.
+
+    ``single``: name of the file where there is no index.
 
     Raises ValueError, naming the file and the rule that it breaks: there is neither; pickles
     instead; an index that disagrees with its files; a file that is damaged. OSError.
@@ -193,15 +195,15 @@ def open_safetensors(path: str | Path) -> SafetensorsFolder:
     folder = Path(path)
     if (folder / INDEX).is_file():
         return SafetensorsFolder(folder, _indexed(folder))
-    if (folder / SINGLE).is_file():
-        return SafetensorsFolder(folder, read_header(folder / SINGLE))
+    if (folder / single).is_file():
+        return SafetensorsFolder(folder, read_header(folder / single))
     pickles = sorted(file.name for pattern in _PICKLES for file in folder.glob(pattern))
     if pickles:
         raise ValueError(
             f"{folder} has its weights as pickles ({pickles[0]}), which can run any code when they "
             "are opened: save the model as safetensors (save_pretrained of transformers does)"
         )
-    raise ValueError(f"{folder} has no weights: neither {INDEX} nor {SINGLE} is there")
+    raise ValueError(f"{folder} has no weights: neither {INDEX} nor {single} is there")
 
 
 def _indexed(folder: Path) -> dict[str, Stored]:

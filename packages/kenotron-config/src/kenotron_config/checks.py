@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
+from kenotron_config.adapter_checks import adapter_problems
 from kenotron_config.batch_sizes import batch_problems, ramp_problems
 from kenotron_config.data_checks import (
     domain_problems,
@@ -19,7 +20,7 @@ from kenotron_config.number_checks import number_problems
 from kenotron_config.parallelism_section import CPAttention, ParallelismConfig
 from kenotron_config.parametrisation import mup_problems
 from kenotron_config.reproducible_checks import reproducible_problems
-from kenotron_config.sections import ModelConfig, TokenizerConfig, TokensConfig
+from kenotron_config.sections import GeneralConfig, ModelConfig, TokenizerConfig, TokensConfig
 from kenotron_config.transformers_checks import transformers_problems
 from kenotron_config.watch_sections import ProfilerConfig
 from kenotron_data.config import DatasetStageConfig
@@ -47,6 +48,7 @@ class Sections(TypedDict, total=False):
     profiler: ProfilerConfig | None
     data_stages: tuple[DatasetStageConfig, ...]
     doremi: DoReMiConfig | None
+    general: GeneralConfig
 
 
 def all_problems(sections: Mapping[str, Any]) -> list[str]:
@@ -76,6 +78,7 @@ def cross_problems(sections: Sections) -> list[str]:
             return found + own
     if model:
         found += mup_problems(model, sections.get("optimizer"))
+        found += adapter_problems(model, sections.get("general"))
     if model and parallelism:
         found += _model_over_ranks(model, parallelism)
         found += _heads_over_cp(model, parallelism)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from kenotron_ckpt import CheckpointsConfig, S3UploadConfig
+from kenotron_config.adapter_checks import adapter_of
 from kenotron_config.batch_sizes import BatchSizes
 from kenotron_config.checks import all_problems, way_over_cp
 from kenotron_config.doremi_section import DoReMiConfig
@@ -31,7 +32,7 @@ from kenotron_data.config import (
     SFTDatasetsConfig,
     domain_section,
 )
-from kenotron_models import DecoderSpec, Multipliers, ParameterScale
+from kenotron_models import AdapterSpec, DecoderSpec, Multipliers, ParameterScale
 from kenotron_optim import OptimizerConfig
 
 
@@ -85,6 +86,11 @@ class Config:
         spec = self.multipliers.applied(self.model.model_config.decoder)
         mtp = self.model.mtp
         return spec if mtp is None else replace(spec, mtp_weight=mtp.weight)
+
+    @cached_property
+    def adapter(self) -> AdapterSpec | None:
+        """Adapters of the model; None: there are none."""
+        return adapter_of(self.model)
 
     @cached_property
     def multipliers(self) -> Multipliers:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from kenotron_config.adapter_section import AdapterConfig
 from kenotron_config.field_checks import below, raise_all
 from kenotron_config.init_sections import InitMethod
 from kenotron_data.config import BatchRampConfig
@@ -99,6 +100,8 @@ class ModelConfig:
     """Initial weights: drawn, or read."""
     mtp: MTPConfig | None = None
     """A module that predicts the token after the next, as an auxiliary objective; None: none."""
+    adapter: AdapterConfig | None = None
+    """Adapters of linear layers, which learn alone (LoRA); None: all weights learn."""
     dtype: DType = "bfloat16"
     """Number format of parameters and activations; masters and sums are float32."""
     make_vocab_size_divisible_by: int = 1

@@ -18,6 +18,8 @@ from kenotron_models import (
     Context,
     LayerStack,
     TransformersLayer,
+    adapt,
+    adapter_init,
     build_decoder,
     compile_layers,
     layer_costs,
@@ -58,12 +60,15 @@ def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:
     if plan.virtual_shards > 1:  # layers compute all tokens, whatever is cut between them
         cut, shards = plan.mode.sequence_parallel, plan.virtual_shards
         build = replace(build, mode=TPMode(), cuts_between=cut, shards=shards)
-    return build_decoder(
+    layers = build_decoder(
         plan.spec,
         build,
         recompute=plan.recompute,
         vocab_divisible_by=plan.vocab_divisible_by,
     )
+    if plan.adapter is not None:
+        adapt(layers, plan.adapter, mesh["tp"])
+    return layers
 
 
 def assemble(
@@ -150,6 +155,7 @@ def first_values(plan: ModelPlan, mesh: Mesh, layouts: Layouts, stack: LayerStac
     elif plan.draws is not None:
         std, scaling, *residuals = plan.draws
         draw = standard_init(plan.spec, std, scaling, *residuals)
+    draw = draw if plan.adapter is None else adapter_init(draw)
     initialize(stack, layouts, mesh.view, seed=plan.seed, initializer=draw)
 
 
@@ -168,13 +174,19 @@ def build_model(
         memory: whether parameters that learn have memory and values; see ``assemble``.
 
     Raises:
-        ValueError: layers were given, and ``plan.scales``, which are those of ``plan.spec``, or a
-            further prediction, whose module they do not have.
+        ValueError: layers were given, and ``plan.scales`` or ``plan.adapter``, which are those of
+            ``plan.spec``, or a further prediction, whose module they do not have.
     """
     if layers is not None and plan.scales is not None:
         raise ValueError(
             "scales were given for layers that are not of the plan's spec: their widths are not "
             "known; leave them out (model.init_method: give std instead of use_mup)"
+        )
+
+    if layers is not None and plan.adapter is not None:
+        raise ValueError(
+            "adapters were given for layers that are not of the plan's spec: their linear layers "
+            "are not known; leave them out (model.adapter)"
         )
 
     def fill(stack: LayerStack, layouts: Layouts) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kenotron_engine.sequence import CPMode
-from kenotron_models import DecoderSpec, ParameterScale, Recompute, expert_layers
+from kenotron_models import AdapterSpec, DecoderSpec, ParameterScale, Recompute, expert_layers
 from kenotron_pp import Schedule, schedule_named
 from kenotron_tp import TPMode
 
@@ -46,6 +46,8 @@ class ModelPlan:
     scales: Mapping[str, ParameterScale] | None = None
     """First values and factors of each parameter (``kenotron_models.mup_scales``), in place of
     ``draws``; None: the standard parametrisation."""
+    adapter: AdapterSpec | None = None
+    """Adapters of linear layers, which learn alone; None: all parameters learn."""
     compile: bool = False
     """True: torch.compile makes one program of each layer's work between communications."""
     cuda_graph: bool = False

@@ -88,6 +88,26 @@ class Training(ModelOnMesh):
             for path, parameter in parameters.items()
         }
 
+    def first_records(self) -> Records:
+        """Return what first weights are read into: parameters, and masters of narrower ones.
+
+        Masters get every bit of the source. All have the names of their parameters in their
+        layouts.
+        """
+        found = self.records()
+        if self.plan.dtype != torch.float32:
+            for key, (tensor, layout) in self.optimizer.wanted(started=False).items():
+                found[f"optimizer.{key}"] = (tensor, layout.renamed(layout.name.split(".", 2)[2]))
+        return found
+
+    def saved_records(self) -> Records:
+        """Return those of ``records`` that a checkpoint has: with adapters these alone."""
+        records, adapter = self.records(), self.plan.adapter
+        if adapter is None:
+            return records
+        own = adapter.tensors()
+        return {key: record for key, record in records.items() if record[1].name in own}
+
     def check_replicas(self) -> None:
         """Compare replicas of parameters over ranks. Collective over the mesh.
 

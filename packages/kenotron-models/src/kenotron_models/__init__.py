@@ -1,5 +1,13 @@
 """Decoder language models as ordered lists of layers, cut over tensor-parallel ranks."""
 
+from kenotron_models.adapter import Adapted, adapt
+from kenotron_models.adapter_spec import (
+    AdapterSpec,
+    adapter_init,
+    linear_parts,
+    peft_problems,
+    targeted,
+)
 from kenotron_models.block_in_shards import virtual_shards
 from kenotron_models.block_kernels import Kernels, KernelWork, block_kernels
 from kenotron_models.build import Build
@@ -31,6 +39,7 @@ from kenotron_models.mup_init import mup_init, mup_table
 from kenotron_models.parameter_init import standard_init
 from kenotron_models.recompute import Recompute
 from kenotron_models.registry import (
+    ADAPTER,
     FAMILIES,
     AnyConfig,
     config_from_json,
@@ -53,7 +62,10 @@ from kenotron_models.transformers_names import (
 from kenotron_models.transformers_spec import TransformersSpec
 
 __all__ = [
+    "ADAPTER",
     "ATTENTIONS",
+    "Adapted",
+    "AdapterSpec",
     "AnyConfig",
     "Build",
     "Context",
@@ -73,6 +85,8 @@ __all__ = [
     "TransformersBlock",
     "TransformersLayer",
     "TransformersSpec",
+    "adapt",
+    "adapter_init",
     "block_flops",
     "block_kernels",
     "build_decoder",
@@ -92,13 +106,16 @@ __all__ = [
     "kept_bytes",
     "layer_costs",
     "layers_on_meta",
+    "linear_parts",
     "parameter_count",
     "peak_bf16_flops",
+    "peft_problems",
     "reported_name",
     "router_shapes",
     "sent_bytes",
     "sequence_bytes",
     "standard_init",
+    "targeted",
     "training_flops",
     "sequence_problem",
     "transformers_blocks",

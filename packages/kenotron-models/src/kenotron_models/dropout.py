@@ -17,13 +17,20 @@ from kenotron_models.context import Context
 
 
 def drop_features(
-    x: Tensor, p: float, context: Context, name: str, axis: Axis, *, sequence_parallel: bool
+    x: Tensor,
+    p: float,
+    context: Context,
+    name: str,
+    axis: Axis,
+    *,
+    sequence_parallel: bool,
+    first: int = 0,
 ) -> Tensor:
     """x (T, D), or (T/t, D) under sequence parallelism, with a share ``p`` of it zero.
 
     The rest is divided by 1 - p. Nothing is done for a context without ``dropout_key``. ``name``:
-    what tells this place of the model from others. Raises ValueError where the context does not
-    number its samples.
+    what tells this place of the model from others. ``first``: number of x's first feature. Raises
+    ValueError where the context does not number its samples.
     """
     if p == 0 or context.dropout_key is None:
         return x
@@ -31,7 +38,7 @@ def drop_features(
     if sequence_parallel:
         rows = slice(axis.rank * len(x), (axis.rank + 1) * len(x))
         samples, places = samples[rows], places[rows]  # fewer than x has: padding comes last
-    features = torch.arange(x.shape[1], device=x.device)
+    features = torch.arange(first, first + x.shape[1], device=x.device)
     key = counter_key(context.dropout_key, name)
     kept = uniform(key, samples[:, None], places[:, None], features[None]) >= p
     return dropout(x, p, F.pad(kept, (0, 0, 0, len(x) - len(kept))))

@@ -65,6 +65,8 @@ FAMILIES: tuple[Family, ...] = (
 config.json is written by the config's own family, else by the first that can say it."""
 MULTIPLIERS = "multipliers"
 """Key of what a checkpoint says of a model next to the keys of its config."""
+ADAPTER = "adapter"
+"""The same of a checkpoint that has adapters and not the weights that they belong to."""
 if TYPE_CHECKING:
     AnyConfig = FamilyConfig
     """The config of some family: a union of all families' at run time."""
@@ -91,8 +93,15 @@ def model_from_json(values: Mapping[str, Any]) -> tuple[FamilyConfig, Multiplier
     """Return what ``model_to_json`` wrote, as JSON has it.
 
     Raises:
-        ValueError: as ``config_from_json``, or there is a multiplier that is not known.
+        ValueError: as ``config_from_json``, or there is a multiplier that is not known, or the
+            checkpoint has adapters alone.
     """
+    if ADAPTER in values:
+        raise ValueError(
+            "the checkpoint has an adapter and no weights of its model: write it with "
+            "`kenotron-convert adapter-to-peft`, then add it to the model's folder with "
+            "`kenotron-convert merge-adapter`"
+        )
     multipliers = Multipliers.from_json(values.get(MULTIPLIERS))
     rest = {name: value for name, value in values.items() if name != MULTIPLIERS}
     return config_from_json(rest), multipliers

@@ -53,6 +53,12 @@ def attending(context: Context, documents: bool) -> Iterator[None]:
         _rows.reset(before)
 
 
+def context_now() -> Context | None:
+    """Return the micro-batch that layers of transformers compute; None: they compute none."""
+    rows = _rows.get()
+    return None if rows is None else rows.context
+
+
 def attend_rows(
     module: nn.Module,
     query: Tensor,

@@ -129,10 +129,9 @@ class SplitBackward:
         own: list[tuple[Node, list[Node]]] = []
         for join, branches in graph.joins():
             leaves, inner = graph.below(branches)
-            whole = (
-                compiled
-                or isinstance(join, BackwardCFunction)
-                or any(self._recomputes(node) for node in (join, *inner))
+            whole = compiled or any(
+                isinstance(node, BackwardCFunction) or self._recomputes(node)
+                for node in (join, *inner)
             )
             for leaf in leaves:
                 split = not whole and leaf not in place and id(leaf.variable) not in self._whole

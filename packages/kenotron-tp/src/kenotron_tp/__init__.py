@@ -9,16 +9,18 @@ from kenotron_tp.logits import check_sampling, choose_tokens, likeliest
 from kenotron_tp.matmul import How, matmul
 from kenotron_tp.mode import TPMode
 from kenotron_tp.parallelize import parallelize
-from kenotron_tp.planned_layers import Style
+from kenotron_tp.planned_layers import GatheredColumnLinear, SplitRowLinear, Style
 from kenotron_tp.products import product
 from kenotron_tp.sequence import join_tokens, mark_partial, split_tokens
 from kenotron_tp.virtual_shards import OwnChunk, from_shards, shards_of, to_shards
 
 __all__ = [
     "ColumnParallelLinear",
+    "GatheredColumnLinear",
     "How",
     "OwnChunk",
     "RowParallelLinear",
+    "SplitRowLinear",
     "Style",
     "TPMode",
     "VocabParallelEmbedding",

@@ -1,0 +1,104 @@
+"""Adapters of a run: their first values, and what checkpoints say of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kenotron_ckpt import Store, open_safetensors
+from kenotron_config import ExistingCheckpointInitConfig, ModelConfig
+from kenotron_models import ADAPTER, Adapted, peft_problems
+from kenotron_models.hf import read_json
+from kenotron_train.assemble import Training
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Files of a folder of peft."""
+SAME = ("kind", "rank", "alpha", "targets")
+"""Keys of ``model.adapter`` that a checkpoint and the config that resumes it have in common."""
+
+
+def begin_adapters(training: Training) -> str:
+    """Give adapters their first values that depend on weights; a sentence about them.
+
+    Collective over the mesh. Raises ValueError for a folder of other adapters than those of
+    ``model.adapter``; OSError.
+    """
+    section, plan = training.config.model.adapter, training.plan
+    if section is None or plan.adapter is None:
+        return ""
+    if section.path is None:
+        _begin_norms(training)
+        return ""
+    path, ours = Path(section.path), plan.adapter.tensors()
+    try:
+        if problems := peft_problems(plan.adapter, read_json(path / CONFIG)):
+            raise ValueError(f"{path / CONFIG}: {'; '.join(problems)}")
+        folder = open_safetensors(path, single=WEIGHTS)
+        wanted = {k: v for k, v in training.first_records().items() if v[1].name in ours}
+        folder.load(folder.records(ours), wanted, training.mesh)
+    except ValueError as error:
+        raise ValueError(f"model.adapter.path: {error}") from error
+    if plan.dtype == torch.float32:
+        training.optimizer.reload()
+    return f"The adapters begin as those of {path}"
+
+
+def _begin_norms(training: Training) -> None:
+    """DoRA's norms begin as those of the weights."""
+    assert training.plan.adapter is not None
+    if training.plan.adapter.kind != "dora":
+        return
+    parameters, layouts = training.parameters(), training.model.layouts
+    norms = {
+        name: norm
+        for module in training.model.stack.modules()
+        if isinstance(module, Adapted)
+        for name, norm in module.norms_of_base().items()
+    }
+    with torch.no_grad():
+        for path, parameter in parameters.items():
+            if (norm := norms.get(layouts[path].name)) is not None:
+                parameter.copy_(norm)
+    training.optimizer.reload()
+
+
+def adapter_state(model: ModelConfig) -> dict[str, Any]:
+    """Return what a checkpoint says of adapters, next to its model; nothing without them."""
+    if model.adapter is None:
+        return {}
+    method = model.init_method
+    base = method.path if isinstance(method, ExistingCheckpointInitConfig) else None
+    return {ADAPTER: {**asdict(model.adapter), "base": base}}
+
+
+def check_adapter(saved: Mapping[str, Any], model: ModelConfig, folder: Store) -> dict[str, Any]:
+    """Return ``model_config`` of a checkpoint without what it says of adapters.
+
+    Raises:
+        ValueError: the adapters are not those of ``model.adapter``.
+    """
+    before, now = saved.get(ADAPTER), adapter_state(model).get(ADAPTER)
+    rest = {name: value for name, value in saved.items() if name != ADAPTER}
+    if before is None or now is None:
+        if before is not now:
+            has, wants = ("an adapter alone", "none") if before else ("no adapter", "one")
+            raise ValueError(
+                f"{folder} cannot be resumed: it has {has}, and model.adapter asks for {wants}"
+            )
+        return rest
+    changed = [
+        f"{key} is {now[key]!r} in the config and {before.get(key)!r} in the checkpoint"
+        for key in SAME
+        if _plain(now[key]) != _plain(before.get(key))
+    ]
+    if changed:
+        raise ValueError(f"{folder} is of another adapter: model.adapter.{'; '.join(changed)}")
+    return rest
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
