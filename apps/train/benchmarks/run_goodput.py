@@ -34,7 +34,7 @@ COMMON = {
 }  # fmt: skip
 KINDS = {
     "elastic": {"parallelism.dp": "auto", "checkpoints.memory_every": 1},
-    "torchrun": {"parallelism.dp": 2},
+    "torchrun": {"tokens.batch_accumulation_per_replica": "null"},
 }
 
 

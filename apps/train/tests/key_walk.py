@@ -16,7 +16,7 @@ import yaml
 from kenotron_config import Config
 from kenotron_train.cli import main
 
-TIMES = re.compile(r"_s$|per_sec|tflops|mfu|memory|timestamp|seconds|time$")
+TIMES = re.compile(r"_s$|per_sec|tflops|mfu|memory|timestamp|seconds|time$|slowest_rank")
 """Names of figures that differ from run to run."""
 CLOCK = re.compile(r"^\S+ \S+ (?=\[[A-Z]+\|)")
 MEASURED = re.compile(r" iteration: |Saved checkpoint |elapsed| [mn]?s\b|PID|port ")
