@@ -63,5 +63,7 @@ def test_without_a_clone_they_are_the_installed_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sample, "__file__", str(tmp_path / "a/b/c/sample.py"))
+    exporting, _ = next_commands(tmp_path, 1, adapter=True)
+    assert "adapter-to-peft --ckpt" in exporting and exporting.endswith("--out my-adapter")
     words = [shlex.split(line)[0] for line in next_commands(tmp_path, 1)]
     assert words == ["kenotron-generate", "kenotron-train"]

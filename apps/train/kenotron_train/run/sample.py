@@ -35,22 +35,32 @@ def show_sample(training: Training, report: Report) -> None:
     folder = Path(training.config.checkpoints.checkpoints_path)
     step = latest_step(folder)
     if step is not None:
-        commands = next_commands(folder, step, foreign=_is_foreign(training))
+        commands = next_commands(
+            folder,
+            step,
+            foreign=_is_foreign(training),
+            adapter=training.plan.adapter is not None,
+        )
         report.say("Next, try:\n" + "\n".join(f"  {line}" for line in commands))
 
 
-def next_commands(folder: Path, step: int, *, foreign: bool = False) -> list[str]:
+def next_commands(
+    folder: Path, step: int, *, foreign: bool = False, adapter: bool = False
+) -> list[str]:
     """Return commands that use a finished run, for a shell in the folder where this one began.
 
     Args:
         folder: the run's folder, as the config names it.
         step: the step of its newest checkpoint.
         foreign: whether transformers has the model, and generates with it.
+        adapter: whether checkpoints have adapters alone.
     """
     checkpoint, run = shlex.quote(str(folder / str(step))), shlex.quote(str(folder))
     generate, train = _program("generate"), _program("train")
-    if foreign:
-        export = f"{_program('convert')} kenotron-to-hf --ckpt {checkpoint} --out my-model"
+    if foreign or adapter:
+        made = "adapter-to-peft" if adapter else "kenotron-to-hf"
+        out = "my-adapter" if adapter else "my-model"
+        export = f"{_program('convert')} {made} --ckpt {checkpoint} --out {out}"
         return [export, f"{train} report {run}"]
     return [
         f"{generate} --ckpt-path {checkpoint} --prompt 'class '",
