@@ -16,7 +16,7 @@ from grid import Row, Sizes
 from grid_check import changed, continued, unequal
 from grid_run import Measured, measure, saved_after, write_documents
 
-from kenotron_models import virtual_shards
+from kenotron_models import virtual_shards, whole_row_part
 
 GLOBAL_BATCH, STEPS, LONG = 12, 4, 40
 KEYS = {"general.reproducible": "true"}
@@ -39,6 +39,10 @@ class Cut:
     most: int = 2
     """``general.reproducible_max_tp``"""
     ep: int = 1
+    cp: int = 1
+    most_cp: int = 1
+    """``general.reproducible_max_cp``"""
+    way: str = "ring"
 
     def __str__(self) -> str:
         return "-".join(map(str, astuple(self)))
@@ -49,6 +53,7 @@ class Cut:
         return replace(
             model, sizes=sizes, engine=self.engine, zero=self.zero, recompute=self.recompute,
             saver=self.saver, mode=self.mode, ep=self.ep,
+            cp=self.cp, way=self.way,
         )  # fmt: skip
 
     @property
@@ -59,6 +64,7 @@ class Cut:
             "tokens.micro_batch_size": str(self.micro_batch),
             "tokens.batch_accumulation_per_replica": str(passes),
             "general.reproducible_max_tp": str(self.most),
+            "general.reproducible_max_cp": str(self.most_cp),
         }
 
 
@@ -93,6 +99,11 @@ CUTS = (
     Cut(dp=4, ep=2, zero=3, recompute="full", saver="datastates"),
     Cut(dp=4, ep=4, zero=1, micro_batch=3, recompute="selective"),
     Cut(pp=2, dp=2, ep=2, zero=2, engine="zb-v", micro_batch=2),
+    Cut(cp=2, most=1, most_cp=2, zero=0, micro_batch=3, recompute="full"),
+    Cut(cp=4, most=1, most_cp=4, way="gather", recompute="selective"),
+    Cut(dp=2, cp=2, most=1, most_cp=4, zero=3, way="ulysses", micro_batch=2, recompute="mixer"),
+    Cut(pp=2, cp=2, most=1, most_cp=2, zero=2, engine="zb-v", saver="datastates"),
+    Cut(dp=3, most=1, most_cp=4, zero=1, micro_batch=2),
 )
 MODELS = (
     Row(arch="qwen2", documents="separate", tied=True),
@@ -148,16 +159,20 @@ def fitting(cut: Cut, model: Row) -> Cut:
     """The cut without an axis that the model does not have."""
     spec = grid_run.model_of(model).decoder
     tp = 1 if virtual_shards(spec, cut.most) % cut.tp else cut.tp
-    return replace(cut, tp=tp, ep=cut.ep if spec.routes else 1)
+    most_cp = 1 if whole_row_part(spec) else cut.most_cp
+    cp = 1 if most_cp % cut.cp else cut.cp
+    return replace(cut, tp=tp, ep=cut.ep if spec.routes else 1, cp=cp, most_cp=most_cp)
 
 
 @pytest.mark.by_turns(8)
 @pytest.mark.parametrize(("model", "cut"), cases(), ids=str)
 def test_a_cut_has_the_bits_of_one_process(model: Row, cut: Cut, run: Run) -> None:
-    want, got = run(model, replace(ALONE, most=cut.most)), run(model, cut)
+    alone = replace(ALONE, most=cut.most, most_cp=cut.most_cp)
+    want, got = run(model, alone), run(model, cut)
     assert got.gradients and not differing(got, want)
     number = CUTS.index(cut)
-    other = replace(CUTS[(number * 7 + 7) % len(CUTS)], most=cut.most)
+    other = CUTS[(number * 7 + 7) % len(CUTS)]
+    other = replace(other, most=cut.most, most_cp=cut.most_cp)
     other = fitting(other, model)  # resumed elsewhere
     again = run(model, other, after=cut)
     assert len(again.losses) == STEPS - saved_after(STEPS)

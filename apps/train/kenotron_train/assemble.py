@@ -53,6 +53,7 @@ def plan_of(config: Config) -> ModelPlan:
         cuda_graph=model.cuda_graph,
         reproducible=config.general.reproducible,
         virtual_shards=_virtual_shards(config),
+        virtual_chunks=config.general.reproducible_max_cp if config.general.reproducible else 1,
     )
 
 

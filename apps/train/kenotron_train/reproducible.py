@@ -23,6 +23,7 @@ def conditions(general: GeneralConfig) -> Conditions | None:
     return {
         "threads": torch.get_num_threads(),
         "max_tp": general.reproducible_max_tp,
+        "max_cp": general.reproducible_max_cp,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }

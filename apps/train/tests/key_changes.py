@@ -137,6 +137,9 @@ CHANGES: dict[str, Change | tuple[Change, ...]] = {
     "GeneralConfig.run": Change("other"),
     "GeneralConfig.ignore_sanity_checks": Change(False, DP),
     "GeneralConfig.reproducible_max_tp": Change(1, {"general.reproducible": True}),
+    "GeneralConfig.reproducible_max_cp": Change(
+        2, {"general.reproducible": True, "general.reproducible_max_tp": 1}
+    ),
     "GeneralConfig.reproducible_threads": Change(2, {"general.reproducible": True}),
     "ParallelismConfig.dp": Change(2),
     "ParallelismConfig.pp": Change(2),

@@ -37,12 +37,29 @@ OF_TWELVE_HEADS = (
     "num_hidden_layers: 2, num_attention_heads: 12, vocab_size: 257, max_position_embeddings: 64}"
 )
 """3 divides all that tp cuts, and is no power of two."""
+ONE_KEY_HEAD = (
+    "model.model_config={is_llama_config: true, hidden_size: 16, intermediate_size: 24, "
+    "num_hidden_layers: 2, num_attention_heads: 2, num_key_value_heads: 1, vocab_size: 257, "
+    "max_position_embeddings: 64}"
+)
+CHUNKS, ALONE = "general.reproducible_max_cp=2", "general.reproducible_max_tp=1"
 REFUSED = {
     "general.device: cuda": ("general.device=cuda",),
     "parallelism.tp: 3": ("parallelism.tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 4": ("parallelism.tp=4", "general.reproducible_max_tp=3", OF_TWELVE_HEADS),
     "parallelism.tp: 2": ("parallelism.tp=2", QWEN),
     "parallelism.cp: 2": ("parallelism.cp=2",),
+    "parallelism.cp: 4": ("parallelism.cp=4", "general.reproducible_max_cp=2", ALONE),
+    "parallelism.cp: 3": ("parallelism.cp=3", "general.reproducible_max_cp=4", ALONE),
+    "general.reproducible_max_tp: 8": (CHUNKS,),
+    "general.reproducible_max_cp: 2": (CHUNKS, ALONE, QWEN),
+    "parallelism.cp_attention: ulysses": (
+        "parallelism.cp=2",
+        CHUNKS,
+        ALONE,
+        "parallelism.cp_attention=ulysses",
+        ONE_KEY_HEAD,
+    ),
     "model.model_config.attn_pdrop: 0.1": (STARCODER,),
     "model.model_config.embd_pdrop: 0.2": (STARCODER,),
     "model.model_config.resid_pdrop: 0.3": (STARCODER,),
@@ -95,6 +112,7 @@ def test_what_is_not_proved_is_refused(problem: str) -> None:
         ("general.reproducible_threads=4", "optimizer.nonfinite=skip"),
         ("parallelism.tp=2", "parallelism.tp_mode=REDUCE_SCATTER", "parallelism.dp=2"),
         ("parallelism.dp=2", QWEN),
+        ("parallelism.cp=2", "general.reproducible_max_cp=4", ALONE),
         ("parallelism.dp=4", "parallelism.ep=2", "optimizer.zero_stage=3", QWEN),
     ],
 )
@@ -133,6 +151,24 @@ def test_an_ep_that_does_not_divide_the_experts_is_refused() -> None:
         load_config(FILE, [*FITTING, "parallelism.dp=3", "parallelism.ep=3", QWEN])
 
 
+def test_a_largest_cp_is_a_power_of_two() -> None:
+    told = "general.reproducible_max_cp: 6 was given; it must be a power of two: set it to 4 or 8"
+    with pytest.raises(ConfigError, match=told):
+        load_config(FILE, ["general.reproducible_max_cp=6"])
+
+
+def test_a_cp_that_is_refused_names_the_keys_that_fit() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(FILE, [*FITTING, "parallelism.cp=4", CHUNKS, ALONE])
+    assert "cp must divide general.reproducible_max_cp (2)" in str(error.value)
+    assert "a power of two up to 2, or general.reproducible_max_cp to 4" in str(error.value)
+
+
+def test_with_chunks_the_order_of_tokens_has_an_effect() -> None:
+    sets = [*FITTING, CHUNKS, ALONE, "parallelism.cp_layout=contiguous", "parallelism.cp_block=64"]
+    assert not [line for line in ignored_keys(load_config(FILE, sets)) if "cp_" in line]
+
+
 def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:
     with pytest.raises(ConfigError) as error:
         load_config(FILE, [*FITTING, "parallelism.tp=3", OF_TWELVE_HEADS])
@@ -141,7 +177,9 @@ def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:
     assert "set it to a power of two up to 4" in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["reproducible_threads", "reproducible_max_tp"])
+@pytest.mark.parametrize(
+    "key", ["reproducible_threads", "reproducible_max_tp", "reproducible_max_cp"]
+)
 def test_threads_and_shards_are_numbers(key: str) -> None:
     with pytest.raises(ConfigError, match=f"general.{key}: 0 was given"):
         load_config(FILE, [f"general.{key}=0"])

@@ -24,6 +24,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dropout": ({"spec": replace(SPEC, embedding_dropout=0.1)}, {}),
     "scales": ({"scales": SCALES}, {}),
     "compile": ({"compile": True}, {}),
+    "virtual_chunks = 2 and virtual_shards = 2": ({"virtual_chunks": 2, "virtual_shards": 2}, {}),
+    "virtual_chunks = 3, which is no power of two": ({"virtual_chunks": 3}, {}),
     "cuda_graph": ({"cuda_graph": True}, {}),
     "float16": ({"dtype": torch.float16}, {}),
     "torch_adam_is_fused": ({}, {"optimizer_factory": cases.ADAMW.optimizer_factory}),
@@ -54,6 +56,23 @@ def gathered(mesh: Mesh) -> list[float]:
 
 def test_all_ranks_have_the_rows_in_order() -> None:
     assert on_ranks(gathered, pp=2, dp=2) == [[0.0, 1.0, 10.0, 11.0]] * 4
+
+
+def gathered_chunks(mesh: Mesh) -> list[float]:
+    """Two samples of each data rank, each in four chunks: sample, then chunk."""
+    data, part, each = mesh["dp"].rank, mesh["cp"], 4 // mesh["cp"].size
+    own = [
+        torch.tensor([10.0 * (2 * data + i) + part.rank * each + chunk], dtype=torch.float64)
+        for i in range(2)
+        for chunk in range(each)
+    ]
+    return rows_of_all(mesh, own, 2, 1, 4).flatten().tolist()
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_chunks_of_all_samples_follow_one_another(cp: int) -> None:
+    want = [10.0 * sample + chunk for chunk in range(4) for sample in range(4)]
+    assert on_ranks(gathered_chunks, dp=2, cp=cp) == [want] * 2 * cp
 
 
 def step(mesh: Mesh, z_loss: float) -> tuple[list[Any], str]:

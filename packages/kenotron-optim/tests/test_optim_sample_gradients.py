@@ -157,7 +157,7 @@ def cut(mesh: Mesh) -> str:
 
 
 def test_other_axes_are_refused() -> None:
-    assert "SampleGradients: cp 2: these sums" in on_ranks(cut, cp=2)[0]
+    assert "SampleGradients: cp 2 with chunks 1: these sums" in on_ranks(cut, cp=2)[0]
 
 
 class Stack(nn.Module):

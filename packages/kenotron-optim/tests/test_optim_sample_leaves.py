@@ -47,3 +47,9 @@ def test_neighbours_are_one_run() -> None:
 def test_one_chunk_keeps_the_numbers_of_samples() -> None:
     leaves = SampleLeaves(3, 4, 1, 1)
     assert [leaves.number(2, 0, i) for i in range(3)] == [6, 7, 8]
+
+
+def test_a_rank_has_neighbouring_chunks() -> None:
+    leaves = SampleLeaves(3, 2, 2, 4)  # 6 samples: the first leaf of chunk i is 6 i
+    starts = [[leaves.number(source, use, 0) for use in range(2)] for source in range(4)]
+    assert starts == [[0, 6], [12, 18], [3, 9], [15, 21]]

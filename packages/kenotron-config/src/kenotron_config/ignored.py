@@ -87,8 +87,9 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
         yield "tokenizer.tokenizer_revision", "without a tokenizer text is read as bytes"
     if parallel.recompute in (None, "none") and not parallel.recompute_layer:
         yield "parallelism.recompute_layers", "without parallelism.recompute nothing is kept less"
+    chunks = config.general.reproducible and config.general.reproducible_max_cp > 1
     if parallel.cp == 1:
-        for name in ("cp_attention", "cp_layout", "cp_block"):
+        for name in ("cp_attention", *(("cp_layout", "cp_block") if not chunks else ())):
             yield f"parallelism.{name}", "with parallelism.cp 1 samples are whole"
     if parallel.ep == 1:
         yield "parallelism.ep_chunks", "with parallelism.ep 1 no token is sent to experts"
@@ -105,7 +106,7 @@ def _without_effect_here(config: Config) -> Iterator[tuple[str, str]]:
         for name in ("tp_linear_async_communication", "tp_recompute_allgather"):
             yield f"parallelism.{name}", "with general.reproducible layers read whole activations"
     else:
-        for name in ("max_tp", "threads"):
+        for name in ("max_tp", "max_cp", "threads"):
             name = f"general.reproducible_{name}"
             yield name, "without general.reproducible no bit is fixed by it"
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from kenotron_config.init_sections import SpectralMupInitConfig
 from kenotron_config.parallelism_section import ParallelismConfig
-from kenotron_config.sections import ModelConfig
-from kenotron_models import DecoderSpec, virtual_shards
+from kenotron_config.sections import GeneralConfig, ModelConfig
+from kenotron_models import DecoderSpec, virtual_shards, whole_row_part
 from kenotron_models.families import TransformersConfig
+from kenotron_models.layers import AttentionSpec
 from kenotron_optim import unordered_settings
 
 MODE = "with general.reproducible: true"
@@ -34,11 +35,14 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
     if general.device == "cuda":
         found.append(_line("general.device", "cuda", "kernels of CPUs alone are proved", "cpu"))
     if parallelism := sections.get("parallelism"):
-        found += _axes(parallelism)
+        found += _cp(parallelism.cp, general.reproducible_max_cp)
     if model := sections.get("model"):
         found += _model(model)
         if parallelism and not isinstance(model.model_config, TransformersConfig):
-            found += _tp(parallelism.tp, general.reproducible_max_tp, model.model_config.decoder)
+            spec = model.model_config.decoder
+            found += _tp(parallelism.tp, general.reproducible_max_tp, spec)
+            if general.reproducible_max_cp > 1:
+                found += _chunks(general, parallelism, spec)
     if optimizer := sections.get("optimizer"):
         for line in unordered_settings(optimizer):
             key, _, rest = line.partition(" was given")
@@ -52,10 +56,33 @@ def reproducible_problems(sections: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _axes(parallelism: ParallelismConfig) -> Iterator[str]:
-    if parallelism.cp > 1:
-        rule = "sums over this axis are not added in the tree of samples"
-        yield _line("parallelism.cp", parallelism.cp, rule, 1)
+def _cp(cp: int, most: int) -> Iterator[str]:
+    if most % cp == 0:
+        return
+    rule = f"cp must divide general.reproducible_max_cp ({most}), a power of two"
+    larger = 1 << (cp - 1).bit_length()
+    fix = f"a power of two up to {most}, or general.reproducible_max_cp to {larger} or more"
+    yield _line("parallelism.cp", cp, rule, fix)
+
+
+def _chunks(
+    general: GeneralConfig, parallelism: ParallelismConfig, spec: DecoderSpec
+) -> Iterator[str]:
+    """Name settings that samples in chunks are not combined with."""
+    most = general.reproducible_max_cp
+    if (shards := virtual_shards(spec, general.reproducible_max_tp)) > 1:
+        rule = f"{shards} virtual shards are not combined with reproducible_max_cp ({most})"
+        yield _line("general.reproducible_max_tp", general.reproducible_max_tp, rule, 1)
+    if part := whole_row_part(spec):
+        rule = f"{part} is not computed in chunks of a sample"
+        yield _line("general.reproducible_max_cp", most, rule, 1)
+    kinds = {block.mixer for block in spec.blocks}
+    shared = [m for m in kinds if isinstance(m, AttentionSpec) and m.kv_heads % parallelism.cp]
+    if parallelism.cp_attention == "ulysses" and shared:
+        rule = (
+            f"ranks share {shared[0].kv_heads} key heads and add their gradients in another order"
+        )
+        yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 
 def _tp(tp: int, most: int, spec: DecoderSpec) -> Iterator[str]:

@@ -41,12 +41,17 @@ class GeneralConfig:
     reproducible: bool = False
     """True: losses, gradients and weights are the same bits on every dp, pp, tp, ep, micro-batch
     size, ZeRO stage, schedule and recomputation, after a resume too. Each sample is computed alone,
-    and gradients are added in one binary tree over the global batch. On CPUs, with cp 1; what is
-    not shown to be the same is refused."""
+    and gradients are added in one binary tree over the global batch; on every cp, too, up to
+    `reproducible_max_cp`. On CPUs; what is not shown to be the same is refused."""
     reproducible_max_tp: int = 8
     """Largest tp with reproducible: true. Layers are computed in as many virtual shards, or in the
     largest smaller power of two that divides heads and widths of the model. The bits depend on it:
     runs to be compared have the same number. 1: layers are computed whole, which is faster."""
+    reproducible_max_cp: int = 1
+    """Largest cp with reproducible: true, a power of two. Each rank computes its tokens as so many
+    ranks would, one after the other. The bits depend on it, and above 1 on `cp_layout` and
+    `cp_block`: runs to be compared have the same. Above 1 it needs `reproducible_max_tp: 1` and a
+    model of attention and dense feed-forwards. 1: samples are computed whole, which is faster."""
     reproducible_threads: int = 1
     """Threads of each rank with reproducible: true. They are a part of what fixes the bits: runs to
     be compared have the same number."""
@@ -57,8 +62,13 @@ class GeneralConfig:
     def __post_init__(self) -> None:
         """Check all fields at once."""
         found = below("seed", self.seed, 0)
-        for name in ("reproducible_max_tp", "reproducible_threads"):
+        for name in ("reproducible_max_tp", "reproducible_max_cp", "reproducible_threads"):
             found += below(name, getattr(self, name), 1)
+        if (most := self.reproducible_max_cp) > 0 and most & (most - 1):
+            found.append(
+                f"reproducible_max_cp: {most} was given; it must be a power of two: set it to "
+                f"{1 << most.bit_length() - 1} or {1 << most.bit_length()}"
+            )
         if self.device not in get_args(Device):
             known = ", ".join(get_args(Device))
             found.append(f"device: {self.device} was given; it must be one of {known}")

@@ -50,13 +50,14 @@ def separate_uses(parameter: Tensor, count: int) -> tuple[Tensor, ...]:
 class _Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, number: int) -> Tensor:
+        ctx.set_materialize_grads(False)  # a product that is put off gives none here
         ctx.parameter, ctx.number = parameter, number
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
         receiver = _RECEIVERS.get(ctx.parameter)
-        if receiver is None:
+        if receiver is None or grads[0] is None:
             return grads[0], None
         receiver(ctx.number, grads[0].clone())  # others may read what autograd gives
         return None, None

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kenotron_dist import Mesh
 from kenotron_dist.init import Constant, Initializer, initialize
 from kenotron_dist.placement import TensorLayout, materialize, parameter_layouts
+from kenotron_dist.separate_uses import separate_use
 from kenotron_engine.model_plan import ModelPlan, check_balance, one_f_one_b
 from kenotron_engine.sequence import check_cut
 from kenotron_engine.stages import stages_of
@@ -25,6 +26,7 @@ from kenotron_models import (
     layer_costs,
     mup_init,
     standard_init,
+    with_values,
 )
 from kenotron_models.layers import Head
 from kenotron_pp import NamedLayers, Pipeline, Schedule, Stages
@@ -45,12 +47,18 @@ class Model:
     layouts: Layouts
     """Layouts of the whole model, by parameter name."""
     pipeline: Pipeline
+    chunk: int | None = None
+    """Number of the virtual chunk whose loss is computed; None: there is one."""
 
     @property
     def head(self) -> Head | None:
         """The last layer, where this rank has it and it leaves its product to the loss."""
         head = dict(self.stack.named_modules()).get("head")
-        return head if isinstance(head, Head) else None
+        if not isinstance(head, Head):
+            return None
+        if self.chunk is None:
+            return head
+        return with_values(head, {"weight": separate_use(head.weight, self.chunk)})
 
 
 def decoder_layers(plan: ModelPlan, mesh: Mesh) -> list[tuple[str, nn.Module]]:

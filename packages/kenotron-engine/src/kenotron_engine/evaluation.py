@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import token_losses
 from kenotron_engine.sample_order import one_by_one, rows_of_all
 from kenotron_engine.sequence import NO_TARGET
+from kenotron_models import split_chunks
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ def evaluate(model: ModelOnMesh, batches: Iterable[Batch], names: tuple[str, ...
         batch = (one_by_one(on_host) if in_order else on_host).to(mesh.device)
         share, found = model.share_of(batch), list[Tensor]()
         add = found.extend if in_order else partial(_add, total)
-        model.model.pipeline.evaluate(
-            share.inputs, _row_sums(model, share.micros, add), share.contexts
-        )
+        parts = [_row_sums(of, own.micros, add) for of, own in model.own_chunks(share)]
+        loss = parts[0] if model.plan.virtual_chunks == 1 else partial(_each_chunk, parts)
+        model.model.pipeline.evaluate(share.inputs, loss, share.contexts)
         if in_order:
-            _add(total, rows_of_all(mesh, found, len(batch), 3))
+            _add(total, rows_of_all(mesh, found, len(batch), 3, model.plan.virtual_chunks))
     # Only ranks with the last layer have seen a loss.
     total = total if in_order else all_reduce(total, mesh["pp", "dp", "cp"])
     losses, counts = total.unbind(-1)
@@ -108,6 +109,14 @@ def _row_sums(
         return per_row.sum()
 
     return loss
+
+
+def _each_chunk(
+    parts: Sequence[Callable[[Tensor, int], Tensor]], hidden: Tensor, microbatch: int
+) -> Tensor:
+    """Sum the losses (a scalar each) of the virtual chunks of ``hidden`` (T, D)."""
+    chunks = zip(parts, split_chunks(hidden, len(parts)), strict=True)
+    return torch.stack([loss(own, microbatch) for loss, own in chunks]).sum()
 
 
 def _add(total: Tensor, rows: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from kenotron_dist import Mesh
 from kenotron_dist.placement import named_parameters
 from kenotron_engine.assembly import Model, Records
 from kenotron_engine.model_plan import ModelPlan
-from kenotron_engine.sequence import Share, share_of
+from kenotron_engine.sequence import Share, chunk_of, share_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,17 @@ class ModelOnMesh:
         ``count``: see there; a scalar of shape ().
         """
         plan = self.plan
-        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, dropout_key, count)
+        how = dropout_key, count, plan.virtual_chunks
+        return share_of(plan.cp_mode, plan.spec, self.mesh, batch, *how)
+
+    def own_chunks(self, share: Share) -> list[tuple[ModelOnMesh, Share]]:
+        """Return this model and its tokens for the loss of each virtual chunk of this rank."""
+        if self.plan.virtual_chunks == 1:
+            return [(self, share)]
+        return [
+            (replace(self, model=replace(self.model, chunk=i)), chunk_of(share, i))
+            for i in range(self.plan.virtual_chunks // self.mesh.sizes["cp"])
+        ]
 
     def records(self) -> Records:
         """Return this stage's parameters as checkpoint records."""

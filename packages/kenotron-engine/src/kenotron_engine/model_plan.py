@@ -54,10 +54,13 @@ class ModelPlan:
     """True: forward and backward of a micro-batch are one CUDA graph. Needs pp, cp and tp 1."""
     reproducible: bool = False
     """True: samples are computed one by one and added in one tree (``SampleGradients``), the same
-    bits on every pp, dp, ep and ZeRO stage. For models without dropout; cp is 1."""
+    bits on every pp, dp, ep and ZeRO stage. For models without dropout."""
     virtual_shards: int = 1
     """Virtual shards over tp in the reproducible mode: with equally many the bits are the same on
     every tp that divides them (``kenotron_models.virtual_shards`` says how many a model allows)."""
+    virtual_chunks: int = 1
+    """Virtual ranks of cp in the reproducible mode: with equally many the bits are the same on
+    every cp that divides them."""
 
 
 def check_balance(plan: ModelPlan, stages: int) -> None:

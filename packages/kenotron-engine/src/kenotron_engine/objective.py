@@ -126,9 +126,10 @@ def losses_and_z(
 
 def sum_over(model: ModelOnMesh, count: Tensor, z_loss: float = 0.0) -> SumLoss:
     """Return what adds up the losses of all tokens and divides them by ``count`` (scalar)."""
-    tp, of_head, times = model.mesh["tp"], _head_of(model), 1 / count.double()
+    tp, times = model.mesh["tp"], 1 / count.double()
 
     def found(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        of_head = _head_of(model)  # in the reproducible mode a use of its own in each loss
         return cross_entropy(
             x, labels.flatten(), tp, reduction="sum", times=times, z_loss=z_loss, **of_head
         )

@@ -14,7 +14,8 @@ from torch import Tensor
 from kenotron_data import Batch
 from kenotron_dist import Mesh, all_reduce
 from kenotron_engine.model_plan import ModelPlan
-from kenotron_models import TransformersSpec
+from kenotron_models import TransformersSpec, whole_row_part
+from kenotron_models.layers import AttentionSpec
 from kenotron_optim import OptimizerConfig, unordered_settings
 
 
@@ -40,7 +41,10 @@ def check_sample_order(
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
         f"device {mesh.device}": mesh.device.type not in ("cpu", "meta"),
-        f"cp = {axes['cp']}": axes["cp"] > 1,
+        f"cp = {axes['cp']} and virtual_chunks = {plan.virtual_chunks}": bool(
+            plan.virtual_chunks % axes["cp"]
+        ),
+        **(_chunks_given(plan, axes["cp"]) if plan.virtual_chunks > 1 else {}),
         f"tp = {axes['tp']} and virtual_shards = {plan.virtual_shards}": bool(
             plan.virtual_shards % axes["tp"]
         ),
@@ -51,6 +55,21 @@ def check_sample_order(
         raise ValueError("\n".join(lines))
 
 
+def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
+    """Name what virtual chunks are not combined with, and whether it is given."""
+    chunks, spec, shared = plan.virtual_chunks, plan.spec, False
+    for mixer in {block.mixer for block in spec.blocks}:
+        shared |= isinstance(mixer, AttentionSpec) and mixer.kv_heads % cp > 0
+    named = f"virtual_chunks = {chunks}"
+    return {
+        f"{named} and virtual_shards = {plan.virtual_shards}": plan.virtual_shards > 1,
+        f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
+        f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
+        f"{named} and ulysses, whose ranks share key heads": shared
+        and plan.cp_mode.way == "ulysses",
+    }
+
+
 def one_by_one(batch: Batch) -> Batch:
     """Return the batch with each of its rows (M, B) as a micro-batch: (M * B, 1)."""
     parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
@@ -58,20 +77,27 @@ def one_by_one(batch: Batch) -> Batch:
     return replace(batch, **given)
 
 
-def rows_of_all(mesh: Mesh, found: Sequence[Tensor], rows: int, numbers: int) -> Tensor:
+def rows_of_all(
+    mesh: Mesh, found: Sequence[Tensor], rows: int, numbers: int, chunks: int = 1
+) -> Tensor:
     """Return the numbers of all rows of the global batch, in its order: (G, k) fp64, on every rank.
 
     Args:
-        mesh: the ranks; collective over pp and dp.
-        found: (k,) of each row of this data rank, on its last stage; empty on others.
+        mesh: the ranks; collective over pp, dp and cp.
+        found: (k,) of each row of this data rank, on its last stage; empty on others. Those of
+            virtual chunks of a row follow one another.
         rows: G / dp.
         numbers: k.
+        chunks: virtual chunks of a row on all ranks of cp; G counts each, with those of all rows
+            after those of the chunks before, as in ``kenotron_optim.sample_leaves``.
     """
-    shape = mesh["dp"].size, rows, numbers
+    data, part = mesh["dp"], mesh["cp"]
+    shape = part.size, chunks // part.size, data.size, rows, numbers
     whole = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
     if found:
-        whole[mesh["dp"].rank] = torch.stack(list(found))
-    return all_reduce(whole, mesh["pp", "dp"]).flatten(0, 1)  # others add zeros: no bit changes
+        own = torch.stack(list(found)).view(rows, -1, numbers).transpose(0, 1)
+        whole[part.rank, :, data.rank] = own
+    return all_reduce(whole, mesh["pp", "dp", "cp"]).flatten(0, 3)  # others add zeros
 
 
 def sum_of_rows(rows: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ def share_of(
     batch: Iterable[MicroBatch],
     dropout_key: int | None = None,
     count: Tensor | None = None,
+    virtual: int = 1,
 ) -> Share:
     """Return this rank's part of its micro-batches; nothing is communicated.
 
@@ -85,6 +86,7 @@ def share_of(
         dropout_key: of seed and step; without one layers drop nothing.
         count: tokens of the global batch but padding, by which losses of layers are divided, a
             scalar; without it layers add none, and only the next token is predicted.
+        virtual: C, virtual ranks of cp; where a rank has several, its tokens are theirs in turn.
 
     Returns:
         Micro-batches and contexts. The head's product is left to the loss. Padding, at the end of
@@ -95,7 +97,7 @@ def share_of(
     further = [after_next(each) for each in micros] if count is not None and spec.mtp_weight else []
     following: list[Tensor | None] = [tokens for tokens, _ in further] or [None] * len(micros)
     # Alone: rows stay whole.
-    if axis.size == 1:
+    if max(axis.size, virtual) == 1:
         made = [
             Context(
                 micro.positions_BS, micro.samples_B, dropout_key, to_loss=True,
@@ -106,16 +108,20 @@ def share_of(
         ]  # fmt: skip
         return Share(micros, made, [labels for _, labels in further])
     # Cut: tokens, labels, padding and what is predicted next are cut in the same way.
-    way, layout = way_of(mode, spec, mesh.sizes), mode.layout
+    way, layout, ranks = way_of(mode, spec, mesh.sizes), mode.layout, _virtual_axes(axis, virtual)
+    if virtual > 1:  # strips of attention are those of as many ranks
+        strips = [mode.cut(len(micro.tokens_BS[0]), virtual).strips for micro in micros]
+        layout = replace(layout, strips=strips[0])
     own, cut = (
-        [_cut(each, axis, layout) for each in micros],
-        partial(cut_sequence, axis=axis, layout=layout),
+        [_cut(each, ranks, layout) for each in micros],
+        partial(_cut_over, ranks=ranks, layout=layout),
     )
     contexts = [
         Context(
             part.positions_BS, part.samples_B, dropout_key, to_loss=True,
-            cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride), loss_weight=weight,
-            padding_BS=_cut_padding(micro, axis, layout) if spec.routes else None,
+            cut=SequenceCut(axis, _on_host(micro), way, layout, mode.stride, virtual),
+            chunks=len(ranks) if virtual > 1 else 0, loss_weight=weight,
+            padding_BS=_cut_padding(micro, ranks, layout) if spec.routes else None,
             next_tokens_BS=None if tokens is None else cut(tokens),
         )
         for micro, part, tokens in zip(micros, own, following, strict=True)
@@ -147,15 +153,46 @@ def padding_of(micro: MicroBatch) -> Tensor:
     return padding if micro.documents_BS is None else padding | (micro.documents_BS < 0)
 
 
-def _cut_padding(micro: MicroBatch, axis: Axis, layout: Layout) -> Tensor:
+def chunk_of(share: Share, number: int) -> Share:
+    """Return the same micro-batches with one virtual chunk of this rank's tokens."""
+    parts = []
+    for micro, context in zip(share.micros, share.contexts, strict=True):
+        n = micro.tokens_BS.shape[1] // context.chunks
+        own = slice(number * n, (number + 1) * n)
+        parts.append(
+            replace(
+                micro,
+                tokens_BS=micro.tokens_BS[:, own],
+                labels_BS=micro.labels_BS[:, own],
+                positions_BS=micro.positions_BS[:, own],
+            )
+        )
+    return share._replace(micros=parts)
+
+
+def _virtual_axes(axis: Axis, virtual: int) -> list[Axis]:
+    """Return this rank of cp as its virtual ranks are."""
+    if virtual == 1:
+        return [axis]
+    each = virtual // axis.size
+    first = axis.rank * each
+    return [Axis(axis.name, i, tuple(range(virtual))) for i in range(first, first + each)]
+
+
+def _cut_over(x: Tensor, ranks: Sequence[Axis], layout: Layout, fill: float = 0) -> Tensor:
+    """Cut rows (B, S), which have no gradient, for some ranks: (B, n), one after the other."""
+    return torch.cat([cut_sequence(x, axis, layout=layout, fill=fill) for axis in ranks], 1)
+
+
+def _cut_padding(micro: MicroBatch, ranks: Sequence[Axis], layout: Layout) -> Tensor:
     """This rank's part of ``padding_of``, and what pads rows that cp does not divide."""
     whole = padding_of(micro).to(torch.uint8)
-    return cut_sequence(whole, axis, layout=layout, fill=1).bool()
+    return _cut_over(whole, ranks, layout, fill=1).bool()
 
 
-def _cut(micro: MicroBatch, axis: Axis, layout: Layout) -> MicroBatch:
+def _cut(micro: MicroBatch, ranks: Sequence[Axis], layout: Layout) -> MicroBatch:
     """This rank's tokens of a micro-batch."""
-    cut = partial(cut_sequence, axis=axis, layout=layout)
+    cut = partial(_cut_over, ranks=ranks, layout=layout)
     return replace(
         micro,
         tokens_BS=cut(micro.tokens_BS),

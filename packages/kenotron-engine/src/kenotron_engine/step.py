@@ -19,9 +19,10 @@ from kenotron_dist import Mesh, all_gather, all_reduce, broadcast
 from kenotron_dist.rng import counter_key
 from kenotron_engine.device_read import DeviceRead
 from kenotron_engine.expert_load import balance_experts, expert_figures, forget_loads
-from kenotron_engine.objective import Objective, Parts
+from kenotron_engine.objective import MicroLoss, Objective, Parts
 from kenotron_engine.sample_order import one_by_one, rows_of_all, sum_of_rows
 from kenotron_engine.training import Training
+from kenotron_models import split_chunks
 from kenotron_optim import (
     NonFinite,
     NonFinitePolicy,
@@ -191,9 +192,10 @@ def gradient(
 
     def run(batch: Batch, count: Tensor) -> tuple[Tensor, list[Tensor]]:
         share = training.share_of(batch, key, counts[1].double() / factor)
-        of_micro, reports = goal.loss(training, share, count), list[Tensor]()
+        parts_of = [goal.loss(*part, count) for part in training.own_chunks(share)]
+        reports = list[Tensor]()
 
-        def own_loss(x: Tensor, microbatch: int) -> Tensor:
+        def chunk_loss(of_micro: MicroLoss, x: Tensor, microbatch: int) -> Tensor:
             if not isinstance(parts := of_micro(x, microbatch), Parts):
                 raise TypeError(
                     f"the loss of {type(goal).__name__} returned {type(parts).__name__}: return "
@@ -203,8 +205,14 @@ def gradient(
                 own = [each.detach().float()[None] for each in sums]
                 reports.append(torch.cat(own) if len(own) > 1 else own[0])
             if parts.rows is not None:
-                rows[microbatch] = parts.rows.detach()
+                rows[microbatch] += parts.rows.detach()
             return parts.total
+
+        def own_loss(x: Tensor, microbatch: int) -> Tensor:
+            if training.plan.virtual_chunks == 1:
+                return chunk_loss(parts_of[0], x, microbatch)
+            chunks = zip(parts_of, split_chunks(x, len(parts_of)), strict=True)
+            return torch.stack([chunk_loss(*chunk, microbatch) for chunk in chunks]).sum()
 
         return training.model.pipeline.run(share.inputs, own_loss, share.contexts), reports
 
@@ -240,7 +248,8 @@ def _sums(
     """
     mesh = training.mesh
     if training.plan.reproducible:
-        total = sum_of_rows(rows_of_all(mesh, found, microbatches, size + 1)).float()
+        chunks = training.plan.virtual_chunks
+        total = sum_of_rows(rows_of_all(mesh, found, microbatches, size + 1, chunks)).float()
         return total[size], total[:size]
     # One rank's loss for all: what is decided from it cannot differ between ranks.
     loss, own = broadcast(all_reduce(loss, mesh["dp", "cp"]), mesh.world), loss.new_empty(0)

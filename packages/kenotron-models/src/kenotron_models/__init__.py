@@ -60,6 +60,9 @@ from kenotron_models.transformers_names import (
     transformers_tensors,
 )
 from kenotron_models.transformers_spec import TransformersSpec
+from kenotron_models.virtual_chunks import split_chunks
+from kenotron_models.whole_rows import whole_row_part
+from kenotron_models.with_values import with_values
 
 __all__ = [
     "ADAPTER",
@@ -137,5 +140,8 @@ __all__ = [
     "mup_init",
     "mup_scales",
     "mup_table",
+    "split_chunks",
     "virtual_shards",
+    "whole_row_part",
+    "with_values",
 ]

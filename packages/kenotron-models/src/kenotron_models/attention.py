@@ -122,18 +122,36 @@ class Attention(Mixing[AttentionSpec]):
         ``norm`` is applied to x first; then neither its result nor turned queries and keys are kept
         for the backward.
         """
-        batch, sequence = context.positions_BS.shape
-        read = partial(self.qkv, tokens=batch * sequence)
-        qkv = read(x) if norm is None else between(norm, x, read)
-        qkv = qkv.view(batch, sequence, -1, self.spec.head_dim)
+        if norm is None:
+            q, k, v, gate = self.heads_of(x, context)
+            return self.output(self.mix(q, k, v, context), gate)
+        qkv = between(norm, x, partial(self.qkv, tokens=context.tokens))
+        qkv, gate, means = self._parts(qkv, context)
+        turn = partial(self._turn, means=means, context=context)
+        return self.output(between(turn, qkv, partial(self._mix, qkv, context=context)), gate)
+
+    def heads_of(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what is mixed of tokens x (T, D), and what gates the result.
+
+        Returns:
+            Queries (B, S, H/t, K) and keys (B, S, G/t, K), normed and turned; values
+            (B, S, G/t, K); gates (B, S, H/t, K), or None.
+        """
+        qkv, gate, means = self._parts(self.qkv(x, tokens=context.tokens), context)
+        q, k = self._turn(qkv, means, context).split((self.heads, self.kv_heads), dim=2)
+        return q, k, qkv[:, :, self.heads + self.kv_heads :], gate
+
+    def output(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the result (T, D) of mixed values and gates (B, S, H/t, K)."""
+        mixed = mixed if gate is None else mixed * gate.sigmoid()
+        return self.out(mixed.reshape(mixed.shape[0] * mixed.shape[1], -1))
+
+    def _parts(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Queries, keys and values (B, S, H/t + 2 G/t, K), gates, and means for their norms."""
+        qkv = qkv.view(*context.positions_BS.shape, -1, self.spec.head_dim)
         qkv, gate = self._gate(qkv) if self.spec.gate else (qkv, None)
         # Means over tp are kept: what is computed again must not communicate.
-        means = self._mean_squares(qkv) if self.norms_width else None
-        turn = partial(self._turn, means=means, context=context)
-        mix = partial(self._mix, qkv, context=context)
-        mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
-        mixed = mixed if gate is None else mixed * gate.sigmoid()
-        return self.out(mixed.reshape(batch * sequence, -1))
+        return qkv, gate, self._mean_squares(qkv) if self.norms_width else None
 
     def _gate(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Queries, keys and values (B, S, H/t + 2 G/t, K), and gates (B, S, H/t, K)."""

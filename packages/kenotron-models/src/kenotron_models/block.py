@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kenotron_models.attention_backends import keep_out_of_programs
+from kenotron_models.block_in_chunks import block_in_chunks
 from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
@@ -146,6 +147,8 @@ class Block(nn.Module):
         return part
 
     def _layer(self, x: Tensor, context: Context) -> Tensor:
+        if context.chunks:
+            return block_in_chunks(self, x, context)
         # The same lines twice and no loop: torch.compile leaves out a function that it must break
         # inside a loop, and over several ranks it breaks at each part.
         selective = self.recompute == "selective"

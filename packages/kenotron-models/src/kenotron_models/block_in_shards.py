@@ -8,13 +8,11 @@ Shapes: T flattened tokens, D hidden; k = n/t virtual shards of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kenotron_dist import Axis
 from kenotron_dist.placement import Partial, Placements, Shard
@@ -24,6 +22,7 @@ from kenotron_models.context import Context
 from kenotron_models.part import Normed, Part, PartSpec
 from kenotron_models.recompute import Recompute, whole
 from kenotron_models.spec import DecoderSpec
+from kenotron_models.with_values import with_values
 from kenotron_tp import (
     OwnChunk,
     RowParallelLinear,
@@ -33,8 +32,6 @@ from kenotron_tp import (
     split_tokens,
     to_shards,
 )
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class BlockInShards(Block):
@@ -171,27 +168,6 @@ def virtual_part(spec: PartSpec, width: int, build: Build, layer: int) -> Part:
         if isinstance(module, RowParallelLinear):
             module.bias = None
     return part
-
-
-def with_values(module: Module, values: Mapping[str, Tensor]) -> Module:
-    """Return a copy of a module that has these values (any shapes) in place of its parameters.
-
-    The copy lives as long as its graph: what the backward computes again reads them, too.
-    """
-    made = object.__new__(type(module))
-    made.__dict__.update(module.__dict__)
-    children = {
-        name: None if child is None else with_values(child, _below(values, name))
-        for name, child in module._modules.items()
-    }
-    own = {name: values[name] if name in values else p for name, p in module._parameters.items()}
-    made.__dict__.update(_modules=children, _parameters=own)
-    return made
-
-
-def _below(values: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    start = f"{name}."
-    return {key.removeprefix(start): x for key, x in values.items() if key.startswith(start)}
 
 
 def _same(x: Tensor) -> Tensor:

@@ -36,6 +36,9 @@ class Context:
     Without them an accelerator's are read back once per micro-batch, and the host waits for it."""
     cut: SequenceCut | None = None
     """Cut of rows over ranks, the same for all layers; None: this rank has whole rows."""
+    chunks: int = 0
+    """Virtual chunks of this rank, one after the other in its tokens (``virtual_chunks``); 0: there
+    are none."""
     padding_BS: Tensor | None = None
     """True at padding tokens, bool: no expert receives them; None: there is no padding."""
     loss_weight: Tensor | None = None

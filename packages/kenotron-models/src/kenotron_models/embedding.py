@@ -15,6 +15,7 @@ from kenotron_models.build import Build
 from kenotron_models.context import Context
 from kenotron_models.dropout import drop_features
 from kenotron_models.spec import Architecture
+from kenotron_models.virtual_chunks import in_chunks
 from kenotron_tp import VocabParallelEmbedding, split_tokens
 
 
@@ -52,6 +53,8 @@ class Embedding(VocabParallelEmbedding):
 
         Raises IndexError for a position outside the table of learned ones.
         """
+        if context is not None and context.chunks:
+            return in_chunks(self, ids, context)
         x = super().forward(ids, sequence_parallel=sequence_parallel)
         if self.in_fp32:  # what is added to it is fp32, too
             x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -92,6 +92,13 @@ class LatentAttention(Attention):
 
     def forward(self, x: Tensor, context: Context, *, norm: Normed | None = None) -> Tensor:
         """(T, D) -> (T, D); see ``Attention``."""
+        q, k, v, gate = self.heads_of(x, context, norm=norm)
+        return self.output(self.mix(q, k, v, context), gate)
+
+    def heads_of(
+        self, x: Tensor, context: Context, *, norm: Normed | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return queries, keys and values (B, S, H/t, K) of tokens x (T, D); see ``Attention``."""
         spec, (batch, sequence) = self.latent, context.positions_BS.shape
         tokens = batch * sequence
         if spec.q_rank is None:
@@ -105,8 +112,11 @@ class LatentAttention(Attention):
         kv = self.kv_b(self.kv_norm(narrow), tokens=tokens)
         heads = (batch, sequence, self.heads, -1)
         shared = self._of_all_heads(shared, tokens)
-        mixed = self._mix_heads(q.view(heads), shared, kv.view(heads), context)
-        return self.out(mixed.reshape(tokens, -1))
+        return *self._turned(q.view(heads), shared, kv.view(heads), context), None
+
+    def output(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
+        """Return the result (T, D) of mixed values (B, S, H/t, K)."""
+        return super().output(mixed[..., : self.latent.value_features], gate)
 
     def _latents(self, x: Tensor) -> Tensor:
         return torch.cat([self.q_a(x), self.kv_a(x)], -1)
@@ -117,8 +127,10 @@ class LatentAttention(Attention):
             return all_gather_from(shared, self.axis)[:tokens]
         return copy_to(shared, self.axis)
 
-    def _mix_heads(self, q: Tensor, shared: Tensor, kv: Tensor, context: Context) -> Tensor:
-        """q (B, S, H/t, K), shared (T, R) and kv (B, S, H/t, N + V) -> (B, S, H/t, V)."""
+    def _turned(
+        self, q: Tensor, shared: Tensor, kv: Tensor, context: Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, S, H/t, K), shared (T, R), kv (B, S, H/t, N + V) -> three of (B, S, H/t, K)."""
         spec = self.latent
         kept = spec.head_dim - spec.turned
         q_kept, q_turned = q.split((kept, spec.turned), -1)
@@ -132,8 +144,7 @@ class LatentAttention(Attention):
             )
         q = torch.cat([q_kept, q_turned], -1)
         k = torch.cat([k_kept, k_turned.expand(*k_kept.shape[:3], -1)], -1)
-        v = F.pad(v, (0, spec.head_dim - spec.value_features))  # kernels want equal widths
-        return self.mix(q, k, v, context)[..., : spec.value_features]
+        return q, k, F.pad(v, (0, spec.head_dim - spec.value_features))  # kernels want equal widths
 
 
 class WholeLinear(nn.Linear):

@@ -18,6 +18,7 @@ from kenotron_dist import Axis, Roles, all_reduce
 from kenotron_dist.placement import Chunk, Partial, Placements, Shard
 from kenotron_models.build import Build
 from kenotron_models.context import Context
+from kenotron_models.virtual_chunks import in_chunks
 
 
 class RMSNorm(nn.Module):
@@ -47,6 +48,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of the weight."""
+        if context is not None and context.chunks:
+            return in_chunks(self, x, context)
         shape, dtype = self.weight.shape, self.weight.dtype
         if x.dtype == dtype:  # one kernel on CUDA, which takes no mixed dtypes
             return F.rms_norm(x, shape, self.weight, self.eps)
@@ -73,6 +76,8 @@ class OffsetRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of the weight."""
+        if context is not None and context.chunks:
+            return in_chunks(self, x, context)
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = 1 + self.weight.to(wide)  # (D,)
         return F.rms_norm(x.to(wide), scale.shape, scale, self.eps).to(self.weight.dtype)
@@ -104,6 +109,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         """(..., D) -> (..., D), in the dtype of the weight."""
+        if context is not None and context.chunks:
+            return in_chunks(self, x, context)
         weight, bias = self.weight.float(), self.bias.float()
         return F.layer_norm(x.float(), weight.shape, weight, bias, self.eps).to(self.weight.dtype)
 

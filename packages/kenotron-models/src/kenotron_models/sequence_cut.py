@@ -29,6 +29,13 @@ class SequenceCut:
     """Tokens of a row that each rank has."""
     stride: int = 1
     """Key heads that the way ``gather`` has at a time."""
+    virtual: int = 1
+    """C, virtual ranks of the axis (``virtual_chunks``); 1: there are none."""
+
+    @property
+    def local(self) -> int:
+        """Tokens of a row that attention of this rank reads; on one rank none is padding."""
+        return Cut(self.sequence, self.axis.size, self.layout).local
 
     @property
     def sequence(self) -> int:
@@ -39,10 +46,12 @@ class SequenceCut:
     def places_S(self) -> Tensor:
         """Numbers of this rank's tokens in their row, (n,) int64 on the host; from S on: padding.
 
-        n is ``len(places_S)``.
+        n is ``len(places_S)``. Those of one virtual rank follow those of another.
         """
-        cut = Cut(self.sequence, self.axis.size, self.layout)
-        return cut.positions(self.axis.rank)
+        ranks = self.virtual if self.virtual > 1 else self.axis.size
+        cut, each = Cut(self.sequence, ranks, self.layout), ranks // self.axis.size
+        first = self.axis.rank * each
+        return torch.cat([cut.positions(rank) for rank in range(first, first + each)])
 
     def real_tokens(self, device: torch.device) -> Tensor:
         """Numbers of this rank's tokens that are no padding, among its B * n, int64."""

@@ -31,22 +31,28 @@ class SampleGradients(GradAccumulator):
     the tree that each has: one where R is a power of two, and 2 log2(R) at most. Each use of a tied
     tensor has a tree; the uses are added at the end.
 
+    With ``chunks`` above 1 a leaf is a virtual chunk of a sample, of which a rank of cp has
+    ``chunks / cp``; layers hand each over by itself.
+
     Experts that are cut over ep have the tokens of several ranks in a backward: layers hand the
     gradient of each rank's over by itself (``kenotron_dist.separate_uses``), in the order of ranks.
 
     Next to the buffer of a ``GradAccumulator`` it keeps at most ``log2(R) + 2`` gradients of N
-    elements. ZeRO stages 2 and 3 keep whole gradients, too: slices of all ranks' nodes are as many.
+    elements, times ``chunks / cp``. ZeRO stages 2 and 3 keep whole gradients, too: slices of all
+    ranks' nodes are as many.
 
     Args:
         parameters: as in ``GradAccumulator``, and so are the following.
         layouts: of the whole model.
-        mesh: cp is 1. Sums over tp are made in each backward: no placement is ``Partial``, and
-            replicas of kv heads have the same gradients.
+        mesh: cp divides ``chunks``. Sums over tp are made in each backward: no placement is
+            ``Partial``, and replicas of kv heads have the same gradients.
         fp32: sums in fp32; otherwise in each parameter's own dtype.
         bucket_mb: data ranks exchange buckets of about this many MiB.
+        chunks: virtual chunks of a sample.
 
     Raises:
-        ValueError: as ``GradAccumulator``; more than one rank of cp, or a ``Partial`` placement.
+        ValueError: as ``GradAccumulator``; chunks that cp does not divide, or a ``Partial``
+            placement.
     """
 
     def __init__(
@@ -57,8 +63,10 @@ class SampleGradients(GradAccumulator):
         *,
         fp32: bool = True,
         bucket_mb: float | None = None,
+        chunks: int = 1,
     ) -> None:
-        cut = {f"cp {mesh.sizes['cp']}"} if mesh.sizes["cp"] > 1 else set()
+        cp = mesh.sizes["cp"]
+        cut = {f"cp {cp} with chunks {chunks}"} if chunks % cp else set()
         for name, layout in layouts.items():
             cut |= {name for axis in layout.partial_axes if mesh.sizes[axis] > 1}
         if cut:
@@ -67,7 +75,7 @@ class SampleGradients(GradAccumulator):
                 "of samples; make them in each backward, or give a GradAccumulator"
             )
         names = {layout.name for layout in layouts.values()}  # no sum starts early
-        self._chunks = 1
+        self._chunks = chunks
         super().__init__(parameters, layouts, mesh, fp32=fp32, bucket_mb=bucket_mb, irregular=names)
         self._trees: dict[str, SampleTree] = {}
         self._uses: dict[str, int] = {}
