@@ -26,8 +26,9 @@ TOKENS, HIDDEN, LAYERS, MICRO = 64, 32, 2, 2
 NORMS = 2 * LAYERS + 1
 POWERS = 16 * 8 // 2
 """The other rank's half of the sums of squares of 15 tensors and a filling one, in fp64."""
-WORLD = (16 // 2 + 1) * 8 + 4
-"""This rank's half of the whole sums in fp64, its vote to stop in int64, and the loss."""
+WORLD = (16 // 2 + 4) * 8 + 4
+"""This rank's half of the whole sums in fp64, its vote to stop with three times of its last step in
+int64, and the loss."""
 
 
 def config_of(folder: Path, **changes: object) -> Config:
@@ -53,7 +54,7 @@ def test_bytes_over_tp_are_activations_times_the_calls_of_layers(tmp_path: Path)
         == [{"tp": MICRO * (activations + losses) + norms + POWERS, "world": WORLD}] * 3
     )
     titles, line = summary(read_runs([str(tmp_path / "checkpoints")]))
-    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "tp 167KB, world 76B"
+    assert dict(zip(titles, line, strict=True))["sent a step (median)"] == "tp 167KB, world 100B"
 
 
 def test_bytes_over_dp_are_gradients_and_parameters(tmp_path: Path) -> None:

@@ -235,4 +235,4 @@ def test_bfloat16_figures_of_layers_validation_and_the_preview(tmp_path):
     assert "num_layers" in (tmp_path / "table.csv").read_text()
     shown = preview(config)
     assert "block.self_attn.o_proj.weight" in shown and "tp cuts dim 1" in shown
-    assert "Activations of transformers' layers are not known and not counted" in shown
+    assert "activations 0.0" in shown

@@ -75,13 +75,19 @@ def adapter_state(model: ModelConfig) -> dict[str, Any]:
     return {ADAPTER: {**asdict(model.adapter), "base": base}}
 
 
-def check_adapter(saved: Mapping[str, Any], model: ModelConfig, folder: Store) -> dict[str, Any]:
+def check_adapter(saved: Any, model: ModelConfig, folder: Store) -> Any:
     """Return ``model_config`` of a checkpoint without what it says of adapters.
+
+    What is no mapping is returned as it is: ``check_model`` refuses it.
 
     Raises:
         ValueError: the adapters are not those of ``model.adapter``.
     """
+    if not isinstance(saved, Mapping):
+        return saved
     before, now = saved.get(ADAPTER), adapter_state(model).get(ADAPTER)
+    if not isinstance(before, Mapping | None):
+        raise ValueError(f"{folder} cannot be resumed: its {ADAPTER} is {before!r}, no mapping")
     rest = {name: value for name, value in saved.items() if name != ADAPTER}
     if before is None or now is None:
         if before is not now:
