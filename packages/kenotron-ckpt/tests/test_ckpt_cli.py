@@ -71,7 +71,7 @@ RUN: 3 steps, latest.txt names 5
   20  complete
    5  complete, verified  <- shown below
 
-RUN/5: step 5, kenotron-checkpoint 2
+RUN/5: step 5, kenotron-checkpoint 3
   written on pp=1 dp=1 cp=1 tp=2 by LIBRARIES
   weights: 8 records, 346 bytes
   optimizer: 9 records, 700 bytes

@@ -122,13 +122,14 @@ class Attention(Mixing[AttentionSpec]):
         ``norm`` is applied to x first; then neither its result nor turned queries and keys are kept
         for the backward.
         """
-        if norm is None:
-            q, k, v, gate = self.heads_of(x, context)
-            return self.output(self.mix(q, k, v, context), gate)
-        qkv = between(norm, x, partial(self.qkv, tokens=context.tokens))
+        # Both products are called here: torch.compile breaks at them, and at each call around them.
+        read = partial(self.qkv, tokens=context.tokens)
+        qkv = read(x) if norm is None else between(norm, x, read)
         qkv, gate, means = self._parts(qkv, context)
         turn = partial(self._turn, means=means, context=context)
-        return self.output(between(turn, qkv, partial(self._mix, qkv, context=context)), gate)
+        mix = partial(self._mix, qkv, context=context)
+        mixed = mix(turn(qkv)) if norm is None else between(turn, qkv, mix)
+        return self.out(_gated(mixed, gate))
 
     def heads_of(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what is mixed of tokens x (T, D), and what gates the result.
@@ -143,8 +144,7 @@ class Attention(Mixing[AttentionSpec]):
 
     def output(self, mixed: Tensor, gate: Tensor | None) -> Tensor:
         """Return the result (T, D) of mixed values and gates (B, S, H/t, K)."""
-        mixed = mixed if gate is None else mixed * gate.sigmoid()
-        return self.out(mixed.reshape(mixed.shape[0] * mixed.shape[1], -1))
+        return self.out(_gated(mixed, gate))
 
     def _parts(self, qkv: Tensor, context: Context) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Queries, keys and values (B, S, H/t + 2 G/t, K), gates, and means for their norms."""
@@ -189,3 +189,9 @@ class Attention(Mixing[AttentionSpec]):
         """Values (B, S, H/t, K), mixed as queries and keys say."""
         q, k = qk.split((self.heads, self.kv_heads), dim=2)
         return self.mix(q, k, qkv[:, :, self.heads + self.kv_heads :], context)
+
+
+def _gated(mixed: Tensor, gate: Tensor | None) -> Tensor:
+    """Return mixed values times their gates (B, S, H/t, K), as rows (T, H/t * K)."""
+    mixed = mixed if gate is None else mixed * gate.sigmoid()
+    return mixed.reshape(mixed.shape[0] * mixed.shape[1], -1)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
-from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
+from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
 from kenotron_tp import TPMode
@@ -80,23 +80,11 @@ def block_kernels(
             y = layer(x, context)
         before = Counter(entry.ticket.axis for entry in recorder.cut())
         with Kernels() as backward:
-            _run_backward(y)
+            run_backward(y)
     after = Counter(entry.ticket.axis for entry in recorder.entries)
     return (
         KernelWork(forward.kernels, forward.nbytes, before),
         KernelWork(backward.kernels, backward.nbytes, after),
-    )
-
-
-def _run_backward(y: Tensor) -> None:
-    """Run the backward of y (any shape) in the modes that are on.
-
-    ``Tensor.backward`` and ``torch.autograd.backward`` set modes of functions aside, and what is
-    computed again would then have other kernels than the forward.
-    """
-    engine = torch.autograd.Variable._execution_engine
-    engine.run_backward(
-        (y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from kenotron_cp import AttentionWay, Cut
 from kenotron_dist.diagnosis import shape_axes
 from kenotron_models.block import BlockSpec
-from kenotron_models.meta_block import MetaMicroBatch, block_on_meta
+from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import SendsOverSequence
 from kenotron_models.recompute import Recompute
 from kenotron_models.transformers_block import TransformersBlock
@@ -65,8 +65,8 @@ def sent_bytes(
     )
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
     layer, x, context = block_on_meta(block, width, batch, axes)
-    with recorder:
-        layer(x, context).sum().backward()
+    with recorder, OneKernel(norms=False):
+        run_backward(layer(x, context))
     found = {name: sent for name, sent in recorder.bytes_per_axis().items() if sent}
     if cut is None or cut.ranks == 1 or isinstance(block, TransformersBlock):
         return found

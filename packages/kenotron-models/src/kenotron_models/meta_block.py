@@ -138,6 +138,18 @@ class OneKernel(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def run_backward(y: Tensor) -> None:
+    """Run the backward of y (any shape) in the modes that are on.
+
+    ``Tensor.backward`` and ``torch.autograd.backward`` set modes of functions aside, and what is
+    computed again would then have other kernels than the forward.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward(
+        (y,), (torch.empty_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def _computed_by_torch(block: BlockSpec) -> BlockSpec:
     """The same block; attention kernels that device meta has not keep what torch's own keeps."""
     mixer: Any = block.mixer
