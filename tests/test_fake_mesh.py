@@ -42,6 +42,7 @@ HOST_READS = {
     "models/src/kenotron_models/embedding.py": "a constant of the config",
     "models/src/kenotron_models/generate.py": "generation: not on meta",
     "models/src/kenotron_models/hf_tensors.py": "a check of values: not on meta",
+    "models/src/kenotron_models/stacked_by_source.py": "rows of each group: shapes alone on meta",
     "models/src/kenotron_models/stacked_linear.py": "rows of each expert: shapes alone on meta",
     "optim/src/kenotron_optim/clip.py": "norms of each gradient, for a replay: not on meta",
     "optim/src/kenotron_optim/nonfinite.py": "the cause of what is not finite: not on meta",
