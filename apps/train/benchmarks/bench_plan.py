@@ -1,8 +1,9 @@
 """Step times that `plan` says beside those of real steps, on 1, 2 and 4 local ranks.
 
 For each number of ranks the machine is measured by `plan calibrate`, then each layout makes some
-steps of made-up tokens. All ranks compute at once in both. The table has medians over the steps,
-each as long as its slowest rank, and the ratio of what was said to what was measured.
+steps of made-up tokens. All ranks compute at once in both, with one thread each. The table has
+medians over the steps, each as long as its slowest rank, and the ratio of what was said to what was
+measured.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each calibration")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations and of steps
     found, machines = dict[str, dict[str, object]](), dict[int, Machine]()
     print(f"{'layout':<24} {'measured ms':>12} {'planned ms':>12} {'ratio':>7}  parts")
     with tempfile.TemporaryDirectory() as folder:
