@@ -178,6 +178,14 @@ def compare_balance(mesh: Mesh, kinds: list[str]) -> dict[str, float | str]:
     return found
 
 
+def planless() -> tuple[list[str], list[str]]:
+    """Return the families without a tp plan that the page names: split into layers, and whole."""
+    text = PAGE.read_text(encoding="utf-8").partition("Stages can share the layers of ")[2]
+    shared, _, whole = text.partition("are one piece")[0].partition(";")
+    kinds = [re.findall(r"[\w-]+", re.sub(r"\band\b", "", each)) for each in (shared, whole)]
+    return kinds[0], kinds[1]
+
+
 def _share(found: Tensor, due: Tensor, scale: float) -> float:
     return float((found - due).abs().max()) / scale
 

@@ -4,6 +4,7 @@ import any_model
 import pytest
 from tiny_transformers import families
 
+from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 
 pytest.importorskip("transformers")
@@ -25,6 +26,15 @@ SUGGESTED = {
     "bloom": ("mlp.dense_h_to_4h",),
     "persimmon": ("mlp.dense_4h_to_h",),
 }
+
+
+@pytest.mark.by_turns(7)
+@pytest.mark.filterwarnings("ignore")  # of transformers
+@pytest.mark.parametrize("kind", [kind for kinds in any_model.planless() for kind in kinds])
+def test_a_family_without_a_plan_is_its_plain_model_to_the_bit(kind):
+    found, cut, pp = any_model.deviations(Mesh.connect(), kind)
+    assert len(found) > 10 and not any(found.values()) and cut.startswith("0 of")
+    assert pp == ("yes" if kind in any_model.planless()[0] else "no")
 
 
 @pytest.mark.by_turns(2)

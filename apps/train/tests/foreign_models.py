@@ -61,13 +61,45 @@ OTHERS: dict[str, dict[str, Any]] = {
                             "moe_intermediate_size": 16, "mlp_only_layers": [0]},
     "glm4_moe": GROUPED | {"head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
                            "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1},
+    "gemma3n_text": GROUPED | {"head_dim": 8, "hidden_size_per_layer_input": 8, "sliding_window": 8,
+                               "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 0,
+                               "laurel_rank": 8},
     "minimax_m2": GROUPED | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
 }  # fmt: skip
 """For single tests."""
+UNDROPPED = dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout", "hidden_dropout"),
+    0.0,
+)
+GPT = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4} | UNDROPPED
 WITHOUT_PLAN: dict[str, dict[str, Any]] = {
     "stablelm": GROUPED | {"tie_word_embeddings": False},
-    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "bloom": {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 3, "n_head": 4} | UNDROPPED,
+    "gpt2": GPT | {"n_positions": 64},
+    "opt": SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32} | UNDROPPED,
+    "openai-gpt": GPT | {"n_positions": 64},
 }
+"""The last one is called as a whole: its layers take a mask of the dtype of its weights."""
+HYBRID = GROUPED | {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "attn_layer_indices": [1],
+    "mamba_chunk_size": 8,
+    "mamba_n_groups": 1,
+}
+FOUND: dict[str, dict[str, Any]] = {
+    "bamba": HYBRID,
+    "llama4_text": GROUPED
+    | {
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 2,
+    },
+}
+"""With a plan for tp alone: their layers are found."""
 
 
 def folder_of(family: str, target: Path, **changes: Any) -> Path:
@@ -75,7 +107,7 @@ def folder_of(family: str, target: Path, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(5)
-    values = {**FAMILIES, **OTHERS, **WITHOUT_PLAN}[family] | changes
+    values = {**FAMILIES, **OTHERS, **WITHOUT_PLAN, **FOUND}[family] | changes
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
     for parameter in model.parameters():  # biases and norms too
         parameter.data += 0.05 * torch.randn(parameter.shape)

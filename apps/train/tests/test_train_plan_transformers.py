@@ -122,8 +122,8 @@ def test_check_says_what_is_not_counted_of_rows_that_are_cut(tmp_path, capsys):
 
 def test_a_model_in_one_piece_and_an_unknown_family_are_refused(tmp_path, capsys):
     none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
-    folder = folder_of(tmp_path / "gpt2", gpt2 | none)
+    gpt = {"model_type": "openai-gpt", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+    folder = folder_of(tmp_path / "gpt", gpt | none)
     flags = ("--gpus", "2xH100", "--sequence-length", "64", "--batch", "2K")
     assert cli.main(["plan", "--model", str(folder), *flags]) == 2
     assert "transformers computes this model in one piece" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import runs
 import torch
 from foreign_models import (
     FAMILIES,
+    FOUND,
     PRELOAD,
     WITHOUT_PLAN,
     alone,
@@ -57,6 +58,17 @@ def test_every_layout_trains_as_one_process(family, layout, tmp_path):
     for (loss, norm, _), (due, due_norm, _) in zip(many, one, strict=True):
         assert loss == pytest.approx(due, rel=1e-5)
         assert norm == pytest.approx(due_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", ["bloom", "gpt2", "opt", *FOUND])
+def test_layers_that_were_found_are_shared_by_stages(family, tmp_path):
+    folder = folder_of(family, tmp_path / "model")
+    one = whole(configure(folder, tmp_path / "one"))
+    changes = {"parallelism.pp": 2, "parallelism.recompute": "full"}
+    loss, gradients, _ = whole(configure(folder, tmp_path / "many", changes))
+    assert loss == one[0] and {*gradients} == {*one[1]}
+    for name, due in one[1].items():
+        assert gradients[name] == pytest.approx(due, rel=1e-5, abs=1e-7), name
 
 
 def test_a_plan_of_ones_own_cuts_a_family_without_one(tmp_path):

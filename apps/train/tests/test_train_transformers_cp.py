@@ -63,7 +63,7 @@ def test_gradients_of_cut_rows_and_of_documents_are_those_of_one_process(family,
 
 
 def test_documents_of_a_model_that_is_one_layer_over_cp(tmp_path):
-    folder = folder_of("stablelm", tmp_path / "model")
+    folder = folder_of("gemma3n_text", tmp_path / "model")
     keys = HERE | {"separate_documents": True}
     due = whole(configure(folder, tmp_path / "run", **keys), DOCUMENTS)
     close(whole(configure(folder, tmp_path / "run", CP2, **keys), DOCUMENTS), due)

@@ -58,12 +58,13 @@ def test_models_that_cannot_be_used_are_refused_by_name(tmp_path):
     refused(
         "tp: tp 2 was given, but .* no base_model_tp_plan for a stablelm", {"parallelism.tp": 2}
     )
-    refused("parallelism.pp: 2 .* no base_model_pp_plan for this model", {"parallelism.pp": 2})
     drawn_with = {"model.init_method": json.dumps({"std": 0.1})}
     refused("scaling_method: NUM_LAYERS was given; without a base_model_tp_plan", drawn_with)
+    whole = folder_of("openai-gpt", tmp_path / "whole")
     refused(
-        "separate_documents: true was given, but a stablelm is not split", separate_documents=True
+        "pp: 2 was given; transformers computes this model in one", {"parallelism.pp": 2}, whole
     )
+    refused("but a openai-gpt is not split into layers", path=whole, separate_documents=True)
     refused("attn_implementation: flash was given", attn_implementation="flash")
     refused("model_config.path: .*none/config.json cannot be read", path=tmp_path / "none")
     written = tmp_path / "model/config.json"
@@ -185,7 +186,7 @@ def test_models_of_other_shapes_are_refused():
         fill_buffers(computed, computed, torch.device("cpu"))
     with pytest.raises(ValueError, match="a fake has no linear layer that makes logits"):
         cut_model(computed, Build(Axis.solo("tp")))
-    skeleton = Skeleton(computed, computed.layers, False)
+    skeleton = Skeleton(computed, computed.layers, False, (), 0)
     context = Context(torch.arange(4)[None])
     with pytest.raises(RuntimeError, match="Fake.forward did not call its layers"):
         skeleton.embed(torch.zeros(1, 4, dtype=torch.int64), context)
@@ -207,7 +208,7 @@ def test_a_mask_that_shows_other_documents_is_refused():
     assert not check_documents([], torch.arange(4)[None], "fake")
 
 
-@pytest.mark.parametrize("family", ["cohere", "stablelm"])
+@pytest.mark.parametrize("family", ["cohere", "openai-gpt"])
 def test_a_cache_is_refused(family, tmp_path):
     folder_of(family, tmp_path / "model")
     spec = TransformersConfig(path=str(tmp_path / "model")).decoder

@@ -85,8 +85,8 @@ def _layers(
     parts = pp * parallelism.schedule.chunks
     if len(layers) == 1 < parts:
         yield (
-            f"parallelism.pp: {pp} was given; transformers has no base_model_pp_plan for this "
-            "model, or one that cannot be used: set pp to 1"
+            f"parallelism.pp: {pp} was given; transformers computes this model in one piece: its "
+            "layers hand on more than hidden features; set pp to 1"
         )
     elif len(layers) < parts:
         yield (

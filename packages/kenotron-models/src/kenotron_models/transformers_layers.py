@@ -22,10 +22,11 @@ from kenotron_models.recompute import Recompute, whole
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_balance import AddsBalance, BalanceLoss, RouterLogits, balance_of
 from kenotron_models.transformers_model import empty_model, fill_buffers
-from kenotron_models.transformers_plan import base_of, cut_model, path_of
+from kenotron_models.transformers_plan import cut_model
 from kenotron_models.transformers_rows import check_mixing, cut_rows_problem
 from kenotron_models.transformers_skeleton import Call, Skeleton, places_of
 from kenotron_models.transformers_spec import TransformersSpec
+from kenotron_models.transformers_split import split_of
 
 Summed = tuple[Tensor, Tensor]
 """Hidden features (T, D), and the sums of the balance loss over the layers before."""
@@ -204,8 +205,7 @@ def transformers_layers(
 ) -> list[tuple[str, nn.Module]]:
     """Make the layers of a model of transformers by name: embedding, layers.i, head.
 
-    A model without ``base_model_pp_plan``, with parameters in other places, or whose layers hand
-    on more than hidden features is one layer: ``model``. Each layer has ``hf_names``: its
+    A model that ``split_of`` cannot split is one layer: ``model``. Each layer has ``hf_names``: its
     parameters' names, and those in transformers.
 
     Raises:
@@ -217,7 +217,7 @@ def transformers_layers(
     if here:
         check_mixing(model)
     cut_model(model, build, spec.tp_plan)
-    split = _split(model) if _is_chain(spec) else None
+    split = split_of(spec)
     balance = balance_of(model) if spec.balances else None
     if split is None and spec.documents and not here:
         raise ValueError(
@@ -230,9 +230,9 @@ def transformers_layers(
         if balance is not None:
             entry.balance, entry.logits = balance, RouterLogits(model, "", model)
         return _declared([("model", entry)], spec)
-    before, layers, after = split
-    prefix = path_of(model, layers)
-    skeleton = Skeleton(model, layers, spec.documents)
+    prefix, layers = split.layers, [*model.get_submodule(split.layers).children()]
+    before, after = ([(n, model.get_submodule(n)) for n in each] for each in split.outside)
+    skeleton = split.skeleton(model, spec.documents)
     embedding, head = EmbeddingEntry(skeleton, before), HeadEntry(skeleton, after)
     own = [LayerEntry(skeleton, f"{prefix}.{i}", m, i, recompute[i]) for i, m in enumerate(layers)]
     if balance is not None:
@@ -252,49 +252,12 @@ def _declared(
     return [*entries]
 
 
-Modules = list[tuple[str, nn.Module]]
-
-
-@lru_cache(maxsize=8)
-def _is_chain(spec: TransformersSpec) -> bool:
-    """Return True where each layer takes and returns hidden features alone."""
-    model = empty_model(spec, None)  # not cut: nothing is communicated on meta
-    split = _split(model)
-    return split is not None and Skeleton(model, split[1], False).calls_a_chain(spec.hidden_size)
-
-
 @lru_cache(maxsize=8)
 def sequence_problem(spec: TransformersSpec) -> str | None:
     """Return why rows of a model cannot be cut over cp; None: they can."""
     if spec.attention != OWN_ATTENTION:
         return "attention of transformers needs whole rows: set attn_implementation to kenotron"
     model = empty_model(spec, None)
-    split = _split(model) if _is_chain(spec) else None
-    skeleton = None if split is None else Skeleton(model, split[1], False)
+    split = split_of(spec)
+    skeleton = None if split is None else split.skeleton(model, False)
     return cut_rows_problem(model, skeleton, spec.hidden_size)
-
-
-def _split(model: Any) -> tuple[Modules, nn.ModuleList, Modules] | None:
-    """Return the modules before the layers, these, those after; None: the model is one piece."""
-    plan = getattr(model.config.get_text_config(decoder=True), "base_model_pp_plan", None)
-    base = base_of(model)
-    if not plan or base is model:
-        return None
-    lists = [name for name in plan if isinstance(getattr(base, name, None), nn.ModuleList)]
-    if len(lists) != 1:
-        return None
-    layers = getattr(base, lists[0])
-    names = list(plan)
-    last = {id(getattr(base, n)) for n in names[names.index(lists[0]) + 1 :] if hasattr(base, n)}
-    before, after = [], []
-    for path, module in model.named_modules():
-        parent = path.rpartition(".")[0]
-        owner = model.get_submodule(parent)
-        if not path or owner not in (model, base) or module in (base, layers):
-            continue
-        (after if owner is model or id(module) in last else before).append((path, module))
-    before, after = ([pair for pair in each if [*pair[1].parameters()]] for each in (before, after))
-    owned = {id(p) for _, m in (*before, *after, ("", layers)) for p in m.parameters()}
-    if len(before) != 1 or {id(p) for p in model.parameters()} != owned:
-        return None
-    return before, layers, after

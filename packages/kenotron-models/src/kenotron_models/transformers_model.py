@@ -75,10 +75,15 @@ def spec_of(
     )
 
 
+def _tagged_float(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as a mapping, such as an infinite time step."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
 def _config(config_json: str) -> Any:
     """The config object of transformers."""
     transformers = _transformers()
-    values = json.loads(config_json)
+    values = json.loads(config_json, object_hook=_tagged_float)
     kind = values["model_type"]
     if values.get("quantization_config"):
         raise ValueError(

