@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kenotron_ckpt import replace_text
 from kenotron_pp import Event
-from kenotron_train.plan.memory import instants
+from kenotron_train.cost.memory import instants
 from kenotron_train.plan.search import Estimate, Planner
 from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
 from kenotron_train.report.curves import Points

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from kenotron_config import Config
 from kenotron_models import TransformersSpec
-from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import CostPlan, check_measured, cost_plan
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.plan.layouts import (
     CP_OF_TRANSFORMERS,
     Refused,

@@ -10,10 +10,10 @@ from typing import Literal
 
 from kenotron_models import Recompute, TransformersSpec
 from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.memory import PeakMemory, peak_memory
 from kenotron_train.plan.layouts import RECOMPUTES, PlannedLayout
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.measured import MeasuredModel
-from kenotron_train.plan.memory import PeakMemory, peak_memory
 from kenotron_train.plan.step_time import StepTime, TimedModel
 
 Objective = Literal["time", "memory", "price"]

@@ -10,8 +10,9 @@ from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flop
 from kenotron_pp import Event, Times, simulate
 from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
 from kenotron_train.cost.machine import OFFLOADED
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.stage_tensors import PlannedStage
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.measured import MeasuredModel, PlannedStage
 from kenotron_train.plan.transfers import seconds_of_sending
 from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
 

@@ -11,10 +11,10 @@ import torch
 
 from kenotron_engine import tflops_per_rank
 from kenotron_models import training_flops
+from kenotron_train.cost.memory import NOT_COUNTED
 from kenotron_train.log.numbers import short
 from kenotron_train.plan.layouts import Refused
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.memory import NOT_COUNTED
 from kenotron_train.plan.search import Estimate, Found
 from kenotron_train.plan.step_time import described_parts
 

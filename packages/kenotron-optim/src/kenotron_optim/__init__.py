@@ -21,6 +21,7 @@ from kenotron_optim.parameter_shards import Regather
 from kenotron_optim.rank_costs import Held, data_bytes, held_tensors, state_bytes
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sample_gradients import SampleGradients
+from kenotron_optim.sample_leaves import SampleLeaves
 from kenotron_optim.sample_order_checks import unordered_settings
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
@@ -54,6 +55,7 @@ __all__ = [
     "Regather",
     "SGDConfig",
     "SampleGradients",
+    "SampleLeaves",
     "SlicedOptimizer",
     "Slices",
     "SpikeConfig",

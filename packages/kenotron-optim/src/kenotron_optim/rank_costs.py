@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor, nn
 
@@ -16,6 +17,7 @@ from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.muon_params import matrix_parts
 from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule
+from kenotron_optim.sample_leaves import SampleLeaves
 
 STATE_DTYPES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element of the optimizer's state by ``OptimizerConfig.state_dtype``."""
@@ -86,7 +88,11 @@ def held_tensors(
 
 
 def state_bytes(
-    tensors: Iterable[Held], config: OptimizerConfig, mesh: MeshConfig, itemsize: int
+    tensors: Iterable[Held],
+    config: OptimizerConfig,
+    mesh: MeshConfig,
+    itemsize: int,
+    leaves: SampleLeaves | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps between steps, by class.
 
@@ -97,10 +103,12 @@ def state_bytes(
         config: of the optimizer.
         mesh: sizes of the axes.
         itemsize: bytes of an element of a parameter.
+        leaves: of ``SampleGradients``; None: it is a ``GradAccumulator``.
 
     Returns:
         Bytes of ``parameters``, ``gradients``, ``fp32 masters``, ``optimizer`` (state) and, where
-        there are some, ``weight averages``. With ``offload`` all after gradients are in host memory
+        there are some, ``weight averages`` and ``sums of samples``, the most that are kept until
+        gradients are exchanged. With ``offload`` all after gradients are in host memory
         where ranks compute on an accelerator.
     """
     found = dict.fromkeys(("parameters", "gradients", "fp32 masters", "optimizer"), 0)
@@ -118,6 +126,10 @@ def state_bytes(
         elif config.offload:  # what is gathered, next to masters that are elsewhere
             found["parameters"] += owned * itemsize
         kept = cut if _leaves(each, config, ranks) else each.count * each.owners
+        if leaves is not None:  # a whole buffer, and trees of each owner until the exchange
+            kept, sources = each.count, range(mesh.ep if each.expert else 1)
+            sums = _most_nodes(leaves, sources) * each.count * each.owners * summed
+            found["sums of samples"] = found.get("sums of samples", 0) + sums
         found["gradients"] += kept * summed
         apart = itemsize != 4 or stage.cuts_parameters or config.offload
         if apart:  # else they are the parameters' memory
@@ -134,6 +146,7 @@ def data_bytes(
     mesh: MeshConfig,
     itemsize: int,
     backwards: int,
+    leaves: SampleLeaves | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step for gradients and parameters, by axes.
 
@@ -147,6 +160,7 @@ def data_bytes(
         mesh: sizes of the axes.
         itemsize: bytes of an element of a parameter.
         backwards: micro-batches of a step.
+        leaves: of ``SampleGradients``; None: it is a ``GradAccumulator``.
 
     Returns:
         Bytes over ``dp`` (with cp) and over ``edp``, where there are any.
@@ -159,6 +173,8 @@ def data_bytes(
             continue
         cut = -(-each.count // ranks)
         sums = backwards if _leaves(each, config, ranks) else 1
+        if leaves is not None:
+            sums = each.owners * len(leaves.nodes(range(mesh.ep if each.expert else 1)))
         sent = sums * (ranks - 1) * cut * summed
         if not each.expert and config.shard_ranks is not None:
             replicas = mesh.dp // config.shard_ranks
@@ -168,6 +184,11 @@ def data_bytes(
         sent += times * (ranks - 1) * cut * (itemsize if config.zero.cuts_states else 4)
         found["edp" if each.expert else "dp"] += sent
     return {axis: sent for axis, sent in found.items() if sent}
+
+
+@lru_cache(maxsize=256)
+def _most_nodes(leaves: SampleLeaves, sources: range) -> int:
+    return leaves.most_nodes(sources)
 
 
 def slice_ranks(tensor: Held, config: OptimizerConfig, mesh: MeshConfig) -> int:

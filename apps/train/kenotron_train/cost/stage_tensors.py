@@ -1,37 +1,30 @@
-"""Sizes of stages for a search: each kind of block is measured once for each way of cutting it.
+"""Layers and tensors of the stages of a model on any layout, on torch's meta device.
 
-They are those of ``cost.stage_sizes``, but where tokens cannot be divided evenly.
+Everything is made when it is first asked for, once for each way of cutting the model.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from kenotron_dist import Axis
-from kenotron_dist.placement import parameter_layouts
-from kenotron_engine import stages_of, way_of
+from kenotron_dist.placement import TensorLayout, parameter_layouts
+from kenotron_engine import stages_of
 from kenotron_models import (
     Build,
-    KernelWork,
     LayerStack,
-    Recompute,
     TransformersSpec,
-    block_kernels,
+    adapt,
     build_decoder,
-    kept_bytes,
     layer_costs,
-    sent_bytes,
-    sequence_bytes,
 )
 from kenotron_optim import Held
 from kenotron_pp import NamedLayers, Schedule, Stages, simulate
-from kenotron_train.cost.activations import measured_block
-from kenotron_train.cost.cost_plan import CostPlan, measured_blocks, mesh_sizes
+from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
 from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
-from kenotron_train.cost.stage_sizes import logits_bytes
 
 T = TypeVar("T")
 STEADY = 2, 3
@@ -53,20 +46,10 @@ class PlannedStage:
         return [each for chunk in self.chunks for each in chunk]
 
 
-class MeasuredModel:
-    """A model whose parts are measured when they are first asked for.
+class StageTensors:
+    """Layers and tensors of a model's stages; plans of one model differ in their layouts."""
 
-    Args:
-        plan: any plan of the model; layouts of others may differ.
-    """
-
-    def __init__(self, plan: CostPlan) -> None:
-        blocks = measured_blocks(plan.spec)
-        kinds = {block: number for number, block in enumerate(dict.fromkeys(blocks))}
-        self.kinds = [kinds[block] for block in blocks]
-        """Number of the kind of each block."""
-        self.first = {kind: self.kinds.index(kind) for kind in kinds.values()}
-        """A block of each kind."""
+    def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
@@ -75,56 +58,17 @@ class MeasuredModel:
             self._known[key] = make()
         return self._known[key]
 
-    def kept(self, plan: CostPlan, kind: int, again: Recompute) -> int:
-        """Return the bytes that a rank keeps of a micro-batch for the backward of a block."""
-        sizes = plan.parallelism
-        key = "kept", kind, sizes.tp, sizes.tp_mode, plan.row_tokens, again
-
-        def measure() -> int:
-            given = measured_block(plan, self.first[kind], again) | {"rows": 1}
-            return kept_bytes(**given, fused_norms=plan.on_accelerator)
-
-        return self.once(key, measure) * plan.micro_batch_size
-
-    def kernels(self, plan: CostPlan, kind: int, again: Recompute) -> tuple[KernelWork, KernelWork]:
-        """Return the kernels of a micro-batch of a block, forward and backward."""
-        sizes = plan.parallelism
-        key = "kernels", kind, sizes.tp, sizes.tp_mode, sizes.ep, again
-
-        def measure() -> tuple[KernelWork, KernelWork]:
-            given = measured_block(plan, self.first[kind], again)
-            given |= {"rows": 1, "sequence": plan.sequence, "ep": sizes.ep}
-            return block_kernels(**given, fused_norms=plan.on_accelerator)
-
-        share = plan.micro_batch_size * plan.row_tokens / plan.sequence
-        forward, backward = self.once(key, measure)
-        return forward.times(share), backward.times(share)
-
-    def sent(self, plan: CostPlan, kind: int, again: Recompute) -> dict[str, int]:
-        """Return the bytes that a rank sends for a micro-batch of a block over tp, ep and cp."""
-        sizes, rows = plan.parallelism, plan.micro_batch_size
-        if sizes.tp * sizes.ep * sizes.cp == 1:
-            return {}
-        given = measured_block(plan, self.first[kind], again)
-        given |= {"rows": 1, "sequence": plan.sequence}
-        key = kind, sizes.tp, sizes.tp_mode, again
-        found = self.once(("sent", sizes.ep, *key), lambda: sent_bytes(**given, ep=sizes.ep))
-        share = rows * plan.row_tokens / plan.sequence
-        found = {axis: int(sent * share) for axis, sent in found.items()}
-        if sizes.cp > 1:
-            cut = plan.cp_mode.cut(plan.sequence, sizes.cp)
-            way = way_of(plan.cp_mode, plan.spec, sizes.grid)
-            found["cp"] = rows * self.once(
-                ("over cp", sizes.cp, *key),
-                lambda: sequence_bytes(given["block"], 1, cut, way, sizes.tp, plan.dtype, again),
-            )
-        return found
-
     def stages(self, plan: CostPlan) -> list[PlannedStage]:
         """Return the layers of each rank of the pipeline."""
         sizes = plan.parallelism
         key = "stages", sizes.pp, sizes.pp_engine, sizes.pp_chunks
         return self.once(key, lambda: self._stages(plan))
+
+    def layouts(self, plan: CostPlan) -> dict[str, TensorLayout]:
+        """Return the layouts of the whole model's parameters."""
+        layers = self._layers(plan)
+        found = self._cut(plan, layers).of_parameter
+        return parameter_layouts(LayerStack(layers), mesh_sizes(plan.parallelism).axis_sizes, found)
 
     def tensors(self, plan: CostPlan) -> list[Counter[Held]]:
         """Return the tensors of the first rank of each stage, and how often each occurs."""
@@ -140,40 +84,6 @@ class MeasuredModel:
         """Return the bytes that a rank of pp sends in a step over dp and edp."""
         return self._of_tensors(plan, rank, "data", lambda each: sent_over_data(plan, [each]))
 
-    def held(self, plan: CostPlan, rank: int, again: Sequence[Recompute]) -> dict[str, int]:
-        """Return the bytes of a rank of pp by what they are for, as ``cost.stage_sizes``.
-
-        Args:
-            plan: the layout.
-            rank: of pp.
-            again: what each block of the model computes again.
-        """
-        stage, found = self.stages(plan)[rank], self.states(plan, rank)
-        schedule = plan.parallelism.schedule
-        live = self.live(schedule, plan.parallelism.pp, plan.microbatches)[rank]
-        kept = sum(self.kept(plan, *way) * n for way, n in self.ways(stage.blocks, again).items())
-        found["activations"] = int(live / max(1, schedule.chunks) * kept)
-        if "head" in stage.names:
-            found["logits"] = logits_bytes(plan)
-        return found
-
-    def sent_by_stage(
-        self, plan: CostPlan, rank: int, again: Sequence[Recompute]
-    ) -> dict[str, int]:
-        """Return the bytes that a rank of pp sends in a step by axis, as ``cost.stage_sizes``."""
-        found = Counter[str]()
-        for way, n in self.ways(self.stages(plan)[rank].blocks, again).items():
-            sent = self.sent(plan, *way)
-            found.update({axis: size * n * plan.microbatches for axis, size in sent.items()})
-        found.update(self.sent_over_data(plan, rank))
-        return dict(found)
-
-    def ways(
-        self, blocks: Sequence[int], again: Sequence[Recompute]
-    ) -> Counter[tuple[int, Recompute]]:
-        """Count blocks by their kind and what they compute again."""
-        return Counter((self.kinds[block], again[block]) for block in blocks)
-
     def elements(self, plan: CostPlan) -> dict[str, int]:
         """Return the number of parameters of each layer on a rank of tp and ep."""
         return self.once(
@@ -183,6 +93,24 @@ class MeasuredModel:
                 for name, layer in self._layers(plan)
             },
         )
+
+    def live(self, schedule: Schedule, pp: int, many: int) -> list[int]:
+        """Return the most parts of micro-batches that are alive at once on each rank of pp.
+
+        Beyond some micro-batches for each stage, peaks stay or grow evenly with their number.
+        """
+
+        def peaks(n: int) -> tuple[int, ...]:
+            key = "live", schedule.name, schedule.chunks, pp, n
+            return self.once(key, lambda: simulate(schedule, pp, n).peak_live)
+
+        few, more = (n * pp * schedule.chunks + many % pp for n in STEADY)
+        if many <= more:
+            return [*peaks(many)]
+        return [
+            last + (many - more) * (last - first) // (more - few)
+            for first, last in zip(peaks(few), peaks(more), strict=True)
+        ]
 
     def _of_tensors(
         self, plan: CostPlan, rank: int, what: str, count: Callable[[Held], dict[str, int]]
@@ -201,14 +129,7 @@ class MeasuredModel:
         """Return all layers of the model on a rank of tp and ep, on meta."""
         sizes = plan.parallelism
         tp, ep = (Axis(n, 0, tuple(range(getattr(sizes, n)))) for n in ("tp", "ep"))
-        return self.once(
-            ("layers", sizes.tp, sizes.ep),
-            lambda: build_decoder(
-                plan.spec,
-                Build(tp, sizes.mode, dtype=plan.dtype, ep=ep),
-                vocab_divisible_by=plan.vocab_divisible_by,
-            ),
-        )
+        return self.once(("layers", sizes.tp, sizes.ep), lambda: _built(plan, tp, ep))
 
     def _cut(self, plan: CostPlan, layers: NamedLayers) -> Stages:
         """Return the cut of the layers into stages."""
@@ -233,24 +154,6 @@ class MeasuredModel:
             found.append(PlannedStage(names, blocks))
         return found
 
-    def live(self, schedule: Schedule, pp: int, many: int) -> list[int]:
-        """Return the most parts of micro-batches that are alive at once on each rank of pp.
-
-        Beyond some micro-batches for each stage, peaks stay or grow evenly with their number.
-        """
-
-        def peaks(n: int) -> tuple[int, ...]:
-            key = "live", schedule.name, schedule.chunks, pp, n
-            return self.once(key, lambda: simulate(schedule, pp, n).peak_live)
-
-        few, more = (n * pp * schedule.chunks + many % pp for n in STEADY)
-        if many <= more:
-            return [*peaks(many)]
-        return [
-            last + (many - more) * (last - first) // (more - few)
-            for first, last in zip(peaks(few), peaks(more), strict=True)
-        ]
-
     def _tensors(self, plan: CostPlan) -> list[Counter[Held]]:
         """Describe the tensors of the first rank of every stage."""
         layers = self._layers(plan)
@@ -259,7 +162,7 @@ class MeasuredModel:
         spec = plan.spec
         tied = spec.tie_word_embeddings or spec.mtp_blocks or isinstance(spec, TransformersSpec)
         if tied:  # which depends on the ranks that own the matrix
-            layouts = parameter_layouts(LayerStack(layers), sizes.axis_sizes, stages.of_parameter)
+            layouts = self.layouts(plan)
             return [
                 Counter(
                     stage_tensors(
@@ -284,6 +187,18 @@ class MeasuredModel:
             )
             for name, layer in layers
         }
+
+
+def _built(plan: CostPlan, tp: Axis, ep: Axis) -> NamedLayers:
+    """Build all layers of a model, with their adapters."""
+    layers = build_decoder(
+        plan.spec,
+        Build(tp, plan.parallelism.mode, dtype=plan.dtype, ep=ep),
+        vocab_divisible_by=plan.vocab_divisible_by,
+    )
+    if plan.adapter is not None:
+        adapt(layers, plan.adapter, tp)
+    return layers
 
 
 def _block_of(plan: CostPlan, name: str) -> list[int]:

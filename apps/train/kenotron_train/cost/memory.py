@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kenotron_models import Recompute
 from kenotron_train.cost.cost_plan import CostPlan
 from kenotron_train.cost.machine import OFFLOADED
-from kenotron_train.plan.measured import MeasuredModel
+from kenotron_train.cost.measured import MeasuredModel
 
 FORWARD = "end of a forward, with the most micro-batches alive"
 BACKWARD = "backward of a layer, with the most micro-batches alive"
@@ -37,7 +37,7 @@ class PeakMemory:
 
 
 def peak_memory(
-    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], reserved: float
+    plan: CostPlan, measured: MeasuredModel, again: Sequence[Recompute], reserved: float = 0.0
 ) -> PeakMemory:
     """Return the largest instant of the fullest rank.
 
@@ -70,7 +70,7 @@ def instants(
     if plan.optimizer.offload and plan.on_accelerator:
         held = {what: size for what, size in held.items() if what not in OFFLOADED}
     moving = {what: held.pop(what) for what in ("activations", "logits") if what in held}
-    backward = {"activations": moving["activations"]} | _working(plan, measured, again, rank)
+    backward = {"activations": moving.get("activations", 0)} | _working(plan, measured, again, rank)
     every = (held | moving, held | backward, held)
     return [{what: size for what, size in each.items() if size} for each in every]
 
