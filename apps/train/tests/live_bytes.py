@@ -34,6 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self.at_peak: dict[int, int] = {}
         self._storages: dict[weakref.ref, int] = {}
+        self._resized: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -51,12 +52,18 @@ class LiveBytes(TorchDispatchMode):
                 if storage.nbytes() and ref not in self._storages:
                     self._storages[ref] = storage.nbytes()
                     self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        resized = sum(storage.nbytes() for storage in self._resized)
+        self.peak = max(self.peak, self.now + resized)
 
     def ignore(self, tensors: list[torch.Tensor]) -> None:
         """Leave out what is there before."""
         storages = [each.untyped_storage() for each in tensors]
         self._storages |= {weakref.ref(each, self._freed): 0 for each in storages}
+
+    def watch(self, parameters: list[torch.Tensor]) -> None:
+        """Count the memory of parameters as it comes and goes."""
+        self.ignore(parameters)
+        self._resized = [each.untyped_storage() for each in parameters]
 
     def _freed(self, ref: weakref.ref) -> None:
         self.now -= self._storages.pop(ref)
@@ -107,9 +114,17 @@ def measured_step(mesh: Mesh, config: Config) -> dict[str, int]:
         for number in range(1, 3):
             training_step(training, next(loader), number)
         batch = next(loader)
+        live.watch([*training.model.stack.parameters()])
         with live:
             live.count(_tensors())
             training_step(training, batch, 3)
         training.grads.receive_gradient = received  # type: ignore[method-assign]
         training_step(training, batch, 4)
     return state_bytes_of(training) | {"sums of samples": max(trees), "peak": live.peak}
+
+
+def measured_steps(_: Mesh, configs: list[Config]) -> list[dict[str, int]]:
+    """Return those of several configs of as many ranks, one after the other."""
+    return [
+        measured_step(Mesh.connect(**c.parallelism.grid, ep=c.parallelism.ep), c) for c in configs
+    ]

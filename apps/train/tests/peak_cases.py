@@ -18,6 +18,21 @@ EXPERTS = {
     "max_position_embeddings": 256, "moe_config": {
         "num_experts": 4, "top_k": 2, "moe_intermediate_size": 96, "layers": [0, 1]},
 }  # fmt: skip
+SIZES = {
+    "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512, "head_dim": 16,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+NEMOTRON = {
+    **SIZES, "is_nemotron_h_config": True, "intermediate_size": 192, "mamba_num_heads": 8,
+    "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 32,
+    "layers": "M-M*-",
+}  # fmt: skip
+QWEN3_NEXT = {
+    **SIZES, "is_qwen3_next_config": True, "num_hidden_layers": 2, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 32, "layers": "L*",
+}  # fmt: skip
 COMMON: dict[str, object] = {
     "parallelism.dp": 1, "parallelism.pp": 1, "parallelism.tp": 1,
     "parallelism.tp_mode": "ALL_REDUCE", "model.dtype": "float32",
@@ -32,6 +47,15 @@ CASES: dict[str, dict[str, object]] = {
     "dense, bf16": {"model.dtype": "bfloat16"},
     "dense, recompute full": {"parallelism.recompute": "full"},
     "experts": {"model.model_config": EXPERTS},
+    "hybrid": {"model.model_config": NEMOTRON},
+    "hybrid, experts": {"model.model_config": QWEN3_NEXT},
+    "ep 2": {"model.model_config": EXPERTS, "parallelism.dp": 2, "parallelism.ep": 2},
+    "dense, AdamW of several kernels": {
+        "optimizer.optimizer_factory.torch_adam_is_fused": "false",
+        "model.model_config": LLAMA | {"hidden_size": 128, "vocab_size": 8192},
+        "tokens.micro_batch_size": 1,
+        "tokens.sequence_length": 64,
+    },
     "dp 2, ZeRO 1": {"parallelism.dp": 2},
     "dp 2, ZeRO 3": {"parallelism.dp": 2, "optimizer.zero_stage": 3},
     "tp 2": {"parallelism.tp": 2, "parallelism.tp_mode": "REDUCE_SCATTER"},

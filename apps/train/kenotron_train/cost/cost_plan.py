@@ -37,6 +37,8 @@ class CostPlan:
     microbatches: int
     """Micro-batches of a data rank in the largest batch of the training."""
     device: Device
+    bucket_mb: int | None = None
+    """MiB of a bucket of gradients; None: the default."""
     adapter: AdapterSpec | None = None
     virtual_chunks: int | None = None
     """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
@@ -83,6 +85,7 @@ def cost_plan(config: Config) -> CostPlan:
         micro_batch_size=rows // samples,
         microbatches=config.batches.most_microbatches * samples,
         device=general.device,
+        bucket_mb=model.ddp_bucket_cap_mb,
         adapter=config.adapter,
         virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )

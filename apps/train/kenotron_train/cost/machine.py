@@ -250,6 +250,14 @@ def state_bytes(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     return optim.state_bytes(tensors, plan.optimizer, sizes, plan.dtype.itemsize, plan.leaves)
 
 
+def bucket_bytes(plan: CostPlan, tensors: Iterable[Held]) -> int:
+    """Bytes of a rank's buckets of gradients that are filled or sent."""
+    if plan.leaves is not None:  # exchanged after the last backward
+        return 0
+    given = plan.optimizer, mesh_sizes(plan.parallelism), plan.dtype.itemsize, plan.microbatches
+    return optim.bucket_bytes(tensors, *given, plan.bucket_mb, gloo=not plan.on_accelerator)
+
+
 def sent_over_data(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes that a rank sends in a step for gradients and parameters, by data axis."""
     sizes, width = mesh_sizes(plan.parallelism), plan.dtype.itemsize

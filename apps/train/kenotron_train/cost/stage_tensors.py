@@ -21,10 +21,10 @@ from kenotron_models import (
     build_decoder,
     layer_costs,
 )
-from kenotron_optim import Held
+from kenotron_optim import Held, slice_ranks
 from kenotron_pp import NamedLayers, Schedule, Stages, simulate
 from kenotron_train.cost.cost_plan import CostPlan, mesh_sizes
-from kenotron_train.cost.machine import sent_over_data, stage_tensors, state_bytes
+from kenotron_train.cost.machine import bucket_bytes, sent_over_data, stage_tensors, state_bytes
 
 T = TypeVar("T")
 STEADY = 2, 3
@@ -84,6 +84,19 @@ class StageTensors:
         """Return the bytes that a rank of pp sends in a step over dp and edp."""
         return self._of_tensors(plan, rank, "data", lambda each: sent_over_data(plan, [each]))
 
+    def buckets(self, plan: CostPlan, rank: int) -> int:
+        """Return the bytes of the buckets of gradients that a rank of pp fills or sends."""
+        return bucket_bytes(plan, self.tensors(plan)[rank].elements())
+
+    def updated(self, plan: CostPlan, rank: int) -> int:
+        """Return the elements of the largest slice that a rank of pp updates."""
+        sizes = mesh_sizes(plan.parallelism)
+        return max(
+            (-(-each.count // slice_ranks(each, plan.optimizer, sizes))
+             for each in self.tensors(plan)[rank] if each.learns),
+            default=0,
+        )  # fmt: skip
+
     def elements(self, plan: CostPlan) -> dict[str, int]:
         """Return the number of parameters of each layer on a rank of tp and ep."""
         return self.once(
@@ -118,7 +131,11 @@ class StageTensors:
         """Add up what tensors of a rank hold or send."""
         optimizer, sizes = plan.optimizer, plan.parallelism
         data = sizes.dp, sizes.cp, sizes.tp, sizes.ep, int(optimizer.zero_stage)
-        often = plan.microbatches if what == "data" else 0
+        often = plan.microbatches if what == "data" or plan.leaves else 0
+        data = (
+            *data, optimizer.shard_ranks, optimizer.offload, optimizer.accumulate_grad_in_fp32,
+            plan.dtype,
+        )  # fmt: skip
         found = Counter[str]()
         for each, times in self.tensors(plan)[rank].items():
             of_one = self.once((what, each, data, often), lambda each=each: count(each))
@@ -129,7 +146,7 @@ class StageTensors:
         """Return all layers of the model on a rank of tp and ep, on meta."""
         sizes = plan.parallelism
         tp, ep = (Axis(n, 0, tuple(range(getattr(sizes, n)))) for n in ("tp", "ep"))
-        return self.once(("layers", sizes.tp, sizes.ep), lambda: _built(plan, tp, ep))
+        return self.once(("layers", sizes.tp, sizes.ep, plan.dtype), lambda: _built(plan, tp, ep))
 
     def _cut(self, plan: CostPlan, layers: NamedLayers) -> Stages:
         """Return the cut of the layers into stages."""

@@ -63,10 +63,13 @@ class Planner:
         plan: any plan of the model.
         machine: the machine.
         room: bytes of a device's memory.
+        imbalance: of experts; see ``MeasuredModel``.
     """
 
-    def __init__(self, plan: CostPlan, machine: Machine, room: float) -> None:
-        self.measured = MeasuredModel(plan)
+    def __init__(
+        self, plan: CostPlan, machine: Machine, room: float, imbalance: float = 1.0
+    ) -> None:
+        self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
         self.machine, self.room = machine, room
         self.reserved = machine["reserved"]

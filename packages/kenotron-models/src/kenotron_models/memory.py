@@ -97,6 +97,21 @@ def bytes_alive(block: nn.Module, x: Tensor, context: Context, *, wait: float = 
         gc.unfreeze()
 
 
+def norm_bytes(norm: nn.Module, tokens: int, width: int, dtype: torch.dtype, *, fused: bool) -> int:
+    """Return the bytes that a model's last norm keeps of its input (tokens, width) of ``dtype``.
+
+    Args:
+        norm: on meta.
+        tokens: of this rank.
+        width: D.
+        dtype: of the residual stream.
+        fused: whether RMSNorm is one kernel.
+    """
+    x = torch.empty(tokens, width, dtype=dtype, device="meta", requires_grad=True)
+    with OneKernel(fused):
+        return bytes_alive(norm, x, Context(torch.empty(1, tokens, device="meta")))
+
+
 class _Storages(TorchDispatchMode):
     """Notes every storage that is made."""
 
@@ -106,8 +121,8 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(out):
+        given = {storage._cdata for storage in storages_of((args, kwargs))}
+        for storage in storages_of(out):
             if storage._cdata not in given:  # neither a view nor changed in place
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
@@ -122,5 +137,6 @@ class _Storages(TorchDispatchMode):
         )
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def storages_of(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors of a nested structure."""
     return [each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)]

@@ -16,6 +16,7 @@ from kenotron_dist import MeshConfig, gradient_sums, views_of
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.muon_params import matrix_parts
+from kenotron_optim.partition import BUCKET_ELEMENTS, HOST_BUCKET_BYTES, RANK_ELEMENTS
 from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule
 from kenotron_optim.sample_leaves import SampleLeaves
 
@@ -184,6 +185,46 @@ def data_bytes(
         sent += times * (ranks - 1) * cut * (itemsize if config.zero.cuts_states else 4)
         found["edp" if each.expert else "dp"] += sent
     return {axis: sent for axis, sent in found.items() if sent}
+
+
+def bucket_bytes(
+    tensors: Iterable[Held],
+    config: OptimizerConfig,
+    mesh: MeshConfig,
+    itemsize: int,
+    backwards: int,
+    cap_mb: float | None = None,
+    *,
+    gloo: bool,
+) -> int:
+    """Return the bytes of buckets of gradients that are filled or sent, next to ``state_bytes``.
+
+    Stages 2 and 3 fill a bucket while two others travel. On gloo others' slices arrive in memory of
+    their own, of two buckets at a time. Buckets of experts count as all others.
+
+    Args:
+        tensors: those of the rank.
+        config: of the optimizer.
+        mesh: sizes of the axes.
+        itemsize: bytes of an element of a parameter.
+        backwards: micro-batches of a step.
+        cap_mb: MiB of a bucket; None: see ``GradAccumulator``.
+        gloo: whether they are reduced by gloo on CPUs.
+    """
+    learning = [each for each in tensors if each.learns]
+    ranks = (config.shard_ranks or mesh.dp) * mesh.cp
+    if ranks == 1 or not learning:
+        return 0
+    summed = 4 if config.accumulate_grad_in_fp32 else itemsize
+    sizes = [each.count * summed for each in learning]
+    cap = HOST_BUCKET_BYTES if gloo else max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * itemsize
+    cap = int(cap if cap_mb is None else cap_mb * 2**20) * summed // itemsize
+    bucket, many = min(sum(sizes), max(cap, *sizes)), -(-sum(sizes) // cap)
+    arriving = bucket * (ranks - 1) // ranks if gloo else 0
+    if config.zero.cuts_gradients and config.reduce == "micro_batch":
+        many *= backwards
+        return min(3, many) * bucket + min(2, many) * arriving
+    return min(2, many) * arriving
 
 
 @lru_cache(maxsize=256)
