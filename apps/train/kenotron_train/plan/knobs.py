@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING
 
 from kenotron_config import Config
-
-if TYPE_CHECKING:
-    from kenotron_train.plan.layouts import PlannedLayout
 
 Knobs = tuple[tuple[str, object], ...]
 """Keys of a config and their values."""
@@ -38,19 +34,18 @@ def search_names(text: str) -> tuple[str, ...]:
     return names
 
 
-def knobs_of(layout: PlannedLayout, names: Sequence[str], devices: int) -> list[Knobs]:
+def knobs_of(names: Sequence[str], dp: int, ranks: int) -> list[Knobs]:
     """Return all values of some keys for a layout.
 
     Args:
-        layout: sizes of the axes.
         names: of ``KEYS``.
-        devices: of a node.
+        dp: of the layout.
+        ranks: of dp on a node.
     """
     found = []
     for name in names:
         key, values = KEYS[name]
-        ranks = devices // (layout.cp * layout.tp)
-        if name == "shard_ranks" and 1 < ranks < layout.dp and layout.dp % ranks == 0:
+        if name == "shard_ranks" and 1 < ranks < dp and dp % ranks == 0:
             values = (None, ranks)
         found.append([(key, value) for value in values])
     return [*product(*found)]

@@ -174,7 +174,7 @@ def legal_layouts(
         layouts = [
             replace(each, knobs=knobs)
             for each in layouts
-            for knobs in knobs_of(each, search, devices)
+            for knobs in knobs_of(search, rows, devices // (cp * tp))
         ]
         for layout in layouts:
             try:
