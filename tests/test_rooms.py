@@ -110,6 +110,7 @@ TAKE_A_CONFIG = {  # the door of a run: other files take sections of a config, o
     "cost/cost_plan.py",
     "doremi/reference_pass.py",
     "log/log_plan.py",
+    "plan/knobs.py",
     "plan/layouts.py",
     "plan/model_folder.py",
     "plan/run_plan.py",

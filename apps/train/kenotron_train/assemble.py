@@ -13,8 +13,8 @@ from kenotron_config import Config
 from kenotron_dist import Mesh
 from kenotron_engine import ModelPlan
 from kenotron_models import TransformersSpec, virtual_shards
-from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.data_plan import DataPlan, data_plan
 
 

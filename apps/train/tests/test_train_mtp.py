@@ -10,8 +10,9 @@ from own_runs import configure, documents, jsonl, run, trace
 
 from kenotron_convert.cli import main
 from kenotron_dist import Mesh, RankError
-from kenotron_train.cost.activations import layer_activation, recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes
 
 MTP = {
@@ -58,7 +59,10 @@ def test_its_block_is_in_the_memory_of_activations(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents()])
     dataset = {"hf_dataset_or_datasets": str(path)}
     config = configure(tmp_path / "1", dataset, MTP | {"parallelism.recompute": "selective"})
-    sizes = [layer_activation(cost_plan(config), 2, way) for way in ("none", "selective")]
+    measured = MeasuredModel(cost_plan(config))
+    sizes = [
+        measured.kept(cost_plan(config), measured.kinds[2], way) for way in ("none", "selective")
+    ]
     assert recomputed(cost_plan(config)) == ("selective",) * 3
     assert stage_sizes(cost_plan(config))[0].bytes_of["activations"] == 3 * sizes[1]
     room = {"parallelism.recompute_memory_gb": (2 * sizes[0] + sizes[1]) / 1e9}

@@ -11,8 +11,9 @@ from kenotron_config import load_config
 from kenotron_models.hf import config_to_hf
 from kenotron_pp import SCHEDULES, Times, schedule_named, simulate
 from kenotron_train import cli
-from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.plan import cli as plan_cli
 from kenotron_train.plan.layouts import (
@@ -25,7 +26,6 @@ from kenotron_train.plan.layouts import (
     with_layout,
 )
 from kenotron_train.plan.machine_file import FOLDER, NUMBERS, known_machines, machine_named
-from kenotron_train.plan.measured import MeasuredModel
 from kenotron_train.plan.memory_curve import memory_curve, shown_ranks
 from kenotron_train.plan.run_plan import plan_of_run
 from kenotron_train.plan.search import Found, Planner

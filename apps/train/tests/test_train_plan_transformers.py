@@ -9,12 +9,12 @@ from kenotron_config import load_config
 from kenotron_models.families import LlamaConfig
 from kenotron_models.hf import config_to_hf
 from kenotron_train import cli
-from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.plan.layouts import Refused, legal_layouts
 from kenotron_train.plan.machine_file import machine_named
-from kenotron_train.plan.measured import MeasuredModel
 from kenotron_train.plan.run_plan import plan_of_run
 from kenotron_train.plan.search import Planner
 

@@ -8,8 +8,9 @@ import pytest
 from own_runs import configure, documents, jsonl, run
 
 from kenotron_config import ConfigError
-from kenotron_train.cost.activations import layer_activation, recomputed
 from kenotron_train.cost.cost_plan import cost_plan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes
 from kenotron_train.run.preview import preview
 
@@ -47,10 +48,9 @@ def test_a_memory_decides_what_is_computed_again(tmp_path, dataset):
         changes = {"parallelism.recompute_memory_gb": room} | more
         return configure(tmp_path / "1", dataset, changes)
 
-    none, selective, full = (
-        layer_activation(cost_plan(config_of("null")), 0, way)
-        for way in ("none", "selective", "full")
-    )
+    plan = cost_plan(config_of("null"))
+    measured = MeasuredModel(plan)
+    none, selective, full = (measured.kept(plan, 0, way) for way in ("none", "selective", "full"))
     assert recomputed(cost_plan(config_of(2 * none / 1e9))) == ("none", "none")
     assert recomputed(cost_plan(config_of((none + selective) / 1e9))) == ("selective", "none")
     assert recomputed(cost_plan(config_of((full + selective) / 1e9))) == ("full", "selective")

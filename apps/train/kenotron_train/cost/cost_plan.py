@@ -10,13 +10,14 @@ from kenotron_config import Config, Device, ParallelismConfig
 from kenotron_dist import MeshConfig
 from kenotron_engine import CPMode
 from kenotron_models import (
+    AdapterSpec,
     DecoderSpec,
     TransformersBlock,
     TransformersSpec,
     transformers_blocks,
 )
 from kenotron_models.layers import BlockSpec
-from kenotron_optim import OptimizerConfig
+from kenotron_optim import OptimizerConfig, SampleLeaves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,24 @@ class CostPlan:
     microbatches: int
     """Micro-batches of a data rank in the largest batch of the training."""
     device: Device
+    bucket_mb: int | None = None
+    """MiB of a bucket of gradients; None: the default."""
+    adapter: AdapterSpec | None = None
+    virtual_chunks: int | None = None
+    """Parts of a sample in the reproducible mode, whose micro-batches are samples; None: it is
+    off."""
+
+    @property
+    def leaves(self) -> SampleLeaves | None:
+        """Leaves of the tree in which the reproducible mode adds gradients."""
+        if self.virtual_chunks is None:
+            return None
+        sizes = self.parallelism
+        return SampleLeaves(self.microbatches, sizes.dp, sizes.cp, self.virtual_chunks)
+
+    def adapter_of(self, block: int) -> AdapterSpec | None:
+        """Return the adapters of a block, named as those of layer 0."""
+        return None if self.adapter is None else self.adapter.of_layer(block)
 
     @property
     def row_tokens(self) -> int:
@@ -52,7 +71,9 @@ class CostPlan:
 
 def cost_plan(config: Config) -> CostPlan:
     """Return what the memory and the transfers of a config's run follow from."""
-    parallelism, model = config.parallelism, config.model
+    parallelism, model, general = config.parallelism, config.model, config.general
+    rows = config.tokens.micro_batch_size
+    samples = rows if general.reproducible else 1  # of a micro-batch, each passed by itself
     return CostPlan(
         spec=config.decoder,
         dtype=getattr(torch, model.dtype),
@@ -61,9 +82,12 @@ def cost_plan(config: Config) -> CostPlan:
         cp_mode=CPMode(*config.cp_way, parallelism.cp_layout, parallelism.cp_block),
         optimizer=config.optimizer,
         sequence=config.longest_sequence,
-        micro_batch_size=config.tokens.micro_batch_size,
-        microbatches=config.batches.most_microbatches,
-        device=config.general.device,
+        micro_batch_size=rows // samples,
+        microbatches=config.batches.most_microbatches * samples,
+        device=general.device,
+        bucket_mb=model.ddp_bucket_cap_mb,
+        adapter=config.adapter,
+        virtual_chunks=general.reproducible_max_cp if general.reproducible else None,
     )
 
 

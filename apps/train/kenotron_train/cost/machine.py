@@ -247,13 +247,22 @@ def offloaded(optimizer: OptimizerConfig, sizes: Mapping[str, int]) -> int:
 def state_bytes(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes of a rank's parameters, gradients and optimizer state, for some of its tensors."""
     sizes = mesh_sizes(plan.parallelism)
-    return optim.state_bytes(tensors, plan.optimizer, sizes, plan.dtype.itemsize)
+    return optim.state_bytes(tensors, plan.optimizer, sizes, plan.dtype.itemsize, plan.leaves)
+
+
+def bucket_bytes(plan: CostPlan, tensors: Iterable[Held]) -> int:
+    """Bytes of a rank's buckets of gradients that are filled or sent."""
+    if plan.leaves is not None:  # exchanged after the last backward
+        return 0
+    given = plan.optimizer, mesh_sizes(plan.parallelism), plan.dtype.itemsize, plan.microbatches
+    return optim.bucket_bytes(tensors, *given, plan.bucket_mb, gloo=not plan.on_accelerator)
 
 
 def sent_over_data(plan: CostPlan, tensors: Iterable[Held]) -> dict[str, int]:
     """Bytes that a rank sends in a step for gradients and parameters, by data axis."""
     sizes, width = mesh_sizes(plan.parallelism), plan.dtype.itemsize
-    return optim.data_bytes(tensors, plan.optimizer, sizes, width, plan.microbatches)
+    given = plan.optimizer, sizes, width, plan.microbatches, plan.leaves
+    return optim.data_bytes(tensors, *given)
 
 
 def stage_tensors(

@@ -16,6 +16,7 @@ from kenotron_train.config_file import DEFAULT_CONFIG, add_config_flags, load_co
 from kenotron_train.counts import count
 from kenotron_train.log.printing import fail, say
 from kenotron_train.plan.calibrate import calibrate_main
+from kenotron_train.plan.knobs import KEYS, REMARKS, search_names
 from kenotron_train.plan.layouts import RECOMPUTES, Refused
 from kenotron_train.plan.machine_file import Machine, known_machines, machine_named
 from kenotron_train.plan.memory_curve import write_page
@@ -55,10 +56,15 @@ def _plan(given: argparse.Namespace) -> int:
     for flag in ("json", "write", "html"):
         if (path := getattr(given, flag)) and Path(path).is_dir():
             raise ValueError(f"--{flag} {path}: this is a folder; give the path of a file")
-    config = _config(given, ranks)
+    config, search = _config(given, ranks), search_names(given.search) if given.search else ()
     room = machine["memory"] if given.memory is None else given.memory * 1e9
-    planned = plan_of_run(config, machine, room, ranks, given.objective, given.price)
+    planned = plan_of_run(
+        config, machine, room, ranks, given.objective, given.price,
+        given.imbalance,
+        search,
+    )  # fmt: skip
     lines = [*_lines(planned, machine)]
+    lines += [f"Searched: {REMARKS[name]}" for name in search if name in REMARKS]
     say("\n".join(lines))
     if given.json:
         Path(given.json).write_text(json.dumps(_json(planned, machine), indent=2) + "\n", "utf-8")
@@ -144,6 +150,17 @@ def _json(planned: Planned, machine: Machine) -> dict[str, object]:
     }
 
 
+def _factor(text: str) -> float:
+    """Return a factor from 1. Raises ArgumentTypeError for anything else."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} was given; it must be a number from 1: 1.2")
+    return value
+
+
 def plan_parser() -> argparse.ArgumentParser:
     """The flags of ``plan``."""
     parser = argparse.ArgumentParser(
@@ -173,6 +190,10 @@ def plan_parser() -> argparse.ArgumentParser:
     add("--objective", choices=objectives, default=objectives[0], help=what)
     what = "of a device and hour; the price of the whole training is then shown"
     add("--price", type=float, metavar="MONEY", help=what)
+    what = f"search these keys, too, with --ranks or --gpus: {', '.join(KEYS)}"
+    add("--search", metavar="NAMES", help=what)
+    what = "tokens of the fullest rank's experts, times an even load's (default: 1, an even load)"
+    add("--imbalance", type=_factor, default=1.0, metavar="FACTOR", help=what)
     add("--json", metavar="FILE", help="write the plan for programs, its layouts under `layouts`")
     what = "write a page with the plan and the memory of a step over time; needs matplotlib"
     add("--html", metavar="FILE", help=what)

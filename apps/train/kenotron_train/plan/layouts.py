@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,6 +12,7 @@ from kenotron_config import Config
 from kenotron_models import Recompute, TransformersSpec, expert_count
 from kenotron_models.families import TransformersConfig
 from kenotron_train.cost.cost_plan import CostPlan, cost_plan
+from kenotron_train.plan.knobs import Knobs, knobs_of, with_knobs
 
 Engine = Literal["1f1b", "interleaved", "zb-h1", "zb-v", "afab"]
 ENGINES: tuple[Engine, ...] = ("1f1b", "interleaved", "zb-h1", "zb-v", "afab")
@@ -38,6 +39,8 @@ class PlannedLayout:
     zero: int = 1
     recompute: Recompute | Literal["mixed"] = "none"
     """mixed: as the config says, not the same in all layers."""
+    knobs: Knobs = ()
+    """Other keys, where the search has them."""
 
     @property
     def grid(self) -> tuple[int, int, int, int, int, str]:
@@ -114,7 +117,7 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
         else replace(stage, batch_accumulation_per_replica=_steps(before * own, rows))
         for stage in config.data_stages
     )
-    return replace(
+    found = replace(
         config,
         parallelism=parallelism,
         tokens=replace(
@@ -127,6 +130,7 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
             regather=config.optimizer.regather if layout.zero == 3 else "layer",
         ),
     )
+    return with_knobs(found, layout.knobs)
 
 
 def _steps(samples: int, rows: int) -> int:
@@ -140,7 +144,11 @@ def _steps(samples: int, rows: int) -> int:
 
 
 def legal_layouts(
-    config: Config, ranks: int, refused: Refused
+    config: Config,
+    ranks: int,
+    refused: Refused,
+    search: Sequence[str] = (),
+    devices: int = 8,
 ) -> Iterator[tuple[PlannedLayout, CostPlan]]:
     """Yield every legal layout over N ranks, without recomputation and with ZeRO stage 1.
 
@@ -151,6 +159,8 @@ def legal_layouts(
         config: the run.
         ranks: N.
         refused: gets what the rules say of the others.
+        search: further keys; see ``KEYS``.
+        devices: of a node.
     """
     experts, foreign = expert_count(config.decoder), isinstance(config.decoder, TransformersSpec)
     engines: dict[int, list[Engine]] = {}
@@ -160,6 +170,11 @@ def legal_layouts(
             PlannedLayout(rows, pp, cp, tp, ep, zero=int(rows * cp > 1))
             for ep in divisors(experts)
             if (rows * cp * tp) % ep == 0
+        ]
+        layouts = [
+            replace(each, knobs=knobs)
+            for each in layouts
+            for knobs in knobs_of(search, rows, devices // (cp * tp))
         ]
         for layout in layouts:
             try:

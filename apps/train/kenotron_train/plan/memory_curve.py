@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kenotron_ckpt import replace_text
 from kenotron_pp import Event
-from kenotron_train.plan.memory import instants
+from kenotron_train.cost.memory import instants
 from kenotron_train.plan.search import Estimate, Planner
 from kenotron_train.report.charts import COLOURS, Line, line_chart, picture
 from kenotron_train.report.curves import Points
@@ -29,8 +29,10 @@ def memory_curve(planner: Planner, estimate: Estimate, rank: int) -> Points:
     schedule, pp = plan.parallelism.schedule, plan.parallelism.pp
     live = planner.measured.live(schedule, pp, plan.microbatches)[rank]
     one = forward.get("activations", 0) / max(1, live)
-    logits, own = forward.get("logits", 0), sum(idle.values())
-    working = sum(backward.values()) - backward.get("activations", 0) - own
+    own = sum(idle.values())
+    ends, working = (
+        sum(each.values()) - each.get("activations", 0) - own for each in (forward, backward)
+    )
     alive, found = 0, [(0.0, own / GB)]
 
     def note(second: float, more: float = 0.0) -> None:
@@ -40,7 +42,7 @@ def memory_curve(planner: Planner, estimate: Estimate, rank: int) -> Points:
         note(event.start)
         if event.action.kind == "F":
             alive += 1
-            note(event.end, logits if _is_last(event, schedule.chunks) else 0.0)
+            note(event.end, ends if _is_last(event, schedule.chunks) else 0.0)
         elif event.action.kind in ("B", "I"):
             note(event.start, working)
             note(event.end, working)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kenotron_config import Config
 from kenotron_models import TransformersSpec
-from kenotron_train.cost.activations import recomputed
 from kenotron_train.cost.cost_plan import CostPlan, check_measured, cost_plan
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.plan.layouts import (
     CP_OF_TRANSFORMERS,
     Refused,
@@ -66,6 +66,8 @@ def plan_of_run(
     ranks: int | None,
     objective: Objective = "time",
     price: float | None = None,
+    imbalance: float = 1.0,
+    search: Sequence[str] = (),
 ) -> Planned:
     """Plan a run.
 
@@ -76,6 +78,8 @@ def plan_of_run(
         ranks: search all layouts of so many; None: only the config's own one.
         objective: order of the layouts.
         price: of a device and hour.
+        imbalance: tokens of the fullest rank's experts, as a multiple of an even load's.
+        search: further keys that the search changes; see ``KEYS``.
 
     Raises:
         ValueError: the config cannot be run, its model is one of transformers in one piece or on
@@ -86,6 +90,8 @@ def plan_of_run(
     plan = cost_plan(config)
     if isinstance(plan.spec, TransformersSpec):
         _check_foreign(plan)
+    if search and ranks is None:
+        raise ValueError(f"--search {','.join(search)}: it goes with --ranks or --gpus")
     if objective == "price" and price is None:
         raise ValueError("--objective price: give --price, of a device and hour")
     stages = range(len(config.data_stages))
@@ -94,15 +100,17 @@ def plan_of_run(
         plan.sequence,
         sum(config.batches.samples(stage) * config.sequence_of(stage) for stage in stages),
         price,
+        imbalance,
     )
-    planner = Planner(plan, machine, room)
+    planner = Planner(plan, machine, room, imbalance)
     planned = Planned(training, planner, objective)
     if ranks in (None, config.world_size):
         planned.own = planner.estimate(own_layout(config), plan, recomputed(plan))
         if not planned.own.fits:
             planned.remedies = [*_remedies(config, planner, planned.own)]
     if ranks is not None:
-        legal = [*legal_layouts(config, ranks, planned.refused)]
+        devices = machine.devices
+        legal = [*legal_layouts(config, ranks, planned.refused, search, devices)]
         if not legal:
             raise ValueError(_none_legal(config, ranks, planned.refused))
         planned.ranks, planned.found = ranks, planner.search(legal, objective)

@@ -10,10 +10,10 @@ from typing import Literal
 
 from kenotron_models import Recompute, TransformersSpec
 from kenotron_train.cost.cost_plan import CostPlan
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.memory import PeakMemory, peak_memory
 from kenotron_train.plan.layouts import RECOMPUTES, PlannedLayout
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.measured import MeasuredModel
-from kenotron_train.plan.memory import PeakMemory, peak_memory
 from kenotron_train.plan.step_time import StepTime, TimedModel
 
 Objective = Literal["time", "memory", "price"]
@@ -63,10 +63,13 @@ class Planner:
         plan: any plan of the model.
         machine: the machine.
         room: bytes of a device's memory.
+        imbalance: of experts; see ``MeasuredModel``.
     """
 
-    def __init__(self, plan: CostPlan, machine: Machine, room: float) -> None:
-        self.measured = MeasuredModel(plan)
+    def __init__(
+        self, plan: CostPlan, machine: Machine, room: float, imbalance: float = 1.0
+    ) -> None:
+        self.measured = MeasuredModel(plan, imbalance=imbalance)
         self.timed = TimedModel(self.measured, machine)
         self.machine, self.room = machine, room
         self.reserved = machine["reserved"]

@@ -10,8 +10,9 @@ from kenotron_models import KernelWork, Recompute, TransformersBlock, block_flop
 from kenotron_pp import Event, Times, simulate
 from kenotron_train.cost.cost_plan import CostPlan, measured_blocks
 from kenotron_train.cost.machine import OFFLOADED
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.stage_tensors import PlannedStage
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.measured import MeasuredModel, PlannedStage
 from kenotron_train.plan.transfers import seconds_of_sending
 from kenotron_train.plan.work import Parts, WorkSeconds, add_parts, parts_of
 
@@ -115,19 +116,26 @@ class TimedModel:
             found[last].add(self._head(plan), 1 + len(plan.spec.mtp_blocks))
         return found
 
-    def _cut(self, plan: CostPlan) -> tuple[int | str | bool, ...]:
+    def _cut(self, plan: CostPlan) -> tuple[object, ...]:
         """Return what the work of a micro-batch of a block depends on."""
         sizes = plan.parallelism
         ways = sizes.tp_mode, sizes.tp_linear_async_communication, sizes.ep_chunks
         stage = sizes.dp * sizes.cp * sizes.tp
-        return (sizes.tp, sizes.cp, sizes.ep, stage, plan.micro_batch_size, *ways)
+        return (sizes.tp, sizes.cp, sizes.ep, stage, plan.micro_batch_size, plan.dtype, *ways)
 
     def _block(self, plan: CostPlan, kind: int, again: Recompute) -> WorkSeconds:
         """Return the work of a block."""
         machine, sizes = self.machine, plan.parallelism
         block = measured_blocks(plan.spec)[self.measured.first[kind]]
         rows, width = plan.micro_batch_size, plan.spec.hidden_size
-        counts = block_flops(block, width, rows, plan.sequence, causal=True)
+        given = width, rows, plan.sequence
+        counts = [
+            self.measured.uneven(
+                {"block": block},
+                lambda x, what=what: block_flops(x["block"], *given, causal=True)[what],
+            )
+            for what in range(2)
+        ]
         share = sizes.tp * sizes.cp * machine["peak_flops"]
         products = counts[0] / share / machine["product_efficiency"]
         attention = counts[1] / share / machine["attention_efficiency"]
@@ -159,8 +167,9 @@ class TimedModel:
         before = self.measured.sent(plan, kind, "none")
         for axis, sent in self.measured.sent(plan, kind, again).items():
             calls = forward.calls.get(axis, 0), repeated.calls.get(axis, 0)
-            there = seconds_of_sending(machine, before[axis] / 2, axis, plan)
-            back = seconds_of_sending(machine, sent, axis, plan) - there
+            most = self.measured.imbalance if axis == "ep" else 1.0  # arrives at one rank
+            there = seconds_of_sending(machine, most * before[axis] / 2, axis, plan)
+            back = seconds_of_sending(machine, most * sent, axis, plan) - there
             for to, seconds, n in zip(
                 (work.forward, work.inputs), (there, back), calls, strict=True
             ):

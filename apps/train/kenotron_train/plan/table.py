@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from textwrap import wrap
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 
 from kenotron_engine import tflops_per_rank
-from kenotron_models import training_flops
+from kenotron_models import expert_count, training_flops
+from kenotron_train.cost.memory import NOT_COUNTED
 from kenotron_train.log.numbers import short
 from kenotron_train.plan.layouts import Refused
 from kenotron_train.plan.machine_file import Machine
-from kenotron_train.plan.memory import NOT_COUNTED
 from kenotron_train.plan.search import Estimate, Found
 from kenotron_train.plan.step_time import described_parts
 
@@ -23,7 +24,7 @@ WIDTH = 100
 SHOWN_REASONS = 12
 NOT_TIMED = (
     "latency of what attention sends over cp, products that are slow because they are small, "
-    "reading data, saves, evaluations, an uneven load of experts, sums over tied matrices and norms"
+    "reading data, saves, evaluations, sums over tied matrices and norms"
 )
 """Time that no number here has."""
 
@@ -40,6 +41,8 @@ class PlannedRun:
     """Of all steps."""
     price: float | None = None
     """Of a device and hour, in any currency."""
+    imbalance: float = 1.0
+    """Tokens of the fullest rank's experts, as a multiple of an even load's."""
 
 
 def figures(estimate: Estimate, machine: Machine, training: PlannedRun) -> dict[str, Any]:
@@ -129,6 +132,9 @@ def best_lines(found: Found, machine: Machine, training: PlannedRun) -> list[str
             f"{of['step_seconds']:>9.3g}{of['mfu']:>6.0%}  "
             f"{limit} {parts[limit] / each.time.seconds:.0%}"
         )
+        if layout.knobs:
+            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in layout.knobs)
+            lines += wrap(text, WIDTH, initial_indent="     ", subsequent_indent="     ")
     return lines
 
 
@@ -153,6 +159,11 @@ def note_lines(estimate: Estimate, machine: Machine, training: PlannedRun) -> li
         f"Machine: {machine.name}, {machine.date}. "
         + "; ".join(line for line in machine.sources()),
     )
+    if expert_count(estimate.plan.spec) > 1:
+        load = "an even load (change it with --imbalance)"
+        if training.imbalance != 1:
+            load = f"{training.imbalance:g} times an even load's tokens on the fullest rank"
+        notes = (*notes, f"Experts: {load}")
     if estimate.plan.dtype != getattr(torch, machine.dtype):
         given = str(estimate.plan.dtype).removeprefix("torch.")
         line = (

@@ -12,7 +12,6 @@ from kenotron_data.config import EMBEDDED_CORPUS, HubDatasetsConfig, NanosetData
 from kenotron_engine import way_of
 from kenotron_models import TransformersSpec, describe, parameter_count
 from kenotron_optim import parameter_groups
-from kenotron_train.cost.activations import layers_by_rank
 from kenotron_train.cost.cost_plan import CostPlan, cost_plan
 from kenotron_train.cost.machine import (
     beyond_any_machine,
@@ -20,7 +19,11 @@ from kenotron_train.cost.machine import (
     offloaded,
     without_gpus,
 )
+from kenotron_train.cost.measured import MeasuredModel
+from kenotron_train.cost.memory import peak_memory
+from kenotron_train.cost.recomputed import recomputed
 from kenotron_train.cost.stage_sizes import stage_sizes
+from kenotron_train.cost.stage_tensors import StageTensors
 from kenotron_train.evaluate.evaluator import check_evaluate
 from kenotron_train.log.instrumentation import check_watching
 from kenotron_train.log.numbers import short
@@ -75,7 +78,7 @@ def cannot_run(config: Config) -> list[str]:
 
 def _groups(plan: CostPlan) -> list[str]:
     """Find what is wrong with rules that name parameters."""
-    optim, layouts = plan.optimizer, layers_by_rank(plan).layouts
+    optim, layouts = plan.optimizer, StageTensors().layouts(plan)
     names = sorted({layout.name for layout in layouts.values()})
     try:
         parameter_groups(
@@ -192,6 +195,12 @@ def _memory(plan: CostPlan) -> str:
         if stage.sent:
             sent = ", ".join(f"{axis} {size / GB:.3g}" for axis, size in stage.sent.items())
             lines.append(f"pp rank {rank} sends in a step, in GB a process: {sent}")
+    peak = peak_memory(plan, MeasuredModel(plan, exact=True), recomputed(plan))
+    parts = ", ".join(f"{what} {size / GB:.3g}" for what, size in peak.bytes_of.items())
+    lines.append(
+        f"Largest instant: {peak.instant}, on pp rank {peak.rank}; {peak.total / GB:.3g} GB "
+        f"({parts})"
+    )
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ from kenotron_models.flops import (
     training_flops,
 )
 from kenotron_models.generate import Sampling, generate
-from kenotron_models.memory import kept_bytes
+from kenotron_models.memory import kept_bytes, norm_bytes
 from kenotron_models.multipliers import AttentionScale, Fold, Multipliers, folds, multipliers_of
 from kenotron_models.mup import DepthRule, Mup, MupOptimizer, ParameterScale, mup_scales
 from kenotron_models.mup_init import mup_init, mup_table
@@ -63,6 +63,7 @@ from kenotron_models.transformers_spec import TransformersSpec
 from kenotron_models.virtual_chunks import split_chunks
 from kenotron_models.whole_rows import whole_row_part
 from kenotron_models.with_values import with_values
+from kenotron_models.working_memory import working_bytes
 
 __all__ = [
     "ADAPTER",
@@ -107,6 +108,7 @@ __all__ = [
     "generate",
     "is_tied_copy",
     "kept_bytes",
+    "norm_bytes",
     "layer_costs",
     "layers_on_meta",
     "linear_parts",
@@ -144,4 +146,5 @@ __all__ = [
     "virtual_shards",
     "whole_row_part",
     "with_values",
+    "working_bytes",
 ]

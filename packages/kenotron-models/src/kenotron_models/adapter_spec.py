@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, Literal
 
@@ -58,13 +58,26 @@ class AdapterSpec:
     """Its quotient by the rank is the factor of what is added."""
     dropout: float = 0.0
     """Share of the input of A that is dropped in training, by position."""
-    weights: Mapping[str, tuple[TensorPart, ...]]
+    weights: Mapping[str, tuple[TensorPart, ...]] = field(hash=False)
     """Weights (O, I) of ours, and the rows of each that have an adapter of their own."""
 
     @property
     def scale(self) -> float:
         """Factor of ``B A``."""
         return self.alpha / self.rank
+
+    def of_layer(self, number: int) -> AdapterSpec:
+        """Return the adapters of a decoder layer alone, named as those of layer 0."""
+        own, first = f"layers.{number}.", "layers.0."
+        weights = {
+            first + path.removeprefix(own): tuple(
+                replace(part, name=re.sub(rf"\.{number}\.", ".0.", part.name, count=1))
+                for part in parts
+            )
+            for path, parts in self.weights.items()
+            if path.startswith(own)
+        }
+        return replace(self, weights=weights)
 
     def to_peft(self, base: str | None) -> dict[str, Any]:
         """Return the keys of an adapter_config.json.

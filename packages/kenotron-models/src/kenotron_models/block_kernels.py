@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist.diagnosis import shape_axes
+from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.recompute import Recompute
@@ -63,6 +64,7 @@ def block_kernels(
     dtype: torch.dtype = torch.float32,
     residual: torch.dtype | None = None,
     recompute: Recompute = "none",
+    adapter: AdapterSpec | None = None,
     fused_norms: bool = False,
 ) -> tuple[KernelWork, KernelWork]:
     """Return the kernels of the forward and of the backward of a block on the first rank.
@@ -71,8 +73,9 @@ def block_kernels(
     and ``sent_bytes``; experts are expected to have an even load.
     """
     batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
-    )
+        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
+        recompute=recompute, adapter=adapter,
+    )  # fmt: skip
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, "nccl")
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder, OneKernel(fused_norms):

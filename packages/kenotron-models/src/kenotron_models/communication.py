@@ -14,6 +14,7 @@ import torch
 
 from kenotron_cp import AttentionWay, Cut
 from kenotron_dist.diagnosis import shape_axes
+from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta, run_backward
 from kenotron_models.part import SendsOverSequence
@@ -35,6 +36,7 @@ def sent_bytes(
     dtype: torch.dtype = torch.float32,
     residual: torch.dtype | None = None,
     recompute: Recompute = "none",
+    adapter: AdapterSpec | None = None,
     cut: Cut | None = None,
     way: AttentionWay = "ring",
     backend: str = "nccl",
@@ -56,13 +58,15 @@ def sent_bytes(
         dtype: of parameters and activations.
         residual: of the block's input, to which it adds; None: dtype.
         recompute: what is computed again.
+        adapter: of the block as layer 0; None: all of its weights learn.
         cut: how rows are cut over cp; None: they are whole.
         way: how attention over cut rows shares the work.
         backend: whose algorithms are counted, ``nccl`` or ``gloo``.
     """
     batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
-    )
+        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
+        recompute=recompute, adapter=adapter,
+    )  # fmt: skip
     axes, recorder = shape_axes({"tp": tp, "ep": ep}, backend)
     layer, x, context = block_on_meta(block, width, batch, axes)
     with recorder, OneKernel(norms=False):

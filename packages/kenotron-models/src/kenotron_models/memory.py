@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kenotron_dist import Axis
+from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import BlockSpec
 from kenotron_models.context import Context
 from kenotron_models.meta_block import MetaMicroBatch, OneKernel, block_on_meta
@@ -41,6 +42,7 @@ def kept_bytes(
     dtype: torch.dtype = torch.float32,
     residual: torch.dtype | None = None,
     recompute: Recompute = "none",
+    adapter: AdapterSpec | None = None,
     fused_norms: bool = False,
 ) -> int:
     """Return the bytes that one tp rank keeps of a micro-batch for the backward of a block.
@@ -58,13 +60,15 @@ def kept_bytes(
         dtype: of parameters and activations.
         residual: of the block's input, to which it adds; None: dtype.
         recompute: what is computed again.
+        adapter: of the block as layer 0; None: all of its weights learn.
         fused_norms: whether RMSNorm is one kernel, as on CUDA, which keeps its input alone. A CPU
             keeps fp32 copies.
     """
     axis = Axis("tp", 0, tuple(range(tp)), backend="nccl")  # without a group: shapes alone
     batch = MetaMicroBatch(
-        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual, recompute=recompute
-    )
+        rows=rows, sequence=sequence, mode=mode, dtype=dtype, residual=residual,
+        recompute=recompute, adapter=adapter,
+    )  # fmt: skip
     layer, x, context = block_on_meta(block, width, batch, {"tp": axis})
     with OneKernel(fused_norms):
         return bytes_alive(layer, x, context)
@@ -93,6 +97,21 @@ def bytes_alive(block: nn.Module, x: Tensor, context: Context, *, wait: float = 
         gc.unfreeze()
 
 
+def norm_bytes(norm: nn.Module, tokens: int, width: int, dtype: torch.dtype, *, fused: bool) -> int:
+    """Return the bytes that a model's last norm keeps of its input (tokens, width) of ``dtype``.
+
+    Args:
+        norm: on meta.
+        tokens: of this rank.
+        width: D.
+        dtype: of the residual stream.
+        fused: whether RMSNorm is one kernel.
+    """
+    x = torch.empty(tokens, width, dtype=dtype, device="meta", requires_grad=True)
+    with OneKernel(fused):
+        return bytes_alive(norm, x, Context(torch.empty(1, tokens, device="meta")))
+
+
 class _Storages(TorchDispatchMode):
     """Notes every storage that is made."""
 
@@ -102,8 +121,8 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(out):
+        given = {storage._cdata for storage in storages_of((args, kwargs))}
+        for storage in storages_of(out):
             if storage._cdata not in given:  # neither a view nor changed in place
                 self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
@@ -118,5 +137,6 @@ class _Storages(TorchDispatchMode):
         )
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def storages_of(values: Any) -> list[torch.UntypedStorage]:
+    """Return the storages of the tensors of a nested structure."""
     return [each.untyped_storage() for each in tree_leaves(values) if isinstance(each, Tensor)]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from kenotron_dist import Axis
+from kenotron_models.adapter import adapt
+from kenotron_models.adapter_spec import AdapterSpec
 from kenotron_models.block import Block, BlockSpec
 from kenotron_models.build import Build
 from kenotron_models.context import Context
@@ -41,6 +43,8 @@ class MetaMicroBatch:
     """Of what a block reads and adds to; None: dtype."""
     recompute: Recompute = "none"
     """Part of the block that the backward computes again."""
+    adapter: AdapterSpec | None = None
+    """Of the block as layer 0; None: all of its weights learn."""
 
 
 def block_on_meta(
@@ -62,13 +66,15 @@ def block_on_meta(
     """
     mode, tp = batch.mode, axes["tp"]
     if isinstance(block, TransformersBlock):
-        return transformers_block_on_meta(
+        foreign, *given = transformers_block_on_meta(
             block, batch.rows, batch.sequence, batch.dtype, batch.recompute, axes
         )
+        return _adapted(foreign, batch, tp), *given
     build = Build(tp, mode, dtype=batch.dtype, shapes_only=True)
     if "ep" in axes:
         build = replace(build, ep=axes["ep"])
     layer = Block(_computed_by_torch(block), width, build, recompute=batch.recompute)
+    _adapted(layer, batch, tp)
     places = torch.arange(batch.sequence, device="meta").expand(batch.rows, batch.sequence)
     context = Context(places, torch.arange(batch.rows, device="meta"), dropout_key=0)
     tokens = batch.rows * batch.sequence
@@ -76,6 +82,13 @@ def block_on_meta(
     dtype = batch.residual or batch.dtype
     x = torch.empty(held, width, dtype=dtype, device="meta", requires_grad=True)
     return layer, x, context
+
+
+def _adapted(layer: nn.Module, batch: MetaMicroBatch, tp: Axis) -> nn.Module:
+    """Give a block its adapters in place."""
+    if batch.adapter is not None:
+        adapt([("layers.0", layer)], batch.adapter, tp)
+    return layer
 
 
 class _Attention(torch.autograd.Function):

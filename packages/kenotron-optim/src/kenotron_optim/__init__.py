@@ -18,9 +18,17 @@ from kenotron_optim.lr import LRSchedule, learning_rate
 from kenotron_optim.muon_params import MatrixPart, matrix_parts
 from kenotron_optim.nonfinite import NonFinite, NonFiniteStep, allows_update, find_nonfinite
 from kenotron_optim.parameter_shards import Regather
-from kenotron_optim.rank_costs import Held, data_bytes, held_tensors, state_bytes
+from kenotron_optim.rank_costs import (
+    Held,
+    bucket_bytes,
+    data_bytes,
+    held_tensors,
+    slice_ranks,
+    state_bytes,
+)
 from kenotron_optim.rule_config import AdamWConfig, MuonConfig, SGDConfig
 from kenotron_optim.sample_gradients import SampleGradients
+from kenotron_optim.sample_leaves import SampleLeaves
 from kenotron_optim.sample_order_checks import unordered_settings
 from kenotron_optim.sliced_optimizer import SlicedOptimizer
 from kenotron_optim.spikes import SpikeConfig, SpikeGuard
@@ -54,6 +62,7 @@ __all__ = [
     "Regather",
     "SGDConfig",
     "SampleGradients",
+    "SampleLeaves",
     "SlicedOptimizer",
     "Slices",
     "SpikeConfig",
@@ -64,6 +73,7 @@ __all__ = [
     "WeightAverages",
     "ZeroOptimizer",
     "allows_update",
+    "bucket_bytes",
     "clip_",
     "clip_coefficient",
     "data_bytes",
@@ -75,6 +85,7 @@ __all__ = [
     "matrix_parts",
     "parameter_groups",
     "shard_ranks_problems",
+    "slice_ranks",
     "state_bytes",
     "unordered_settings",
     "unscale_",

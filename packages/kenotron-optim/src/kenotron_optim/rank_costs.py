@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch import Tensor, nn
 
@@ -15,7 +16,9 @@ from kenotron_dist import MeshConfig, gradient_sums, views_of
 from kenotron_dist.placement import TensorLayout
 from kenotron_optim.config import OptimizerConfig
 from kenotron_optim.muon_params import matrix_parts
+from kenotron_optim.partition import BUCKET_ELEMENTS, HOST_BUCKET_BYTES, RANK_ELEMENTS
 from kenotron_optim.rule_config import MuonConfig, SGDConfig, UpdateRule
+from kenotron_optim.sample_leaves import SampleLeaves
 
 STATE_DTYPES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element of the optimizer's state by ``OptimizerConfig.state_dtype``."""
@@ -86,7 +89,11 @@ def held_tensors(
 
 
 def state_bytes(
-    tensors: Iterable[Held], config: OptimizerConfig, mesh: MeshConfig, itemsize: int
+    tensors: Iterable[Held],
+    config: OptimizerConfig,
+    mesh: MeshConfig,
+    itemsize: int,
+    leaves: SampleLeaves | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a rank keeps between steps, by class.
 
@@ -97,10 +104,12 @@ def state_bytes(
         config: of the optimizer.
         mesh: sizes of the axes.
         itemsize: bytes of an element of a parameter.
+        leaves: of ``SampleGradients``; None: it is a ``GradAccumulator``.
 
     Returns:
         Bytes of ``parameters``, ``gradients``, ``fp32 masters``, ``optimizer`` (state) and, where
-        there are some, ``weight averages``. With ``offload`` all after gradients are in host memory
+        there are some, ``weight averages`` and ``sums of samples``, the most that are kept until
+        gradients are exchanged. With ``offload`` all after gradients are in host memory
         where ranks compute on an accelerator.
     """
     found = dict.fromkeys(("parameters", "gradients", "fp32 masters", "optimizer"), 0)
@@ -118,6 +127,10 @@ def state_bytes(
         elif config.offload:  # what is gathered, next to masters that are elsewhere
             found["parameters"] += owned * itemsize
         kept = cut if _leaves(each, config, ranks) else each.count * each.owners
+        if leaves is not None:  # a whole buffer, and trees of each owner until the exchange
+            kept, sources = each.count, range(mesh.ep if each.expert else 1)
+            sums = _most_nodes(leaves, sources) * each.count * each.owners * summed
+            found["sums of samples"] = found.get("sums of samples", 0) + sums
         found["gradients"] += kept * summed
         apart = itemsize != 4 or stage.cuts_parameters or config.offload
         if apart:  # else they are the parameters' memory
@@ -134,6 +147,7 @@ def data_bytes(
     mesh: MeshConfig,
     itemsize: int,
     backwards: int,
+    leaves: SampleLeaves | None = None,
 ) -> dict[str, int]:
     """Return the bytes that a rank sends in a step for gradients and parameters, by axes.
 
@@ -147,6 +161,7 @@ def data_bytes(
         mesh: sizes of the axes.
         itemsize: bytes of an element of a parameter.
         backwards: micro-batches of a step.
+        leaves: of ``SampleGradients``; None: it is a ``GradAccumulator``.
 
     Returns:
         Bytes over ``dp`` (with cp) and over ``edp``, where there are any.
@@ -159,6 +174,8 @@ def data_bytes(
             continue
         cut = -(-each.count // ranks)
         sums = backwards if _leaves(each, config, ranks) else 1
+        if leaves is not None:
+            sums = each.owners * len(leaves.nodes(range(mesh.ep if each.expert else 1)))
         sent = sums * (ranks - 1) * cut * summed
         if not each.expert and config.shard_ranks is not None:
             replicas = mesh.dp // config.shard_ranks
@@ -168,6 +185,51 @@ def data_bytes(
         sent += times * (ranks - 1) * cut * (itemsize if config.zero.cuts_states else 4)
         found["edp" if each.expert else "dp"] += sent
     return {axis: sent for axis, sent in found.items() if sent}
+
+
+def bucket_bytes(
+    tensors: Iterable[Held],
+    config: OptimizerConfig,
+    mesh: MeshConfig,
+    itemsize: int,
+    backwards: int,
+    cap_mb: float | None = None,
+    *,
+    gloo: bool,
+) -> int:
+    """Return the bytes of buckets of gradients that are filled or sent, next to ``state_bytes``.
+
+    Stages 2 and 3 fill a bucket while two others travel. On gloo others' slices arrive in memory of
+    their own, of two buckets at a time. Buckets of experts count as all others.
+
+    Args:
+        tensors: those of the rank.
+        config: of the optimizer.
+        mesh: sizes of the axes.
+        itemsize: bytes of an element of a parameter.
+        backwards: micro-batches of a step.
+        cap_mb: MiB of a bucket; None: see ``GradAccumulator``.
+        gloo: whether they are reduced by gloo on CPUs.
+    """
+    learning = [each for each in tensors if each.learns]
+    ranks = (config.shard_ranks or mesh.dp) * mesh.cp
+    if ranks == 1 or not learning:
+        return 0
+    summed = 4 if config.accumulate_grad_in_fp32 else itemsize
+    sizes = [each.count * summed for each in learning]
+    cap = HOST_BUCKET_BYTES if gloo else max(BUCKET_ELEMENTS, RANK_ELEMENTS * ranks) * itemsize
+    cap = int(cap if cap_mb is None else cap_mb * 2**20) * summed // itemsize
+    bucket, many = min(sum(sizes), max(cap, *sizes)), -(-sum(sizes) // cap)
+    arriving = bucket * (ranks - 1) // ranks if gloo else 0
+    if config.zero.cuts_gradients and config.reduce == "micro_batch":
+        many *= backwards
+        return min(3, many) * bucket + min(2, many) * arriving
+    return min(2, many) * arriving
+
+
+@lru_cache(maxsize=256)
+def _most_nodes(leaves: SampleLeaves, sources: range) -> int:
+    return leaves.most_nodes(sources)
 
 
 def slice_ranks(tensor: Held, config: OptimizerConfig, mesh: MeshConfig) -> int:

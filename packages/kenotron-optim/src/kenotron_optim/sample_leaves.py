@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kenotron_optim.sample_tree import Node, nodes_of
+import torch
+
+from kenotron_optim.sample_tree import Node, SampleTree, nodes_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,19 @@ class SampleLeaves:
         """Return the leaf of chunk ``use`` of a source's own, of its sample ``sample``."""
         data, part = divmod(source, self.cp)
         return ((part * self.uses + use) * self.dp + data) * self.each + sample
+
+    def most_nodes(self, sources: range) -> int:
+        """Return the most sums that a tree keeps of the leaves of some sources between backwards.
+
+        Each backward has one sample of all sources, in their order.
+        """
+        tree, most = SampleTree(self.total), 0
+        for sample in range(self.each):
+            for source in sources:
+                for use in range(self.uses):
+                    tree.add((0, self.number(source, use, sample)), torch.empty(0))
+            most = max(most, len(tree.nodes))
+        return most
 
     def nodes(self, sources: range) -> list[Node]:
         """Return the nodes that a tree of the leaves of some sources keeps, in order."""
