@@ -52,12 +52,15 @@ class DomainObjective(NextToken):
         if model.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing
             factors_k = factors_k.pin_memory()
         factors_k = factors_k.to(model.mesh.device, non_blocking=True)
+        reference_RS = self.reference_MBS.flatten(0, 1)
 
         def loss(x: Tensor, microbatch: int) -> Parts:
             micro = share.micros[microbatch]
             labels = micro.labels_BS
             total, z = losses_and_z(model, x, labels, self.z_loss)
-            reference = cut_sequence(self.reference_MBS[microbatch], axis, layout=layout)
+            first = microbatch * len(labels)  # reproducible micro-batches have one row
+            own = reference_RS[first : first + len(labels)]
+            reference = cut_sequence(own, axis, layout=layout)
             plain = (total.detach() - z.detach()).view_as(labels)  # (B, n)
             rows = _rows(plain, reference, labels != NO_TARGET)
             assert micro.sources_B is not None, "loaders tag every row"

@@ -76,6 +76,7 @@ def batch_losses(model: ModelOnMesh, batch: Batch) -> Tensor:
     is kept. Collective over pp, cp and tp.
     """
     mesh, plan = model.mesh, model.plan
+    batch = one_by_one(batch) if plan.reproducible else batch
     share = model.share_of(batch.to(mesh.device))
     own = torch.zeros(
         len(batch), *share.micros[0].tokens_BS.shape, dtype=torch.float32, device=mesh.device

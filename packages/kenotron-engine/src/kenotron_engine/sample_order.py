@@ -29,14 +29,9 @@ def check_sample_order(
     if not plan.reproducible:
         return
     spec, axes = plan.spec, mesh.sizes
-    drops = [getattr(part, "dropout", 0.0) for block in spec.blocks for part in block.parts]
-    drops += [spec.embedding_dropout, *(block.dropout for block in spec.blocks)]
     given = {
         "layers that are not of the plan's spec": own_layers,
         "layers of transformers": isinstance(spec, TransformersSpec),
-        "mtp_weight": spec.mtp_weight,
-        "dropout": any(drops),
-        "scales": plan.scales is not None,
         "compile": plan.compile,
         "cuda_graph": plan.cuda_graph,
         "float16": plan.dtype == torch.float16,
@@ -62,6 +57,7 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
         shared |= isinstance(mixer, AttentionSpec) and mixer.kv_heads % cp > 0
     named = f"virtual_chunks = {chunks}"
     return {
+        f"{named} and mtp_weight": spec.mtp_weight > 0,
         f"{named} and virtual_shards = {plan.virtual_shards}": plan.virtual_shards > 1,
         f"{named}, which is no power of two": bool(chunks & (chunks - 1)),
         f"{named} and {whole_row_part(spec)}": bool(whole_row_part(spec)),
