@@ -86,9 +86,7 @@ def _chunks(
         yield _line("parallelism.cp_attention", "ulysses", rule, "ring or gather")
 
 
-def _whole_samples(
-    most: int, model: ModelConfig, doremi: DoReMiConfig | None
-) -> Iterator[str]:
+def _whole_samples(most: int, model: ModelConfig, doremi: DoReMiConfig | None) -> Iterator[str]:
     """Name losses that are not computed in chunks of a sample."""
     key = "general.reproducible_max_cp"
     if model.mtp is not None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from kenotron_cp import cut_sequence
 from kenotron_engine.model_on_mesh import ModelOnMesh
 from kenotron_engine.objective import MicroLoss, NextToken, Parts, losses_and_z
+from kenotron_engine.sample_order import check_whole_samples
 from kenotron_engine.sequence import NO_TARGET, Share
 
 COLUMNS = 4
@@ -47,6 +48,7 @@ class DomainObjective(NextToken):
 
     def loss(self, model: ModelOnMesh, share: Share, count: Tensor) -> MicroLoss:
         """See ``Objective``; ``count`` is a scalar, ``share`` of the rows of ``reference_MBS``."""
+        check_whole_samples(model.plan, "losses of domains")
         axis, layout = model.mesh["cp"], model.plan.cp_mode.layout
         factors_k = torch.tensor(self.factors, dtype=torch.float64)
         if model.mesh.device.type == "cuda":  # a copy from pinned memory waits for nothing

@@ -66,6 +66,15 @@ def _chunks_given(plan: ModelPlan, cp: int) -> dict[str, bool]:
     }
 
 
+def check_whole_samples(plan: ModelPlan, what: str) -> None:
+    """Raise ValueError where samples are computed in chunks, and ``what`` needs whole ones."""
+    if plan.virtual_chunks > 1:
+        raise ValueError(
+            f"virtual_chunks = {plan.virtual_chunks}: {what} are not computed in chunks of a "
+            "sample: set it to 1 (general.reproducible_max_cp)"
+        )
+
+
 def one_by_one(batch: Batch) -> Batch:
     """Return the batch with each of its rows (M, B) as a micro-batch: (M * B, 1)."""
     parts = {field.name: getattr(batch, field.name) for field in fields(batch)}
