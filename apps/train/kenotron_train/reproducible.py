@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kenotron_config import GeneralConfig
+from kenotron_config import GeneralConfig, ParallelismConfig
 from kenotron_dist import Mesh, all_reduce
 from kenotron_dist.rng import key
 
@@ -16,22 +16,25 @@ Conditions = dict[str, Any]
 """Names of conditions and their values, as JSON."""
 
 
-def conditions(general: GeneralConfig) -> Conditions | None:
+def conditions(general: GeneralConfig, parallelism: ParallelismConfig) -> Conditions | None:
     """Return the conditions under which this process computes; None without the mode."""
     if not general.reproducible:
         return None
+    names = ("cp_layout", "cp_block") if general.reproducible_max_cp > 1 else ()
+    chunks = {name: getattr(parallelism, name) for name in names}
     return {
         "threads": torch.get_num_threads(),
         "max_tp": general.reproducible_max_tp,
         "max_cp": general.reproducible_max_cp,
+        **chunks,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
     }
 
 
-def check_conditions(general: GeneralConfig, mesh: Mesh) -> None:
+def check_conditions(general: GeneralConfig, parallelism: ParallelismConfig, mesh: Mesh) -> None:
     """Raise ValueError on all ranks where they compute under different conditions. Collective."""
-    found = conditions(general)
+    found = conditions(general, parallelism)
     if found is None:
         return
     own = torch.tensor([key(json.dumps(found), bits=56)], device=mesh.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -10,7 +11,7 @@ import runs
 import torch
 
 from kenotron_ckpt import read_manifest
-from kenotron_config import GeneralConfig
+from kenotron_config import GeneralConfig, ParallelismConfig
 from kenotron_dist import Mesh
 from kenotron_dist.testing import on_ranks
 from kenotron_train import reproducible
@@ -23,6 +24,7 @@ MODE = {
     "model__dtype": "float32",
 }
 GENERAL = GeneralConfig(project="p", reproducible=True)
+PARALLELISM = ParallelismConfig(dp=1, pp=1, tp=1)
 
 
 def trained(folder: Path, **changes: object) -> str:
@@ -53,7 +55,7 @@ def test_a_run_on_other_ranks_is_the_same(tmp_path: Path) -> None:
     assert "Resumed after step 3" in told and "; general.reproducible" not in told
     assert figures(resumed) == figures(alone)[3:]
     state = read_manifest(cut / "checkpoints" / "6").state["reproducible"]
-    assert state == reproducible.conditions(GENERAL)
+    assert state == reproducible.conditions(GENERAL, PARALLELISM)
 
 
 def test_a_resume_names_what_fixes_the_bits(tmp_path: Path) -> None:
@@ -76,9 +78,9 @@ def test_another_number_of_threads_is_refused(tmp_path: Path) -> None:
 
 def differ(mesh: Mesh) -> str:
     found = {"threads": 1, "instructions": f"kind {mesh.rank}"}
-    with mock.patch.object(reproducible, "conditions", lambda _: found):
+    with mock.patch.object(reproducible, "conditions", lambda *_: found):
         with pytest.raises(ValueError, match="the ranks' conditions differ") as error:
-            reproducible.check_conditions(GENERAL, mesh)
+            reproducible.check_conditions(GENERAL, PARALLELISM, mesh)
     return str(error.value)
 
 
@@ -88,9 +90,21 @@ def test_ranks_on_other_machines_are_named() -> None:
 
 
 def test_conditions_are_compared() -> None:
-    now = reproducible.conditions(GENERAL)
-    assert now is not None and reproducible.conditions(GeneralConfig(project="p")) is None
+    now = reproducible.conditions(GENERAL, PARALLELISM)
+    usual = GeneralConfig(project="p")
+    assert now is not None and reproducible.conditions(usual, PARALLELISM) is None
     assert reproducible.changed_conditions(now, now) == ""
     assert reproducible.changed_conditions(None, None) == ""
     told = reproducible.changed_conditions({**now, "torch": "1.0"}, now)
     assert f"torch was 1.0 and is {torch.__version__}" in told
+
+
+def test_with_chunks_the_order_of_tokens_is_a_condition() -> None:
+    general, other = replace(GENERAL, reproducible_max_cp=2), replace(PARALLELISM, cp_block=64)
+    before, now = (reproducible.conditions(general, each) for each in (PARALLELISM, other))
+    told = reproducible.changed_conditions(before, now)
+    assert told == "; general.reproducible: cp_block was 512 and is 64: bits may change"
+    contiguous = replace(PARALLELISM, cp_layout="contiguous")
+    now = reproducible.conditions(general, contiguous)
+    assert "cp_layout was zigzag and is contiguous" in reproducible.changed_conditions(before, now)
+    assert reproducible.conditions(GENERAL, other) == reproducible.conditions(GENERAL, PARALLELISM)
