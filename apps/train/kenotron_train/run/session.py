@@ -102,7 +102,7 @@ def open_session(
         life = Together(hooks)
         life.pre_init(config, mesh)
         training = build_training(config, mesh, model)
-        check_conditions(config.general, config.parallelism, mesh)
+        check_conditions(config, mesh)
         life.post_init(training)
         progress, remark = resume(training, asked=asked, memory=memory)
         training.check_replicas()
