@@ -169,6 +169,13 @@ def test_with_chunks_the_order_of_tokens_has_an_effect() -> None:
     assert not [line for line in ignored_keys(load_config(FILE, sets)) if "cp_" in line]
 
 
+def test_with_chunks_nothing_is_selected_to_be_computed_again() -> None:
+    sets = [*FITTING, "parallelism.recompute=selective"]
+    told = "parallelism.recompute: selective has no effect: samples in chunks keep all"
+    assert told in "\n".join(ignored_keys(load_config(FILE, [*sets, CHUNKS, ALONE])))
+    assert told not in "\n".join(ignored_keys(load_config(FILE, sets)))
+
+
 def test_a_tp_that_is_refused_names_the_one_that_fits() -> None:
     with pytest.raises(ConfigError) as error:
         load_config(FILE, [*FITTING, "parallelism.tp=3", OF_TWELVE_HEADS])
