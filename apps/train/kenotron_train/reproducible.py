@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kenotron_config import Config
+from kenotron_config import GeneralConfig, ModelConfig, ParallelismConfig
 from kenotron_dist import Mesh, all_reduce
 from kenotron_dist.rng import key
 from kenotron_engine import CPMode, ModelPlan
@@ -19,25 +19,25 @@ Conditions = dict[str, Any]
 """Names of conditions and their values, as JSON."""
 
 
-def conditions(config: Config) -> Conditions | None:
+def conditions(
+    general: GeneralConfig, parallelism: ParallelismConfig, model: ModelConfig
+) -> Conditions | None:
     """Return the conditions under which this process computes; None without the mode."""
-    general = config.general
     if not general.reproducible:
         return None
     names = ("cp_layout", "cp_block") if general.reproducible_max_cp > 1 else ()
-    chunks = {name: getattr(config.parallelism, name) for name in names}
+    chunks = {name: getattr(parallelism, name) for name in names}
     return {
         "max_tp": general.reproducible_max_tp,
         "max_cp": general.reproducible_max_cp,
         **chunks,
-        "vocab_multiple": config.model.make_vocab_size_divisible_by,
+        "vocab_multiple": model.make_vocab_size_divisible_by,
         **_of_process(),
     }
 
 
-def check_conditions(config: Config, mesh: Mesh) -> None:
+def check_conditions(found: Conditions | None, mesh: Mesh) -> None:
     """Raise ValueError on all ranks where they compute under different conditions. Collective."""
-    found = conditions(config)
     if found is None:
         return
     own = torch.tensor([key(json.dumps(found), bits=56)], device=mesh.device)

@@ -28,8 +28,7 @@ def continue_texts(
     continues all texts.
 
     Args:
-        model: the model. Layers of transformers and reproducible models read the whole text again
-            for each token.
+        model: the model. Layers of transformers, and a reproducible one, read all for each token.
         prompts: tokens of each text.
         window: longest text that the model reads, in tokens; see ``kenotron_models.generate``.
         max_new_tokens: how many to add at most.
